@@ -59,13 +59,13 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
 
 def relaid(command: Sequence[str], flags: Sequence[str], framework: str | None, role: str | None) -> list[str]:
     """Returns the words of ``command`` with ``flags``, which are Megatron-LM's, in the place of those that place layers
-    now. ``framework`` and ``role``: whose spelling that is, as traces name them."""
-    words = options_of(framework, role, flags)
-    placing = {_name(flag) for flag in (*PLACING, _OLDER)}
+    now, and of options that both have. ``framework`` and ``role``: whose spelling that is, as traces name them."""
+    words = list(options_of(framework, role, flags) or flags)
+    placing = {_name(each) for each in (*PLACING, _OLDER, *filter(_names_an_option, words))}
     for flag in PLACING:
         own = options_of(framework, role, (flag, "1"))
         placing |= {_name(own[0])} if own else set()
-    return _without(command, placing) + list(flags if words is None else words)
+    return _without(command, placing) + words
 
 
 def _has(words: Iterable[str], option: str) -> bool:

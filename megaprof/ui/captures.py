@@ -17,11 +17,12 @@ from typing import Any
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
-from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import words
 from megaprof.formats import inputs
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.job.standstill import Standstill
-from megaprof.formats.remote import TooMuch, Unreachable
+from megaprof.formats.remote import Unreachable
 from megaprof.metrics.look import last_stand
 from megaprof.ui.places import Place
 
@@ -74,7 +75,7 @@ def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill 
     """Returns what pages show of a directory. Raises Unreadable. Runs in a process of its own."""
     try:
         report = replace(analyze(path), standstill=standstill)
-    except (NothingToReport, Unreachable, TooMuch) as fault:
+    except (Unanswerable, Unreachable) as fault:
         raise Unreadable(str(fault)) from None
     except (OSError, MemoryError) as fault:
         raise Unreadable(f"{path} cannot be read: {fault}") from None

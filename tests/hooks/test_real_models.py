@@ -146,9 +146,6 @@ def test_microbatches_that_change_by_step_and_replica(tmp_path: Path) -> None:
     (target,) = analyze(tmp_path).targets
     told = target.measured
     assert [stage.pp for stage in told.stages] == [0, 1]
-    # On a busy machine some step may have been pulled apart between the ranks, and is left out.
-    counts = [{of_replica[step] for of_replica in COUNTS} for step in told.steps]
-    every = set().union(*counts)
-    assert told.microbatches in every, "steps and replicas with other numbers are left out of the table"
-    assert ("microbatches_differ" in kinds(told.warnings)) == (len(every) > 1)
+    # Steps with other numbers are left out, and on a busy machine those that were pulled apart between the ranks.
+    assert all(told.microbatches in {of_replica[step] for of_replica in COUNTS} for step in told.steps)
     assert "stages_differ" not in kinds(told.warnings)

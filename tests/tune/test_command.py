@@ -34,6 +34,7 @@ def test_a_command_that_may_save_is_refused() -> None:
     assert without_saving(["bash", "train.sh"], ("save=no",)) == ["bash", "train.sh", "save=no"]
 
 
+DEEP = ("--pipeline-model-parallel-size",)
 FIRST_5 = ("--decoder-first-pipeline-num-layers", "5")
 PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
 
@@ -56,6 +57,13 @@ PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
             FIRST_5,
             "ms-swift",
             ["sft", "--decoder_first_pipeline_num_layers", "5"],
+        ),
+        ([*DEEP, "4", "--bf16"], (*DEEP, "2", *FIRST_5), "megatron-lm", ["--bf16", *DEEP, "2", *FIRST_5]),
+        (
+            ["run.py", "model.pipeline_model_parallel_size=4"],
+            (*DEEP, "2"),
+            "megatron-bridge",
+            ["run.py", "model.pipeline_model_parallel_size=2"],
         ),
     ],
 )

@@ -14,9 +14,7 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import (
     BUBBLE_PARTS,
     LONGEST,
-    OF_REPLICAS,
     ONE_CLOCK,
-    Basis,
     ChunkTimes,
     Collectives,
     Stage,
@@ -44,7 +42,6 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
     recorded = [stage for stage, each in enumerate(table.metadata) if each is not None]
     stages = tuple(_stage((place[0], stage, place[1]), first.sizes, table) for stage in recorded)
     notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings)))
-    basis: Basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
     return TargetStages(
         target=table.target,
         role=table.role,
@@ -53,8 +50,8 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
         forward_only="backward" not in table.schedule.kinds,
         microbatches=table.schedule.microbatches,
         steps=tuple(sorted(set(table.steps.tolist()))),
-        step_time_ms=_spread(table.lengths[:, place[0]]),
-        step_time_basis=basis if table.clocks else LONGEST,
+        step_time_ms=_spread(table.length),
+        step_time_basis=ONE_CLOCK if table.clocks else LONGEST,
         stages=stages,
         unjudgeable=next((note for note in notes if note.kind == "stages_missing"), None),
         warnings=notes,
@@ -205,7 +202,7 @@ def _of_slow(table: Table, slow: Collection[int], shown: Sequence[Stage], sizes:
 def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
     replica, pp, _ = place
     own = (slice(None), *place)
-    working, length = table.working[own], table.lengths[:, replica]
+    working, length = table.working[own], table.length
     # A forward and a backward that run as one have no time of their own.
     kinds = () if table.schedule.combined else table.schedule.kinds
     of_kind = dict(zip(kinds, np.moveaxis(working, 2, 0), strict=False))  # [t, c, m]
@@ -291,7 +288,7 @@ def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, 
     before = np.clip(np.minimum(end, filled[:, None]) - start, 0.0, None).sum(axis=1)
     behind = np.clip(end - np.maximum(start, drained[:, None]), 0.0, None).sum(axis=1)
     warmup = np.clip(filled - before, 0.0, bubble)
-    cooldown = np.clip(table.lengths[:, replica] - table.reduction - drained - behind, 0.0, bubble - warmup)
+    cooldown = np.clip(table.length - table.reduction - drained - behind, 0.0, bubble - warmup)
     return dict(zip(BUBBLE_PARTS, map(_spread, (warmup, bubble - warmup - cooldown, cooldown)), strict=True))
 
 

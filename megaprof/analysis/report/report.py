@@ -35,6 +35,7 @@ from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import what_if, withheld
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.phrases import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
@@ -45,7 +46,7 @@ _MOST_OTHERS = 64
 _TO_HAVE_ONE = "`megaprof run` records a training command, and `megaprof demo` a small one on this machine"
 
 
-class NothingToReport(Exception):
+class NothingToReport(Unanswerable):
     """There is no trace or timeline of ours to report on; the message says what was found instead."""
 
 

@@ -16,7 +16,7 @@ from megaprof.parallel.topology import ParallelSizes
 
 #: How far apart ranks may begin a step behind the opening of a tool, of the step, until that is told.
 OPENED = 0.01
-#: The first of several steps is left out when it takes this many times as long as the others: it warms up.
+#: The first of several steps are left out while they take this many times as long as the median one.
 WARM_UP = 1.25
 
 
@@ -188,17 +188,19 @@ def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
     return [call for call in calls if call.key in common]
 
 
+def warming_up(lengths: Sequence[float]) -> int:
+    """Returns how many of several steps in order belong to a beginning in which all takes longer."""
+    longest = WARM_UP * statistics.median(lengths)
+    return next(n for n, length in enumerate(lengths) if length <= longest) if len(lengths) > 2 else 0
+
+
 def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
-    """Without the first step, where it is far longer than the others."""
-    by_step = grouped(calls, lambda call: call.key)
-    lengths = {key: max(end - begin for begin, end in (call.extent for call in own)) for key, own in by_step.items()}
-    first = min(call.step for call in calls)
-    own = [ns for (step, _), ns in lengths.items() if step == first]
-    others = [ns for (step, _), ns in lengths.items() if step != first]
-    if len(others) < 2 or max(own) <= WARM_UP * statistics.median(others):
-        return calls
-    findings.warn(Note("first_steps", steps=(first,)))
-    return [call for call in calls if call.step != first]
+    by_step = grouped(sorted(calls, key=lambda call: call.step), lambda call: call.step)
+    lengths = [max(end - begin for begin, end in (call.extent for call in own)) for own in by_step.values()]
+    cold = tuple(by_step)[: warming_up(lengths)]
+    if cold:
+        findings.warn(Note("first_steps", steps=cold))
+    return [call for call in calls if call.step not in cold]
 
 
 def _explain(call: Call, findings: Findings) -> None:

@@ -17,11 +17,10 @@ from megaprof.analysis.trace.calls import WHOLE_STEP, grouped
 from megaprof.formats.metadata import ModelChunk, WithoutRange
 from megaprof.parallel.topology import ParallelSizes
 
-#: How a step is timed: from the first stage's start to the last stage's end; so of the replica that is shown alone; or,
-#: where the stages have no common clock, as long as the longest stage's own range.
-Basis = Literal["one_clock", "of_replicas", "longest_stage"]
+#: How a step is timed: from the first stage's start to the last stage's end; or, where the stages have no common
+#: clock, as long as the longest stage's own range.
+Basis = Literal["one_clock", "longest_stage"]
 ONE_CLOCK: Final = "one_clock"
-OF_REPLICAS: Final = "of_replicas"
 LONGEST: Final = "longest_stage"
 
 _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
@@ -127,9 +126,8 @@ class TargetStages:
     step_time_ms: Spread | None
     """Milliseconds of a step; None where no step is whole."""
     step_time_basis: Basis
-    """How that was measured: from the first stage's start to the last stage's end (``one_clock``), so of
-    the replica that is shown alone (``of_replicas``), or, without a common clock, as the longest stage's own range
-    (``longest_stage``)."""
+    """How that was measured: from the first stage's start to the last stage's end (``one_clock``), or, without a common
+    clock, as the longest stage's own range (``longest_stage``)."""
     stages: tuple[Stage, ...]
     """By pipeline rank; those that were captured."""
     unjudgeable: Note | None

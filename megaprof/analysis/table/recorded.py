@@ -18,7 +18,7 @@ from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.consistency import WARM_UP
+from megaprof.analysis.stages.consistency import warming_up
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
@@ -197,9 +197,7 @@ def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     """The numbers of those that do not belong to a beginning in which all is longer; of several never the first, in
     which caches are cold."""
     numbers, first = np.unique(_numbers(steps), return_index=True)
-    took = steps["duration"][first].astype(float)
-    warm = took <= WARM_UP * np.median(took)
-    found: npt.NDArray[np.int64] = numbers[int(warm.argmax()) :]
+    found: npt.NDArray[np.int64] = numbers[warming_up(steps["duration"][first].tolist()) :]
     return found[1:] if len(found) > 3 else found
 
 

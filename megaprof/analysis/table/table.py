@@ -136,14 +136,6 @@ class Table:
         return "backward" in self.schedule.kinds and sizes.dp * sizes.cp > 1
 
     @property
-    def lengths(self) -> Floats:
-        """[t, d]: the step of every replica: its own pass, where they do not wait for each other."""
-        if "backward" in self.schedule.kinds:
-            return np.broadcast_to(self.length[:, None], self.start.shape[:2])
-        longest: Floats = self.end.max(axis=(2, 3, 4, 5))
-        return longest
-
-    @property
     def waited_beside(self) -> Floats:
         """[t, d, s, p]: what of ``waited`` is in none of the passes."""
         inside = self.held.get(WAIT)

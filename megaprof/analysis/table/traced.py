@@ -64,6 +64,7 @@ def _table(counted: Counted) -> Table:
 def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
     """What is wrong with the steps of a table, or missing in them. Raises Unfit where they are of different runs."""
     begin, end = table.entry, table.end.max(axis=(3, 4, 5))
+    opened = {call.step for call in calls if call.after_opening}
     together = "backward" in table.schedule.kinds
     for t, step in enumerate(table.steps.tolist()):
         for rows in [slice(None)] if together else range(begin.shape[1]):
@@ -72,8 +73,8 @@ def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
             extents = extents[np.argsort(extents[:, 0])]
             if (extents[1:, 0] >= np.maximum.accumulate(extents[:-1, 1])).any():
                 raise Unfit(Note("stages_apart", steps=(step,)))
-        apart = np.nanmax(begin[t]) if np.isfinite(begin[t]).any() else 0.0
-        if any(call.after_opening for call in calls if call.step == step) and apart > OPENED * table.length[t]:
+        apart = float(np.nan_to_num(begin[t]).max())
+        if step in opened and apart > OPENED * table.length[t]:
             yield Note("entered_apart_by_nsys", steps=(step,), ms=(apart,))
     if calls[0].gpu is not None and calls[0].metadata.sizes.pp > 1 and not np.isfinite(table.spent["pp"]).all():
         yield Note("pp_not_split")

@@ -105,7 +105,7 @@ def relaid(known: Known, kind: Kind, pieces: Layout, change: Change | None = Non
         chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
         microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
         **_larger(change.larger, schedule),
-        flags=() if pieces == known.pieces else _said_aloud(known, pieces),
+        flags=() if pieces == known.pieces else placed(known.held, pieces),
         in_flight=tuple(needs),
         fits=None if fit is None else fit.fits,
         needed=None if fit is None else fit.needed,
@@ -201,13 +201,13 @@ def microbatch_counts(run: Captured) -> Iterator[Priced]:
         yield described(found, microbatches=count, **_larger(change.larger, own))
 
 
-def _said_aloud(known: Known, pieces: Layout) -> tuple[str, ...]:
+def placed(held: Held, pieces: Layout) -> tuple[str, ...]:
     """Megatron's flags for a layout. Its even split needs none for its layers; said aloud, it replaces a flag that the
     run has now. A hybrid model has its layout in its pattern, and Megatron refuses the other flags beside that."""
-    if known.held.hybrid:
-        pattern = known.held.pattern(pieces)
+    if held.hybrid:
+        pattern = held.pattern(pieces)
         return () if pattern is None else ("--hybrid-layer-pattern", pattern)
-    stages, flags = known.stages, to_flags(pieces, known.stages)
+    stages, flags = held.stages, to_flags(pieces, held.stages)
     if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
         return flags
     return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, stages)[0]), *flags)

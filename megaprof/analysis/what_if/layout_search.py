@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, compress, pairwise
+from itertools import combinations, pairwise
 from math import comb, inf, isfinite, prod
 from operator import itemgetter
 
@@ -20,7 +20,8 @@ _PASSES_AT_ONCE = 2_000_000  # 16 MB
 _PIECES_AT_ONCE = 1_000_000  # of those that a cut may make
 _FEWEST, _MOST = 100, 2000  # replays a search
 
-Needs = Callable[[npt.NDArray[np.intp], npt.NDArray[np.intp]], npt.NDArray[np.float64]]
+_Whole = npt.NDArray[np.intp]
+Needs = Callable[[_Whole, _Whole], npt.NDArray[np.float64]]
 """What part of what it may have each of some stages [n] needs, [n], if its chunks hold so many layers (MTP layers
 included), [n, chunk]. A stage may need 1."""
 _Counts = tuple[int, ...]
@@ -141,8 +142,9 @@ class _Problem:
             step_ms = self.pipeline.step_ms(passes, link=self.p2p_ms)
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
 
-    def needs(self, several: Sequence[_Counts]) -> npt.NDArray[np.float64]:
-        """What part of what it may have each stage of some layouts needs, [layout, stage]; 0 without a bound."""
+    def needs(self, several: _Whole) -> npt.NDArray[np.float64]:
+        """What part of what it may have each stage of some layouts [layout, piece] needs, [layout, stage]; 0 without a
+        bound."""
         if self.stages_need is None:
             return np.zeros((len(several), self.pp))
         layers = np.diff(self.layers_before[np.cumsum(several, axis=1)], axis=1, prepend=0)
@@ -155,10 +157,11 @@ class _Problem:
         each[other] = found
         return each
 
-    def fitting(self, several: Iterable[_Counts]) -> list[_Counts]:
+    def fitting(self, several: _Whole | Sequence[_Counts]) -> list[_Counts]:
         """Those in which no stage needs more than it may."""
-        every = list(several)
-        return list(compress(every, self.needs(every).max(axis=1) <= 1.0)) if every else []
+        every = np.asarray(several, dtype=np.intp)
+        kept = every[self.needs(every).max(axis=1) <= 1.0] if len(every) else every
+        return [tuple(counts) for counts in kept.tolist()]
 
     def quickest_first(self) -> list[_Counts]:
         """The layouts that were replayed."""
@@ -213,7 +216,7 @@ def search(
     pieces, units = pp * vpp, len(problem.work)
     if comb(units - 1, pieces - 1) <= problem.budget:
         cuts = ((0, *inside, units) for inside in combinations(range(1, units), pieces - 1))
-        problem.replay(problem.fitting(tuple(end - begin for begin, end in pairwise(each)) for each in cuts))
+        problem.replay(problem.fitting([tuple(end - begin for begin, end in pairwise(each)) for each in cuts]))
     else:
         problem.replay(_starts(problem, layers, mtp_layers))
         problem.replay([_lowered(problem, problem.quickest_first()[0])])
@@ -301,13 +304,13 @@ def _lowered(problem: _Problem, counts: _Counts) -> _Counts:
     better: _Counts | None = counts
     while better is not None:
         counts, better = better, None
-        (needs,) = problem.needs([counts])
+        (needs,) = problem.needs(np.array([counts]))
         for moves in _moves(problem, counts, needs > 1.0) if needs.max() > 1.0 else ():
-            needs = problem.needs([counts, *moves])
+            needs = problem.needs(np.vstack([counts, moves]))
             over, total = np.maximum(needs - 1.0, 0.0).sum(axis=1), needs.sum(axis=1)
             lower = (over < over[0]) | ((over == over[0]) & (total < total[0]))
-            better = next(compress(moves, lower[1:].tolist()), None)
-            if better is not None:
+            if lower.any():
+                better = tuple(moves[int(lower.argmax()) - 1].tolist())
                 break
     return counts
 
@@ -329,8 +332,9 @@ def _improve(problem: _Problem, counts: _Counts) -> None:
                 break
 
 
-def _moves(problem: _Problem, counts: _Counts, first: npt.NDArray[np.bool_] | None = None) -> Iterator[list[_Counts]]:
-    """By piece that gives a unit away: those of the stages that come ``first``, [stage], and the most loaded first."""
+def _moves(problem: _Problem, counts: _Counts, first: npt.NDArray[np.bool_] | None = None) -> Iterator[_Whole]:
+    """[taker, piece], by piece that gives a unit away: those of the stages that come ``first``, [stage], and the most
+    loaded first."""
     load = _stage_work(problem, counts)
     by_load = sorted(range(len(counts)), key=lambda piece: (load[piece % problem.pp], piece))
     givers = by_load[::-1]
@@ -339,13 +343,10 @@ def _moves(problem: _Problem, counts: _Counts, first: npt.NDArray[np.bool_] | No
     for giver in givers:
         if counts[giver] == 1:
             continue
-        moves = []
-        for taker in by_load:
-            if giver != taker:
-                moved = list(counts)
-                moved[giver] -= 1
-                moved[taker] += 1
-                moves.append(tuple(moved))
+        takers = [piece for piece in by_load if piece != giver]
+        moves = np.tile(counts, (len(takers), 1))
+        moves[:, giver] -= 1
+        moves[np.arange(len(takers)), takers] += 1
         yield moves
 
 
@@ -354,7 +355,7 @@ def _best(problem: _Problem, top: int) -> list[Candidate]:
         # Equal work summed in another order differs in the last bits; that must not decide between layouts.
         return float(f"{problem.step_ms[counts]:.10e}")
 
-    ranked = sorted(problem.fitting(problem.step_ms), key=lambda counts: (step(counts), counts))
+    ranked = sorted(problem.fitting(list(problem.step_ms)), key=lambda counts: (step(counts), counts))
     if not ranked:
         return []
     limit = step(ranked[min(top, len(ranked)) - 1])

@@ -81,6 +81,17 @@ class Memory:
         needed = self.needed(np.arange(schedule.stages), _layers(pieces, schedule.stages), schedule)
         return MemoryFit(tuple(map(int, needed.tolist())), self.allowed)
 
+    def halved(self, needs: Sequence[int]) -> MemoryFit:
+        """Of half as many stages, which have ``needs`` layers times microbatches in flight: each holds the parameters,
+        gradients and optimizer of two neighbours. An optimizer whose states replicas share holds less."""
+        activations = [(m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True)]
+        needed, allowed = [], []
+        for stage, need in enumerate(needs):
+            both = slice(2 * stage, 2 * stage + 2)
+            needed.append(round(sum(self.least[both]) + need * max(activations[both])))
+            allowed.append(min(self.allowed[both]))
+        return MemoryFit(tuple(needed), tuple(allowed))
+
 
 def peaks(stages: Sequence[Peak | None]) -> tuple[int, ...] | None:
     """Bytes that each stage had allocated at the most; None where one has no figure."""

@@ -15,19 +15,18 @@ from megaprof.analysis.report.text.words import mean, title
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
-from megaprof.cli import CommandError, UsageError
+from megaprof.cli import UsageError
 from megaprof.cli.files.diff import compared
 from megaprof.cli.files.report import analyzed
 from megaprof.cli.files.what_if import in_words, predicted
 from megaprof.cli.jobs import status as job_status
-from megaprof.control.job import NoJob
 from megaprof.formats.remote import RemotePath, files_below, place
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
 #: What a summary leaves out of every document: tables, and what changed over the steps of a run.
 _TABLES = "candidates costs events replay_error single stages status"
-_SERIES = "at_most_ms buckets imbalance step_ms synchronisation_ms"
+_SERIES = "buckets step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: A replay of more passes than this would keep the server busy.
 _MOST_PASSES = 200_000
@@ -59,11 +58,8 @@ def of_diff(before: str, after: str) -> dict[str, Any]:
 
 
 def of_status(directory: str, role: str | None) -> dict[str, Any]:
-    """``megaprof status DIR --json``. Raises CommandError."""
-    try:
-        view = look_at(job_status.find(Path(directory), role))
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
+    """``megaprof status DIR --json``. Raises NoJob."""
+    view = look_at(job_status.find(Path(directory), role))
     return {
         "headline": [line for line in job_status.in_words(view) if line],
         **msgspec.to_builtins(job_status.answer(view)),

@@ -16,7 +16,7 @@ import msgspec
 from megaprof.analysis.collectives.hang import Hang, hang_of_job
 from megaprof.analysis.report.text.hang import sentences
 from megaprof.analysis.report.text.notes import told
-from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
+from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.job.status import FINAL, RankStatus
@@ -134,12 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--wait {arguments.wait:g} is not a number of seconds")
     if not arguments.hang_after > 0:
         raise UsageError(f"--hang-after {arguments.hang_after:g} is not a number of seconds")
-    try:
-        view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
+    view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     if arguments.json:
-        print(msgspec.json.encode(answer(view)).decode())
+        print_json(answer(view))
     elif view.state == "ended":
         raise CommandError(str(view.silence))
     else:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
-from megaprof.control.job import NoJob
 from megaprof.control.requester import Outcome, Requester, requester_for
 from megaprof.control.requests import OPTIONS
 from megaprof.formats.job.requests import Refused
@@ -83,11 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def wanted(directory: Path, target: str, **fields: Any) -> Requester:
     """Returns a requester to the job in ``directory``, with the fields of `Request.draft`. Nothing is asked yet. Raises
-    CommandError if there is no such job, and UsageError for fields that make no sense."""
+    NoJob if there is no such job, and UsageError for fields that make no sense."""
     try:
         return requester_for(directory, target, **fields)
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
     except Refused as mistake:
         # The command's option in the place of the request's field, or of the job's option.
         said = f"--{mistake}" if mistake.field else str(mistake).replace("--profile-", "--")
@@ -149,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         plural = "" if len(answer.steps) == 1 else "s"
         say(f"{arguments.target}: captured step{plural} {numbers} on {answer.captured} of {ranks}", sys.stderr)
     if arguments.json:
-        print(json.dumps(asdict(answer)))
+        print_json(answer)
     else:
         for file in answer.files:
             print(file)

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
-from megaprof.cli import CommandError, UsageError
+from megaprof.cli import UsageError
 from megaprof.control.job import NoJob, find_job
 from megaprof.formats.phrases import counted
 from megaprof.metrics.compute import summarise
@@ -64,8 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise NoJob(view.silence)
         console.print(view.silence)
         return 0
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
     except KeyboardInterrupt:
         print(file=sys.stderr)  # behind the terminal's ^C
         return 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError
+from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
 from megaprof.cli.inputs import progress, writing
 from megaprof.cli.training.run import resolve
 from megaprof.config.options import flag
@@ -60,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: what the GPU has)",
     )
     parser.add_argument(
+        "--depth",
+        action="store_true",
+        help="where no layout gains any more, also try half as many pipeline stages, on the same ranks and with the "
+        "same global batch, which changes more than any trial before it shows",
+    )
+    parser.add_argument(
         "--next",
         nargs="?",
         const=Path(),
@@ -75,10 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune. Returns 1 where the command could not be measured. Raises UsageError and CommandError."""
     found = _begun(args)
-    waiting = found.pending
-    if waiting is not None and (processes := trial.running(args.out / waiting.directory)):
+    if processes := trial.running(args.out):
         numbers = ", ".join(map(str, processes))
-        raise CommandError(f"trial {waiting.number} still runs, in processes {numbers}: wait for them, or end them")
+        raise CommandError(f"--out {args.out}: a trial still runs, in processes {numbers}: wait for them, or end them")
     resolve(list(found.command))
     try:
         without_saving(found.command, found.saving_off)
@@ -94,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Tuning:
-    """Returns what was found before with the same command, or nothing yet. A tuning that could not measure its first
-    trial found nothing."""
+    """Returns what was found before with the same command, or nothing yet. A tuning without a measured trial found
+    nothing that another command must respect."""
     for name in ("trials", "steps", "time_limit"):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -107,25 +111,27 @@ def _begun(args: argparse.Namespace) -> Tuning:
         raise CommandError(f"{args.out / state.NAME} {fault}") from None
     if before is None and args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or an empty directory, or one of megaprof tune")
-    anew = before is not None and before.stopped == "not_measured"
+    other = before is not None and bool(typed) and tuple(typed) != before.command
+    anew = before is not None and (before.stopped == "not_measured" or (other and not before.measured))
     if anew and typed:
         before = None
     if before is None and not typed:
         raise UsageError(
             "no command; put it behind '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
         )
-    if before is not None and typed and tuple(typed) != before.command:
+    if before is not None and other:
         raise UsageError(f"--out {args.out}: has trials of another command: {shlex.join(before.command)}")
     limit = _memory_limit(args.memory_limit)
     off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if before is None:
-        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit)
+        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit, depth=args.depth)
     for name, value in (("steps", args.steps), ("saving_off", off), ("memory_limit", limit)):
         if value not in (None, getattr(before, name)):
             option = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise UsageError(f"{option}: the trials in --out {args.out} have another one")
     before = replace(before, trials=(), result=None) if anew else tuning.resumed(before, args.out)
-    return replace(before, most_trials=args.trials or before.most_trials, stopped=None, reason=None)
+    depth = args.depth or before.depth
+    return replace(before, most_trials=args.trials or before.most_trials, depth=depth, stopped=None, reason=None)
 
 
 def _memory_limit(text: str | None) -> int | None:
@@ -189,7 +195,7 @@ def _to_submit(trial_now: Trial, out: Path) -> str:
 
 def _show(found: Tuning, args: argparse.Namespace) -> None:
     if args.json:
-        print(json.dumps(state.plain(found), indent=2))
+        print_json(found)
         return
     if found.pending is not None:
         return

@@ -52,8 +52,6 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
     assert measured.imbalance == pytest.approx(60 / 37.5, rel=0.01)
     assert target.what_if.replay_error is not None
     assert abs(target.what_if.replay_error.mean) < 0.05
-    assert target.fleet is not None
-    assert target.fleet.imbalance[-1] == pytest.approx(60 / 37.5, rel=0.01)
 
 
 def test_interleaved_chunks(tmp_path: Path) -> None:
@@ -92,7 +90,7 @@ def test_on_the_devices_clock_exchanges_are_used_as_on_the_hosts(tmp_path: Path)
     assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([240] * 4)
     assert "pp_unknown_in_timeline" in kinds(target.warnings)
     assert target.fleet is not None
-    assert target.fleet.recording.clock == "device"
+    assert target.fleet.clock == "device"
     assert any("Times are the GPU's" in note for note in notes(target.fleet))
 
 
@@ -126,8 +124,6 @@ def test_without_times_of_events_the_step_is_known(tmp_path: Path) -> None:
     assert [chunk.holds is not None for stage in target.stages for chunk in stage.chunks] == [True] * 4
     assert target.measured.imbalance is None
     assert "no_timed_passes" in kinds(target.warnings)
-    assert target.fleet is not None
-    assert target.fleet.imbalance[-1] == pytest.approx(1.0, abs=0.01)
 
 
 def test_only_steps_that_every_stage_has(tmp_path: Path) -> None:

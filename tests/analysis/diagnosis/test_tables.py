@@ -26,6 +26,7 @@ from megaprof.parallel.schedules import PipelineSchedule, turns
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
+from tests.analysis.synthetic import kinds
 from tests.analysis.tables import tables_in, tables_of_calls
 
 LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
@@ -133,6 +134,7 @@ def test_of_steps_with_other_numbers_of_microbatches_those_count_that_are_alike(
     (table,) = tables_of_calls(other).values()
     assert isinstance(table, Table)
     assert (table.schedule.microbatches, table.steps.tolist()) == (4, [6, 7])
+    assert "microbatches_differ" in kinds(table.warnings)
 
 
 def test_the_steps_are_of_the_run_that_is_reported_on(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import causes, evidence
-from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import ChunkTimes, TargetStages
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.metadata import ModelChunk
@@ -191,13 +190,6 @@ def test_experts_are_blamed_only_where_there_may_be_some(kinds: tuple[str, ...] 
     parts = {"explained": 0.0, "explained_low": 0.0, "explained_high": 0.0}
     told = evidence.evidence(cause("unequal_replicas", reason="machine", parts=parts), measured)
     assert ("experts" in told) == blamed
-
-
-@pytest.mark.parametrize(("dp", "whole"), [(2, True), (1, False)])
-def test_a_step_with_its_gradients_reduced_does_not_end_with_its_last_pass(dp: int, whole: bool) -> None:
-    measured = replace(MEASURED, sizes=ParallelSizes.of(4 * dp, pp=4), step_time_ms=Spread.of([430.0]))
-    told = causes.basis(measured, replace(diagnosis(), closing_ms=30.0), captured=True)
-    assert ("last pass" not in told) == whole
 
 
 def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.stages import LONGEST, OF_REPLICAS, ONE_CLOCK
+from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace
@@ -142,7 +142,7 @@ class TestNumbers:
         assert (stage.bubble_ms.mean, stage.bubble_fraction) == (0, 0)
         assert stage.exposed_ms["pp"].mean == 0
 
-    def test_replicas_of_a_log_prob_pass_that_run_at_different_times_have_a_step_each(self, tmp_path):
+    def test_replicas_of_a_log_prob_pass_that_run_at_different_times_are_as_long_as_the_longest(self, tmp_path):
         # Replica 1 begins a second later, and takes twice as long.
         for dp, ms in enumerate((10, 20)):
             for pp in range(2):
@@ -152,12 +152,12 @@ class TestNumbers:
                     tmp_path
                 )
         target = only(tmp_path)
-        assert (target.step_time_basis, target.unjudgeable) == (OF_REPLICAS, None)
-        assert target.step_time_ms.mean == 50
+        assert (target.step_time_basis, target.unjudgeable) == (ONE_CLOCK, None)
+        assert target.step_time_ms.mean == 100
         assert [stage.ranks for stage in target.stages] == [(0,), (2,)]
-        assert [stage.bubble_ms.mean for stage in target.stages] == [10, 10]
+        assert [stage.bubble_ms.mean for stage in target.stages] == [60, 60], "they wait for the slower replica"
         (table,) = tables_in(tmp_path).values()
-        assert (table.length.tolist(), table.lengths.tolist()) == ([100], [[50, 100]])
+        assert table.length.tolist() == [100]
         assert table.entry.tolist() == [[[0, 10], [0, 20]]], "no rank enters late because its replica began later"
 
     def test_combined_passes_count_as_compute_and_are_not_split(self, tmp_path):

@@ -152,6 +152,18 @@ def test_without_operators_of_the_cpu_exposed_communication_stays_in_sight(tmp_p
     assert next(cause.group for cause in found[False].causes if cause.kind == "communication") == "unknown"
 
 
+@pytest.mark.parametrize("operators", [True, False])
+def test_the_parts_of_a_step_add_up_to_it(operators, tmp_path):
+    write(Scenario("parts", exposed={"tp": 0.2}, idle=0.1, dp=2, tail=20.0, operators=operators), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert len(target.stages) == 4
+    for stage in target.stages:
+        beside = stage.compute_ms, stage.bubble_ms, stage.gradients_ms, stage.host_bound_ms
+        parts = [part.mean for part in (*beside, *stage.exposed_ms.values()) if part is not None]
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(target.step_ms, rel=1e-3)
+
+
 class TestCommunication:
     def test_only_what_nothing_hides_is_exposed(self, step, tmp_path):
         step.kernel(1, 4)

@@ -79,8 +79,9 @@ def in_brief(diagnosis: Diagnosis | None, fleet: Fleet | None, standstill: Stand
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
         return Finding("in_brief", "slow", f"{text} step {standstill.step}")
     told = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
-    for cause in diagnosis.causes if diagnosis is not None else ():
-        told.append(f"{name_of(cause)} ({percent(cause.price.ms / diagnosis.step_ms)})" if diagnosis else "")
+    # In milliseconds: the step time that stands beside it has in it what megaprof itself took, and prices have not.
+    causes = diagnosis.causes if diagnosis is not None else ()
+    told += [f"{name_of(cause)} ({milliseconds(cause.price.ms)})" for cause in causes]
     if told:
         return Finding("in_brief", "slow", listed(told, _IN_BRIEF))
     if diagnosis is None:
@@ -122,7 +123,7 @@ def price(cause: Cause, diagnosis: Diagnosis) -> str:
         most = f"no more than {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
         gains = most if at.high > 0.0 and at.ms > 0.0 else "nothing"
         return f"Mending it alone gains {gains}, because another cause here holds the step back nearly as much."
-    if cause.share == 1.0:
+    if cause.share == 1.0 or cause.while_ms <= at.ms:
         return f"It costs {milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}."
     others = elsewhere(cause)
     of_others = f", {milliseconds(others)} of each other one" if others else ""
@@ -130,17 +131,12 @@ def price(cause: Cause, diagnosis: Diagnosis) -> str:
     return f"It costs {there}: {milliseconds(at.ms)} on average ({percent(at.ms / whole)}){_interval(at.low, at.high)}."
 
 
-def basis(measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> str:
+def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
     """Which steps causes are priced in, where these are others than those of the tables."""
     step, closed = milliseconds(diagnosis.step_ms), milliseconds(diagnosis.closing_ms)
     if not captured:
         return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
-    reduced = not measured.forward_only and measured.sizes.dp * measured.sizes.cp > 1
-    until = "" if reduced else ", until its last pass"
-    if diagnosis.step_ms > measured.step_ms:
-        until = ", until its longest replica is done"
-    without = f", without {closed} in which megaprof closed the previous window" if diagnosis.closing_ms else ""
-    return f"causes and predictions: of {step} a step{until}{without}"
+    return f"causes and predictions: of {step} a step, without {closed} in which megaprof closed the previous window"
 
 
 def _finding(

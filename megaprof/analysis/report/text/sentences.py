@@ -35,7 +35,6 @@ FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 #: How a step was timed.
 BASES: dict[Basis, str] = {
     "one_clock": "from the first stage's start to the last stage's end",
-    "of_replicas": "of the replica that is shown, from the first stage's start to the last stage's end",
     "longest_stage": "the longest stage's own range",
 }
 
@@ -214,7 +213,7 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     inside = [name for axis, name in INSIDE.items() if getattr(sizes, axis) > 1]
     if inside:
         yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
-    if fleet.recording.clock == "device":
+    if fleet.clock == "device":
         yield "Times are the GPU's: an exchange between stages is what the computing stream waited for it."
     if coverage.left_out:
         one = coverage.left_out == 1

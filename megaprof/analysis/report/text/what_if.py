@@ -51,6 +51,10 @@ def _chunks(change: Prediction, found: WhatIf) -> str:
     return f"{counted(change.chunks or 1, 'model chunk')} per stage, {_layers(change, found)}"
 
 
+def _depth(change: Prediction, found: WhatIf) -> str:
+    return f"{counted(len(change.layers), 'stage')}, {_layers(change, found)}"
+
+
 def _microbatches(change: Prediction, found: WhatIf) -> str:
     return f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size"
 
@@ -76,6 +80,7 @@ def _by_hand(change: Prediction, found: WhatIf) -> str:
 _NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {
     "layout": _layers,
     "chunks": _chunks,
+    "depth": _depth,
     "balanced": lambda change, found: "the measured work spread evenly over the stages",
     "microbatches": _microbatches,
     "packing": _packing,
@@ -94,6 +99,9 @@ def assumptions(change: Prediction) -> Iterator[str]:
         yield "layers can be divided"
     if change.kind == "even_packing":
         yield "sequences can be divided"
+    if change.kind == "depth":
+        yield "gradients are reduced in proportion to a rank's parameters, on however many replicas"
+        yield "what comes between steps, the optimizer with it, takes at most twice as long"
     if change.tokens != 1.0:
         yield "a microbatch's time is in proportion to its tokens"
     if change.chunks is not None:
