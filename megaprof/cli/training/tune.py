@@ -173,7 +173,10 @@ def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
             waiting = replace(waiting, directory=str(args.next.absolute()))
         place = args.out / waiting.directory
         if not place.is_dir():
-            raise CommandError(f"{place}: no such directory; the command of trial {waiting.number} has not run yet")
+            raise CommandError(
+                f"{place}: no such directory; the command of trial {waiting.number} has not run yet. If it ended "
+                "before it wrote anything, make the directory: the trial has failed then"
+            )
         found = tuning.completed(found, waiting, place)
         _say_over(found.trials[waiting.number - 1])
     found = tuning.upcoming(found, args.out)
