@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.notes import Note
+from megaprof.analysis.report import drawn
 from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
@@ -376,3 +379,13 @@ def test_leaves_contain_no_other_interval_of_their_thread():
     spans = intervals([(0, 100), (0, 50), (10, 20), (30, 50), (60, 90), (60, 80), (200, 300)])
     threads = np.array([1, 1, 1, 1, 1, 2, 1])
     assert leaves(threads, spans).tolist() == [False, False, True, True, True, True, True]
+
+
+def test_the_drawn_step_is_of_the_ranks_in_the_table(tmp_path):
+    for dp, pp in np.ndindex(2, 2):
+        plain_stage(pp, 2, 10, 20, sizes={"dp": 2}, coords={"rank": 2 * pp + dp, "dp": dp}).write(tmp_path)
+    calls = [call for path in find_traces(tmp_path) for call in calls_of(read_trace(path))]
+    (told,) = stages_of(calls)
+    assert [row.rank for row in drawn.of_calls(calls, told).rows] == [0, 2]
+    others = tuple(replace(stage, ranks=(stage.ranks[0] + 1,)) for stage in told.stages)
+    assert [row.rank for row in drawn.of_calls(calls, replace(told, stages=others)).rows] == [1, 3]
