@@ -34,7 +34,7 @@ _LOOK = 0.5
 _READ = 1 << 18
 #: A line that begins with an error's name: the end of a traceback, argparse's ``program: error: ``, a script's own
 #: ``error: ``. The first one has the cause: other ranks and the launcher tell only later that a rank has ended.
-_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*([\w.-]+: )?[\w.-]*([Ee]rror|Exception): ")
+_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*([\w.-]+: )?[\w.-]*([Ee]rror|Exception)(: |$)")
 #: What our own messages begin with; none is why a command failed.
 _OURS = "megaprof: "
 #: Torch's and the kernel's words for memory that ran out.
@@ -137,13 +137,14 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def running(directory: Path) -> list[int]:
-    """Returns the processes of the trial in ``directory``, by what they have in their environment (Linux; elsewhere
-    none)."""
-    mark = f"{variable('dir')}={directory.absolute()}\0".encode()
+    """Returns the processes of trials in ``directory`` or below it, by what they have in their environment (Linux;
+    elsewhere none)."""
+    marks = [f"{variable('dir')}={directory.absolute()}{end}".encode() for end in ("\0", "/")]
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if mark in environ.read_bytes():
+            own = environ.read_bytes()
+            if any(mark in own for mark in marks):
                 found.append(int(environ.parent.name))
     return found
 

@@ -49,6 +49,13 @@ TRACKS = """
 import os
 raise RuntimeError(f"W&B is {os.environ['WANDB_MODE']}, TensorBoard in {os.environ['TENSORBOARD_DIR']}")
 """
+#: An assertion without a message, as Megatron-Core has many.
+ASSERTION = """
+import sys
+print("[rank3]: AssertionError", file=sys.stderr)
+print("=" * 60, file=sys.stderr)
+sys.exit(1)
+"""
 NO_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
 HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
 
@@ -72,10 +79,11 @@ def _signals_stay() -> Iterator[None]:
         (BAD_FLAG, "failed", "unrecognized arguments: --no-such-flag"),
         (SECOND_HAND, "failed", "error: no space left for the cache"),
         (TRACKS, "failed", "W&B is disabled, TensorBoard in /"),
+        (ASSERTION, "failed", "[rank3]: AssertionError"),
         (NO_MEMORY, "out_of_memory", "Tried to allocate 2.00 GiB"),
         (HANGS, "time_limit", "after 0 whole steps"),
     ],
-    ids=["bad flag", "ended by a rank", "tracks", "out of memory", "hangs"],
+    ids=["bad flag", "ended by a rank", "tracks", "an assertion", "out of memory", "hangs"],
 )
 def test_a_command_that_does_not_make_its_steps(
     program: str, outcome: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -146,19 +154,29 @@ def test_a_closed_terminal_ends_the_trial(tmp_path: Path) -> None:
     assert left.pending is not None
 
 
-def test_a_trial_that_still_runs_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("python",), ("mended",)])
+def test_a_trial_that_still_runs_is_left_alone(command: tuple[str, ...], tmp_path: Path) -> None:
     """That of a tuning that was killed, or that goes on elsewhere."""
     store(tmp_path, Tuning(("python",), 5, 4, trials=(Trial(1, ("python",), "trial-1"),), saving_off=()))
     env = environment(trial.config_of((tmp_path / "trial-1").absolute()), {})
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], env=env, stdin=subprocess.PIPE) as left:
         try:
-            found = megaprof(*tune(tmp_path), "--", "python")
+            found = megaprof(*tune(tmp_path), "--", *command)
             assert found.returncode == 1
             assert str(left.pid) in found.stderr
             assert left.poll() is None
         finally:
             left.kill()
     assert not (tmp_path / "trial-1.2").exists()
+
+
+def test_another_command_begins_anew_where_the_first_trial_was_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "trial-1").mkdir()
+    store(tmp_path, Tuning(("python",), 5, 4, trials=(Trial(1, ("python",), "trial-1"),), saving_off=()))
+    assert megaprof(*tune(tmp_path), "--next", "--", sys.executable, "-V").returncode == 0
+    found = load(tmp_path)
+    assert found is not None
+    assert found.pending == Trial(1, (sys.executable, "-V"), "trial-1.2")
 
 
 def test_a_tuning_that_measured_nothing_begins_anew_with_any_command(tmp_path: Path) -> None:

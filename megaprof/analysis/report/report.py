@@ -25,7 +25,6 @@ from megaprof.analysis.stages.stages import TargetStages, order
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import table_of_calls
-from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
@@ -101,7 +100,7 @@ def analyze(
     for key, each in captured.items():
         own = next((fleet for fleet in fleets if fleet.key == key), None)
         measured = _measured(each, traced[key], found[key])
-        draw = partial(drawn.of_calls, _last(measured, calls))
+        draw = partial(drawn.of_calls, each.calls, measured)
         targets.append(_reported(measured, found[key], draw, own, job, memory_limit, traced=True))
     known = {each.report.key for each in targets}
     for own in fleets:
@@ -196,12 +195,6 @@ def _measured(captured: Counted, table: Table | Unfit, found: _Diagnosed) -> Tar
     if isinstance(table, Unfit):
         return averages.of_calls(captured, table.note)
     return averages.averages(table, _slow(found), _slow(found, every=True))
-
-
-def _last(measured: TargetStages, calls: Sequence[Call]) -> list[Call]:
-    """The calls of its last step."""
-    last = measured.target, measured.role, measured.steps[-1]
-    return [call for call in calls if (call.label, call.role, call.step) == last]
 
 
 def _recorded(

@@ -59,7 +59,8 @@ class WhatIfAnswer:
     host_options: tuple[str, ...] | None
     """The flags as the host that trained takes them; null where it takes the flags themselves."""
     caveats: tuple[str, ...]
-    """What the prediction rests on, and what it needs of memory, in sentences."""
+    """What the prediction rests on, what it needs of memory, and which steps it is of where the report's are others, in
+    sentences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +95,7 @@ def predicted(
 ) -> WhatIfAnswer:
     """What `by_hand.chosen` says of a report's target. Raises CommandError, and UsageError for what has no answer."""
     from megaprof.analysis.report.text.what_if import beside, name_of
+    from megaprof.analysis.report.text.words import sentence
     from megaprof.analysis.what_if.by_hand import NotCaptured, chosen
     from megaprof.analysis.what_if.layouts import options_of
 
@@ -113,7 +115,7 @@ def predicted(
         bubble=found.bubble,
         imbalance=found.imbalance,
         host_options=options_of(own.measured.framework, own.measured.role, found.prediction.flags),
-        caveats=tuple(beside(found.prediction, own.what_if)),
+        caveats=(*beside(found.prediction, own.what_if), *([] if own.basis is None else [sentence(own.basis)])),
     )
 
 

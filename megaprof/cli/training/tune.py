@@ -80,10 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune. Returns 1 where the command could not be measured. Raises UsageError and CommandError."""
     found = _begun(args)
-    waiting = found.pending
-    if waiting is not None and (processes := trial.running(args.out / waiting.directory)):
+    if processes := trial.running(args.out):
         numbers = ", ".join(map(str, processes))
-        raise CommandError(f"trial {waiting.number} still runs, in processes {numbers}: wait for them, or end them")
+        raise CommandError(f"--out {args.out}: a trial still runs, in processes {numbers}: wait for them, or end them")
     resolve(list(found.command))
     try:
         without_saving(found.command, found.saving_off)
@@ -99,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Tuning:
-    """Returns what was found before with the same command, or nothing yet. A tuning that could not measure its first
-    trial found nothing."""
+    """Returns what was found before with the same command, or nothing yet. A tuning without a measured trial found
+    nothing that another command must respect."""
     for name in ("trials", "steps", "time_limit"):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -112,14 +111,15 @@ def _begun(args: argparse.Namespace) -> Tuning:
         raise CommandError(f"{args.out / state.NAME} {fault}") from None
     if before is None and args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or an empty directory, or one of megaprof tune")
-    anew = before is not None and before.stopped == "not_measured"
+    other = before is not None and bool(typed) and tuple(typed) != before.command
+    anew = before is not None and (before.stopped == "not_measured" or (other and not before.measured))
     if anew and typed:
         before = None
     if before is None and not typed:
         raise UsageError(
             "no command; put it behind '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
         )
-    if before is not None and typed and tuple(typed) != before.command:
+    if before is not None and other:
         raise UsageError(f"--out {args.out}: has trials of another command: {shlex.join(before.command)}")
     limit = _memory_limit(args.memory_limit)
     off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
@@ -173,7 +173,10 @@ def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
             waiting = replace(waiting, directory=str(args.next.absolute()))
         place = args.out / waiting.directory
         if not place.is_dir():
-            raise CommandError(f"{place}: no such directory; the command of trial {waiting.number} has not run yet")
+            raise CommandError(
+                f"{place}: no such directory; the command of trial {waiting.number} has not run yet. If it ended "
+                "before it wrote anything, make the directory: the trial has failed then"
+            )
         found = tuning.completed(found, waiting, place)
         _say_over(found.trials[waiting.number - 1])
     found = tuning.upcoming(found, args.out)

@@ -59,6 +59,15 @@ def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: ByHand)
     assert as_captured == known.as_captured
 
 
+def test_the_drawn_step_is_the_one_whose_replay_is_nearest_to_the_average(known: ByHand) -> None:
+    replayed = known.run.pipelines_ms
+    nearest = np.abs(replayed - replayed.mean()).argmin()
+    # That another step is as long as the average says nothing of its replay.
+    length = np.roll([10.0, 0.0, -10.0], nearest) + known.measured_ms
+    drawn = replace(known, run=replace(known.run, length=length)).as_captured.simulation
+    assert drawn.step_ms == pytest.approx(replayed[nearest])
+
+
 def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: ByHand) -> None:
     by_kind: dict[str, int] = {}
     for each in found.candidates:

@@ -291,7 +291,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "step_disturbed": lambda n: f"of {steps(n.steps)} only what passes take is told: {_why(n)} ({_FIRST})",
     "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
-    "first_steps": lambda n: f"{steps(n.steps)} left out: the first steps of a job take longer than the others",
+    "first_steps": lambda n: f"{steps(n.steps)} left out: the first recorded steps take longer than the others",
     "opened_by_nsys": lambda n: (
         f"{steps(n.steps)} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
     ),

@@ -11,7 +11,7 @@ from typing import Literal
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
-from megaprof.analysis.report.text.words import ago, counted, milliseconds, number, percent, spans, steps
+from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, number, percent, spans, steps
 from megaprof.analysis.stages.stages import Basis, TargetStages
 from megaprof.formats.job.standstill import Standing, Standstill
 
@@ -45,7 +45,6 @@ def basis(measured: TargetStages) -> str:
     return BASES[measured.step_time_basis] + (", of those that were captured" if missing else "")
 
 
-_INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
 
@@ -211,7 +210,7 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
             f"{counted(single.count, 'single step')} took much longer than the steps around, as for checkpoints or "
             f"garbage collection{every}: {worst}."
         )
-    inside = [name for axis, name in _INSIDE.items() if getattr(sizes, axis) > 1]
+    inside = [name for axis, name in INSIDE.items() if getattr(sizes, axis) > 1]
     if inside:
         yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
     if fleet.clock == "device":
