@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report import drawn
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
@@ -18,6 +19,9 @@ from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
 from tests.analysis.tables import stages_of, tables_in
+from tests.analysis.truth.drawing import draw
+from tests.analysis.truth.files import write as write_recording
+from tests.analysis.truth.pipelines import Fault, Priced
 
 
 def measured(directory):
@@ -389,3 +393,23 @@ def test_the_drawn_step_is_of_the_ranks_in_the_table(tmp_path):
     assert [row.rank for row in drawn.of_calls(calls, told).rows] == [0, 2]
     others = tuple(replace(stage, ranks=(stage.ranks[0] + 1,)) for stage in told.stages)
     assert [row.rank for row in drawn.of_calls(calls, replace(told, stages=others)).rows] == [1, 3]
+
+
+def test_traces_and_timelines_of_one_run_tell_the_same(tmp_path):
+    """Also of a replica that is slower: the others wait for it before they reduce gradients."""
+    slow = Fault("slow_rank", 1.8, stage=1, replica=1)
+    shape = {"microbatches": 8, "steps": 4, "noise": 0.0, "jitter_ms": 0.0, "load": 0.0}
+    pipeline = replace(draw(20261127, 45), faults=(slow,), **shape)
+    run = Priced(pipeline).run((slow,))
+    found = {}
+    for recording in ("cpu trace", "timeline"):
+        write_recording(replace(pipeline, recording=recording), run, tmp_path / recording)
+        (found[recording],) = analyze(tmp_path / recording).targets
+    traced, recorded = found.values()
+    assert traced.step_ms == pytest.approx(recorded.step_ms, rel=1e-3)
+    assert (
+        [row.ranks for row in traced.shown] == [row.ranks for row in recorded.shown] == [(0,), (2,), (3,), (4,), (6,)]
+    )
+    for one, other in zip(traced.shown, recorded.shown, strict=True):
+        for of in (lambda row: row.compute_ms, lambda row: row.bubble_ms, lambda row: row.exposed_ms["dp"]):
+            assert of(one).mean == pytest.approx(of(other).mean, abs=1e-3 * traced.step_ms)
