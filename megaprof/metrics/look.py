@@ -15,7 +15,7 @@ from megaprof.formats.job.run import dead
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.phrases import ago, counted
-from megaprof.metrics.compute import SlowRanks, slow_ranks, waiting_ranks
+from megaprof.metrics.figures import SlowRanks, slow_ranks, waiting_ranks
 
 _CULPRITS = 4
 

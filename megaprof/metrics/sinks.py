@@ -18,7 +18,7 @@ from typing import Any
 from megaprof.formats.files import appearing
 from megaprof.formats.names import sanitise
 from megaprof.integrations import registry
-from megaprof.metrics.compute import Summary
+from megaprof.metrics.figures import Summary
 
 Sink = Callable[[Summary], None]
 

@@ -27,7 +27,7 @@ from megaprof.formats.job import records
 from megaprof.formats.job.requests import Refused, Request
 from megaprof.formats.job.run import MOST_RANKS, RunRecord
 from megaprof.formats.job.status import RankStatus
-from megaprof.metrics.compute import summarise
+from megaprof.metrics.figures import summarise
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 

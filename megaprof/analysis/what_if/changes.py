@@ -227,8 +227,8 @@ class Captured:
         return times, entry, np.maximum(link + change.p2p_ms, 0.0)
 
     def simulated(self, content: Floats, change: Change) -> Simulation:
-        """The longest pipeline of the step whose length is nearest to the average, with other contents."""
-        row = np.array([np.abs(self.length - self.length.mean()).argmin()])
+        """The longest pipeline of the step whose replay is nearest to the average one, with other contents."""
+        row = np.array([np.abs(self.pipelines_ms - self.pipelines_ms.mean()).argmin()])
         times, entry, link = self._times(row, content / _positive(self.content, content), change)
         longest = int(change.replay.step_ms(times, entry=entry, link=link)[0].argmax())
         return played(change.replay, times[0, longest], entry=entry[0, longest], link=link[0, longest])

@@ -19,9 +19,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import CommandError, in_a_line
-from megaprof.cli.agent import answers, pages
+from megaprof.cli.agent import answers, documents
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
-from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, look, wanted
+from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, look, prepare
 from megaprof.config.windows import TARGETS
 from megaprof.formats.phrases import counted
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
@@ -82,11 +82,11 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
         )
     )
     made = _Server("megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
-    for name, about in pages.PAGES.items():
+    for name, about in documents.PAGES.items():
         uri = f"megaprof://docs/{name}"
         made.add_resource(
             FunctionResource(
-                uri=uri, name=name, description=about, mime_type="text/markdown", fn=partial(pages.page, name)
+                uri=uri, name=name, description=about, mime_type="text/markdown", fn=partial(documents.page, name)
             )
         )
     made.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(_help)
@@ -211,7 +211,7 @@ async def trigger(
     --allow-trigger. Then read the report."""
     try:
         requester = await run_sync(
-            partial(wanted, Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
+            partial(prepare, Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
         )
     except Exception as fault:
         return _failed("trigger", fault)
@@ -240,7 +240,7 @@ def ask(
     if able is None or (able.form is None and able.url is not None):
         return _failed("trigger", CommandError(CANNOT_ASK))
     try:
-        asked = wanted(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
+        asked = prepare(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
     except Exception as fault:
         return _failed("trigger", fault)
     what = f"{counted(steps, 'step')} of {target}" + ("" if role is None else f" ({role})")
@@ -296,11 +296,11 @@ def _about(tool: Callable[..., Any]) -> str:
 
 
 def _help(command: str) -> str:
-    return _named(pages.help_of, command)
+    return _named(documents.help_of, command)
 
 
 def _schema(command: str) -> str:
-    return _named(pages.schema_of, command)
+    return _named(documents.schema_of, command)
 
 
 def _named(made: Callable[[str], str], command: str) -> str:

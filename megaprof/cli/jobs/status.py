@@ -21,7 +21,7 @@ from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
-from megaprof.metrics.compute import SlowRanks, Summary, summarise
+from megaprof.metrics.figures import SlowRanks, Summary, summarise
 from megaprof.metrics.look import State, View, few, gone, look_at, verdict, waited_for
 from megaprof.parallel.topology import ParallelSizes
 

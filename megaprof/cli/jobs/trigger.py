@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--" + option.name.replace("_", "-"), **keywords)
 
 
-def wanted(directory: Path, target: str, **fields: Any) -> Requester:
+def prepare(directory: Path, target: str, **fields: Any) -> Requester:
     """Returns a requester to the job in ``directory``, with the fields of `Request.draft`. Nothing is asked yet. Raises
     NoJob if there is no such job, and UsageError for fields that make no sense."""
     try:
@@ -116,7 +116,7 @@ def look(requester: Requester, directory: Path) -> TriggerAnswer | None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks, waits, and prints the files, one per line. Raises CommandError unless every selected rank captured."""
-    requester = wanted(
+    requester = prepare(
         arguments.dir,
         arguments.target,
         role=arguments.role,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megaprof.cli import UsageError
 from megaprof.control.job import NoJob, find_job
 from megaprof.formats.phrases import counted
-from megaprof.metrics.compute import summarise
+from megaprof.metrics.figures import summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
 
 if TYPE_CHECKING:

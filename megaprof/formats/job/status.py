@@ -211,7 +211,7 @@ class RankStatus(Record, frozen=True):
         return next(own, None)
 
     @property
-    def settled(self) -> bool:
+    def past_first_step(self) -> bool:
         """Whether it has done before what it is doing: finished a call of the target and role that it is in, or,
         outside of any, a call at all. The first one may take minutes, for compilation or data."""
         place = self.place

@@ -24,7 +24,7 @@ from mcp.types import CallToolResult, ElicitResult, TextContent
 from msgspec.structs import replace
 
 from megaprof.cli import FAILED, main
-from megaprof.cli.agent import answers, pages
+from megaprof.cli.agent import answers, documents
 from megaprof.cli.agent.excerpt import MOST, excerpt
 from megaprof.cli.agent.server import CANNOT_ASK, DECLINED, server
 from megaprof.cli.files.report import analyzed
@@ -416,8 +416,8 @@ def test_documents_help_and_schemas_can_be_read() -> None:
             return found
 
         listed = {str(each.uri) for each in (await client.list_resources()).resources}
-        assert listed == {f"megaprof://docs/{name}" for name in pages.PAGES}
-        for name in pages.PAGES:
+        assert listed == {f"megaprof://docs/{name}" for name in documents.PAGES}
+        for name in documents.PAGES:
             assert await read(f"megaprof://docs/{name}") == (ROOT / "docs" / f"{name}.md").read_text()
         assert "--allow-trigger" in await read("megaprof://help/mcp")
         for name in ("report", "diff", "status", "trigger"):
