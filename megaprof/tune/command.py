@@ -1,4 +1,4 @@
-"""A training command: its words with another layout in them, and without what saves checkpoints.
+"""A training command: its words with another layout in them, and without what saves checkpoints or tracks a run.
 
 Two spellings are known: ``--name value`` (Megatron-LM, ms-swift) and ``name=value`` (Hydra: Megatron-Bridge, verl,
 SkyRL). The words of another layout come in the host's own spelling from `what_if.layouts.options_of`.
@@ -30,6 +30,8 @@ _SAVING = {
 }
 #: An option that every command of Megatron-LM's has: one that has it and no ``--save`` saves nothing.
 _MEGATRON_LM = "--num-layers"
+#: Megatron-LM's options that write a run for TensorBoard and W&B. That of W&B wants the directory of ``--save``.
+_TRACKING = ("--tensorboard-dir", "--wandb-project")
 
 
 class Saves(ValueError):
@@ -37,7 +39,8 @@ class Saves(ValueError):
 
 
 def without_saving(command: Sequence[str], instead: Sequence[str] | None = None) -> list[str]:
-    """Returns the words of ``command`` that save no checkpoint; with ``instead``, with these words at its end.
+    """Returns the words of ``command`` that save no checkpoint, and by which Megatron-LM tracks no run; with
+    ``instead``, with these words at its end.
 
     Raises Saves where neither the words nor ``instead`` say how.
     """
@@ -47,22 +50,22 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
             words, found = _without(words, {_name(option)}) + ([] if off is None else [off]), True
     if not found and not _has(words, _MEGATRON_LM):
         raise Saves(
-            "nothing in the command says whether it saves checkpoints: it has none of "
-            f"{', '.join(_SAVING)}, nor {_MEGATRON_LM}, which a command of Megatron-LM has, that saves only with "
-            "--save; --saving-off WORDS gives the words that turn saving off, --saving-off '' says that it saves none"
+            f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
+            f"command of Megatron-LM, which would have {_MEGATRON_LM}. Give the words that turn saving off with "
+            "--saving-off WORDS, or --saving-off '' if it saves none"
         )
-    return words + list(instead or ())
+    return _without(words, set(map(_name, _TRACKING))) + list(instead or ())
 
 
 def relaid(command: Sequence[str], flags: Sequence[str], framework: str | None, role: str | None) -> list[str]:
     """Returns the words of ``command`` with ``flags``, which are Megatron-LM's, in the place of those that place layers
-    now. ``framework`` and ``role``: whose spelling that is, as traces name them."""
-    words = options_of(framework, role, flags)
-    placing = {_name(flag) for flag in (*PLACING, _OLDER)}
+    now, and of options that both have. ``framework`` and ``role``: whose spelling that is, as traces name them."""
+    words = list(options_of(framework, role, flags) or flags)
+    placing = {_name(each) for each in (*PLACING, _OLDER, *filter(_names_an_option, words))}
     for flag in PLACING:
         own = options_of(framework, role, (flag, "1"))
         placing |= {_name(own[0])} if own else set()
-    return _without(command, placing) + list(flags if words is None else words)
+    return _without(command, placing) + words
 
 
 def _has(words: Iterable[str], option: str) -> bool:

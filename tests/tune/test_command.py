@@ -11,6 +11,8 @@ LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8
     ("command", "kept"),
     [
         ([*LM, "--save", "ckpt", "--bf16"], [*LM, "--bf16"]),
+        ([*LM, "--wandb-project", "p", "--wandb-exp-name", "n", "--bf16"], [*LM, "--wandb-exp-name", "n", "--bf16"]),
+        ([*LM, "--save=ckpt", "--tensorboard-dir=tb"], LM),
         ([*LM, "--save=ckpt", "--load", "ckpt"], [*LM, "--load", "ckpt"]),
         (LM, LM),
         (["main.py", "trainer.save_freq=5"], ["main.py", "trainer.save_freq=-1"]),
@@ -20,7 +22,7 @@ LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8
         ),
     ],
 )
-def test_nothing_is_saved(command: list[str], kept: list[str]) -> None:
+def test_nothing_is_saved_and_no_run_is_written(command: list[str], kept: list[str]) -> None:
     assert without_saving(command) == kept
 
 
@@ -32,6 +34,7 @@ def test_a_command_that_may_save_is_refused() -> None:
     assert without_saving(["bash", "train.sh"], ("save=no",)) == ["bash", "train.sh", "save=no"]
 
 
+DEEP = ("--pipeline-model-parallel-size",)
 FIRST_5 = ("--decoder-first-pipeline-num-layers", "5")
 PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
 
@@ -54,6 +57,13 @@ PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
             FIRST_5,
             "ms-swift",
             ["sft", "--decoder_first_pipeline_num_layers", "5"],
+        ),
+        ([*DEEP, "4", "--bf16"], (*DEEP, "2", *FIRST_5), "megatron-lm", ["--bf16", *DEEP, "2", *FIRST_5]),
+        (
+            ["run.py", "model.pipeline_model_parallel_size=4"],
+            (*DEEP, "2"),
+            "megatron-bridge",
+            ["run.py", "model.pipeline_model_parallel_size=2"],
         ),
     ],
 )

@@ -22,6 +22,7 @@ from tests.analysis.synthetic import chunk
 
 FIRST = ("--decoder-first-pipeline-num-layers", "6")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+STAGES = ("--pipeline-model-parallel-size", "2")
 LOSS = ("--account-for-loss-in-pipeline-split",)
 LAYOUT = ("--pipeline-model-parallel-layout", "Et*3|(tt|)*2tL")
 FIELD = "num_layers_in_first_pipeline_stage=6"
@@ -47,6 +48,10 @@ FIELD = "num_layers_in_first_pipeline_stage=6"
         ("skyrl", "actor", FIRST, f"trainer.policy.megatron_config.transformer_config_kwargs.{FIELD}"),
         ("skyrl", "ref", FIRST, f"trainer.ref.megatron_config.transformer_config_kwargs.{FIELD}"),
         ("skyrl", "actor", CHUNKS, None),
+        ("ms-swift", None, STAGES, "--pipeline_model_parallel_size 2"),
+        ("megatron-bridge", None, STAGES, "model.pipeline_model_parallel_size=2"),
+        ("verl", "actor", STAGES, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
+        ("skyrl", "actor", STAGES, "trainer.policy.megatron_config.pipeline_model_parallel_size=2"),
         ("slime", "actor", FIRST, None),
         ("megatron-lm", None, FIRST, None),
         (None, None, FIRST, None),

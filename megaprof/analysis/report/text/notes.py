@@ -201,11 +201,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
-    "dp_behind_all_passes": (
-        "exposed dp is what gradient synchronisation takes once all replicas are through with their passes; waiting "
-        "for slower replicas is in the bubble"
-    ),
-    "dp_with_waiting": ("exposed dp is all of the gradient synchronisation, with waiting for slower replicas"),
     "pp_unknown_on_cpu": (
         "exposed pp is not measured: a CPU trace cannot tell waiting for a neighbour from transferring, so both are in "
         "the bubble"
@@ -282,23 +277,21 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "no_common_step": ("no step was captured on every stage, so the stages' times are of different steps"),
     "stages_differ": "within one step the stages report different numbers of microbatches",
-    "replicas_differ": (
-        "within one step replicas have different numbers of microbatches; times per step are their average"
+    "microbatches_differ": (
+        "steps or replicas have different numbers of microbatches: those with the number that most of them have count"
     ),
-    "steps_differ": ("the steps have different numbers of microbatches; times per step are averaged over all of them"),
     # steps that are left out, or disturbed
     "twice": lambda n: (
         f"{ranks(n.ranks)} {f'has {steps(n.steps)}' if n.steps else 'is there'} twice ({', '.join(n.files)}): the "
         "later one counts"
     ),
-    "step_unseen": lambda n: f"{steps(n.steps)} is left out: on {ranks(n.ranks)} {_why(n)}",
-    "step_left_out": lambda n: f"{steps(n.steps)} is left out: {_why(n)}",
-    "step_disturbed": lambda n: f"neither the time of {steps(n.steps)} nor its bubble is told: {_why(n)} ({_FIRST})",
-    "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
-    "first_step_longer": lambda n: (
-        f"{steps(n.steps)} is left out: it took {n.factor:.1f} times as long as the later ones, as a first step does"
+    "step_left_out": lambda n: (
+        f"{steps(n.steps)} {'are' if len(n.steps) > 1 else 'is'} left out: "
+        f"{f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}"
     ),
-    "first_steps": lambda n: f"{steps(n.steps)} left out: the first steps of a job take longer than the others",
+    "step_disturbed": lambda n: f"of {steps(n.steps)} only what passes take is told: {_why(n)} ({_FIRST})",
+    "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
+    "first_steps": lambda n: f"{steps(n.steps)} left out: the first recorded steps take longer than the others",
     "opened_by_nsys": lambda n: (
         f"{steps(n.steps)} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
     ),
@@ -324,7 +317,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "no_whole_step": lambda n: "no step was recorded whole" + ("" if n.why is None else f": {clause(n.why)}"),
     "no_timed_passes": lambda n: n.said or "no step was recorded with the times of its microbatches",
     "all_disturbed": "every step failed, stood still, or was disturbed by a window",
-    "stages_not_recorded": lambda n: f"{n.count} of {n.of} stages were recorded",
     "no_step_of_all": "no step was recorded by all ranks of a pipeline",
     "place_unknown": "the microbatch or the model chunk of a pass is not known",
     "place_beyond_schedule": "a pass bears a number that its schedule does not have",
