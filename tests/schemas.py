@@ -25,7 +25,7 @@ from megaprof.cli.files.export import ExportAnswer
 from megaprof.cli.files.merge import MergeAnswer
 from megaprof.cli.files.what_if import WhatIfAnswer
 from megaprof.cli.jobs.status import StatusAnswer
-from megaprof.cli.jobs.trigger import TriggerAnswer
+from megaprof.control.requester import Outcome
 from megaprof.tune.state import Tuning
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -42,7 +42,7 @@ def schemas() -> dict[str, dict[str, Any]]:
             "merge": MergeAnswer,
             "report": Document,
             "status": StatusAnswer,
-            "trigger": TriggerAnswer,
+            "trigger": Outcome,
             "tune": Tuning,
             "what-if": WhatIfAnswer,
         }.items()

@@ -56,7 +56,7 @@ class CaptureProgress:
     severity: str
     """``open`` while it is under way, ``fine`` when all was captured, ``slow`` when it was not."""
     files: tuple[str, ...] = ()
-    """What was written, below the save directory."""
+    """What was written."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _told(target: str, outcome: Outcome) -> CaptureProgress:
     if outcome.reason is not None:
         return CaptureProgress(f"{target}: {outcome.reason}", "slow", outcome.files)
     steps = f"step{'' if len(outcome.steps) == 1 else 's'} {', '.join(map(str, outcome.steps))}"
-    return CaptureProgress(f"{target}: captured {steps} on {counted(outcome.ranks, 'rank')}", "fine", outcome.files)
+    return CaptureProgress(f"{target}: captured {steps} on {counted(outcome.captured, 'rank')}", "fine", outcome.files)
 
 
 def state_of(directory: Path) -> str | None:

@@ -236,9 +236,9 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
         host_ms={kind: None if table.schedule.combined else _known(spent, f"host_{kind}") for kind in PASSES[:2]},
         modules_ms=_modules(table, pp),
         collectives={
-            axis: _parted(axis, table, place)
+            axis: _parted(spent.get(f"{axis}_waiting"), spent.get(axis), table)
             for axis in parallel_of(INSIDE, sizes)
-            if axis in table.for_peers or axis not in spent
+            if f"{axis}_waiting" in spent or axis not in spent
         },
     )
 
@@ -267,10 +267,8 @@ def _modules(table: Table, stage: int) -> dict[str, Spread]:
     return {name: spread for name, each in sorted(samples.items()) if (spread := Spread.of(each))}
 
 
-def _parted(axis: str, table: Table, place: _Place) -> Collectives:
-    own = (slice(None), *place)
-    waited, ran = (None if axis not in each else each[axis][own] for each in (table.for_peers, table.spent))
-    if waited is None:
+def _parted(waited: Floats | None, ran: Floats | None, table: Table) -> Collectives:
+    if waited is None or not np.isfinite(waited).all():
         return Collectives(None, None, "arrivals_unknown")
     if ran is None:
         return Collectives(_spread(waited), None, "computed_beside" if table.schedule.combined else "durations_unknown")

@@ -131,8 +131,8 @@ def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
         yield Note("pp_unknown")
     if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
         yield Note("groups_in_compute", names=tuple(others))
-    if table.spent:
-        yield Note("groups_with_waiting", names=tuple(table.spent))
+    if known := [axis for axis in INSIDE if axis in table.spent]:
+        yield Note("groups_with_waiting", names=tuple(known))
 
 
 def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
@@ -364,7 +364,9 @@ def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int,
     places = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
     own = {number: waited.get(place, {}).get(rank.names[0][0], {}) for number, place in places.items()}
     left = _left(rank, np.array([sum(each.values()) for each in own.values()]))
-    return replace(rank, for_peers=own, compute=rank.compute * left[:, None, None, None])
+    each_axis = {axis: np.array([each.get(axis, np.nan) for each in own.values()]) for axis in INSIDE}
+    known = {f"{axis}_waiting": ms for axis, ms in each_axis.items() if np.isfinite(ms).all()}
+    return replace(rank, spent={**rank.spent, **known}, compute=rank.compute * left[:, None, None, None])
 
 
 def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

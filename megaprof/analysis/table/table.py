@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,6 @@ from megaprof.analysis.collectives.arrivals import OfStep
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import ModuleKey
 from megaprof.analysis.trace.gpu import Peak, together
-from megaprof.analysis.trace.groups import INSIDE
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
@@ -78,8 +77,9 @@ class Table:
     than ``compute``, by what held it up, or by gaps between kernels."""
     spent: Mapping[str, Floats]
     """[t, d, s, p]: what else each rank's step went to, by name, of names that the recording tells; NaN where it does
-    not for that step. ``tp``, ``ep``, ``cp``, ``dp`` and ``unknown``: communication that nothing hid, until the last of
-    the rank's passes. ``pp``: exchanges once both sides had come, and ``pp_waiting`` until then.
+    not for that step. ``tp``, ``ep``, ``cp``, ``dp`` and ``unknown``: communication that nothing hid (of a timeline:
+    all) until the last of the rank's passes, and of it ``tp_waiting``, ``ep_waiting`` and ``cp_waiting`` until the last
+    of its peers came. ``pp``: exchanges once both sides had come, and ``pp_waiting`` until then.
     ``host_bound``: the GPU waited for the host. ``gradients``: the GPU computed for no pass. ``host_forward`` and
     ``host_backward``: the host's time in these passes, which the others contain."""
     idle: Floats
@@ -107,9 +107,6 @@ class Table:
     """[s]: what its ranks had allocated; None where that was not recorded."""
     modules: tuple[Mapping[ModuleKey, tuple[int, ...]], ...] = ()
     """[s]: nanoseconds of every pass through a module, where these have ranges."""
-    for_peers: Mapping[str, Floats] = field(default_factory=dict)
-    """Group: [t, d, s, p], how long each waited in its collectives for the last of its ranks to come; where that is
-    known."""
     work: Floats | None = None
     """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
     of no microbatch."""
@@ -190,8 +187,6 @@ class RankSteps:
     """Whether its clock is the GPU's, which begins a step later than the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
     """By number of the step when it came to collectives, of steps of which that is known."""
-    for_peers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """By number of the step and axis: how long it waited in these for the last of its peers."""
     memory: Peak | None = None
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
 
@@ -206,13 +201,6 @@ def tabulate(
 ) -> Table:
     """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
     order, common, positions = _places(ranks, schedule.stages)
-
-    def of_axes(one: Callable[[RankSteps, int, str], float]) -> dict[str, Floats]:
-        """Axis: [t, d, s, p] of one number of every rank and step, where all of them are known."""
-        axes = INSIDE if any(r.came for r in order) else ()
-        rows = {axis: [[one(r, step, axis) for step in common] for r in order] for axis in axes}
-        every = {axis: np.array(own).T.reshape(len(common), *positions)[whole] for axis, own in rows.items()}
-        return {axis: each for axis, each in every.items() if np.isfinite(each).all()}
 
     def stacked(name: str) -> Floats:
         """[t, d, s, p, ...] of one array of every rank."""
@@ -298,7 +286,6 @@ def tabulate(
         device=device,
         memory=tuple(together(r.memory for r in own) for own in of_stage),
         modules=tuple(_modules(own) for own in of_stage),
-        for_peers=of_axes(lambda rank, step, axis: rank.for_peers.get(step, {}).get(axis, np.nan)),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
         experts=experts if np.isfinite(experts).all() else None,

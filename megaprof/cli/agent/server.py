@@ -217,7 +217,7 @@ async def trigger(
         return _failed("trigger", fault)
     looks = 0
     try:
-        while (answer := await run_sync(look, requester, Path(directory))) is None:
+        while (answer := await run_sync(look, requester)) is None:
             looks += 1
             await context.report_progress(looks, message=requester.state)
             await anyio.sleep(requester.pause)
