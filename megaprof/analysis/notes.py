@@ -11,17 +11,15 @@ from msgspec.structs import replace
 # fmt: off
 Kind = Literal[
     # single files
-    "skipped", "without_steps", "misnamed", "cut", "ends_early", "events_left_out", "rows_left_out",
-    "events_without_place", "name_disagrees", "graph_names_damaged", "without_sidecar", "timeline_damaged",
-    "timelines_damaged", "timelines_cut", "timelines_of_host", "timelines_without_times",
+    "skipped", "without_steps", "misnamed", "cut", "events_left_out", "events_without_place", "name_disagrees",
+    "graph_names_damaged", "without_sidecar", "timeline_damaged", "timelines_damaged", "timelines_cut",
+    "timelines_of_host", "timelines_without_times",
     # kernels and passes of a call that are missing
-    "kernels_not_asked", "kernels_unsupported", "no_kernels", "no_launched_kernels", "no_kernels_of_nsys",
-    "kernels_lost", "closed_early", "passes_missing",
+    "kernels_not_asked", "kernels_unsupported", "no_kernels", "no_kernels_of_nsys", "kernels_lost", "closed_early",
+    "passes_missing",
     # communication
-    "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_hidden_in_timeline",
-    "groups_with_waiting", "pp_unknown_on_cpu", "pp_unknown_in_ranges",
-    "pp_unknown_in_timeline", "pp_not_split", "exposed_unknown",
-    "in_flight_unreadable", "group_differs",
+    "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_with_waiting",
+    "pp_unknown", "pp_not_split", "exposed_unknown", "in_flight_unreadable", "group_differs",
     # clocks
     "host_contradicted", "host_shared", "clocks_contradicted", "clocks_disagree", "clocks_unconnected",
     "messages_unmatched", "clocks_aligned", "aligned_on_gpu", "not_aligned_on_gpu", "host_unnamed", "clocks_apart",

@@ -114,7 +114,7 @@ def _written(paths: Sequence[Path], named: tuple[str | None, int], file: BinaryI
             else:
                 cut += timeline.is_cut
                 if timeline.damage and not timeline.is_cut:
-                    warnings.append(Note("ends_early", files=(path.name,), said=timeline.damage))
+                    warnings.append(Note("cut", files=(path.name,), said=timeline.damage))
                 waiting += tables_of(timeline, *named)
             count = sum(map(len, waiting))
             if waiting and (count >= WAITING_ROWS or done == len(paths)):

@@ -128,9 +128,9 @@ def _table(
 def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     """What a timeline does not tell."""
     if sizes.pp > 1:
-        yield Note("pp_unknown_in_timeline")
+        yield Note("pp_unknown")
     if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
-        yield Note("groups_hidden_in_timeline", names=tuple(others))
+        yield Note("groups_in_compute", names=tuple(others))
     if known := [axis for axis in INSIDE if axis in table.spent]:
         yield Note("groups_with_waiting", names=tuple(known))
 

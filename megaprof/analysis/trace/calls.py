@@ -338,7 +338,7 @@ def _split(
         return _split_unseen(trace, split)
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append(Note("pp_unknown_on_cpu"))
+        reasons.append(Note("pp_unknown"))
     if trace.has_kernels:
         split.update(dict.fromkeys((*parallel_of(AXES, sizes), "unknown")))
         reasons.append(Note("exposed_unknown"))
@@ -356,7 +356,7 @@ def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str,
     sizes, reasons = trace.metadata.sizes, []
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append(Note("pp_unknown_in_ranges"))
+        reasons.append(Note("pp_unknown"))
     inside = parallel_of(INSIDE, sizes)
     if inside:
         split.update(dict.fromkeys((*inside, "unknown")))

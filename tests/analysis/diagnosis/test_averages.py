@@ -79,16 +79,14 @@ def test_what_a_timeline_does_not_tell_is_null(tmp_path: Path) -> None:
     for stage in measured.stages:
         missing = [axis for axis, exposed in stage.exposed_ms.items() if exposed is None]
         assert missing == ["tp", "ep", "cp", "pp", "unknown"]
-    assert [each.names for each in measured.warnings if each.kind == "groups_hidden_in_timeline"] == [
-        ("tp", "ep", "cp")
-    ]
-    assert "pp_unknown_in_timeline" in kinds(measured.warnings)
+    assert [each.names for each in measured.warnings if each.kind == "groups_in_compute"] == [("tp", "ep", "cp")]
+    assert "pp_unknown" in kinds(measured.warnings)
 
 
 def test_on_the_devices_clock_exchanges_are_used_as_on_the_hosts(tmp_path: Path) -> None:
     target = report_of(tmp_path / "device", device_clock=True)
     assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([240] * 4)
-    assert "pp_unknown_in_timeline" in kinds(target.warnings)
+    assert "pp_unknown" in kinds(target.warnings)
     assert target.fleet is not None
     assert target.fleet.clock == "device"
     assert any("Times are the GPU's" in note for note in notes(target.fleet))

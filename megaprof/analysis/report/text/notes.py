@@ -149,9 +149,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "without_steps": _skipped(lambda n: "it holds no range of a whole step (megaprof/... step=...)"),
     "misnamed": _skipped(lambda n: f"it holds {n.said}, whatever its name says"),
     "cut": lambda n: f"{n.files[0]} is read as far as it goes: {n.said}" if n.files else n.said,
-    "ends_early": lambda n: f"{n.files[0]} ends early: {n.said}",
     "events_left_out": lambda n: f"{_of_file(n)}{counted(n.count, 'event')} left out: impossible times or types",
-    "rows_left_out": lambda n: f"{_of_file(n)}{counted(n.count, 'row')} left out: impossible times or types",
     "events_without_place": lambda n: f"{_of_file(n)}{counted(n.count, 'event')} left out: no usable time or place",
     "name_disagrees": lambda n: f"{_of_file(n)}its name and its metadata disagree; the metadata ({n.said}) count",
     "graph_names_damaged": lambda n: f"{_of_file(n)}its `{graphs.KEY}` is damaged, so replays have no ranges: {n.said}",
@@ -173,10 +171,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "kernels_unsupported": (
         "the model ran on a GPU, and the profiler could not record it: Kineto has no support for it there"
     ),
-    "no_kernels": f"the model ran on a GPU, and the file holds no kernel: {_LOST}",
-    "no_launched_kernels": (
-        f"the model ran on a GPU, and the file holds none of the kernels that were launched: {_LOST}"
-    ),
+    "no_kernels": f"the model ran on a GPU, and the file holds none of its kernels: {_LOST}",
     "no_kernels_of_nsys": (
         "the model ran on a GPU, and the file holds no kernel: nsys recorded none (--trace=cuda,nvtx does)"
     ),
@@ -193,23 +188,17 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "groups_not_apart": lambda n: (
         f"exposed {_joined(n)} are not told apart: the collectives of a CPU trace name no process group"
     ),
-    "groups_in_compute": lambda n: f"exposed {_joined(n)} are in compute: the file has ranges, but no collectives",
-    "groups_hidden_in_timeline": lambda n: (
-        f"exposed {_joined(n)} are in compute: a timeline does not look inside a microbatch"
+    "groups_in_compute": lambda n: (
+        f"exposed {_joined(n)} {'is' if len(n.names) == 1 else 'are'} in compute: no collectives inside microbatches "
+        "were recorded"
     ),
     "groups_with_waiting": lambda n: (
         f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
-    "pp_unknown_on_cpu": (
-        "exposed pp is not measured: a CPU trace cannot tell waiting for a neighbour from transferring, so both are in "
-        "the bubble"
-    ),
-    "pp_unknown_in_ranges": (
-        "exposed pp is not measured: ranges hold waiting and transfer in one, both are in the bubble"
-    ),
-    "pp_unknown_in_timeline": (
-        "exposed pp is not measured: in a timeline an exchange is waiting and transfer in one, both are in the bubble"
+    "pp_unknown": (
+        "exposed pp is not measured: waiting for a neighbour and the transfer itself were recorded as one, and both "
+        "are in the bubble"
     ),
     "pp_not_split": (
         "exposed pp cannot be split into waiting and transferring, so the bubble contains both: only one end of its "
