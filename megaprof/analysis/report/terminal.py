@@ -157,6 +157,9 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
             name = text(what_if.name_of(each, found))
             predicted.add_row(name, within(each.step_ms, each.reach_ms), speedup(each.speedup, each.reach))
         console.print(predicted)
+        for each in shown:
+            if each.flags and each != found.best:  # those of the best one stand in the advice
+                console.print(text(f"{what_if.name_of(each, found)}: {shlex.join(each.flags)}"), soft_wrap=True)
         for caveat in what_if.caveats(found):
             console.print(text(caveat, "dim"))
     if (withheld := what_if.left_out(found)) is not None:

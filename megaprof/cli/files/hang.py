@@ -70,7 +70,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     job = find_job(directory, role)
     found = hang_of_job(job.in_flight())
     if found is None:
-        raise CommandError(f"no rank of the job in {directory} has written that it stands still")
+        raise CommandError(f"no rank of the job in {directory} says that it stands still")
     if found.culprits or found.unended:
         return found, []
     view = look_at(job)

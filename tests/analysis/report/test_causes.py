@@ -229,11 +229,17 @@ def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together()
     assert float(re.findall(r"([\d.]+) ms", as_much.text)[0]) == 40, "one number, where it costs no less elsewhere"
     only = replace(found, price=Price(25.0, 20.0, 30.0))
     assert "above all" not in evidence.evidence(only, MEASURED)
+    # What it costs elsewhere is told also where it is little: 0.75 x 182 + 0.25 x 14.4 = 140, and 0.75 x 182 = 136.
+    little = replace(found, share=0.75, while_ms=181.8, price=Price(139.9, 57.9, 217.2))
+    (said,) = causes.findings(MEASURED, diagnosis(little), None)
+    there, other, average, *_ = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
+    assert 0.75 * there + 0.25 * other == pytest.approx(average, abs=0.5)
+    assert "above all" in said.text
     # Who comes and goes is told from who became slow.
     since = cause("slow_rank", stage=1, ranks=(3,), share=0.25, since=40)
-    each = (only, found, since, cause("slow_rank"))
+    each = (only, little, found, since, cause("slow_rank"))
     hints = [" comes and goes" in evidence.evidence(one, MEASURED) for one in each]
-    assert hints == [True, False, False, False]
+    assert hints == [True, True, False, False, False]
 
 
 def test_what_gains_little_by_itself_has_no_price_that_looks_sure() -> None:

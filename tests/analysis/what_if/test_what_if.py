@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shlex
 import tempfile
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
-from megaprof.analysis.report.text.what_if import assumptions
+from megaprof.analysis.report.text.what_if import assumptions, worth_showing
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
@@ -359,10 +360,15 @@ def test_flags_are_those_of_the_layout():
 def test_the_text_has_the_answer_and_its_error(tmp_path):
     write(Scenario("text", layers=(6, 2), **CPU), tmp_path)
     sink = io.StringIO()
-    show(analyze(tmp_path), Console(file=sink, width=80, highlight=False))
+    report = analyze(tmp_path)
+    show(report, Console(file=sink, width=80, highlight=False))
     text = sink.getvalue()
     assert "--decoder-first-pipeline-num-layers 4\n" in text
     assert "times as fast" in text
+    # The letters that a line explains stand above it, and how each change that is shown is made.
+    layouts = [each for each in worth_showing(report.targets[0].what_if) if each.flags]
+    assert len(layouts) > 2
+    assert all(f"{shlex.join(each.flags)}\n" in text for each in layouts)
 
 
 @settings(max_examples=8)

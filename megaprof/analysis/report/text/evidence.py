@@ -20,7 +20,7 @@ from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.table.table import WAIT
 from megaprof.formats.metadata import ModelChunk
 
-#: What costs less than this part of what it costs where it is there costs nothing elsewhere.
+#: What costs less in other steps than this part of what it costs where it is there goes away in between.
 _HARDLY = 0.1
 #: What has all ranks collect at once, between steps, in the versions of docs/hosts.
 _AT_ONCE = "all ranks collect at once, between steps"
@@ -62,11 +62,11 @@ def when(cause: Cause) -> str:
 
 def elsewhere(cause: Cause) -> float:
     """Returns the milliseconds that it costs in a step in which it is not there: the average over all steps is that of
-    those and of the others. 0 where it costs hardly anything there."""
-    if cause.share == 1.0:
+    those and of the others. 0 where the average does not show, as it is printed, that it costs anything there."""
+    there = cause.share * cause.while_ms
+    if cause.share == 1.0 or cause.price.ms <= there or number(cause.price.ms) == number(there):
         return 0.0
-    others = (cause.price.ms - cause.share * cause.while_ms) / (1.0 - cause.share)
-    return others if others > _HARDLY * cause.while_ms else 0.0
+    return (cause.price.ms - there) / (1.0 - cause.share)
 
 
 def of_steps(cause: Cause) -> bool:
@@ -138,7 +138,8 @@ def _why_slow(cause: Cause) -> str:
         return ""
     tokens, usual = cause.parts.get("expert_tokens"), cause.parts.get("usual_expert_tokens")
     if tokens is None or usual is None:
-        comes_and_goes = cause.share < 1.0 and cause.since is None and not elsewhere(cause)
+        goes = elsewhere(cause) <= _HARDLY * cause.while_ms
+        comes_and_goes = cause.share < 1.0 and cause.since is None and goes
         return " It comes and goes, as when another program runs on its host now and then." * comes_and_goes
     got = f" In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
     if cause.reason == "machine":

@@ -21,7 +21,7 @@ _WORTH_SHOWING = 1.01
 #: Of more stages only the two whose activations change most are named.
 _MOST_STAGES = 4
 _GIB = 1 << 30
-_UNSURE = "whether another layout is quicker is not sure: the best that was found"
+_UNSURE = "whether another layout with as many model chunks is quicker is not sure: the best that was found"
 _TIMES = {0.5: "half", 2.0: "twice"}
 _PACKINGS = {
     "balanced": "the same sequences in microbatches that take equally long",
