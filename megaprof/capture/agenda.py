@@ -37,14 +37,14 @@ _MOST_OWED = 1000
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """How the host numbers its steps. None: it does not."""
+    """How the host numbers its steps."""
 
-    iteration: StepNumber | None = None
+    iteration: StepNumber
     """Numbers training steps and annotated work."""
-    pass_iteration: StepNumber | None = None
+    pass_iteration: StepNumber
     """Numbers log-prob passes. A host numbers its iterations, not its forward-only passes: several share a number, and
     the first of them is the one that can be captured."""
-    host_step: StepNumber | None = None
+    host_step: StepNumber
     """Numbers the step of the host's own loop, which all of them share; without an answer it is that of `iteration`."""
 
     def of(self, target: str) -> tuple[int | None, int | None]:
@@ -52,10 +52,10 @@ class HostNumbers:
         trains = target in (TRAIN_ACTOR, ANNOTATED)
         numbered = self.iteration if trains else self.pass_iteration if target == TRAIN_LOG_PROBS else None
         number = None if numbered is None else numbered()
-        shared = None if self.host_step is None else self.host_step()
+        shared = self.host_step()
         if shared is None and number is not None and number >= 0:
             shared = number
-        elif shared is None and not trains and self.iteration is not None:
+        elif shared is None and not trains:
             shared = self.iteration()
         return number, shared
 

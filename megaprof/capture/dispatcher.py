@@ -13,8 +13,8 @@ from megaprof.capture.session import Session
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
-from megaprof.runtime.device import capturing
-from megaprof.runtime.isolation import contained, fault_now, in_full
+from megaprof.runtime.device import GRACE_SECONDS, capturing
+from megaprof.runtime.isolation import Contained, contained, fault_now, in_full
 from megaprof.runtime.logs import logger
 from megaprof.runtime.patching import Patches
 
@@ -102,7 +102,7 @@ class Dispatcher:
         """The call is over, recorded or not; ``failed``: by an exception of the host's."""
         self._now(None)
         if self.of_this_call or self.close_modules is not None:
-            self._put_back()
+            self.put_back()
         if self._dropped:
             self._abandon()
         if self._recording is not None:
@@ -128,9 +128,8 @@ class Dispatcher:
             if process.memory_full is not None:
                 reason, process.memory_full = process.memory_full, None
                 logger.warning("megaprof: the window closes early: %s", reason)
-                self._cut(reason)
+                self.cut(reason)
             while self._leaving and self._recording is None:
-                self.interrupt("the hooks were removed")
                 in_full(self._leaving[0])
                 del self._leaving[0]
             process.urgent = process.urgent or bool(self._leaving)
@@ -138,28 +137,20 @@ class Dispatcher:
             process.urgent = True  # the host interrupted it
             raise
 
-    def interrupt(self, reason: str) -> None:
-        """Close every open window now, in the middle of a call perhaps. What it has is kept."""
-        self._put_back()
-        recording, self._recording = self._recording, None
-        self._now(None)
-        if recording is not None:
-            recording[0].interrupt(recording[1], reason)
-        for session in self.sessions:
-            session.end_window(reason)
+    def cut(self, reason: str) -> None:
+        """Close the open window now, perhaps in the middle of a call: what it has is kept, and the timeline of the call
+        goes on."""
+        with Contained("closing a window early", self.drop):
+            in_full(self.close_modules)
+            call = None if self._recording is None else self._recording[1]
+            if call is not None:
+                call.ranged = False
+                call.outermost.__exit__(None, None, None)
+            for session in self.sessions:
+                session.end_window(reason, None if call is None else GRACE_SECONDS)
+            self._now(None if call is None or call.line is None else call)
 
-    def _cut(self, reason: str) -> None:
-        """The same, and the timeline goes on with the call."""
-        in_full(self.close_modules)
-        call = None
-        if self._recording is not None:
-            session, call = self._recording
-            session.cut(call, reason)
-        for session in self.sessions:
-            session.end_window(reason)
-        self._now(None if call is None or call.line is None else call)
-
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """Undo what was done to the host for the call that is recorded. Can be run twice."""
         in_full(self.of_this_call.restore, self.close_modules)
         self.close_modules = None
@@ -180,7 +171,7 @@ class Dispatcher:
         self._dropped = self._touched()
         for session in self._dropped:
             session.off = session.off or fault_now()
-        in_full(self._put_back, self._abandon if self.inside is None else None)
+        in_full(self.put_back, self._abandon if self.inside is None else None)
 
     def _touched(self) -> list[Session]:
         """The sessions that a fault in a hook now may have to do with."""

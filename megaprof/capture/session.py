@@ -33,7 +33,7 @@ from megaprof.recorders.describe import describe
 from megaprof.recorders.ranges.emit import Range
 from megaprof.recorders.ranges.graph_names import names
 from megaprof.recorders.tape import Tape
-from megaprof.runtime.device import GRACE_SECONDS, capturing
+from megaprof.runtime.device import capturing
 from megaprof.runtime.ending import Termination
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
@@ -262,22 +262,6 @@ class Session:
             with Contained("closing the window of a step", self.abandon), self._termination:
                 if self.agenda.is_complete(opened.planned):
                     self._close(None)
-
-    def interrupt(self, call: RecordedCall, reason: str) -> None:
-        """`cut`, and end the timeline's step: ``end`` must not be called any more."""
-        with Contained("closing a window early", self.abandon):
-            if call.line is not None and self.timeline is not None:
-                self.timeline.end(call.line, failed=False)
-        self.cut(call, reason)
-
-    def cut(self, call: RecordedCall, reason: str) -> None:
-        """Close the process's open window in the middle of ``call``, which the timeline goes on with."""
-        with Contained("closing a window early", self.abandon), self._termination:
-            call.ranged = False
-            call.outermost.__exit__(None, None, None)
-            holder = None if process.window is None else process.window.owner
-            if isinstance(holder, Session):
-                holder.end_window(reason, GRACE_SECONDS)
 
     def abandon(self) -> None:
         """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""

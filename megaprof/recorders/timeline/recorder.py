@@ -114,10 +114,6 @@ class TimelineRecorder:
             self._without = str(missing)
         return None if self._device is None else self._device.mark
 
-    @property
-    def bytes_written(self) -> int:
-        return self._files.bytes_written
-
     def begin(self, call: RecordedCall, target: str, role: str | None, step: int, *, captured: bool) -> Line:
         """A schedule call starts."""
         last, index = self._last.get((target, role), (None, -1))

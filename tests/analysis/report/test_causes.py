@@ -225,6 +225,8 @@ def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together()
     there, other, average, *_ = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
     assert (there, other, average) == (100, 20, 40)
     assert "above all in 12 of 48 steps" in said.text
+    (as_much,) = causes.findings(MEASURED, diagnosis(replace(found, while_ms=39.0)), None)
+    assert float(re.findall(r"([\d.]+) ms", as_much.text)[0]) == 40, "one number, where it costs no less elsewhere"
     only = replace(found, price=Price(25.0, 20.0, 30.0))
     assert "above all" not in evidence.evidence(only, MEASURED)
     # Who comes and goes is told from who became slow.
