@@ -11,6 +11,7 @@ from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.layouts import options_of
 from megaprof.tune import trial as runs
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 
@@ -115,7 +116,9 @@ def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:
     for each in sorted(fitting, key=lambda one: -one.low):
         predicted = _predicted(each, step.mean)
         name = name_of(each, target.what_if)
-        yield Proposal(name, each.layout or "", each.flags, predicted, number, each.needed, each.more_steps)
+        own = options_of(target.measured.framework, target.measured.role, each.flags, len(each.layers))
+        options = each.flags if own is None else own
+        yield Proposal(name, each.layout or "", options, predicted, number, each.needed, each.more_steps)
 
 
 def _predicted(each: Prediction, measured_ms: float) -> Interval:

@@ -58,8 +58,8 @@ class Proposal:
     """In words."""
     layout: str
     """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
-    flags: tuple[str, ...]
-    """Megatron-LM's options for it, in the place of all that place layers."""
+    options: tuple[str, ...]
+    """The command's options for it, as its host takes them, in the place of all that place layers."""
     step_ms: Interval
     """The predicted step, in milliseconds."""
     against: int
@@ -203,7 +203,7 @@ def _result(found: Tuning) -> Result | None:
     told = [each.as_predicted for each in found.measured if each.as_predicted is not None]
     command, speedup = found.command, Interval(1.0, 1.0, 1.0)
     if best.proposal is not None:
-        command = tuple(relaid(found.command, best.proposal.flags, first.framework, first.role))
+        command = tuple(relaid(found.command, best.proposal.options, first.framework, first.role))
         speedup = first.step_ms.over(best.step_ms)
     return Result(best.number, speedup, command, (sum(told), len(told)))
 

@@ -47,7 +47,7 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     if not left:
         return replace(tuning, stopped="trials_spent")
     plain = without_saving(tuning.command, tuning.saving_off)
-    words = tuple(relaid(plain, proposal.flags, first.framework, first.role))
+    words = tuple(relaid(plain, proposal.options, first.framework, first.role))
     return tuning.having(Trial(number, words, _free(directory, number), proposal))
 
 

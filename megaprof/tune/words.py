@@ -40,7 +40,8 @@ def sentence(tuning: Tuning) -> str:
     inside = f"; {held} of {counted(of, 'prediction')} inside the interval" if of else ""
     if found.command == tuning.command:
         if not of:
-            return "Nothing gained: no other layout was tried."
+            failed = any(each.proposal for each in tuning.trials)
+            return f"Nothing gained: no other layout {'could be measured' if failed else 'was tried'}."
         tried = counted(len(tuning.measured), "layout")
         return f"Nothing gained: the command as it was given is the quickest of {tried} tried{inside}."
     return f"{ratio(found.speedup)} times as fast: {tuning.trials[found.trial - 1].what}{inside}."
@@ -52,9 +53,7 @@ def stopped(tuning: Tuning) -> str | None:
         more = f" {words.sentence(tuning.reason)}" if tuning.reason else ""
         return f"No other layout is surely 1 % faster.{more}"
     if tuning.stopped == "trials_spent":
-        return (
-            f"All {counted(tuning.most_trials, 'trial')} are spent, and another layout is predicted to be faster still."
-        )
+        return "No trials are left, and another layout is predicted to be faster still."
     return None
 
 

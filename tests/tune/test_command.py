@@ -5,6 +5,12 @@ import pytest
 from megaprof.tune.command import Saves, relaid, without_saving
 
 LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8"]
+VERL = [
+    "trainer.save_freq=-1",
+    "trainer.default_local_dir=${oc.env:MEGAPROF_DIR}/checkpoints",
+    "trainer.default_hdfs_dir=null",
+]
+SKYRL = ["trainer.ckpt_interval=-1", "trainer.hf_save_interval=-1"]
 
 
 @pytest.mark.parametrize(
@@ -13,7 +19,8 @@ LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8
         ([*LM, "--save", "ckpt", "--bf16"], [*LM, "--bf16"]),
         ([*LM, "--save=ckpt", "--load", "ckpt"], [*LM, "--load", "ckpt"]),
         (LM, LM),
-        (["main.py", "trainer.save_freq=5"], ["main.py", "trainer.save_freq=-1"]),
+        (["main.py", "trainer.default_local_dir=/c", "++trainer.save_freq=5", "x=1"], ["main.py", "x=1", *VERL]),
+        (["main.py", "trainer.hf_save_interval=9", "trainer.ckpt_interval=5"], ["main.py", *SKYRL]),
         (
             ["run.py", "checkpoint.save=/c", "train.train_iters=5"],
             ["run.py", "train.train_iters=5", "checkpoint.save=null"],
@@ -37,7 +44,7 @@ PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
 
 
 @pytest.mark.parametrize(
-    ("words", "flags", "framework", "after"),
+    ("words", "options", "framework", "after"),
     [
         (["--decoder-first-pipeline-num-layers", "6", "--bf16"], FIRST_5, "megatron-lm", ["--bf16", *FIRST_5]),
         (["--decoder-first-pipeline-num-layers=6", "x.py"], FIRST_5, None, ["x.py", *FIRST_5]),
@@ -45,22 +52,28 @@ PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
         (["--num-layers-per-virtual-pipeline-stage", "2", "--bf16"], PIECES, None, ["--bf16", *PIECES]),
         (
             ["run.py", "model.num_layers_in_first_pipeline_stage=6"],
-            FIRST_5,
+            ("model.num_layers_in_last_pipeline_stage=3",),
             "megatron-bridge",
-            ["run.py", "model.num_layers_in_first_pipeline_stage=5"],
+            ["run.py", "model.num_layers_in_last_pipeline_stage=3"],
         ),
         (
             ["sft", "--decoder_first_pipeline_num_layers", "6", "--account_for_loss_in_pipeline_split", "true"],
-            FIRST_5,
+            ("--decoder_first_pipeline_num_layers", "5"),
             "ms-swift",
             ["sft", "--decoder_first_pipeline_num_layers", "5"],
+        ),
+        (
+            ["+engine.override_transformer_config.num_layers_in_first_pipeline_stage=7", "x=1"],
+            ("engine.virtual_pipeline_model_parallel_size=2",),
+            "verl",
+            ["x=1", "engine.virtual_pipeline_model_parallel_size=2"],
         ),
     ],
 )
 def test_a_layout_takes_the_place_of_another(
-    words: list[str], flags: tuple[str, ...], framework: str | None, after: list[str]
+    words: list[str], options: tuple[str, ...], framework: str | None, after: list[str]
 ) -> None:
-    assert relaid(words, flags, framework, None) == after
+    assert relaid(words, options, framework, None) == after
 
 
 def test_a_final_command_saves_what_the_given_one_saves() -> None:

@@ -13,7 +13,7 @@ from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 from megaprof.tune.tuning import completed, upcoming
-from megaprof.tune.words import rows
+from megaprof.tune.words import rows, sentence
 from tests.analysis.job_timelines import write_timelines
 
 GIB = 1 << 30
@@ -103,6 +103,14 @@ def test_what_needs_no_less_memory_than_a_trial_that_ran_out_of_it_is_not_tried(
     assert best_proposal(tuning(trial(1, 100, "6+2", bad, other, small), replace(failed, outcome="failed"))) == other
 
 
+def test_layouts_that_could_not_be_measured_were_tried() -> None:
+    asked = proposal("5+3", 80, 2)
+    first = trial(1, 100, "6+2", asked)
+    failed = Trial(2, COMMAND, "trial-2", asked, "failed", why="it ended")
+    alone, again, tried = tuning(first), tuning(first, replace(first, number=2, again=1)), tuning(first, failed)
+    assert sentence(alone) == sentence(again) != sentence(tried)
+
+
 def test_the_result() -> None:
     asked = proposal("5+3", 80, 2)
     found = tuning(trial(1, 100, "6+2", asked), trial(2, 81, "5+3", asked=asked))
@@ -110,7 +118,7 @@ def test_the_result() -> None:
     assert (found.result.trial, found.result.as_predicted) == (2, (1, 1))
     assert found.result.speedup.value == pytest.approx(100 / 81)
     assert found.result.speedup.low < 100 / 81 * 0.98  # two runs of one layout differ, too
-    assert found.result.command == (*COMMAND, *asked.flags)
+    assert found.result.command == (*COMMAND, *asked.options)
 
 
 @pytest.mark.parametrize(("again", "quickest", "held"), [(81, 3, 1), (130, 2, 0)])

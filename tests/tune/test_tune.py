@@ -55,7 +55,7 @@ def test_a_job_gets_faster_and_what_it_saved_stays(tmp_path: Path) -> None:
     steps = [each["step_ms"]["value"] for each in (first, second)]
     best = found["trials"][found["result"]["trial"] - 1]
     assert best["step_ms"]["value"] == min(steps)
-    assert found["result"]["command"][-2:] == (best["proposal"]["flags"] if best["proposal"] else words)[-2:]
+    assert found["result"]["command"][-2:] == (best["proposal"]["options"] if best["proposal"] else words)[-2:]
     assert str(saved) in found["result"]["command"]
     assert (saved / "checkpoint").read_text() == "of last week"
     assert "Tuning" in (out / "report.html").read_text()
@@ -86,7 +86,7 @@ def test_a_trial_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert found[0]["layout"] == "Et*7|tL"
     skip_where_too_few_cores(found)
     assert found[1]["outcome"] is None
-    assert found[1]["proposal"]["flags"][-1] in then.stdout
+    assert found[1]["proposal"]["options"][-1] in then.stdout
 
 
 @pytest.mark.slow

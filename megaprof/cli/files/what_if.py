@@ -101,6 +101,7 @@ def predicted(
     from megaprof.analysis.what_if.layouts import options_of
 
     own, known = _of(report, target, role)
+    measured = own.measured
     try:
         found = chosen(known, choices)
     except ValueError as mistake:
@@ -113,7 +114,7 @@ def predicted(
         prediction=found.prediction,
         bubble=found.bubble,
         imbalance=found.imbalance,
-        host_options=options_of(own.measured.framework, own.measured.role, found.prediction.flags),
+        host_options=options_of(measured.framework, measured.role, found.prediction.flags, known.stages),
         caveats=tuple(beside(found.prediction, own.what_if)),
     )
 
