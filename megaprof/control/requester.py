@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import path_of
-from megaprof.control.job import RunningJob, read_statuses
+from megaprof.control.job import NoJob, RunningJob, find_job, read_statuses
+from megaprof.control.requests import new_request
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
 from megaprof.formats.job import run as run_json
@@ -32,6 +34,8 @@ from megaprof.formats.phrases import ago, counted
 #: seconds.
 _SAFETY = 1.5
 _PATIENCE = 30.0
+#: Seconds from one look at the answers to the next, and statuses that are read a second at most.
+_LOOK_SECONDS, _LOOK_RATE = 0.2, 5000
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ class Requester:
             self._began = time.monotonic()
             _submit(self._job, self.request)
             self._asked = True
+
+    @property
+    def pause(self) -> float:
+        """Seconds from one look to the next."""
+        return max(_LOOK_SECONDS, len(self.ranks) / _LOOK_RATE)
 
     @property
     def phase(self) -> Literal["waits", "starts", "records"]:
@@ -258,6 +267,18 @@ class Requester:
             )
         files = tuple(file for answer in answers.values() for file in answer.files)
         return Outcome(reason, steps[0] if steps else (), files, len(done))
+
+
+def requester_for(directory: Path, target: str, *, role: str | None = None, **fields: Any) -> Requester:
+    """Returns a requester to the job that writes to `directory`, with the fields of `Request.draft`. Nothing is asked
+    yet. Raises NoJob, and Refused for a request that makes no sense."""
+    job = find_job(directory, role)
+    if (silence := job.silence()) is not None:
+        raise NoJob(silence)
+    if role is not None:
+        role = job.run.role or role  # a directory's name has it sanitised
+    request = new_request(job.run, target, role=role, **fields)
+    return Requester(job, request, selected_ranks(job.run, request))
 
 
 def _submit(job: RunningJob, request: Request) -> None:

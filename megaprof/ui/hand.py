@@ -72,9 +72,8 @@ class Answer:
 
     @property
     def change(self) -> float:
-        """The step against the measured one, as a fraction."""
-        measured = self.known.measured_ms
-        return self.now.prediction.step_ms / measured - 1.0 if measured else 0.0
+        """What a token takes against the captured run, as a fraction."""
+        return 1.0 / self.now.prediction.speedup - 1.0
 
     @property
     def severity(self) -> str:

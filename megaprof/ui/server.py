@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -18,14 +16,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import (
-    HTMLResponse,
-    JSONResponse,
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from megaprof.analysis.report import html
@@ -38,7 +29,8 @@ from megaprof.ui import pages
 from megaprof.ui.captures import Capture, KeptCaptures, Unreadable
 from megaprof.ui.guard import Guard
 from megaprof.ui.hand import answer, host_options
-from megaprof.ui.live import Busy, Jobs, Watcher, state_of
+from megaprof.ui.kept import Kept
+from megaprof.ui.live import Busy, LiveJobs, state_of
 from megaprof.ui.places import Listing, Place, look_below
 
 #: Seconds for which a listing counts, after which a page that waits is shown, and after which it asks again.
@@ -58,10 +50,8 @@ class Pages:
 
     def __init__(self, directory: Path, allow_trigger: bool) -> None:
         self._directory, self._allow_trigger = directory, allow_trigger
-        self._captures, self._jobs = KeptCaptures(), Jobs()
-        self._listing: Listing | None = None
-        self._listed = 0.0
-        self._looking: asyncio.Task[Listing] | None = None
+        self._captures, self._jobs = KeptCaptures(), LiveJobs()
+        self._listing = Kept(lambda: look_below(directory), lambda found: _LISTED)
 
     def routes(self) -> list[Route]:
         """Every address."""
@@ -73,14 +63,10 @@ class Pages:
             Route("/capture/{id}/what-if.json", self.tried),
             Route("/compare", self.compare),
             Route("/live/{id}", self.live),
-            Route("/live/{id}/events", self.events),
+            Route("/live/{id}/now", self.now),
             Route("/live/{id}/capture", self.trigger, methods=["POST"]),
             Route("/static/{name}", self.static),
         ]
-
-    async def end(self) -> None:
-        """End the answers that go on, so that the server can end."""
-        await self._jobs.end()
 
     async def close(self) -> None:
         """End what runs behind the pages."""
@@ -184,67 +170,42 @@ class Pages:
     async def live(self, request: Request) -> Response:
         place = await self._place(request)
         roles = await run_in_threadpool(_roles, place.path)
-        watcher = await self._watcher(request, place, roles)
-        now = await watcher.latest()
+        role = _role(request, roles)
+        now = await self._jobs.job(place.path, role).now()
+        shown = Markup(pages.now_shown(now, place))
         return _page(
-            "live.html",
-            place=place,
-            now=now,
-            shown=Markup(pages.now_shown(now, place)),
-            roles=roles,
-            role=_role(request, roles),
-            allowed=self._allow_trigger,
+            "live.html", place=place, now=now, shown=shown, roles=roles, role=role, allowed=self._allow_trigger
         )
 
-    async def events(self, request: Request) -> Response:
+    async def now(self, request: Request) -> Response:
+        """The same for the script: what changes on the page, and after how many seconds to ask again."""
         place = await self._place(request)
-        watcher = await self._watcher(request, place, await run_in_threadpool(_roles, place.path))
-        watcher.check_room()
-
-        async def stream() -> AsyncIterator[str]:
-            yield "retry: 2000\n\n"
-            with watcher.listening():
-                async for now in watcher.follow():
-                    if now is None:
-                        yield ": nothing new\n\n"
-                        continue
-                    shown = await run_in_threadpool(pages.now_shown, now, place)
-                    yield f"data: {json.dumps({'html': shown, 'state': now.state})}\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        role = _role(request, await run_in_threadpool(_roles, place.path))
+        now = await self._jobs.job(place.path, role).now()
+        shown = await run_in_threadpool(pages.now_shown, now, place)
+        return JSONResponse({"html": shown, "state": now.state, "every": now.every})
 
     async def trigger(self, request: Request) -> Response:
         if not self._allow_trigger:
             return _refused("captures are not asked for from here: megaprof ui was started without --allow-trigger")
         place = await self._place(request)
-        roles = await run_in_threadpool(_roles, place.path)
+        role = _role(request, await run_in_threadpool(_roles, place.path))
         form = await _form(request)
         if form is None:
             return _refused("this is no form of the live page", 400)
         steps = form.get("steps", "2")
         if not steps.isascii() or not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_STEPS:
             return _refused(f"steps={steps[:20]} is not a number from 1 to {_MOST_STEPS}", 400)
+        job = self._jobs.job(place.path, role)
         try:
-            watcher = await self._watcher(request, place, roles)
-            await watcher.capture(form.get("target", ""), int(steps), form.get("select", "") or "per-stage")
+            await job.capture(form.get("target", ""), int(steps), form.get("select", "") or "per-stage")
         except (Refused, Busy) as refusal:
             return _refused(str(refusal), 409)
-        return RedirectResponse(_live_address(place, _role(request, roles)), 303)
-
-    async def _watcher(self, request: Request, place: Place, roles: list[str]) -> Watcher:
-        return await self._jobs.watcher(place.path, _role(request, roles))
+        return RedirectResponse(f"/live/{place.id}" + ("" if role is None else f"?role={role}"), 303)
 
     async def _list(self) -> Listing:
         """Returns what lies there, a moment ago at most; where looking takes long, what lay there before."""
-        if self._listing is not None and monotonic() - self._listed <= _LISTED:
-            return self._listing
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(run_in_threadpool(look_below, self._directory))
-        if self._listing is not None:
-            await asyncio.wait({self._looking}, timeout=_PATIENCE)
-        if self._listing is None or self._looking.done():
-            self._listing, self._listed = await asyncio.shield(self._looking), monotonic()
-        return self._listing
+        return await self._listing.get(_PATIENCE) or await self._listing.get(None) or Listing((), False)
 
     async def _place(self, request: Request) -> Place:
         place = (await self._list()).find(request.path_params["id"])
@@ -275,17 +236,12 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
     def missing(request: Request, fault: Exception) -> Response:
         return _page("message.html", 404, title="Not found", message="There is no such page, or not any more.")
 
-    def busy(request: Request, fault: Exception) -> Response:
-        return _refused(str(fault), 503)
-
-    made = Starlette(
+    return Starlette(
         routes=answering.routes(),
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers={_Missing: missing, 404: missing, Busy: busy},
+        exception_handlers={_Missing: missing, 404: missing},
         lifespan=lifespan,
     )
-    made.state.pages = answering
-    return made
 
 
 def listen(port: int | None, first: int) -> socket.socket:
@@ -305,31 +261,18 @@ def listen(port: int | None, first: int) -> socket.socket:
     raise OSError("no port was tried")
 
 
-class Server(uvicorn.Server):
-    """The server of an `app`."""
-
-    def __init__(self, pages_of: Starlette) -> None:
-        super().__init__(
-            uvicorn.Config(
-                pages_of,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=3,
-                ws="none",
-            )
+def server_of(pages_of: Starlette) -> uvicorn.Server:
+    """Returns the server of an `app`."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            pages_of, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=3, ws="none"
         )
-        self._pages: Pages = pages_of.state.pages
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Live pages are told first: uvicorn waits for answers, and theirs have no end."""
-        await self._pages.end()
-        await super().shutdown(sockets)
+    )
 
 
 def serve(pages_of: Starlette, opened: socket.socket, ready: Callable[[], None]) -> None:
     """Answer until Ctrl-C; ``ready`` is called when it does."""
-    server = Server(pages_of)
+    server = server_of(pages_of)
 
     async def run() -> None:
         serving = asyncio.create_task(server.serve([opened]))
@@ -372,10 +315,6 @@ def _role(request: Request, roles: list[str]) -> str | None:
     """The one that is asked for, of those that there are; of several the first."""
     role = request.query_params.get("role")
     return role if role in roles else roles[0] if roles else None
-
-
-def _live_address(place: Place, role: str | None) -> str:
-    return f"/live/{place.id}" + ("" if role is None else f"?role={role}")
 
 
 async def _form(request: Request) -> dict[str, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import Key, find_timelines, read_fleet
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
@@ -17,4 +18,5 @@ def tables_in(directory: Path) -> dict[Key, Table | Unfit]:
     timelines = find_timelines(directory)
     runs = runs_in(calls, timelines)
     own = (call for call in calls if runs.has(call.start))
-    return tables(own, read_fleet(timelines, runs=runs))
+    reading = read_fleet(timelines, runs=runs)
+    return tables(own, reading, survey(reading))

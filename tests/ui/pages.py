@@ -15,7 +15,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from megaprof.ui.places import look_below
-from megaprof.ui.server import Server, app
+from megaprof.ui.server import app, server_of
 from tests.analysis.synthetic import pipeline
 
 TOKEN = "a-token-of-tests"
@@ -88,11 +88,11 @@ def page(client: TestClient, path: str) -> Reader:
 
 @contextmanager
 def serving(top: Path, at: int = 0, **options: Any) -> Iterator[int]:
-    """A real server, for answers that do not end; its port, which is ``at`` where that is not 0."""
+    """A real server, for a real browser; its port, which is ``at`` where that is not 0."""
     with socket.socket() as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(("127.0.0.1", at))
-        server = Server(app(top, TOKEN, **options))
+        server = server_of(app(top, TOKEN, **options))
         thread = threading.Thread(target=lambda: server.run([opened]), daemon=True)
         thread.start()
         while not server.started:

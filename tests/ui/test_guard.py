@@ -14,7 +14,7 @@ from megaprof.ui.guard import token_of
 from megaprof.ui.server import app
 from tests.ui.pages import HERE, TOKEN, browsing
 
-PAGES = ["/", "/compare", "/brief/0", "/capture/0", "/capture/0/what-if", "/live/0", "/live/0/events", "/static/ui.js"]
+PAGES = ["/", "/compare", "/brief/0", "/capture/0", "/capture/0/what-if", "/live/0", "/live/0/now", "/static/ui.js"]
 
 
 @pytest.fixture

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from starlette.testclient import TestClient
 
 from megaprof.control.blame import Blame
 from megaprof.control.job import RunningJob
@@ -29,7 +26,7 @@ from megaprof.ui.places import Place
 from tests.cli.jobs.test_status import Job
 from tests.control import places
 from tests.control.control_jobs import running
-from tests.ui.pages import HERE, TOKEN, Reader, address, browsing, page, serving
+from tests.ui.pages import HERE, Reader, address, browsing, page
 
 RECENT = {
     "target": "train_actor",
@@ -53,27 +50,11 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
-@contextmanager
-def following(port: int, place: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """The looks of a live page, as the browser gets them."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", f"/?token={TOKEN}")
-    entered = connection.getresponse()
-    cookie = entered.headers["set-cookie"].partition(";")[0]
-    entered.read()
-    connection.request("GET", f"/live/{place}/events", headers={"cookie": cookie})
-    answer = connection.getresponse()
-    assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-
-    def looks() -> Iterator[dict[str, Any]]:
-        while line := answer.readline():
-            if line.startswith(b"data: "):
-                yield json.loads(line[6:])
-
-    try:
-        yield looks()
-    finally:
-        connection.close()
+def looks(client: TestClient, top: Path) -> Iterator[dict[str, Any]]:
+    """What the script of the page is told, each time that it asks."""
+    for _ in range(300):
+        yield client.get(f"/live/{address(top, 'job')}/now").json()
+        time.sleep(0.1)
 
 
 def test_the_page_shows_stages_and_their_times(job: Job, tmp_path: Path) -> None:
@@ -84,8 +65,8 @@ def test_the_page_shows_stages_and_their_times(job: Job, tmp_path: Path) -> None
     assert "1.20" in shown.text  # imbalance: 90 over 75
     assert "--allow-trigger" in shown.text
     assert not shown.all("form")
-    assert [each["data-events"] for each in shown.all("div") if "data-events" in each] == [
-        f"/live/{address(tmp_path, 'job')}/events"
+    assert [each["data-now"] for each in shown.all("div") if "data-now" in each] == [
+        f"/live/{address(tmp_path, 'job')}/now"
     ]
 
 
@@ -103,14 +84,13 @@ def test_a_first_look_that_takes_long_keeps_no_page_waiting(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = threading.Event()
-    look = live.Watcher._look
+    look = live.LiveJob._look
     monkeypatch.setattr(live, "PATIENCE", 0.1)
-    monkeypatch.setattr(live.Watcher, "_look", lambda watcher: (seen.wait(60), look(watcher))[1])
-    with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
-        with browsing(tmp_path) as client:
-            assert "The job is being looked at" in page(client, f"/live/{address(tmp_path, 'job')}").text
-            seen.set()
-        assert next(looks)["state"] == "runs"
+    monkeypatch.setattr(live.LiveJob, "_look", lambda job: (seen.wait(60), look(job))[1])
+    with browsing(tmp_path) as client:
+        assert "The job is being looked at" in page(client, f"/live/{address(tmp_path, 'job')}").text
+        seen.set()
+        assert next(each for each in looks(client, tmp_path) if each["state"] != "unseen")["state"] == "runs"
 
 
 def test_a_hanging_job_names_whom_all_wait_for(job: Job, tmp_path: Path) -> None:
@@ -128,30 +108,43 @@ def test_a_hanging_job_names_whom_all_wait_for(job: Job, tmp_path: Path) -> None
     assert "1 rank waits for it" in shown.text
 
 
-def test_looks_come_by_themselves_and_go_on_when_the_job_begins_again(job: Job, tmp_path: Path) -> None:
-    with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
-        assert next(looks)["state"] == "runs"
+def test_looks_go_on_when_the_job_begins_again(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_LEAST_SECONDS", 0.0)
+    with browsing(tmp_path) as client:
+        seen = looks(client, tmp_path)
+        assert next(seen)["state"] == "runs"
         job.run = replace(job.run, ended=time.time())
         job.write_run()
-        assert next(look for look in looks if look["state"] == "ended")
+        assert next(look for look in seen if look["state"] == "ended")
         again = Job(job.directory)
         again.run = replace(again.run, run="another", started=time.time() - 60)
         again.write_run()
         for rank in (0, 1):
             again.status(rank, recent=RECENT | {"step_ms": 321.0})
-        seen = next(look for look in looks if look["state"] == "runs")
-        assert "321 ms" in Reader(seen["html"]).text
+        last = next(look for look in seen if look["state"] == "runs")
+        assert "321 ms" in Reader(last["html"]).text
 
 
-def test_the_server_may_begin_again(job: Job, tmp_path: Path) -> None:
-    for _ in range(2):
-        with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
-            assert next(looks)["state"] == "runs"
+def test_pages_share_a_look(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[live.LiveJob] = []
+    look = live.LiveJob._look
+    monkeypatch.setattr(live, "_LEAST_SECONDS", 60.0)
+    monkeypatch.setattr(live.LiveJob, "_look", lambda job: (made.append(job), look(job))[1])
+    with browsing(tmp_path) as client:
+        where = f"/live/{address(tmp_path, 'job')}"
+        assert [client.get(each).status_code for each in (where, where, f"{where}/now")] == [200, 200, 200]
+        assert client.get(f"{where}/now").json()["every"] == 60.0
+    assert len(made) == 1
 
 
-def test_pages_that_watch_do_not_keep_the_server_from_ending(job: Job, tmp_path: Path) -> None:
-    with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
-        next(looks)  # `serving` fails where the server does not end
+def test_of_many_jobs_the_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MOST_JOBS", 2)
+    jobs = live.LiveJobs()
+    first, second = (jobs.job(tmp_path / name, None) for name in "ab")
+    assert jobs.job(tmp_path / "a", None) is first
+    jobs.job(tmp_path / "c", None)
+    assert jobs.job(tmp_path / "a", None) is first
+    assert jobs.job(tmp_path / "b", None) is not second
 
 
 def test_hostile_statuses_are_text(job: Job, tmp_path: Path) -> None:
@@ -273,7 +266,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     summary = summarise(run, statuses.values())
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None)
     history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
-    shown = now_shown(Now(1, 100.0, "runs", None, view, summary, history=history), Place(tmp_path, "job"))
+    shown = now_shown(Now(100.0, "runs", None, view, summary, history=history), Place(tmp_path, "job"))
     text = Reader(shown).text
     assert "16384 ranks" in text
     assert "777" in text
@@ -300,7 +293,7 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None)
     said = verdict(view) if state == "runs" else None
     summary = summarise(run, statuses.values())
-    shown = now_shown(Now(1, 100.0, state, None, view, summary, said), Place(tmp_path, "job", {"timeline": 4}))
+    shown = now_shown(Now(100.0, state, None, view, summary, said), Place(tmp_path, "job", {"timeline": 4}))
     assert f'class="verdict {colour}"' in shown
     assert ("Rank 3" in shown) == (colour == "slow")
     assert ("data-brief" in shown) == (state == "ended"), "what became of the job is in its report"
@@ -313,27 +306,3 @@ def test_a_curve_breaks_where_the_job_began_again() -> None:
     assert [len(line.split()) for line in drawn.lines] == [5, 5]
     assert track("imbalance", "", points, "imbalance") is None
     assert track("step time", "ms", points[:1], "step_ms") is None
-
-
-def test_two_pages_that_ask_for_one_job_at_once_share_its_watcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To make room for it, another job's watcher is closed, which takes a moment."""
-    close = live.Watcher.close
-
-    async def slow(watcher: live.Watcher) -> None:
-        await asyncio.sleep(0)
-        await close(watcher)
-
-    async def ask() -> list[live.Watcher]:
-        jobs = live.Jobs()
-        for name in "ab":
-            await jobs.watcher(tmp_path / name, None)
-        both = await asyncio.gather(*(jobs.watcher(tmp_path / "c", None) for _ in range(2)))
-        await jobs.close()
-        return both
-
-    monkeypatch.setattr(live, "MOST_WATCHED", 2)
-    monkeypatch.setattr(live.Watcher, "close", slow)
-    first, second = asyncio.run(ask())
-    assert first is second

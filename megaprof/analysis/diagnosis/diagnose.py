@@ -240,7 +240,9 @@ def _masked(run: Examined, left: list[Term]) -> _Found | None:
 
 def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
     table, kind = run.table, term.kind
-    there = active(gain / table.length) if term.once or term.ranks else np.ones(len(gain), dtype=bool)
+    # What a stage holds is there in every step; a machine, or the network, may have been well in some.
+    told = term.once or term.ranks or term.link is not None
+    there = active(gain / table.length) if told else np.ones(len(gain), dtype=bool)
     begins = began(there)
     if begins and gain[:begins].mean() > QUARTILE * gain[begins:].mean():
         begins = None  # there before, too, and only cheaper

@@ -202,7 +202,7 @@ def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: i
 def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], Pass[int] | None]) -> Fleet:
     ranks = sorted(series.ranks, key=lambda r: r.coords.rank)
     step_ms, buckets = _buckets(series, ranks, width)
-    times = _times(series, step_ms, buckets)
+    times = _times(series, step_ms, buckets, width)
     compute = _matrix(ranks, buckets)
     at_stage = {
         pp: [n for n, r in enumerate(ranks) if r.coords.pp == pp] for pp in sorted({r.coords.pp for r in ranks})
@@ -271,15 +271,26 @@ def _with_steps(ranks: Sequence[RankSeries]) -> Sequence[RankSeries]:
     return [r for r in ranks if len(r.counts)] or ranks
 
 
-def _times(series: Series, step_ms: Floats, buckets: Buckets) -> StepTimes:
+def _times(series: Series, step_ms: Floats, buckets: Buckets, width: int) -> StepTimes:
     found = lasting(levels(step_ms, buckets.steps, noise_of(step_ms[None])), buckets.seconds)
     return StepTimes(
         step=Percentiles.of(series.longest) if len(series.longest) else None,
         step_ms=_plain(step_ms),
-        step_shifts=shifts(found, buckets.first, buckets.last),
+        step_shifts=tuple(_to_the_step(shift, series, width) for shift in shifts(found, buckets.first, buckets.last)),
         drift=drift(step_ms),
         single=single_steps(series.steps >> INDEX_BITS, series.longest),
     )
+
+
+def _to_the_step(shift: Shift, series: Series, width: int) -> Shift:
+    """With the very step of its bucket, or of the one before: single steps before it are nearest to the level before,
+    and those from it on to the level after."""
+    steps = series.steps >> INDEX_BITS
+    near = (steps >= shift.step - width) & (steps < shift.step + width)
+    own = series.longest[near]
+    nearer = np.cumsum(np.abs(own - shift.before_ms) - np.abs(own - shift.after_ms))
+    before = int(np.argmin(np.append(0.0, nearer[:-1])))
+    return replace(shift, step=int(steps[near][before]))
 
 
 def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Percentiles | None) -> Coverage:

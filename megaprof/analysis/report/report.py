@@ -85,7 +85,7 @@ def analyze(
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
     warnings = [*of_files([*skipped, *fleet.skipped]), *warnings, *fleet.warnings_of_files()]
     fleets = survey(fleet)
-    tabled = tables(calls, fleet, workers)
+    tabled = tables(calls, fleet, fleets, workers)
     found = {key: _diagnosed(table) for key, table in tabled.items()}
     if not calls and not fleets and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign

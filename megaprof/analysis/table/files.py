@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Floats, Table, Unfit
@@ -16,9 +17,12 @@ from megaprof.analysis.trace.gpu import together
 from megaprof.analysis.trace.pool import Workers
 
 
-def tables(calls: Iterable[Call], reading: FleetReading, workers: Workers = 1) -> dict[Key, Table | Unfit]:
-    """The table of every job, or why there is none: from traces, from timelines, or from both together."""
-    found = tables_of_timelines(reading, workers)
+def tables(
+    calls: Iterable[Call], reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
+) -> dict[Key, Table | Unfit]:
+    """The table of every job, or why there is none: from traces, from timelines, or from both together. ``fleets``:
+    the survey of the timelines."""
+    found = tables_of_timelines(reading, fleets, workers)
     for key, traced in tables_of_calls(calls).items():
         recorded = found.get(key)
         if isinstance(recorded, Table) and isinstance(traced, Table):

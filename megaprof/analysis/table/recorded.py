@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
+from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.notes import Note
 from megaprof.analysis.stages.stages import WARM_UP
@@ -45,12 +46,16 @@ _FEWEST_STEPS = 16
 _MOST_WAITING = 0.99
 
 
-def tables_of_timelines(reading: FleetReading, workers: Workers = 1) -> dict[Key, Table | Unfit]:
-    """The table of every job, or why there is none, from the files of the run that was read. ``workers`` as there."""
+def tables_of_timelines(
+    reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
+) -> dict[Key, Table | Unfit]:
+    """The table of every job, or why there is none, from the files of the run that was read. ``fleets``: what its
+    survey found: where steps became longer or shorter, those on either side are looked into. ``workers`` as there."""
+    changes = {fleet.key: [shift.step for shift in fleet.times.step_shifts] for fleet in fleets}
     found: dict[Key, Table | Unfit] = {}
     for key, series in reading.series.items():
         try:
-            found[key] = _table(key, series, reading.files.get(key, {}), workers)
+            found[key] = _table(key, series, reading.files.get(key, {}), changes.get(key, ()), workers)
         except Unfit as fault:
             found[key] = fault
     return found
@@ -81,7 +86,9 @@ class _Rank(NamedTuple):
     peer: int
 
 
-def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], workers: Workers) -> Table:
+def _table(
+    key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], changes: Sequence[int], workers: Workers
+) -> Table:
     replicas = _replicas(series.ranks)
     every = max((rank for own in replicas.values() for peers in own for rank in peers), key=lambda r: r.counts.sum())
     plan = _plan(key, files[every.coords.rank], {each.step for each in series.stood})
@@ -90,7 +97,8 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     most = max(1, _MOST_PASSES // (own.stages * of_rank))
     steps = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most // len(replicas)))
     told = plan.numbers[np.isin(plan.numbers, plan.came)]
-    plan = plan._replace(numbers=_spread(told if len(told) >= min(steps, _FEWEST_STEPS) else plan.numbers, steps))
+    numbers = told if len(told) >= min(steps, _FEWEST_STEPS) else plan.numbers
+    plan = plan._replace(numbers=_spread(numbers, steps, changes))
     chosen = _chosen(replicas, max(1, most // steps))
     groups = [peers for replica in chosen for peers in replicas[replica]]
     # Peers wait for each other in every pass: one of them shows what all take, but not who of them enters late.
@@ -199,10 +207,14 @@ def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     return found
 
 
-def _spread(numbers: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """So many of them, evenly."""
-    places = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int))
-    found: npt.NDArray[np.int64] = numbers[places]
+def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """So many of them, evenly; the two around a change move up to it, so that a cause is seen since its first step."""
+    places = np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int)
+    for change in np.searchsorted(numbers >> CALLS, changes).tolist():
+        after = int(np.searchsorted(places, change))
+        if 0 < after < len(places):
+            places[after - 1 : after + 1] = change - 1, change
+    found: npt.NDArray[np.int64] = numbers[np.unique(places)]
     return found
 
 

@@ -102,6 +102,8 @@ def tried(known: ByHand, wanted: Setting) -> Tried:
     if wanted.packing is not None:
         both = laid if (wanted.pieces, change) == (known.pieces, run.as_is) else _sum(asked, laid, found)
         found = replace(found, step_ms=both.step_ms, speedup=both.speedup, low=both.low, high=both.high)
+    if not wanted.same_tokens:
+        found = found.of_tokens(count / known.microbatches)
     found = replace(
         found,
         microbatches=None if count == asked.microbatches else count,

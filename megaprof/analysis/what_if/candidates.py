@@ -105,7 +105,7 @@ def relaid(known: Known, kind: Kind, pieces: Layout, change: Change | None = Non
         chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
         microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
         **_larger(change.larger, schedule),
-        flags=_said_aloud(known, pieces),
+        flags=() if pieces == known.pieces else _said_aloud(known, pieces),
         in_flight=tuple(needs),
         fits=None if fit is None else fit.fits,
         needed=None if fit is None else fit.needed,

@@ -41,7 +41,7 @@ class Prediction:
     step_ms: float
     """The predicted step in milliseconds."""
     speedup: float
-    """Measured step / predicted step."""
+    """Measured step / predicted step; where that has other tokens (``step_tokens``), the same of what a token takes."""
     low: float
     """The lower end of the speedup's 90 % interval."""
     high: float
@@ -57,12 +57,15 @@ class Prediction:
     """Microbatches of a step, where these are more or fewer; else None."""
     tokens: float = 1.0
     """How many times the tokens of a captured microbatch each one has."""
+    step_tokens: float = 1.0
+    """How many times the tokens of the captured step it has."""
     p2p_ms: float | None = None
     """Milliseconds of a transfer between stages, where these take another time; else None."""
     packing: str | None = None
     """How the same sequences lie in microbatches, one of `packing.PLANS`; None: as they were captured."""
     flags: tuple[str, ...] = ()
-    """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it."""
+    """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it, and
+    where layers stay."""
     in_flight: tuple[int, ...] | None = None
     """The most layers times microbatches whose activations each stage holds at once; None where that stays."""
     activations: float = 1.0
@@ -82,9 +85,14 @@ class Prediction:
         speedup, low, high = (measured_ms / ms for ms in steps)
         return cls(kind, steps[0], speedup, low, high, more_steps=more_steps)
 
+    def of_tokens(self, times: float) -> Prediction:
+        """Returns the same step, if it has so many ``times`` the tokens of the captured one."""
+        speedup, low, high = (times * each for each in (self.speedup, self.low, self.high))
+        return replace(self, speedup=speedup, low=low, high=high, step_tokens=times)
+
     @property
     def tells(self) -> bool:
-        """Whether it says that the step gets quicker, or that it gets slower: its interval does not hold both."""
+        """Whether it says that a token gets quicker, or that it gets slower: its interval does not hold both."""
         return not self.low <= 1.0 <= self.high
 
     def exceeds(self, held: Sequence[int] | None) -> bool:
@@ -102,8 +110,7 @@ class Prediction:
     @property
     def reach_ms(self) -> tuple[float, float]:
         """The same of the step, in milliseconds."""
-        measured_ms = self.step_ms * self.speedup
-        return measured_ms / self.high, measured_ms / self.low
+        return self.step_ms * self.speedup / self.high, self.step_ms * self.speedup / self.low
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.naming import BOTH, looks
+from megaprof.analysis.diagnosis.naming import AGAIN, looks
 from megaprof.analysis.table.modules import EMBEDDING, LOSS, MTP
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.layout_search import FREE, Cost, CostModel
@@ -218,7 +218,8 @@ def _end(whole: Floats, beside: Floats, measured: Floats | None, random: np.rand
         return np.where(slow > 0, measured / np.maximum(slow, 1e-9), measured) if beside.any() else measured + 0 * whole
     rest = np.maximum(whole - beside, 0.0)
     mean, usual = (each.reshape(-1, each.shape[-1]).mean(axis=0) for each in (rest, whole))
-    if looks(mean, usual) != BOTH:
+    # An end may take most of its time forwards or backwards; activations are computed again by layers.
+    if looks(mean, usual) == AGAIN:
         return np.zeros_like(rest)
     if random is None:
         return rest

@@ -21,7 +21,7 @@ from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import CommandError, in_a_line
 from megaprof.cli.agent import answers, pages
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
-from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, wanted
+from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, look, wanted
 from megaprof.config.windows import TARGETS
 from megaprof.formats.phrases import counted
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
@@ -218,19 +218,19 @@ async def trigger(
     The captured steps take longer than others, so the user is asked first, unless the server was started with
     --allow-trigger. Then read the report."""
     try:
-        asking = await run_sync(
+        requester = await run_sync(
             partial(wanted, Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
         )
     except Exception as fault:
         return _failed("trigger", fault)
     looks = 0
     try:
-        while (answer := await run_sync(asking.look)) is None:
+        while (answer := await run_sync(look, requester, Path(directory))) is None:
             looks += 1
-            await context.report_progress(looks, message=asking.requester.state)
-            await anyio.sleep(asking.pause)
+            await context.report_progress(looks, message=requester.state)
+            await anyio.sleep(requester.pause)
     finally:
-        asking.requester.withdraw()
+        requester.withdraw()
     return _text(excerpt(asdict(answer)), failed=answer.reason is not None)
 
 
@@ -252,7 +252,7 @@ def ask(
     except Exception as fault:
         return _failed("trigger", fault)
     what = f"{counted(steps, 'step')} of {target}" + ("" if role is None else f" ({role})")
-    on = f"{counted(len(asked.requester.ranks), 'rank')} ({select})"
+    on = f"{counted(len(asked.ranks), 'rank')} ({select})"
     return Elicit(
         f"Let the running job in {directory} capture {what} on {on}? These steps take longer than others, and "
         "their files are written there.",

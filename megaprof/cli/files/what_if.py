@@ -139,14 +139,14 @@ def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetRep
 
 def in_words(found: WhatIfAnswer) -> list[str]:
     """The same as lines."""
-    from megaprof.analysis.report.text.words import number, percent, speedup, title, within
+    from megaprof.analysis.report.text.what_if import fast
+    from megaprof.analysis.report.text.words import number, percent, title, within
 
     own = found.prediction
     surely = "" if own.tells else ": within the uncertainty"
     lines = [
         f"{title(found.target, found.role)}: {found.what}",
-        f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: "
-        f"{speedup(own.speedup, own.reach)} times as fast{surely}",
+        f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: {fast(own)}{surely}",
         f"of one replayed step: bubble {percent(found.bubble)}"
         + ("" if found.imbalance is None else f", imbalance {found.imbalance:.2f}, {found.microbatches} microbatches"),
         f"flags: {shlex.join(own.flags)}" if own.flags else "",

@@ -16,15 +16,14 @@ from megaprof.cli import CommandError, UsageError, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
-from megaprof.control.job import NoJob, find_job
-from megaprof.control.requester import Outcome, Requester, selected_ranks
-from megaprof.control.requests import OPTIONS, check_draft, new_request
+from megaprof.control.job import NoJob
+from megaprof.control.requester import Outcome, Requester, requester_for
+from megaprof.control.requests import OPTIONS
 from megaprof.formats.job.requests import Refused
 from megaprof.formats.phrases import counted
 
 #: What is asked for unless the user says otherwise.
 STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
-_LOOK_SECONDS = 0.2
 EXAMPLES = (
     "megaprof trigger traces --target train_actor",
     "megaprof trigger traces --target train_actor --steps 1 --select 8-15 --with-stack",
@@ -82,76 +81,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--" + option.name.replace("_", "-"), **keywords)
 
 
-@dataclass(frozen=True)
-class Asking:
-    """A capture that a job can be asked for. A caller that stops looking before there is an answer must withdraw it."""
-
-    directory: Path
-    """The job's save directory, as it was given."""
-    requester: Requester
-    """Asks for it."""
-
-    @property
-    def pause(self) -> float:
-        """Seconds from one look at the answers to the next."""
-        return max(_LOOK_SECONDS, len(self.requester.ranks) / 5000)
-
-    def look(self) -> TriggerAnswer | None:
-        """Looks once at what the ranks say; the first look asks. Returns the answer when there is one."""
-        try:
-            outcome = self.requester.advance()
-        except Refused as refusal:
-            answered = not self.requester.missing
-            return self._answer(f"refused: {refusal}" if answered else str(refusal))
-        return None if outcome is None else self._answer(outcome.reason, outcome)
-
-    def _answer(self, reason: str | None, outcome: Outcome | None = None) -> TriggerAnswer:
-        """Returns the answer; ``outcome`` is None if nothing was captured."""
-        files = tuple(str(self.directory / file) for file in outcome.files) if outcome else ()
-        captured, steps = (outcome.ranks, outcome.steps) if outcome else (0, ())
-        request, ranks = self.requester.request, self.requester.ranks
-        return TriggerAnswer(1, request.id, request.target, request.role, ranks, captured, steps, files, reason)
-
-
-def wanted(
-    directory: Path,
-    target: str,
-    *,
-    role: str | None = None,
-    steps: int = STEPS,
-    select: str = SELECT,
-    timeout: float = TIMEOUT,
-    options: dict[str, Any] | None = None,
-) -> Asking:
-    """Returns a capture that the job in ``directory`` can be asked for. Nothing is asked yet. Raises CommandError if
-    there is no such job, and UsageError for arguments that make no sense."""
-    asked: dict[str, Any] = {
-        "role": role,
-        "steps": steps,
-        "select": select,
-        "options": options or {},
-        "timeout": timeout,
-    }
+def wanted(directory: Path, target: str, **fields: Any) -> Requester:
+    """Returns a requester to the job in ``directory``, with the fields of `Request.draft`. Nothing is asked yet. Raises
+    CommandError if there is no such job, and UsageError for fields that make no sense."""
     try:
-        check_draft(target, **asked)
-    except Refused as mistake:
-        raise UsageError(_as_options(mistake)) from None
-    try:
-        job = find_job(directory, role)
-        if (silent := job.silence()) is not None:
-            raise NoJob(silent)
+        return requester_for(directory, target, **fields)
     except NoJob as fault:
         raise CommandError(str(fault)) from None
-    try:
-        request = new_request(job.run, target, **asked)
-        return Asking(directory, Requester(job, request, selected_ranks(job.run, request)))
     except Refused as mistake:
-        raise UsageError(_as_options(mistake)) from None
+        # The command's option in the place of the request's field, or of the job's option.
+        said = f"--{mistake}" if mistake.field else str(mistake).replace("--profile-", "--")
+        raise UsageError(said) from None
+
+
+def look(requester: Requester, directory: Path) -> TriggerAnswer | None:
+    """Looks once at what the ranks say; the first look asks. Returns the answer when there is one. A caller that stops
+    looking before must withdraw the request."""
+    try:
+        outcome = requester.advance()
+    except Refused as refusal:
+        reason = str(refusal) if requester.missing else f"refused: {refusal}"
+        outcome = Outcome(reason, (), (), 0)
+    if outcome is None:
+        return None
+    request, files = requester.request, tuple(str(directory / file) for file in outcome.files)
+    return TriggerAnswer(
+        version=1,
+        request=request.id,
+        target=request.target,
+        role=request.role,
+        selected=requester.ranks,
+        captured=outcome.ranks,
+        steps=outcome.steps,
+        files=files,
+        reason=outcome.reason,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks, waits, and prints the files, one per line. Raises CommandError unless every selected rank captured."""
-    asking = wanted(
+    requester = wanted(
         arguments.dir,
         arguments.target,
         role=arguments.role,
@@ -163,14 +132,13 @@ def run(arguments: argparse.Namespace) -> int:
     # Whoever ends the command (timeout, a batch system) wants the capture no more than with Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    requester, told = asking.requester, ""
-    ranks = counted(len(requester.ranks), "rank")
+    told, ranks = "", counted(len(requester.ranks), "rank")
     try:
-        while (answer := asking.look()) is None:
+        while (answer := look(requester, arguments.dir)) is None:
             if requester.phase != told:  # not for every number in its state
                 told = requester.phase
                 say(f"{arguments.target} on {ranks}: {requester.state}", sys.stderr)
-            time.sleep(asking.pause)
+            time.sleep(requester.pause)
     except (KeyboardInterrupt, SystemExit):
         say(requester.left_behind, sys.stderr)
         raise
@@ -188,8 +156,3 @@ def run(arguments: argparse.Namespace) -> int:
     if answer.reason is not None:
         raise CommandError(answer.reason)
     return 0
-
-
-def _as_options(mistake: Refused) -> str:
-    """Returns a refusal with the command's option instead of the request's field or the job's option."""
-    return f"--{mistake}" if mistake.field else str(mistake).replace("--profile-", "--")

@@ -118,26 +118,26 @@
     // So that a tab in the background tells it, too.
     const tell = (state) => { document.title = ({ hangs: "Hangs: ", died: "Died: " }[state] || "") + title; };
     if (first) tell(first.dataset.state);
-    let source = null, again = null, shown = null;
-    function follow() {
-      source = new EventSource(now.dataset.events);
-      source.onopen = () => { connection.textContent = "The page follows the job by itself."; };
-      source.onmessage = (event) => {
-        const { html, state } = JSON.parse(event.data);
-        if (html === shown) return; // a job that has ended stays as it is
-        swap(now, shown = html);
-        briefs();
-        tell(state);
-      };
-      source.onerror = () => {
+    let shown = null;
+    async function follow() {
+      let every = 3; // seconds
+      try {
+        const answer = await fetch(now.dataset.now);
+        if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
+        const look = await answer.json();
+        every = look.every;
+        connection.textContent = "The page follows the job by itself.";
+        if (look.html !== shown) { // a job that has ended stays as it is
+          swap(now, shown = look.html);
+          briefs();
+          tell(look.state);
+        }
+      } catch {
         connection.textContent = "megaprof ui does not answer; the page tries again by itself.";
-        if (source.readyState !== EventSource.CLOSED || again) return; // the browser connects again by itself
-        again = setTimeout(() => { again = null; follow(); }, 3000);
-      };
+      }
+      setTimeout(follow, 1000 * every);
     }
     follow();
-    addEventListener("pagehide", () => source.close());
-    addEventListener("pageshow", (event) => { if (event.persisted) follow(); });
   }
 
   briefs();

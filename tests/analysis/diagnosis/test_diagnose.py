@@ -295,6 +295,15 @@ def test_a_rank_says_when_it_is_slow(tmp_path):
         assert cause.while_ms == pytest.approx(true, rel=0.1)
 
 
+def test_a_link_says_since_when_it_is_slow_and_how_slow_it_is_then(tmp_path):
+    fault = Fault("slow_link", 6.0, stage=1, steps=tuple(range(20, 40)))
+    pipeline = replace(LONG, faults=(fault,))
+    (cause,) = diagnosis_of(pipeline, tmp_path).causes
+    assert (cause.kind, cause.stage, cause.since) == ("slow_link", 1, 25)  # steps are numbered from 5 on
+    assert cause.while_ms == pytest.approx(Priced(pipeline).price(fault)[20:].mean(), rel=0.1)
+    assert cause.parts == pytest.approx({"transfer_ms": 6.0 + pipeline.link_ms, "usual_ms": pipeline.link_ms}, rel=0.05)
+
+
 def test_steps_that_a_busy_machine_makes_longer_do_not_hide_the_others(tmp_path):
     fault = Fault("slow_rank", 1.6, stage=1, replica=2, steps=tuple(range(5, 40)))
     table = table_of(replace(LONG, faults=(fault,)), tmp_path)

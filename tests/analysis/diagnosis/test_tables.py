@@ -170,6 +170,17 @@ def test_a_stage_that_becomes_slow_on_all_replicas_is_told_with_its_step(tmp_pat
     assert cause.share == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.parametrize("begins", [83, 200])
+def test_of_many_steps_those_are_looked_into_from_which_on_a_rank_is_slow(tmp_path: Path, begins: int) -> None:
+    slow = [Slow(rank=5, from_step=begins, factor=1.5)]
+    write_timelines(tmp_path, LAYOUT, steps=400, microbatches=4, slow=slow, tails=0.01)
+    table = table_in(tmp_path)
+    assert len(table.steps) <= recorded.STEPS
+    assert {begins - 1, begins} <= set(table.steps.tolist())
+    (cause,) = (c for c in diagnose(examine(table)).causes if c.kind == "slow_rank")
+    assert (cause.ranks, cause.since) == ((5,), begins)
+
+
 def test_clocks_on_either_side_of_any_moment_are_compared(tmp_path: Path) -> None:
     write_timelines(tmp_path, LAYOUT, steps=6, skew_ms=2.0, start_ns=START_NS)  # some hosts' clocks are before it
     assert table_in(tmp_path).length.max() < 1000

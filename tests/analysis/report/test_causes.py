@@ -113,12 +113,14 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     about: dict[str, Any] = {"stage": 2}
     about |= {"ranks": (5,), "hosts": ("node-1",)} if kind in WHOSE else {}
     about |= {"link": (2, 3)} if kind == "slow_link" else {"chunk": 1} if kind == "slow_chunk" else {}
-    found = diagnosis(cause(kind, parts={"forward_ms": 3.0, "backward_ms": 6.0}, **about))
+    of_link = {"transfer_ms": 45.3, "usual_ms": 0.76}
+    found = diagnosis(cause(kind, parts={"forward_ms": 3.0, "backward_ms": 6.0, **of_link}, **about))
     said, *others = causes.findings(MEASURED, found, None)
     assert (said.kind, said.severity, said.command) == (kind, "slow", None)
     assert [each.kind for each in others] == ["cores"] * (kind == "processor_wait")
     assert said.text.endswith("It costs 40.0 ms (10% of the step), between 30.0 and 50.0 ms.")
     assert ("node-1" in said.text) == ("ranks" in about)
+    assert ("45.3 ms" in said.text and "0.76 ms" in said.text) == ("link" in about)
     assert "None" not in said.text
     parts = {"forward_ms": 3.0, "backward_ms": 6.0, "waited_ms": 36.0, "usual_waited_ms": 0.5}
     because = cause(kind, parts=parts, reason="processor_wait", **about)

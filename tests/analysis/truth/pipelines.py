@@ -286,7 +286,7 @@ class Priced:
                 else:
                     work[each.stage, ..., each.replica] *= factor[:, 0]
             elif each.kind == "slow_link":
-                link[each.stage] += each.size
+                link[each.stage] += each.size * there
             elif each.kind == "late_entry":
                 enter[each.stage, :, each.replica] += each.size
             elif each.kind == "communication" and each.group in ("tp", "cp", "ep"):

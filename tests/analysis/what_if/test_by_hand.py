@@ -79,7 +79,7 @@ def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: By
 
 
 def test_whatever_takes_time_in_predictions_is_told() -> None:
-    by_kind = {"dense": Cost(4.0, 9.0), "embedding": Cost(0.0, 0.0), "loss": Cost(12.0, 20.7)}
+    by_kind = {"dense": Cost(4.0, 9.0), "embedding": Cost(0.0, 3.6e-15), "loss": Cost(12.0, 20.7)}
     told = of_costs(CostFit(by_kind, ("dense",), 0.0, False, ("ends_hidden",)))
     assert ["dense 13.0" in told, "loss 32.7" in told, "embedding 0" in told] == [True, True, False]
 
@@ -128,6 +128,23 @@ def test_more_microbatches_of_the_same_size_take_longer(known: ByHand) -> None:
     assert tried(known, same).prediction.step_ms < measured < tried(known, more).prediction.step_ms
     half = tried(known, replace(known.captured, microbatches=4)).prediction
     assert (tried(known, more).prediction.activations, half.activations) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(("count", "better"), [(4, False), (16, True)])
+def test_steps_of_other_tokens_are_compared_by_token(known: ByHand, count: int, better: bool) -> None:
+    found = chosen(known, {"microbatches": str(count), "tokens": "more"}).prediction
+    whole = found.step_ms / known.measured_ms
+    assert found.step_tokens == count / known.microbatches
+    assert [found.speedup, *found.reach] == pytest.approx(
+        [found.step_tokens / whole, *(found.step_tokens * known.measured_ms / ms for ms in reversed(found.reach_ms))]
+    )
+    # Fewer microbatches fill the pipeline less well, though their step is shorter.
+    assert (found.speedup > 1.0, whole > 1.0) == (better, better)
+    assert answer(known, {"microbatches": str(count), "tokens": "more"}).change == pytest.approx(1 / found.speedup - 1)
+
+
+def test_a_layout_that_stays_needs_no_flags(known: ByHand) -> None:
+    assert chosen(known, {"microbatches": "16"}).prediction.flags == ()
 
 
 def test_slower_transfers_make_the_step_longer(known: ByHand) -> None:

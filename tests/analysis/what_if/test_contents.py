@@ -44,6 +44,26 @@ def test_what_the_chunks_tell_is_found() -> None:
     assert found.assumptions == ()
 
 
+@pytest.mark.parametrize(
+    ("stage", "longer", "name", "costs"),
+    [
+        (3, (3.0, 0.2), "loss", [3.0, 0.2]),
+        (0, (0.1, 0.6), "embedding", [0.1, 0.6]),
+        (0, (0.0, 20.5), "embedding", [0.0, 0.0]),
+    ],
+    ids=["a loss", "an embedding", "activations computed again"],
+)
+def test_an_end_may_take_most_in_one_kind_of_pass(
+    stage: int, longer: tuple[float, float], name: str, costs: list[float]
+) -> None:
+    held = dense("Et*4|t*4|t*4|t*4L", 4)
+    whole = content(held, {"dense": 5.0, "embedding": 0.0, "loss": 0.0})
+    whole[stage, 0] += longer
+    found = split(whole, held)
+    assert found.parts[held.names.index(name)].tolist() == pytest.approx(costs)
+    assert found.of(held.pieces) == pytest.approx(whole)
+
+
 def test_kinds_of_layers_are_told_apart_where_chunks_mix_them_differently() -> None:
     pieces = parse_layout("Et*4|t*4|t*4|t*4|t*3L", 5)
     held = Held(pieces, ("dense",) * 6 + ("moe",) * 13, 5)

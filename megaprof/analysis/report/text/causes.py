@@ -346,7 +346,10 @@ def _late_entry(cause: Cause, measured: TargetStages) -> str:
 
 def _slow_link(cause: Cause, measured: TargetStages) -> str:
     one, other = cause.link or (cause.stage or 0, (cause.stage or 0) + 1)
-    return f"Exchanges between stages {one} and {other} take longer than those of the other links."
+    longer = (
+        f"take {_part(cause, 'transfer_ms')}{_when(cause)}, and those of the other links {_part(cause, 'usual_ms')}"
+    )
+    return f"Exchanges between stages {one} and {other} {longer}, once both stages are there."
 
 
 def _data_wait(cause: Cause, measured: TargetStages) -> str:

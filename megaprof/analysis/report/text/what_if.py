@@ -21,6 +21,7 @@ _WORTH_SHOWING = 1.01
 #: Of more stages only the two whose activations change most are named.
 _MOST_STAGES = 4
 _GIB = 1 << 30
+_UNSURE = "whether another layout is quicker is not sure: the best that was found"
 _TIMES = {0.5: "half", 2.0: "twice"}
 _PACKINGS = {
     "balanced": "the same sequences in microbatches that take equally long",
@@ -65,6 +66,7 @@ def _by_hand(change: Prediction, found: WhatIf) -> str:
         change.layout if change.layout != found.layout else None,
         f"{counted(change.chunks, 'model chunk')} per stage" if change.chunks else None,
         counted(change.microbatches, "microbatch") if change.microbatches and other else None,
+        f"{_times(change.step_tokens)} the tokens in a step" if change.step_tokens != 1.0 else None,
         f"transfers of {change.p2p_ms:.3g} ms" if change.p2p_ms is not None else None,
         _packing(change, found) if change.packing else None,
     )
@@ -173,16 +175,16 @@ def _advice(found: WhatIf) -> str:
         alike = " and ".join(names.get(layout, layout) for layout in found.alike)
         ranged = found.costs is not None and found.costs.from_ranges
         tell = "more steps" if ranged else "a capture with --profile-ranges layer"
-        as_good = f"; {alike} cannot be told apart from it, but {tell} would tell" if alike else ""
+        as_good = f"; {alike} may be quicker still, which {tell} would tell" if alike else ""
         return f"{name}: {times}, {instead}{as_good}"
     if found.advice == "open":
         wanted = found.more_steps + (found.replay_error.count if found.replay_error else 0)
-        return f"{name} may or may not be quicker: {times}; {wanted} steps would tell"
+        return f"{_UNSURE}, {name}, would be {times}; {wanted} steps would tell"
     would = f"{name} would be {times}"
     if found.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return f"with all else as it was, {name} may or may not be quicker: {times}; more steps would not tell"
+        return f"with all else as it was, {_UNSURE}, {would}; more steps would not tell"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
@@ -206,8 +208,13 @@ def of_packing(found: WhatIf, framework: str | None = None, context: int = 1) ->
 
 
 def fast(change: Prediction) -> str:
-    """``1.13 (1.08 to 1.18) times as fast``."""
-    return f"{speedup(change.speedup, change.reach)} times as fast"
+    """``1.13 (1.08 to 1.18) times as fast``; ``per token`` where a step has others."""
+    return f"{speedup(change.speedup, change.reach)} times as fast{per_token(change)}"
+
+
+def per_token(change: Prediction) -> str:
+    """What is compared where steps do not have the same tokens; empty where they do."""
+    return " per token" if change.step_tokens != 1.0 else ""
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
@@ -241,8 +248,14 @@ def caveats(found: WhatIf) -> list[str]:
 
 def beside(change: Prediction, found: WhatIf) -> list[str]:
     """Returns what a change that a person chose rests on, needs, and does to the activations, in sentences."""
-    clauses = [*(f"assumes that {each}" for each in assumptions(change)), memory(change, found)]
-    return [sentence(each) for each in (*clauses, activations(change, found)) if each is not None]
+    count = "microbatches are the global batch size / (micro batch size x data-parallel size)"
+    clauses = [
+        count if change.microbatches is not None else None,
+        *(f"assumes that {each}" for each in assumptions(change)),
+        memory(change, found),
+        activations(change, found),
+    ]
+    return [sentence(each) for each in clauses if each is not None]
 
 
 def of_costs(fit: CostFit) -> str:
@@ -250,7 +263,8 @@ def of_costs(fit: CostFit) -> str:
     source = "layer ranges" if fit.from_ranges else "the stages' times"
     hidden = (EMBEDDING, LOSS) if "ends_hidden" in fit.assumptions else ()
     # What is found there beside layers is in every prediction; nothing may be nothing, or hidden.
+    nothing = number(0.0)
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
-    costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if ms or kind not in hidden)
+    costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
     text = f"Costs of an undisturbed microbatch, from {source}: {', '.join(costs)}"
     return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])

@@ -1,0 +1,38 @@
+"""What a look at files found last, for pages that ask again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+from typing import Generic, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+
+Found = TypeVar("Found")
+
+
+class Kept(Generic[Found]):
+    """Looks on a thread, and keeps what it found for a while. Pages that ask at the same time share one look."""
+
+    def __init__(self, look: Callable[[], Found], seconds: Callable[[Found], float]) -> None:
+        """`seconds` says for how long what was found is kept."""
+        self._look, self._seconds = look, seconds
+        self._found: Found | None = None
+        self._until = 0.0
+        self._looking: asyncio.Task[None] | None = None
+
+    async def get(self, patience: float | None) -> Found | None:
+        """Returns what a look found; if that takes longer than `patience` (seconds; None: for ever), what the look
+        before found, or None if there was none."""
+        if self._found is None or monotonic() > self._until:
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._renew())
+            await asyncio.wait({self._looking}, timeout=patience)
+            if self._looking.done():
+                self._looking.result()  # raises what the look raised
+        return self._found
+
+    async def _renew(self) -> None:
+        self._found = await run_in_threadpool(self._look)
+        self._until = monotonic() + self._seconds(self._found)
