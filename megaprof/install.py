@@ -52,12 +52,7 @@ class Handle:
     def active(self) -> bool:
         """True while hooks are in: profiling is on, this rank is selected, nothing was removed and nothing failed."""
         session = self._session
-        return session is not None and not session.removed.is_set() and not session.disabled
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """Who is told of steps and passes, where no hook on a schedule tells (`install_without_pipeline`)."""
-        return profiler.dispatcher
+        return session is not None and not session.removed.is_set() and session.off is None
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
@@ -131,7 +126,7 @@ def install_without_pipeline(
     """`install_hooks` for a trainer without Megatron's schedule: all ranks are one data-parallel group.
 
     The batches of hosts that are known are steps (`megaprof.hooks.batch.Batch`). Another caller tells of every step and
-    every pass itself, through `PlainSteps` on the handle's ``dispatcher``. Raises ValueError as `install_hooks` does.
+    every pass itself, through `megaprof.hooks.plain.PlainSteps`. Raises ValueError as `install_hooks` does.
     """
     return _install(_models(model), _config(config), role, iteration, pipeline=False)
 
@@ -204,7 +199,6 @@ def _session(
         here,
         models,
         store,
-        process,
         profiler.termination,
         role=role,
         numbers=numbers,

@@ -13,8 +13,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import GenericAlias
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -25,11 +24,8 @@ from megaprof.analysis.report.document import Document
 from megaprof.cli.files.export import ExportAnswer
 from megaprof.cli.files.merge import MergeAnswer
 from megaprof.cli.files.what_if import WhatIfAnswer
-from megaprof.cli.jobs.trigger import TriggerAnswer
-from megaprof.cli.jobs.watch import Look
-from megaprof.formats.job.run import RunRecord
-from megaprof.formats.job.status import RankStatus
-from megaprof.parallel.topology import ParallelSizes
+from megaprof.cli.jobs.status import StatusAnswer
+from megaprof.control.requester import Outcome
 from megaprof.tune.state import Tuning
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -45,10 +41,9 @@ def schemas() -> dict[str, dict[str, Any]]:
             "hang": Hang,
             "merge": MergeAnswer,
             "report": Document,
-            "status": _status(),
-            "trigger": TriggerAnswer,
+            "status": StatusAnswer,
+            "trigger": Outcome,
             "tune": Tuning,
-            "watch": Look,
             "what-if": WhatIfAnswer,
         }.items()
     }
@@ -98,57 +93,6 @@ def _type(value: dict[str, Any]) -> str:
     if isinstance(inner := value.get("additionalProperties"), dict):
         return f"object of {_type(inner)}"
     return str(value.get("type", "any"))
-
-
-def _status() -> Any:
-    culprit = _shape(
-        "WaitedFor",
-        rank=(int, "Its number."),
-        silent=(bool, "Whether it gives no sign of life."),
-        gone=(bool, "Whether its process does not exist any more."),
-        waiting=(int, "How many ranks wait for it."),
-        for_s=(float, "For how many seconds."),
-    )
-    status = _shape(
-        "RankStatus",
-        (RankStatus, " ".join(RankStatus.__struct_fields__)),
-        version=(int, "Of the status file: 2."),
-        step=(int | None, "The last step that has begun."),
-        still_s=(float, "For how many seconds it has not moved."),
-    )
-    return _shape(
-        "Status",
-        (RunRecord, "run role"),
-        version=(int, "Of this shape: 1."),
-        state=(Literal["starts", "runs", "hangs", "died", "ended"], "One word for all of it."),
-        reason=(str | None, "Why nothing is to be expected of the job any more; null while it answers."),
-        ranks=(int, "How many ranks the job has."),
-        sizes=(ParallelSizes, "The parallel sizes of the job."),
-        running_s=(float, "For how many seconds it has been running."),
-        heard=(tuple[int, ...], "The ranks that gave a sign of life lately."),
-        off=(tuple[int, ...], "The ranks where profiling is off since a fault."),
-        still_s=(float, "For how many seconds no rank has moved, where the job appears to hang; else 0."),
-        stuck=(tuple[int, ...], "The ranks that have not moved for long."),
-        culprits=(
-            GenericAlias(tuple, (culprit, ...)),
-            "Whom the job waits for, those that keep most others waiting first.",
-        ),
-        collectives=(Hang | None, "Which collectives it waits in; null where it runs, or its ranks do not say."),
-        status=(GenericAlias(tuple, (status, ...)), "Every rank that was heard."),
-    )
-
-
-def _shape(name: str, *parts: tuple[Any, str], **own: tuple[Any, str]) -> Any:
-    """An object with fields of dataclasses, named in one string, and fields of its own with what they are."""
-    found: dict[str, tuple[Any, str]] = {}
-    for part, names in parts:
-        hints = get_type_hints(part)
-        found |= {each: (hints[each], _about(part).get(each, "")) for each in names.split()}
-    fields = [
-        (each, Annotated[kind, msgspec.Meta(description=about)] if about else kind)
-        for each, (kind, about) in (found | own).items()
-    ]
-    return msgspec.defstruct(name, fields, kw_only=True)
 
 
 @cache

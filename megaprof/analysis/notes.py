@@ -11,31 +11,29 @@ from msgspec.structs import replace
 # fmt: off
 Kind = Literal[
     # single files
-    "skipped", "without_steps", "misnamed", "cut", "ends_early", "events_left_out", "rows_left_out",
-    "events_without_place", "name_disagrees", "graph_names_damaged", "without_sidecar", "timeline_damaged",
-    "timelines_damaged", "timelines_cut", "timelines_of_host", "timelines_without_times",
+    "skipped", "without_steps", "misnamed", "cut", "events_left_out", "events_without_place", "name_disagrees",
+    "graph_names_damaged", "without_sidecar", "timeline_damaged", "timelines_damaged", "timelines_cut",
+    "timelines_of_host", "timelines_without_times",
     # kernels and passes of a call that are missing
-    "kernels_not_asked", "kernels_unsupported", "no_kernels", "no_launched_kernels", "no_kernels_of_nsys",
-    "kernels_lost", "closed_early", "passes_missing",
+    "kernels_not_asked", "kernels_unsupported", "no_kernels", "no_kernels_of_nsys", "kernels_lost", "closed_early",
+    "passes_missing",
     # communication
-    "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_hidden_in_timeline",
-    "groups_with_waiting", "dp_with_waiting", "dp_behind_all_passes", "pp_unknown_on_cpu", "pp_unknown_in_ranges",
-    "pp_unknown_in_timeline", "pp_not_split", "exposed_unknown",
-    "in_flight_unreadable", "group_differs",
+    "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_with_waiting",
+    "pp_unknown", "pp_not_split", "exposed_unknown", "in_flight_unreadable", "group_differs",
     # clocks
     "host_contradicted", "host_shared", "clocks_contradicted", "clocks_disagree", "clocks_unconnected",
     "messages_unmatched", "clocks_aligned", "aligned_on_gpu", "not_aligned_on_gpu", "host_unnamed", "clocks_apart",
     "stages_apart", "no_pipeline", "exchanges_unseen", "arrows_backwards",
     # what does not belong together
     "other_sizes", "other_jobs", "other_layers", "other_schedules", "kernels_in_some", "stages_missing",
-    "stages_missing_in_step", "no_common_step", "stages_differ", "replicas_differ", "steps_differ",
+    "stages_missing_in_step", "no_common_step", "stages_differ", "microbatches_differ",
     # steps that are left out, or disturbed
-    "twice", "step_unseen", "first_step_longer", "first_steps", "opened_by_nsys", "entered_apart",
+    "twice", "first_steps", "opened_by_nsys", "entered_apart",
     "entered_apart_by_nsys", "step_left_out", "step_disturbed", "file_left_out",
     # what a stage lacks
     "modules_without_range", "combined", "no_passes", "launches_unknown", "kernels_without_launch", "whole_step",
     # why there is no table of passes
-    "no_whole_step", "no_timed_passes", "all_disturbed", "stages_not_recorded", "no_step_of_all",
+    "no_whole_step", "no_timed_passes", "all_disturbed", "no_step_of_all",
     "place_unknown", "place_beyond_schedule", "schedule_unknown", "schedule_refused", "order_differs",
     # what is not predicted
     "not_replayed", "waits_for_rank", "ranks_stay_slow", "nothing_to_change", "one_stage", "no_layout", "stage_unknown",

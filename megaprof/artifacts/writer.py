@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -19,9 +20,6 @@ from megaprof.runtime.logs import logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
 FLUSH_SECONDS = 60.0
-#: How many raw files, and how many bytes of them, may wait on the disk for the writer.
-WAITING_FILES = 16
-WAITING_BYTES = 8 << 30
 #: How long the end of the process may copy one more file out of scratch that could not be finished in time, in seconds.
 KEEP_SECONDS = 5.0
 
@@ -42,10 +40,9 @@ _Task = Callable[[], None]
 class Writer:
     """Finishes files in one background thread: compression, rename, upload, the user's finish hook.
 
-    The thread starts with the first of them, so a process without a window has none. The queue holds paths. Raw files
-    that wait on the disk are bounded in number and bytes: beyond that the newest is renamed to its uncompressed name
-    (``x.pt.trace.json``) at once, so nothing is lost and nobody waits. A file appears under its final name by a
-    rename, complete, or not at all. Whatever fails is logged and keeps what there is; nothing here raises.
+    The thread starts with the first of them, so a process without a window has none. The queue holds paths: what waits,
+    waits on the disk. A file appears under its final name by a rename, complete, or not at all. Whatever fails is
+    logged and keeps what there is; nothing here raises.
 
     A child of ``os.fork`` starts with nothing: its parent's files are its parent's (`forget`).
 
@@ -73,12 +70,11 @@ class Writer:
     def _start_afresh(self) -> None:
         self._tasks: deque[_Task] = deque()  # the first one is being done
         self._idle = threading.Condition()  # over an RLock: a signal handler may flush in the middle of submit
-        self._waiting: dict[Artifact, int] = {}  # to bytes of its raw file
+        self._waiting: dict[Artifact, None] = {}  # in the order in which they came
         self._thread: threading.Thread | None = None
         self._cleaned: set[Path] = set()
         self._written: list[str] = []  # what the finish hook was not told yet; the writer's thread only
         self._any_written = False
-        self._overflowed = False
         self._closed = False
         self._busy: Path | None = None  # says to other processes that this one is not done
 
@@ -94,37 +90,17 @@ class Writer:
         return raw_path(final) if placed is None else placed
 
     def submit(self, artifact: Artifact) -> None:
-        """Queue ``artifact``; returns at once. At most one rename happens here, when too much waits already."""
-        try:
-            size = artifact.raw.stat().st_size
-        except OSError as fault:
-            if from_host(fault):
-                raise
+        """Queue ``artifact``; returns at once."""
+        if not os.path.exists(artifact.raw):
             _remove(kineto_temporary(artifact.raw))
             logger.error(
-                "megaprof: %s is lost: its raw file was not written (%s); is the disk full, or its directory gone?",
+                "megaprof: %s is lost: its raw file was not written; is the disk full, or its directory gone?",
                 artifact.final,
-                fault.strerror or fault,
             )
             return
         with self._idle:
-            waiting = self._waiting.values()
-            full = len(waiting) >= WAITING_FILES or (len(waiting) > 0 and sum(waiting) + size > WAITING_BYTES)
-            full = full and artifact.raw.parent == artifact.final.parent  # what is in scratch was bounded there
-            if not full:
-                self._waiting[artifact] = size
-        if not full:
-            self._put(lambda: self._write(artifact))
-            return
-        if not self._overflowed:
-            self._overflowed = True
-            logger.warning(
-                "megaprof: the writer is behind by %d files; further ones stay uncompressed until it has caught up",
-                len(self._waiting),
-            )
-        plain = _keep(artifact)
-        if plain is not None:
-            self._put(lambda: self._finished(plain))
+            self._waiting[artifact] = None
+        self._put(lambda: self._write(artifact))
 
     def run(self, task: Callable[[], None]) -> None:
         """Do ``task`` in the writer's thread, after everything that was submitted before it. What it raises is logged.
@@ -135,7 +111,7 @@ class Writer:
 
     def finish(self, artifact: Artifact) -> None:
         """Finish ``artifact`` at once. Only for a task of ``run``."""
-        self._waiting[artifact] = 0
+        self._waiting[artifact] = None
         self._write(artifact)
 
     def end_window(self) -> None:

@@ -1,11 +1,17 @@
-"""The end of a job in the process that started it or runs it: the files of its workers are finished first."""
+"""The end of a job in the process that started it or runs it: the files of its workers are finished first.
+
+Ray ends the workers of a driver that is done with SIGKILL, while files may still be written in the background.
+"""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +20,10 @@ from megaprof.runtime.logs import logger
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
+_POLL = 0.25
+#: How far the clocks of two machines may be apart, in seconds.
+_SKEW = 60.0
+
 
 def wait(config: ProfileConfig | None, since: float) -> None:
     """Wait for files of a job that began at ``since`` (seconds since the epoch), for ``--profile-flush-seconds`` at
@@ -21,13 +31,48 @@ def wait(config: ProfileConfig | None, since: float) -> None:
     try:
         from megaprof.artifacts.remote import is_remote
         from megaprof.config.options import ProfileConfig
-        from megaprof.integrations.ray_workers import wait_for_files
 
         config = config or ProfileConfig.from_env()
         if config.enabled and not is_remote(str(config.dir)):
             wait_for_files(str(config.dir), config.flush_seconds, since)
     except Exception as fault:
         logger.warning("megaprof: files could not be waited for: %r", fault)
+
+
+def wait_for_files(directory: str, seconds: float, since: float) -> bool:
+    """Wait until no process works on a file of this job in ``directory``, which may be on another machine's disk: what
+    is not seen from here is not waited for. At most ``seconds``; then False, and a log line that names what is missing.
+
+    ``since``: when the job started, in seconds since the epoch. What nobody touched since then belongs to another job.
+    """
+    deadline = time.monotonic() + seconds
+    calm = False
+    while True:
+        missing = sorted(_unfinished(directory, since - _SKEW))
+        if not missing and calm:
+            return True
+        if missing and time.monotonic() >= deadline:
+            logger.error("megaprof: not finished within %.0f s: %s", seconds, ", ".join(missing))
+            return False
+        calm = not missing  # a second look: the writer may be about to begin with the next file
+        time.sleep(_POLL)
+
+
+def _unfinished(directory: str, since: float) -> Iterator[str]:
+    from megaprof.formats.names import is_leftover, is_unfinished  # most processes that are armed never need it
+
+    for folder in (directory, *(str(path) for path in Path(directory).glob("ranks*-*"))):
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            continue
+        for entry in entries:
+            if is_unfinished(entry.name) and not is_leftover(entry.name):
+                try:
+                    if entry.stat(follow_symlinks=False).st_mtime >= since:
+                        yield entry.name
+                except OSError:
+                    continue  # finished meanwhile
 
 
 def before_ray_ends(worker: ModuleType, finish: Callable[[], object]) -> None:

@@ -72,7 +72,7 @@ def callback(args: Any, trainer: Any) -> Any:
                 model, config, iteration=lambda: self.trainer.state.global_step
             )
             if handle.active:
-                self.steps = steps = PlainSteps(handle.dispatcher, model, args.gradient_accumulation_steps)
+                self.steps = steps = PlainSteps(model, args.gradient_accumulation_steps)
                 self.patches.shadow(self.trainer, "compute_loss", steps.forward)
                 self.patches.shadow(self.trainer.accelerator, "backward", steps.backward)
 

@@ -1,14 +1,13 @@
 """Which calls get a window: a function of the configuration and of the calls so far. No recorder, no clock, no log.
 
 At a call the session asks three things: whether the open window goes on (`Agenda.goes_on`), which windows are wanted
-(`Agenda.wanted`), and, when the call ends, whether its window ends with it (`Agenda.is_complete`). `plan` asks the same
-for a whole run at once, as a table.
+(`Agenda.wanted`), and, when the call ends, whether its window ends with it (`Agenda.is_complete`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,14 +37,14 @@ _MOST_OWED = 1000
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """How the host numbers its steps. None: it does not."""
+    """How the host numbers its steps."""
 
-    iteration: StepNumber | None = None
+    iteration: StepNumber
     """Numbers training steps and annotated work."""
-    pass_iteration: StepNumber | None = None
+    pass_iteration: StepNumber
     """Numbers log-prob passes. A host numbers its iterations, not its forward-only passes: several share a number, and
     the first of them is the one that can be captured."""
-    host_step: StepNumber | None = None
+    host_step: StepNumber
     """Numbers the step of the host's own loop, which all of them share; without an answer it is that of `iteration`."""
 
     def of(self, target: str) -> tuple[int | None, int | None]:
@@ -53,10 +52,10 @@ class HostNumbers:
         trains = target in (TRAIN_ACTOR, ANNOTATED)
         numbered = self.iteration if trains else self.pass_iteration if target == TRAIN_LOG_PROBS else None
         number = None if numbered is None else numbered()
-        shared = None if self.host_step is None else self.host_step()
+        shared = self.host_step()
         if shared is None and number is not None and number >= 0:
             shared = number
-        elif shared is None and not trains and self.iteration is not None:
+        elif shared is None and not trains:
             shared = self.iteration()
         return number, shared
 
@@ -431,42 +430,3 @@ class Agenda:
         if wish is None:
             wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
         return wish
-
-
-def plan(
-    config: ProfileConfig, coords: RankCoords, calls: Iterable[Call], demand: Demand | None = None
-) -> Sequence[PlannedWindow]:
-    """Returns the windows of a run with these calls, in order, if every one of them opens: what a session does, without
-    recorders. Annotated work is a call that ends at once. A window that is open at the end is the last one.
-
-    ``plan(config, coords, [Call("train_actor", number=n) for n in range(5)])``, with ``--profile-steps 1,3``, are two
-    windows, of steps 1 and 3.
-    """
-    agenda = Agenda(config, coords)
-    windows: list[PlannedWindow] = []
-    opened: PlannedWindow | None = None
-
-    def end() -> None:
-        nonlocal opened
-        if opened is not None:
-            agenda.has_file(opened)
-            if opened.demand is not None:
-                opened.demand.closes()
-        opened = None
-
-    for call in calls:
-        begun = agenda.begins(call)
-        if opened is not None and not agenda.goes_on(opened, begun):
-            end()
-        for window in agenda.wanted(begun, demand):
-            if opened is not None:
-                agenda.put_off(window, opened.target)
-                continue
-            agenda.opens(window)
-            opened = window
-            windows.append(window)
-            if demand is not None and window.demand is demand:
-                demand.taken.append(window.first.number)
-        if opened is not None and opened.target != TRAIN_OVERALL and agenda.is_complete(opened):
-            end()
-    return windows

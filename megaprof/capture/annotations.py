@@ -15,23 +15,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megaprof.capture import roles
 from megaprof.capture.process import process
-from megaprof.capture.roles import enter_block, in_task, leave_block
+from megaprof.capture.roles import Work, enter_block, in_task, leave_block
 from megaprof.config.per_role import checked_role
-from megaprof.formats.ranges import DOMAIN, annotation_range
-from megaprof.runtime.isolation import Contained, in_full
+from megaprof.formats.ranges import DOMAIN
+from megaprof.runtime.isolation import Contained
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from contextvars import Token
 
     from megaprof.capture.session import Session
-    from megaprof.recorders.ranges.emit import Range
 
 _COLORS = "an ARGB integer, one of NVTX's names (red, green, blue, ...), or matplotlib's where that is installed"
 
@@ -100,29 +98,30 @@ class annotate:
     def __enter__(self) -> None:
         if self._mistake is not None:
             roles.say_once(f"{self._mistake}. It is left out")
-        work = _Work(self._role, self._message or "block", self._look, overlapping=in_task())
-        work.__enter__()
-        enter_block(self, work)
+        with ExitStack() as entered:
+            entered.enter_context(_RoleWindow(self._role))
+            entered.enter_context(Work(self._role, self._message or "block", self._look, overlapping=in_task()))
+            enter_block(self, entered.pop_all())
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        work = leave_block(self)
-        if isinstance(work, _Work):
-            work.__exit__(kind, fault, tb)
+        entered = leave_block(self)
+        if isinstance(entered, ExitStack):
+            entered.__exit__(kind, fault, tb)
 
     def _function(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
         role, look = self._role, self._look
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not process.sessions and not process.traced:
+            if not _watched():
                 return function(*args, **kwargs)
-            with _Work(role, message, look):
+            with _RoleWindow(role), Work(role, message, look):
                 return function(*args, **kwargs)
 
         return wrapper
 
     def _coroutine(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _Work(self._role, message, self._look, overlapping=True) if _watched() else nullcontext():
+            with self._life(), self._stretch(message, overlapping=True):
                 return await function(*args, **kwargs)
 
         return wrapper
@@ -178,13 +177,14 @@ class annotate:
         return wrapper
 
     def _life(self) -> AbstractContextManager[Any]:
-        """A generator from its first step to its end: one piece of work, without a scope or a range between steps."""
+        """From the first step of a coroutine or a generator to its end: one piece of work. A generator has no scope and
+        no range between its steps."""
         return _RoleWindow(self._role) if _watched() else nullcontext()
 
     def _stretch(self, message: str, *, overlapping: bool = False) -> AbstractContextManager[Any]:
         if not _watched():
             return nullcontext()
-        return _Work(self._role, message, self._look, overlapping=overlapping, window=False)
+        return Work(self._role, message, self._look, overlapping=overlapping)
 
 
 def _watched() -> bool:
@@ -216,57 +216,6 @@ class _RoleWindow:
         if session is not None:
             with Contained("closing a window", process.abandon):
                 session.end_work(failed=fault is not None and not isinstance(fault, GeneratorExit))
-
-
-class _Work:
-    """One run of annotated code: the window of its role, its role scope and its range, around it in this order."""
-
-    __slots__ = ("_look", "_message", "_opened", "_overlapping", "_role", "_scope", "_window")
-
-    def __init__(
-        self, role: str | None, message: str, look: dict[str, Any], *, overlapping: bool = False, window: bool = True
-    ) -> None:
-        self._role = role
-        self._message = message
-        self._look = look
-        self._overlapping = overlapping
-        self._window = _RoleWindow(role) if window and role is not None else None
-        self._scope: Token[roles.Scope] | None = None
-        self._opened: Range | None = None
-
-    def __enter__(self) -> None:
-        try:
-            if self._window is not None:
-                self._window.__enter__()
-            if self._role is not None:
-                self._scope = roles.enter(self._role)
-            if process.recording:
-                with Contained("opening an annotation's range", process.abandon):
-                    from megaprof.recorders.ranges.emit import Range
-
-                    name = annotation_range(self._message, roles.current().role)
-                    self._opened = Range(name, self._look, overlapping=self._overlapping)
-                    self._opened.__enter__()
-        except BaseException as fault:  # the host's: nobody else leaves what was entered
-            self.__exit__(type(fault), fault, None)
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        in_full(self._close, self._leave, functools.partial(self._end, fault))
-
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
-
-    def _leave(self) -> None:
-        scope, self._scope = self._scope, None
-        if scope is not None:
-            roles.leave(scope)
-
-    def _end(self, fault: BaseException | None) -> None:
-        if self._window is not None:
-            self._window.__exit__(None if fault is None else type(fault), fault, None)
 
 
 def _check(**given: tuple[Any, Any]) -> None:

@@ -6,24 +6,17 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from megaprof.capture.process import Process
+from megaprof.capture.process import process
 from megaprof.capture.session import Session
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
-from megaprof.runtime.device import capturing
-from megaprof.runtime.isolation import contained, fault_now, in_full
+from megaprof.runtime.device import GRACE_SECONDS, capturing
+from megaprof.runtime.isolation import Contained, contained, fault_now, in_full
 from megaprof.runtime.logs import logger
 from megaprof.runtime.patching import Patches
-
-
-class ModuleRanges(Protocol):
-    """The ranges of modules in one recorded call."""
-
-    def close(self) -> None:
-        """Close what is open in this thread. Can be run twice."""
 
 
 class Dispatcher:
@@ -34,9 +27,7 @@ class Dispatcher:
     microbatch.
     """
 
-    def __init__(self, process: Process) -> None:
-        self.process = process
-        """What other threads want of the training thread, and the open window."""
+    def __init__(self) -> None:
         self.sessions: list[Session] = process.sessions
         """The sessions whose hooks are in. Empty for ever once the last of them is out: hooks of ours that somebody
         else wrapped stay, and do nothing then."""
@@ -49,7 +40,8 @@ class Dispatcher:
         """What is replaced until the recorded call ends."""
         self.finalize: tuple[Any, Any] | None = None
         """The function that finalises the gradients, as the last call found it, and its hook."""
-        self.modules: ModuleRanges | None = None
+        self.close_modules: Callable[[], object] | None = None
+        """Closes the ranges of modules that are open in this thread. Can be run twice."""
         self._recording: tuple[Session, RecordedCall] | None = None
         self._leaving: list[Callable[[], None]] = []
         self._dropped: list[Session] = []
@@ -79,7 +71,7 @@ class Dispatcher:
         self.call = call
         self.gate.tape = call.tape if call is not None and call.line is not None else None
         # An open window wants ranges, or at least to be closed early when host memory runs out.
-        self.gate.slow = (call is not None and call.ranged) or self.process.window is not None
+        self.gate.slow = (call is not None and call.ranged) or process.window is not None
 
     def _clock_failed(self, fault: BaseException) -> None:
         """What the clock of a tape raised; raises what belongs to the host."""
@@ -88,7 +80,7 @@ class Dispatcher:
 
     def begin(self, facts: CallFacts) -> bool:
         """True when the call is recorded. ``end`` must follow in any case."""
-        if self.process.urgent:
+        if process.urgent:
             self.settle()
         session = self._session_of(facts.chunks)
         if session is None:
@@ -109,21 +101,21 @@ class Dispatcher:
     def end(self, *, failed: bool) -> None:
         """The call is over, recorded or not; ``failed``: by an exception of the host's."""
         self._now(None)
-        if self.of_this_call or self.modules is not None:
-            self._put_back()
+        if self.of_this_call or self.close_modules is not None:
+            self.put_back()
         if self._dropped:
             self._abandon()
         if self._recording is not None:
             (session, call), self._recording = self._recording, None
             session.end(call, failed=failed)
-        if self.process.urgent:
+        if process.urgent:
             self.settle()
 
     def ask(self, leave: Callable[[], None]) -> None:
         """Have ``leave`` called by the training thread, before its next call or at the end of this one. From any
         thread."""
         self._leaving.append(leave)
-        self.process.urgent = True
+        process.urgent = True
 
     def settle(self) -> None:
         """Do what other threads asked the training thread for: it alone may close a window, though not while a CUDA
@@ -131,46 +123,37 @@ class Dispatcher:
         waits for what this rank has yet to send."""
         if not self.sessions or capturing():  # without sessions it is not in use any more
             return
-        self.process.urgent = False
+        process.urgent = False
         try:
-            if self.process.memory_full is not None:
-                reason, self.process.memory_full = self.process.memory_full, None
+            if process.memory_full is not None:
+                reason, process.memory_full = process.memory_full, None
                 logger.warning("megaprof: the window closes early: %s", reason)
-                self._cut(reason)
+                self.cut(reason)
             while self._leaving and self._recording is None:
-                self.interrupt("the hooks were removed")
                 in_full(self._leaving[0])
                 del self._leaving[0]
-            self.process.urgent = self.process.urgent or bool(self._leaving)
+            process.urgent = process.urgent or bool(self._leaving)
         except BaseException:
-            self.process.urgent = True  # the host interrupted it
+            process.urgent = True  # the host interrupted it
             raise
 
-    def interrupt(self, reason: str) -> None:
-        """Close every open window now, in the middle of a call perhaps. What it has is kept."""
-        self._put_back()
-        recording, self._recording = self._recording, None
-        self._now(None)
-        if recording is not None:
-            recording[0].interrupt(recording[1], reason)
-        for session in self.sessions:
-            session.end_window(reason)
+    def cut(self, reason: str) -> None:
+        """Close the open window now, perhaps in the middle of a call: what it has is kept, and the timeline of the call
+        goes on."""
+        with Contained("closing a window early", self.drop):
+            in_full(self.close_modules)
+            call = None if self._recording is None else self._recording[1]
+            if call is not None:
+                call.ranged = False
+                call.outermost.__exit__(None, None, None)
+            for session in self.sessions:
+                session.end_window(reason, None if call is None else GRACE_SECONDS)
+            self._now(None if call is None or call.line is None else call)
 
-    def _cut(self, reason: str) -> None:
-        """The same, and the timeline goes on with the call."""
-        in_full(None if self.modules is None else self.modules.close)
-        call = None
-        if self._recording is not None:
-            session, call = self._recording
-            session.cut(call, reason)
-        for session in self.sessions:
-            session.end_window(reason)
-        self._now(None if call is None or call.line is None else call)
-
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """Undo what was done to the host for the call that is recorded. Can be run twice."""
-        in_full(self.of_this_call.restore, None if self.modules is None else self.modules.close)
-        self.modules = None
+        in_full(self.of_this_call.restore, self.close_modules)
+        self.close_modules = None
 
     def forget(self) -> None:
         """In a forked child: the sessions are the parent's."""
@@ -188,7 +171,7 @@ class Dispatcher:
         self._dropped = self._touched()
         for session in self._dropped:
             session.off = session.off or fault_now()
-        in_full(self._put_back, self._abandon if self.inside is None else None)
+        in_full(self.put_back, self._abandon if self.inside is None else None)
 
     def _touched(self) -> list[Session]:
         """The sessions that a fault in a hook now may have to do with."""

@@ -19,7 +19,6 @@ from megaprof.runtime.isolation import in_full
 if TYPE_CHECKING:
     from megaprof.capture.agenda import PlannedWindow
     from megaprof.capture.ahead import Prepared
-    from megaprof.capture.window_files import Names
     from megaprof.recorders import Recorder, Window
     from megaprof.recorders.call import RecordedCall
     from megaprof.recorders.ranges.emit import Range
@@ -59,8 +58,8 @@ class Process:
         """What was prepared behind the call before, for this one."""
         self.capturers: list[Any] = []
         """The sessions that captured a window, that of the last window last. Those that were removed, too."""
-        self.repeats: dict[Names, int] = {}
-        """By the names of a window: how many of them its directory has."""
+        self.repeats: dict[str, int] = {}
+        """By the path that the names of a window's files begin with: how many windows have it."""
         self.said: set[str] = set()
         """Mistakes of the host's that stand in the log already."""
         self.answers: dict[Path, Any] = {}

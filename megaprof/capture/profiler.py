@@ -27,7 +27,7 @@ class Profiler:
     """Looks after the process: what goes in with the first session, ends with the last, or when the process does."""
 
     def __init__(self) -> None:
-        self.dispatcher = Dispatcher(process)
+        self.dispatcher = Dispatcher()
         """Who is told of calls. A new one each time that hooks go in."""
         self.patches = Patches()
         """What of Megatron and the hosts is replaced while hooks are in."""
@@ -52,7 +52,7 @@ class Profiler:
             os.register_at_fork(after_in_child=self._forget)
         if not process.sessions:
             process.sessions = []
-            self.dispatcher = Dispatcher(process)
+            self.dispatcher = Dispatcher()
             self._exit.arm()
         self.dispatcher.add(session)
         patched = bool(self.patches)

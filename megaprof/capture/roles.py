@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaprof.capture.process import process
 from megaprof.config.per_role import checked_role
-from megaprof.runtime.isolation import Contained
+from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -47,6 +47,59 @@ _evaluates: ContextVar[bool] = ContextVar("megaprof_evaluation", default=False)
 current: Callable[[], Scope] = _scope.get
 
 
+class Work:
+    """One run of somebody's code: the work of ``role``, in a range of its own while ranges have somebody to reach.
+
+    None for ``role``: whose work it is stays as it was. ``message``: of an annotation; None: the range is the role's.
+    ``look`` and ``overlapping`` as `megaprof.recorders.ranges.emit.Range` has them.
+    """
+
+    __slots__ = ("_look", "_message", "_opened", "_overlapping", "_role", "_scope")
+
+    def __init__(
+        self,
+        role: str | None,
+        message: str | None = None,
+        look: dict[str, Any] | None = None,
+        *,
+        overlapping: bool = False,
+    ) -> None:
+        self._role = role
+        self._message = message
+        self._look = look
+        self._overlapping = overlapping
+        self._scope: Token[Scope] | None = None
+        self._opened: Range | None = None
+
+    def __enter__(self) -> None:
+        window = process.window
+        if process.recording:
+            with Contained("opening a range", process.abandon):
+                from megaprof.formats.ranges import annotation_range, role_range
+                from megaprof.recorders.ranges.emit import Range
+
+                role = self._role or current().role
+                name = role_range(str(role)) if self._message is None else annotation_range(self._message, role)
+                self._opened = Range(name, self._look, overlapping=self._overlapping)
+                self._opened.__enter__()
+        if self._role is not None:
+            self._scope = _scope.set(Scope(self._role, window))
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        in_full(self._leave, self._close)
+
+    def _leave(self) -> None:
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            with suppress(ValueError):  # a coroutine that was never finished is closed in another context
+                _scope.reset(scope)
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+
 class role:
     """``with role("ref"): ...``: what runs inside is the work of that role.
 
@@ -57,31 +110,22 @@ class role:
     __slots__ = ("_name",)
 
     def __init__(self, name: str) -> None:
-        self._name = usable(name, "role")
+        self._name: str | None = None
+        try:
+            self._name = checked_role(name, "role")
+        except ValueError as mistake:
+            say_once(f"{mistake}. It is left out")
 
     def __enter__(self) -> None:
-        opened: Range | None = None
-        window = None if self._name is None else process.window
-        if self._name is not None and process.recording:
-            with Contained("opening a role's range", process.abandon):
-                from megaprof.formats.ranges import role_range
-                from megaprof.recorders.ranges.emit import Range
-
-                opened = Range(role_range(str(self._name)), overlapping=in_task())
-                opened.__enter__()
-        token = None if self._name is None else _scope.set(Scope(self._name, window))
-        enter_block(self, (token, opened))
+        if self._name is not None:
+            work = Work(self._name, overlapping=in_task())
+            work.__enter__()
+            enter_block(self, work)
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        entered = leave_block(self)
-        if not isinstance(entered, tuple):
-            return
-        token, opened = entered
-        if token is not None:
-            leave(token)
-        if opened is not None:
-            with Contained("closing a role's range", process.abandon):
-                opened.close()
+        work = leave_block(self)
+        if isinstance(work, Work):
+            work.__exit__(kind, fault, tb)
 
 
 @contextmanager
@@ -91,24 +135,12 @@ def evaluation() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # closed in another context, as in `leave`
+        with suppress(ValueError):  # closed in another context, as a scope may be
             _evaluates.reset(token)
 
 
 #: Returns whether the caller is inside an `evaluation` block.
 evaluating: Callable[[], bool] = _evaluates.get
-
-
-def enter(name: str) -> Token[Scope]:
-    """A scope without a range of its own; undone by `leave`."""
-    return _scope.set(Scope(name, process.window))
-
-
-def leave(token: Token[Scope]) -> None:
-    """Undo ``enter``. A coroutine that was never finished may be closed in another context: that one has nothing
-    to undo."""
-    with suppress(ValueError):
-        _scope.reset(token)
 
 
 def enter_block(owner: object, state: object) -> None:
@@ -130,15 +162,6 @@ def in_task() -> bool:
     """Returns whether an event loop runs the caller: other tasks may then run before a block ends."""
     events = sys.modules.get("asyncio.events")
     return events is not None and events._get_running_loop() is not None
-
-
-def usable(name: object, what: str) -> str | None:
-    """``name`` as a role's name, None where it could not be one, which is said once: ``what`` is in the message."""
-    try:
-        return checked_role(name, what)
-    except ValueError as mistake:
-        say_once(f"{mistake}. It is left out")
-        return None
 
 
 def say_once(message: str) -> None:

@@ -18,7 +18,7 @@ from megaprof.capture.agenda import Agenda, Begun, Call, CountedStep, Demand, Ho
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
 from megaprof.capture.lines import Lines
-from megaprof.capture.process import OpenWindow, Process
+from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, check_role
 from megaprof.capture.window_files import look, names_of, next_repeat, remove
@@ -33,7 +33,7 @@ from megaprof.recorders.describe import describe
 from megaprof.recorders.ranges.emit import Range
 from megaprof.recorders.ranges.graph_names import names
 from megaprof.recorders.tape import Tape
-from megaprof.runtime.device import GRACE_SECONDS, capturing
+from megaprof.runtime.device import capturing
 from megaprof.runtime.ending import Termination
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
@@ -59,7 +59,6 @@ class Session:
         here: ThisRank,
         models: tuple[Any, ...] | None,
         store: Store,
-        process: Process,
         termination: Termination,
         *,
         role: str | None,
@@ -89,7 +88,6 @@ class Session:
         """What ends with the session, once its files are finished."""
         #: A capture that was asked for while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
-        self._process = process
         self._termination = termination
         self._numbers = numbers
         self._framework = framework
@@ -108,11 +106,6 @@ class Session:
         limit = parse_limit("max_host_memory", config.max_host_memory)
         self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self), Neighbours)
 
-    @property
-    def disabled(self) -> bool:
-        """True after a fault: nothing more is recorded in this run."""
-        return self.off is not None
-
     def owns(self, models: tuple[Any, ...] | None) -> bool:
         """Returns whether the session is for these very model chunks, or for any model where ``models`` is None."""
         if models is None or self.models is None:
@@ -128,7 +121,7 @@ class Session:
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
         """A ``forward_backward_func`` call starts. Returns what ``end`` needs, or None: nothing is recorded."""
-        if self.disabled:
+        if self.off is not None:
             return None
         try:
             if facts.graph is None and capturing():  # by something else than Megatron's own wrapper
@@ -143,7 +136,7 @@ class Session:
                 with self._termination:
                     self._end_or_extend(opened, facts, begun)
             wanted = self.agenda.wanted(begun, self.demand)
-            if wanted or self._process.prepared is not None:
+            if wanted or process.prepared is not None:
                 with self._termination:
                     self._open_first(wanted, facts)
                     if facts.graph != "capture":  # nothing may be synchronised while it is captured
@@ -172,8 +165,8 @@ class Session:
                     opened is not None and not opened.planned.outlasts_call and self.agenda.is_complete(opened.planned)
                 ):
                     self._close(None)
-                if coming and not failed and self._process.window is None and not capturing() and self._pace.ends():
-                    self._process.prepared = prepared = Prepared(self, coming)
+                if coming and not failed and process.window is None and not capturing() and self._pace.ends():
+                    process.prepared = prepared = Prepared(self, coming)
                     prepared.prepare()
         except BaseException as fault:
             if not contained("closing a window", self.abandon, fault):
@@ -183,11 +176,11 @@ class Session:
         """Annotated work of ``role`` starts, outside any other of that role. True: it has a window of its own, and
         ``end_work`` must follow. Only on the thread that installed the hooks: recorders follow one thread's work."""
         opened = False
-        if not self.disabled and self.config.discrete and threading.get_ident() == self._thread:
+        if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
             with Contained("opening a window", self.abandon), self._termination:
                 self._meet(role)
                 begun = self._begins(ANNOTATED, role)
-                free = self._process.window is None and not capturing()
+                free = process.window is None and not capturing()
                 if free and self._offloading.refusal(()) is None:
                     self._open_first(self.agenda.wanted(begun), NO_CALL)
                     opened = self._own_window is not None
@@ -202,14 +195,14 @@ class Session:
     @property
     def _own_window(self) -> OpenWindow | None:
         """The open window, if this session opened it."""
-        opened = self._process.window
+        opened = process.window
         return opened if opened is not None and opened.owner is self else None
 
     @property
     def thread(self) -> int | None:
         """The thread that opened this session's window, or prepared its recorders, and alone can end that; None: there
         is nothing to end."""
-        for pending in (self._process.window, self._process.prepared):
+        for pending in (process.window, process.prepared):
             if pending is not None and pending.owner is self:
                 return pending.thread
         return None
@@ -221,7 +214,7 @@ class Session:
         """
         with Contained("closing the last window", self.abandon), self._termination:
             self._close(reason, seconds, last=True)
-            if self._process.prepared is not None and self._process.prepared.owner is self:
+            if process.prepared is not None and process.prepared.owner is self:
                 self._leave_prepared()
 
     def close(self, reason: str, seconds: float) -> None:
@@ -270,26 +263,10 @@ class Session:
                 if self.agenda.is_complete(opened.planned):
                     self._close(None)
 
-    def interrupt(self, call: RecordedCall, reason: str) -> None:
-        """`cut`, and end the timeline's step: ``end`` must not be called any more."""
-        with Contained("closing a window early", self.abandon):
-            if call.line is not None and self.timeline is not None:
-                self.timeline.end(call.line, failed=False)
-        self.cut(call, reason)
-
-    def cut(self, call: RecordedCall, reason: str) -> None:
-        """Close the process's open window in the middle of ``call``, which the timeline goes on with."""
-        with Contained("closing a window early", self.abandon), self._termination:
-            call.ranged = False
-            call.outermost.__exit__(None, None, None)
-            holder = None if self._process.window is None else self._process.window.owner
-            if isinstance(holder, Session):
-                holder.end_window(reason, GRACE_SECONDS)
-
     def abandon(self) -> None:
         """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""
         self.off = self.off or fault_now()
-        opened, demand, process = self._own_window, self.demand, self._process
+        opened, demand = self._own_window, self.demand
         with self._termination:
             in_full(
                 None if self.timeline is None else self.timeline.abandon,
@@ -318,7 +295,7 @@ class Session:
 
     def _leave_prepared(self) -> None:
         """A call has begun: what was prepared for it is in use now, or is not wanted after all."""
-        prepared, self._process.prepared = self._process.prepared, None
+        prepared, process.prepared = process.prepared, None
         if prepared is not None:
             opened = self._own_window
             prepared.leave(() if opened is None else opened.recorders)
@@ -345,7 +322,7 @@ class Session:
     def _open_first(self, wanted: Sequence[PlannedWindow], facts: CallFacts) -> None:
         """Open the first of ``wanted`` that can be. What cannot be opened now takes a later call, if it is to be."""
         for planned in wanted:
-            opened = self._process.window
+            opened = process.window
             if opened is not None or facts.graph == "capture":  # nothing may be synchronised while it is captured
                 self._wait(planned, None if opened is None else opened.planned.target)
             elif (refusal := self._refusal_of(facts, planned)) is not None:
@@ -380,7 +357,7 @@ class Session:
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """Returns what is recorded of the call, in the open window and in the timeline; None: nothing."""
-        window, timeline = self._process.window, self.timeline
+        window, timeline = process.window, self.timeline
         tape = Tape(facts.chunks, facts.forward_only, None if timeline is None else timeline.clock)
         call = RecordedCall(facts, _NOTHING, tape)
         if window is not None or (facts.graph == "capture" and names.available):
@@ -406,9 +383,9 @@ class Session:
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
         window = Window(step.target, role, step.number, self.coords, asked=planned.asked)
-        window = replace(window, repeat=next_repeat(self._process.repeats, self._folder, window))
+        window = replace(window, repeat=next_repeat(process.repeats, self._folder, window))
         recorders = self.recorders if planned.demand is None else planned.demand.recorders
-        self._process.window = opened = OpenWindow(self, window, planned, recorders)
+        process.window = opened = OpenWindow(self, window, planned, recorders)
         try:
             self._guard.start()
             for recorder in reversed(recorders):
@@ -460,7 +437,7 @@ class Session:
                 demand.saved += 1
                 self.writer.run(lambda: demand.written.append(names_of(self._folder, window)))
             self.writer.end_window()
-            self._process.captured(self)
+            process.captured(self)
         except Exception as fault:
             if from_host(fault):
                 raise
@@ -487,7 +464,7 @@ class Session:
         opened = self._own_window
         if opened is not None:
             opened.device.end()
-            self._process.window = None
+            process.window = None
 
 
 def _reference(model: Any) -> Callable[[], Any]:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import os
 
-from megaprof.formats.names import ArtifactName, parse_artifact_name, sanitise
+from megaprof.formats.names import artifact_name, parse_artifact_name
 from megaprof.recorders import Window
 from megaprof.runtime.interruption import Suppressed
 
-Names = tuple[str, int, str, str, int]
-"""The directory of a rank's files, the rank, target, role (sanitised, empty for none) and step."""
 
-
-def look(repeats: dict[Names, int], folder: str, rank: int) -> None:
-    """Note in ``repeats`` what ``folder`` has of ``rank``. Now: a window that opens must not wait for the disk."""
+def look(repeats: dict[str, int], folder: str, rank: int) -> None:
+    """Note in ``repeats`` what ``folder`` has of ``rank``: by the names of a window, how many there are. Now: a window
+    that opens must not wait for the disk."""
     with Suppressed(OSError):
         for artifact in map(parse_artifact_name, os.listdir(folder)):
             if artifact is not None and artifact.place.rank == rank:
-                names = _written(folder, artifact)
+                name = artifact_name(artifact.target, artifact.role, artifact.step, artifact.place, "")
+                names = os.path.join(folder, name)
                 repeats[names] = max(artifact.repeat, repeats.get(names, 0))
 
 
-def next_repeat(repeats: dict[Names, int], folder: str, window: Window) -> int:
-    """Returns the how-manieth one of its names ``window``, which opens, is, from 1 on."""
-    names = _asked(folder, window)
+def next_repeat(repeats: dict[str, int], folder: str, window: Window) -> int:
+    """Returns which window with these names ``window``, which opens, is, from 1 on."""
+    names = os.path.join(folder, artifact_name(window.target, window.role, window.step, window.coords, ""))
     repeats[names] = repeats.get(names, 0) + 1
     return repeats[names]
 
@@ -42,12 +41,3 @@ def remove(folder: str, window: Window) -> None:
     files."""
     for name in names_of(folder, window):
         os.unlink(os.path.join(folder, name))
-
-
-def _asked(folder: str, window: Window) -> Names:
-    role = sanitise(window.role) if window.role else ""
-    return folder, window.coords.rank, sanitise(window.target), role, window.step
-
-
-def _written(folder: str, artifact: ArtifactName) -> Names:
-    return folder, artifact.place.rank, artifact.target, artifact.role or "", artifact.step

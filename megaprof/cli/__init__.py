@@ -16,8 +16,9 @@ from importlib import import_module
 from typing import TextIO
 
 from megaprof.cli.parsers import Parser, meant
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.phrases import printable
-from megaprof.formats.remote import TooMuch, Unreachable
+from megaprof.formats.remote import Unreachable
 from megaprof.version import __version__
 
 #: Each command's module here, and what it does.
@@ -49,7 +50,7 @@ EXIT_CODES = {
     USAGE: "The arguments make no sense; standard error says which.",
     UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some of its ranks, or all, have died or are silent.",
     INTERRUPTED: "Ctrl-C.",
-    TERMINATED: "SIGTERM.",
+    TERMINATED: "SIGTERM; `megaprof tune`: a closed terminal, too.",
 }
 #: Packages that come with an extra, and the extra.
 _EXTRAS = {
@@ -66,7 +67,7 @@ _EXTRAS = {
 }
 
 
-class CommandError(Exception):
+class CommandError(Unanswerable):
     """The command cannot do what it was asked to; the message is for the user, on one line."""
 
 
@@ -111,10 +112,17 @@ def say(line: str, file: TextIO | None = None) -> None:
     print("".join(c if c.isprintable() else "\ufffd" for c in line), file=file, flush=True)
 
 
+def print_json(answer: object) -> None:
+    """Prints what ``--json`` gives: a dataclass, a struct, or plain data."""
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+
+
 def in_a_line(fault: Exception) -> str | None:
     """Returns what a command says of a fault that is its user's to mend; None of one that is ours."""
     text = None
-    if isinstance(fault, (CommandError, TooMuch)):
+    if isinstance(fault, Unanswerable):
         text = str(fault)
     elif isinstance(fault, Unreachable):
         text = f"the files cannot be reached: {fault}"

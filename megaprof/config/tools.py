@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-#: They are stopped in this order and started in the reverse one: nsys innermost, so that it records neither Kineto's
-#: start nor the writing of a trace.
-BUILTIN = ("nsys", "memory", "torch")
+#: The class of each one's recorder, imported when the tool is chosen. They are stopped in this order and started in the
+#: reverse one: nsys innermost, so that it records neither Kineto's start nor the writing of a trace.
+BUILTIN = {
+    "nsys": "megaprof.recorders.nsys:NsysRecorder",
+    "memory": "megaprof.recorders.memory:MemoryRecorder",
+    "torch": "megaprof.recorders.torch_profiler:TorchRecorder",
+}
 #: Records every step rather than windows (`megaprof.recorders.timeline`), so it is no ``Recorder``.
 TIMELINE = "timeline"
 #: Tools of third parties that were registered in this process, each with the factory of its recorder.

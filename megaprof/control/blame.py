@@ -108,7 +108,7 @@ def find_culprits(
 def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> bool:
     """Returns whether a rank has not moved for `seconds`, and for longer than its steps explain."""
     steps = STUCK_STEPS * (status.step_ms or 0.0) / 1e3
-    first = 0.0 if status.settled else FIRST_STEP_SECONDS
+    first = 0.0 if status.past_first_step else FIRST_STEP_SECONDS
     return status.stuck(now) > max(seconds, STUCK_INTERVALS * status.interval, steps, first)
 
 

@@ -22,6 +22,7 @@ from megaprof.control.directory import (
     parts_with_a_run,
     path_of,
 )
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import records
@@ -40,7 +41,7 @@ _READERS = 16
 OfRank = TypeVar("OfRank", RankStatus, InFlight)
 
 
-class NoJob(Exception):
+class NoJob(Unanswerable):
     """There is no job to look at or to ask; the message says why."""
 
 

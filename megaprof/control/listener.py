@@ -119,7 +119,7 @@ class Listener:
         """Returns how many calls of `target` have begun in the session's role, and how long one takes lately, in ms."""
         key = (target, self._session.role)
         timeline = self._session.timeline
-        recent = None if timeline is None else timeline.recent(*key)
+        recent = None if timeline is None else timeline.tally.recent(*key)
         between = self._meter.seconds(key)
         usual = recent.step_ms if recent is not None else None if between is None else 1e3 * between
         return self._session.calls.get(key, 0), usual

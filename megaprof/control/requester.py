@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import path_of
 from megaprof.control.job import NoJob, RunningJob, find_job, read_statuses
-from megaprof.control.requests import new_request
+from megaprof.control.requests import check_draft, new_request
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
 from megaprof.formats.job import run as run_json
@@ -42,14 +42,24 @@ _LOOK_SECONDS, _LOOK_RATE = 0.2, 5000
 class Outcome:
     """The result of a request."""
 
-    reason: str | None
-    """Why not every selected rank captured the steps; None if all did."""
+    version: int
+    """The version of this object: 1."""
+    request: str
+    """The id of the request."""
+    target: str
+    """The target that was asked for."""
+    role: str | None
+    """The role that was asked for; None if none was named."""
+    selected: tuple[int, ...]
+    """The ranks that were asked, by number."""
+    captured: int
+    """How many of them captured."""
     steps: tuple[int, ...]
     """The numbers of the captured steps."""
     files: tuple[str, ...]
-    """What was written, relative to the save directory."""
-    ranks: int
-    """How many ranks captured."""
+    """What was written, below the save directory as it was given."""
+    reason: str | None
+    """Why not every selected rank captured the steps; None if all did."""
 
 
 def first_call(calls: int, seconds: float | None, answers_age: float, latency: float, look: float) -> int:
@@ -158,6 +168,10 @@ class Requester:
             self.withdraw()
         return outcome
 
+    def refused(self, refusal: Refused) -> Outcome:
+        """Returns the outcome of a request that was refused."""
+        return self._result(str(refusal) if self._missing else f"refused: {refusal}")
+
     def withdraw(self) -> None:
         """Removes the request. Windows that are open are finished, and no other one opens."""
         with suppress(OSError, Unsafe), self._job.control() as control:
@@ -265,13 +279,21 @@ class Requester:
             reason = "the ranks number their steps differently: " + ", ".join(
                 f"rank {rank} has {list(answer.steps)}" for rank, answer in list(done.items())[:4]
             )
-        files = tuple(file for answer in answers.values() for file in answer.files)
-        return Outcome(reason, steps[0] if steps else (), files, len(done))
+        files = [file for answer in answers.values() for file in answer.files]
+        return self._result(reason, len(done), steps[0] if steps else (), files)
+
+    def _result(
+        self, reason: str | None, captured: int = 0, steps: tuple[int, ...] = (), files: Iterable[str] = ()
+    ) -> Outcome:
+        written = tuple(str(self._job.directory / file) for file in files)
+        asked = self.request
+        return Outcome(1, asked.id, asked.target, asked.role, self.ranks, captured, steps, written, reason)
 
 
 def requester_for(directory: Path, target: str, *, role: str | None = None, **fields: Any) -> Requester:
     """Returns a requester to the job that writes to `directory`, with the fields of `Request.draft`. Nothing is asked
     yet. Raises NoJob, and Refused for a request that makes no sense."""
+    check_draft(target, role=role, **fields)  # what no job would take is said without one
     job = find_job(directory, role)
     if (silence := job.silence()) is not None:
         raise NoJob(silence)

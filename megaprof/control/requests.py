@@ -14,6 +14,11 @@ from megaprof.formats.job.run import RunRecord
 OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
 
 
+def check_draft(target: str, **fields: Any) -> None:
+    """Raises Refused where no job at all could carry out `Request.draft` of this."""
+    _check_options(Request.draft(target, **fields))
+
+
 def new_request(run: RunRecord, target: str, **fields: Any) -> Request:
     """Returns a new request to ``run``, with the fields of `Request.draft`. Raises Refused as its ranks would."""
     request = Request.draft(target, run=run.run, **fields)

@@ -35,7 +35,7 @@ class StandstillWriter:
     def look(self, control: Directory, status: RankStatus) -> None:
         """Writes what is in flight where the rank has begun to stand still, and removes it where it moves. Raises
         OSError and Unsafe."""
-        if status.settled and not self._checked:
+        if status.past_first_step and not self._checked:
             self._checked = True
             self._check()
         moved = status.moved if is_stuck(status, status.time) else None

@@ -61,7 +61,7 @@ class Reporter:
         """Returns the rank's status now, in the run called `run`."""
         session, timeline = self._session, self._session.timeline
         position = None if timeline is None else timeline.position()
-        recent = None if timeline is None else timeline.recent()
+        recent = None if timeline is None else timeline.tally.recent()
         return RankStatus(
             run=run,
             rank=session.coords.rank,
@@ -76,10 +76,10 @@ class Reporter:
             position=position,
             device_position=self._device_position(),
             recent=recent,
-            waits=None if timeline is None else timeline.waits,
+            waits=None if timeline is None else timeline.tally.waits,
             capture=capture,
             ended=ended,
-            off=session.disabled,
+            off=session.off is not None,
             why=None if session.off is None else printable(session.off[:_LONGEST_WHY]),
         )
 
@@ -99,7 +99,7 @@ class Reporter:
         for target, role in dict.fromkeys((*begun, *finished)):
             step, count = finished.get((target, role), (None, None))
             # Looks are too coarse for a few steps; a timeline knows the same steps that it says the length of.
-            timed = timeline is not None and timeline.recent(target, role) is not None
-            seconds = timeline.seconds(target, role) if timeline and timed else self._meter.seconds((target, role))
+            tally = None if timeline is None or timeline.tally.recent(target, role) is None else timeline.tally
+            seconds = (tally or self._meter).seconds((target, role))
             found.append(Calls(target, role, begun.get((target, role)), seconds, step, count))
         return tuple(found)

@@ -61,7 +61,7 @@ class CaptureTask:
         return self.state.state in FINAL
 
     def _prepare(self, writer: Writer) -> None:
-        if self._session.disabled:
+        if self._session.off is not None:
             raise Refused(f"profiling is off on this rank since a fault: {self._session.off}")
         config = recorder_config(self.request, str(self._directory))
         if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
@@ -135,7 +135,7 @@ class CaptureTask:
             self._report()
         if time.monotonic() > self._until:
             self.cancel(f"it was not carried out within {self.request.timeout:.0f} s")
-        if self._session.disabled and not demand.over:
+        if self._session.off is not None and not demand.over:
             self._say("failed", f"profiling went off on this rank after a fault: {self._session.off}")
         elif demand.over and demand.closed >= len(demand.taken):
             self._finish(demand)

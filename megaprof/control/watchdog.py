@@ -122,13 +122,13 @@ class Watchdog:
             return
         if outcome is not None:
             self._requester = None
-            if outcome.ranks:
+            if outcome.captured:
                 self._captured()
             missing = "" if outcome.reason is None else f", but {outcome.reason}"
             logger.warning(
                 "megaprof: captured step %s on %d ranks (%s)%s",
                 ", ".join(map(str, outcome.steps)) or "none",
-                outcome.ranks,
+                outcome.captured,
                 requester.request.id,
                 missing,
             )

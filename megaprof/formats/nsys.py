@@ -1,8 +1,8 @@
 """What megaprof writes beside the files of Nsight Systems, and how the two find each other.
 
 nsys writes its own files. For every window one ``.nsys.json`` stands beside them, with the metadata that nsys cannot
-carry: ``{"capture": n, "megaprof": {...}}``. ``capture`` counts the capture ranges of one process; nsys numbers its
-files by session, so a file and its metadata belong together by host, process and step range.
+carry: ``{"megaprof": {...}}``. nsys numbers its files by session, so a file and its metadata belong together by host,
+process and step range.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
 WINDOW = "megaprof/window"
 
 
-def sidecar(capture: int, metadata: Mapping[str, Any]) -> str:
+def sidecar(metadata: Mapping[str, Any]) -> str:
     """The text of a ``.nsys.json``."""
-    return json.dumps({"capture": capture, "megaprof": metadata})
+    return json.dumps({"megaprof": metadata})
 
 
 def read_sidecar(path: Path) -> Metadata:

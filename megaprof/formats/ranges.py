@@ -122,13 +122,6 @@ class RangeName:
         """The role of a role range or of an annotation, as far as the name tells."""
         return self.label.removeprefix(_ROLE).partition("/")[0] if self.label.startswith(_ROLE) else None
 
-    @property
-    def annotation(self) -> str | None:
-        """The message of an annotation, None for other ranges."""
-        if self.label.startswith(_ANNOTATED):
-            return self.label.removeprefix(_ANNOTATED)
-        return self.label.removeprefix(_ROLE).partition("/")[2] or None if self.label.startswith(_ROLE) else None
-
 
 def transfers(label: str) -> tuple[str, ...]:
     """Returns what is exchanged in a range of this label, as fields of `SendReceive`; nothing in other ranges. The wait

@@ -15,6 +15,8 @@ from pathlib import Path, PosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
+from megaprof.formats.faults import Unanswerable
+
 #: So many other files are looked at before the first of ours: home directories have more.
 MOST_OTHERS = 100_000
 
@@ -79,7 +81,7 @@ def _copied(address: str) -> Path:
     return folder / path.name
 
 
-class TooMuch(Exception):
+class TooMuch(Unanswerable):
     """A directory in which a search for our files would take for ever; the message says so."""
 
 

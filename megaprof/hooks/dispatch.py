@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
+from megaprof.capture.process import process
 from megaprof.formats.steps import codes
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.ranges.emit import Range
@@ -80,8 +81,6 @@ def ranged(
     `recorders.tape.Hook`, from the code on, for steps that are recorded while no window is open. ``name_of``: the
     range's name, where it says more than the code.
     """
-
-    process = dispatcher.process
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         if process.urgent:

@@ -181,7 +181,8 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     call, level = dispatcher.call, dispatcher.level
     if call is None or (call.facts.graph is not None and not (call.facts.graph == "capture" and names.available)):
         return
-    dispatcher.modules = of_this_call = ModuleRanges(dispatcher, call)
+    of_this_call = ModuleRanges(dispatcher, call)
+    dispatcher.close_modules = of_this_call.close
     for chunk in chunks:
         compiled = compiled_in(chunk)
         for owner, method, name in sites(chunk, parts=level == "module"):

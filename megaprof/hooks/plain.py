@@ -121,12 +121,12 @@ class PlainSteps:
     """``begin`` and ``end`` of each training step; in between, the functions that ``forward`` and ``backward`` wrapped
     are the passes of its microbatches, in turns."""
 
-    def __init__(self, dispatcher: Dispatcher, model: Any, microbatches: int) -> None:
-        """``microbatches``: how many a step has, which are accumulated before the optimizer's step."""
-        self._dispatcher = dispatcher
+    def __init__(self, model: Any, microbatches: int) -> None:
+        """``microbatches``: how many a step has, which are accumulated before the optimizer's step. Hooks are in."""
+        self._dispatcher = profiler.dispatcher
         self._facts = _plain(model, microbatches)
         self._recorded = False
-        self._passes = _Passes(dispatcher, self._facts)
+        self._passes = _Passes(self._dispatcher, self._facts)
         self.forward, self.backward = self._passes.forward, self._passes.backward
 
     def begin(self) -> None:

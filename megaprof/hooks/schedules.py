@@ -58,7 +58,8 @@ def _without_window(dispatcher: Dispatcher, original: Callable[..., Any]) -> Cal
     def create_cudagraphs(*args: Any, **kwargs: Any) -> Any:
         with Contained("closing a window before CUDA graphs are captured", dispatcher.drop):
             if dispatcher.call is not None and _captures():
-                dispatcher.interrupt("megatron-core captured the CUDA graphs of its layers")
+                dispatcher.cut("megatron-core captured the CUDA graphs of its layers")
+                dispatcher.put_back()
         return original(*args, **kwargs)
 
     return create_cudagraphs

@@ -103,8 +103,8 @@ _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("mega
 _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=None)
 
 
-def settled() -> None:
-    """A host's own settings turned up that ask for megaprof."""
+def install_as_asked() -> None:
+    """Installs the hooks that a host's own settings, which have turned up, ask for."""
     armed.install()
 
 

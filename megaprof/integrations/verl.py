@@ -19,7 +19,7 @@ from megaprof.capture.process import process
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
 from megaprof.hooks.batch import Batch
-from megaprof.integrations.contract import Facts, Hook, Host, callers, over, settled
+from megaprof.integrations.contract import Facts, Hook, Host, callers, install_as_asked, over
 from megaprof.runtime.logs import logger, show_lines
 
 _WORKERS = "verl.workers.engine_workers"
@@ -235,7 +235,7 @@ def _adopt(worker: Any) -> None:
     except ValueError as mistake:
         _Asked.config = mistake  # raised where the schedule is asked for: not in here, which must not fail
     else:
-        settled()
+        install_as_asked()
 
 
 def _settings_of(worker: Any) -> tuple[Any, Callable[[], ProfileConfig]]:

@@ -15,9 +15,11 @@ from megaprof.formats.job.run import dead
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.phrases import ago, counted
-from megaprof.metrics.compute import SlowRanks, slow_ranks, waiting_ranks
+from megaprof.metrics.figures import SlowRanks, slow_ranks, waiting_ranks
 
 _CULPRITS = 4
+
+State = Literal["starts", "runs", "hangs", "died", "ended"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class View:
         return waiting_ranks(self.statuses[rank] for rank in self.heard)
 
     @property
-    def state(self) -> str:
-        """One word for all of it: ``starts``, ``runs``, ``hangs``, ``died`` or ``ended``."""
+    def state(self) -> State:
+        """One word for all of it."""
         if self.job.run.ended is not None:
             return "ended"
         if self.silence is not None or any(culprit.silent for culprit in self.blame.culprits):

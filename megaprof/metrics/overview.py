@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
 from megaprof.metrics import sinks
-from megaprof.metrics.compute import Summary, summarise
+from megaprof.metrics.figures import Summary, summarise
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:

@@ -18,29 +18,43 @@ from typing import Any
 from megaprof.formats.files import appearing
 from megaprof.formats.names import sanitise
 from megaprof.integrations import registry
-from megaprof.metrics.compute import Summary
+from megaprof.metrics.figures import Summary
 
 Sink = Callable[[Summary], None]
 
-#: Prometheus' name, unit and meaning of each figure; Prometheus counts in base units.
+#: Prometheus' name, OpenTelemetry's, unit and meaning of each figure; Prometheus counts in base units.
 FIGURES = {
-    "step_ms": ("step_seconds", "ms", "Duration of a step, median over the last steps and all ranks"),
-    "imbalance": ("imbalance_ratio", "1", "Compute of the slowest stage over the mean of all stages"),
-    "slowest_stage": ("slowest_stage", "1", "Pipeline rank of the stage that computes longest"),
-    "bubble_fraction": ("bubble_ratio", "1", "Part of a step in which the median stage waits for others"),
-    "straggler": ("straggler_rank", "1", "Rank that computes longest compared with its peers"),
-    "straggler_ratio": ("straggler_ratio", "1", "Its compute over the median of its peers"),
+    "step_ms": ("step_seconds", "step", "ms", "Duration of a step, median over the last steps and all ranks"),
+    "imbalance": ("imbalance_ratio", "imbalance", "1", "Compute of the slowest stage over the mean of all stages"),
+    "slowest_stage": ("slowest_stage", "slowest_stage", "1", "Pipeline rank of the stage that computes longest"),
+    "bubble_fraction": (
+        "bubble_ratio",
+        "bubble_fraction",
+        "1",
+        "Part of a step in which the median stage waits for others",
+    ),
+    "straggler": ("straggler_rank", "straggler", "1", "Rank that computes longest compared with its peers"),
+    "straggler_ratio": ("straggler_ratio", "straggler_ratio", "1", "Its compute over the median of its peers"),
+    "compute_ms": ("stage_compute_seconds", "stage.compute", "ms", "Compute of a stage in a step, median of its ranks"),
 }
+
+
+def _values(summary: Summary, figure: str) -> Iterator[tuple[dict[str, int], float]]:
+    """Yields the values of a figure that are known, each with its stage where the figure is one of stages."""
+    if figure == "compute_ms":
+        yield from (({"stage": each.pp}, each.compute_ms) for each in summary.stages if each.compute_ms is not None)
+    elif (value := getattr(summary, figure)) is not None:
+        yield {}, value
 
 
 def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
     """The figures that are known, by the names that TensorBoard and W&B show."""
-    named: dict[str, float | None] = {name: getattr(summary, name) for name in FIGURES}
-    for stage in summary.stages:
-        named[f"compute_ms/stage_{stage.pp}"] = stage.compute_ms
     prefix = "megaprof" if role is None else f"megaprof/{role}"
     return {
-        f"{prefix}/{name}": float(value) for name, value in named.items() if value is not None and math.isfinite(value)
+        "/".join((prefix, figure, *(f"stage_{stage}" for stage in which.values()))): float(value)
+        for figure in FIGURES
+        for which, value in _values(summary, figure)
+        if math.isfinite(value)
     }
 
 
@@ -83,30 +97,22 @@ class Prometheus:
 
         summary = self._summary
         if summary is None:
-            return ()
-        labels = _labels(summary, self._role)
-
-        def gauge(name: str, help: str, value: float | None) -> Any:
-            family = GaugeMetricFamily(f"megaprof_{name}", help, labels=list(labels))
-            if value is not None:
-                family.add_metric(list(labels.values()), value)
-            return family
-
-        figures = []
-        for figure, (name, unit, help) in FIGURES.items():
-            value = getattr(summary, figure)
-            figures.append(gauge(name, help, value / 1e3 if value is not None and unit == "ms" else value))
-        stages = GaugeMetricFamily(
-            "megaprof_stage_compute_seconds",
-            "Compute of a stage in a step, median of its ranks",
-            labels=[*labels, "stage"],
+            return
+        own = _labels(summary, self._role)
+        figures = [
+            (name, help, [(which, value / 1e3 if unit == "ms" else value) for which, value in _values(summary, figure)])
+            for figure, (name, _, unit, help) in FIGURES.items()
+        ]
+        figures.append(
+            ("last_step", "Number of the last step", [({}, summary.step)] if summary.step is not None else [])
         )
-        for stage in summary.stages:
-            if stage.compute_ms is not None:
-                stages.add_metric([*labels.values(), str(stage.pp)], stage.compute_ms / 1e3)
-        last = gauge("last_step", "Number of the last step", summary.step)
-        updated = gauge("updated_timestamp_seconds", "When this was written", time.time())
-        return tuple(family for family in (*figures, stages, last, updated) if family.samples)
+        figures.append(("updated_timestamp_seconds", "When this was written", [({}, time.time())]))
+        for name, help, values in figures:
+            if values:
+                family = GaugeMetricFamily(f"megaprof_{name}", help, labels=[*own, *values[0][0]])
+                for which, value in values:
+                    family.add_metric([*own.values(), *map(str, which.values())], value)
+                yield family
 
 
 def check_prometheus(path: str | None) -> None:
@@ -131,19 +137,13 @@ class OpenTelemetry:
         self._observation: Any = metrics.Observation
         self._role = role
         self._last: Summary | None = None
-        for figure, (_, unit, help) in FIGURES.items():
+        for figure, (_, name, unit, help) in FIGURES.items():
             meter.create_observable_gauge(
-                f"megaprof.{figure.removesuffix('_ms')}",
+                f"megaprof.{name}",
                 callbacks=[lambda options, figure=figure: self._observe(figure)],
                 unit=unit,
                 description=help,
             )
-        meter.create_observable_gauge(
-            "megaprof.stage.compute",
-            callbacks=[lambda options: self._observe_stages()],
-            unit="ms",
-            description="Compute of a stage in a step, median of its ranks",
-        )
 
     def __call__(self, summary: Summary) -> None:
         self._last = summary
@@ -154,18 +154,10 @@ class OpenTelemetry:
 
     def _observe(self, figure: str) -> list[Any]:
         summary = self._last
-        value = None if summary is None else getattr(summary, figure)
-        return [] if value is None or summary is None else [self._observation(value, _labels(summary, self._role))]
-
-    def _observe_stages(self) -> list[Any]:
-        summary = self._last
         if summary is None:
             return []
-        return [
-            self._observation(stage.compute_ms, {**_labels(summary, self._role), "stage": stage.pp})
-            for stage in summary.stages
-            if stage.compute_ms is not None
-        ]
+        own = _labels(summary, self._role)
+        return [self._observation(value, {**own, **which}) for which, value in _values(summary, figure)]
 
 
 def meter() -> Any | None:

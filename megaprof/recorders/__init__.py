@@ -71,13 +71,6 @@ RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]
 step; whatever else somebody's own raises becomes one. A recorder hands finished files over with
 ``writer.submit(Artifact(raw, final))``."""
 
-#: Tool -> where its factory is, so that a tool costs nothing until it is chosen.
-_FACTORIES = {
-    "nsys": "megaprof.recorders.nsys:NsysRecorder",
-    "memory": "megaprof.recorders.memory:MemoryRecorder",
-    "torch": "megaprof.recorders.torch_profiler:TorchRecorder",
-}
-
 
 def register_recorder(name: str, factory: RecorderFactory) -> None:
     """Make ``factory`` available in this process as ``--profile-tool NAME``. Call it before the configuration is built.
@@ -94,18 +87,13 @@ def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ..
 
 
 def _recorder(name: str, config: ProfileConfig, writer: Writer) -> Recorder:
-    factory = _factory(name)
+    if name in tools.BUILTIN:
+        module, _, attribute = tools.BUILTIN[name].partition(":")
+        recorder: Recorder = getattr(import_module(module), attribute)(config, writer)
+        return recorder
     try:
-        return factory(config, writer)
+        return cast("RecorderFactory", tools.registered[name])(config, writer)
+    except ValueError:
+        raise
     except Exception as fault:
-        if name in _FACTORIES or isinstance(fault, ValueError):
-            raise
         raise ValueError(f"{flag('tool')} {name}: its recorder cannot be made: {fault!r}") from fault
-
-
-def _factory(name: str) -> RecorderFactory:
-    if name in tools.registered:
-        return cast("RecorderFactory", tools.registered[name])
-    module, _, attribute = _FACTORIES[name].partition(":")
-    factory: RecorderFactory = getattr(import_module(module), attribute)
-    return factory

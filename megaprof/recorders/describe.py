@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def describe(
-    window: Window, call: RecordedCall, config: ProfileConfig, truncated: str | None, framework: str | None = None
+    window: Window, call: RecordedCall, config: ProfileConfig, truncated: str | None, framework: str | None
 ) -> dict[str, Any]:
     """The metadata of ``window``, which closes now, as docs/trace-metadata.md lists it: plain data for JSON.
 

@@ -1,7 +1,6 @@
 """Nsight Systems: opens a capture range of an ``nsys profile`` that runs around this process (see `nsys_command`).
 
-nsys writes its own files, numbered by capture range. A ``.nsys.json`` per window says which number it has, and carries
-the metadata that nsys cannot.
+nsys writes its own files. A ``.nsys.json`` per window carries the metadata that nsys cannot.
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ class NsysRecorder:
     reach nobody, and would initialise CUDA where the host did not.
     """
 
-    _captures = 0  # capture ranges of this process so far: what nsys numbers its files by
-    _said = False
-
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
         self._by_range = any(name in os.environ for name in NVTX_VARIABLES)
         if not self._by_range and not _cuda().is_initialized():
@@ -47,12 +43,17 @@ class NsysRecorder:
                 "'megaprof nsys' prints the command to put before yours",
                 flag("tool"),
             )
+        elif emit.reaches_nobody():  # ranges that reach nobody leave no other sign than a file without them
+            logger.error(
+                "megaprof: nsys will record no ranges: nvtx %s does not recognise this version of nsys. Install "
+                "'nvtx<0.2.12', or a newer nsys (docs/nsys.md lists the pairs)",
+                emit.nvtx_version(),
+            )
         self._directory = Path(str(config.dir))
         self._writer = writer
         self._running = False
 
     def start(self, window: Window) -> None:
-        self._say_once()
         self._running = True  # first: an exception from here on ends in `discard`
         try:
             if not self._by_range:
@@ -62,7 +63,6 @@ class NsysRecorder:
         except RuntimeError as fault:
             self._running = from_host(fault)  # else it was refused, and there is nothing to stop
             raise
-        NsysRecorder._captures += 1
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
         if not self._running:
@@ -70,7 +70,7 @@ class NsysRecorder:
         self.discard()
         final = window.path(self._directory, SUFFIX)
         raw = self._writer.raw_path(final)
-        raw.write_text(sidecar(NsysRecorder._captures, metadata), encoding="utf-8")
+        raw.write_text(sidecar(metadata), encoding="utf-8")
         self._writer.submit(Artifact(raw, final))
 
     def discard(self) -> None:
@@ -80,17 +80,6 @@ class NsysRecorder:
         if not self._by_range:
             _call("cudaProfilerStop")
         self._running = False
-
-    @classmethod
-    def _say_once(cls) -> None:
-        """Ranges that reach nobody leave no other sign than a file without them."""
-        if not cls._said and SESSION_VARIABLE in os.environ and emit.reaches_nobody():
-            cls._said = True
-            logger.error(
-                "megaprof: nsys will record no ranges: nvtx %s does not recognise this version of nsys. Install "
-                "'nvtx<0.2.12', or a newer nsys (docs/nsys.md lists the pairs)",
-                emit.nvtx_version(),
-            )
 
 
 def _call(function: str) -> None:

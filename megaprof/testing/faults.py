@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["before_exchange", "before_forward", "layers", "linger", "pace"]
+__all__ = ["after_exchange", "before_forward", "layers", "linger", "pace"]
 
 
 class _Backward(torch.autograd.Function):
@@ -117,14 +117,20 @@ def before_forward(chunk: Any, act: Callable[[], object]) -> None:
     chunk.register_forward_pre_hook(hook)
 
 
-def before_exchange(peer: int, act: Callable[[], object]) -> None:
-    """Call ``act`` before every exchange with global rank ``peer`` that is batched, as those of all schedules are but
-    those that overlap with compute."""
+def after_exchange(peer: int, act: Callable[[], object]) -> None:
+    """Call ``act`` behind every exchange with global rank ``peer``, as a part of it, that is batched, as those of all
+    schedules are but those that overlap with compute. A link is slow for both its ranks."""
     exchange = torch.distributed.batch_isend_irecv
 
     def exchanged(operations: Any) -> Any:
-        if any(operation.peer == peer for operation in operations):
-            act()
-        return exchange(operations)
+        begun = exchange(operations)
+        return [*begun, _Acts(act)] if any(operation.peer == peer for operation in operations) else begun
 
     torch.distributed.batch_isend_irecv = exchanged  # type: ignore[assignment]
+
+
+class _Acts:
+    """Stands behind the works of an exchange, which are waited for in turn."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.wait = act

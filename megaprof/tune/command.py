@@ -1,7 +1,7 @@
-"""A training command: its words with another layout in them, and without what saves checkpoints.
+"""A training command: its words with another layout in them, and without what saves checkpoints or tracks a run.
 
 Two spellings are known: ``--name value`` (Megatron-LM, ms-swift) and ``name=value`` (Hydra: Megatron-Bridge, verl,
-SkyRL). The words of another layout are in the host's own spelling already.
+SkyRL). The words of another layout come in the host's own spelling from `what_if.layouts.options_of`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _OLDER = "--num-layers-per-virtual-pipeline-stage"
 #: What turns saving off, by the option that a host saves by: nothing where the option need only go.
 _SAVING: dict[str, tuple[str, ...]] = {
     "--save": (),  # Megatron-LM, megatron/training/checkpointing.py: without it nothing is saved
-    "checkpoint.save": ("checkpoint.save=null",),  # Megatron-Bridge, CheckpointConfig
+    # Megatron-Bridge, CheckpointConfig; its recipes write for TensorBoard by default.
+    "checkpoint.save": ("checkpoint.save=null", "logger.tensorboard_dir=null"),
     # verl, whose SFT trainers save after their last step all the same: then into the trial's own directory.
     "trainer.save_freq": (
         "trainer.save_freq=-1",
@@ -36,6 +37,8 @@ _SAVING: dict[str, tuple[str, ...]] = {
 }
 #: An option that every command of Megatron-LM's has: one that has it and no ``--save`` saves nothing.
 _MEGATRON_LM = "--num-layers"
+#: Megatron-LM's options that write a run for TensorBoard and W&B. That of W&B wants the directory of ``--save``.
+_TRACKING = ("--tensorboard-dir", "--wandb-project")
 
 
 class Saves(ValueError):
@@ -43,7 +46,8 @@ class Saves(ValueError):
 
 
 def without_saving(command: Sequence[str], instead: Sequence[str] | None = None) -> list[str]:
-    """Returns the words of ``command`` that save no checkpoint; with ``instead``, with these words at its end.
+    """Returns the words of ``command`` that save no checkpoint, and by which Megatron-LM tracks no run; with
+    ``instead``, with these words at its end.
 
     Raises Saves where neither the words nor ``instead`` say how.
     """
@@ -53,21 +57,25 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
             words, found = [*_without(words, {_name(each) for each in (option, *off)}), *off], True
     if not found and not _has(words, _MEGATRON_LM):
         raise Saves(
-            "nothing in the command says whether it saves checkpoints: it has none of "
-            f"{', '.join(_SAVING)}, nor {_MEGATRON_LM}, which a command of Megatron-LM has, that saves only with "
-            "--save; --saving-off WORDS gives the words that turn saving off, --saving-off '' says that it saves none"
+            f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
+            f"command of Megatron-LM, which would have {_MEGATRON_LM}. Give the words that turn saving off with "
+            "--saving-off WORDS, or --saving-off '' if it saves none"
         )
-    return words + list(instead or ())
+    return _without(words, set(map(_name, _TRACKING))) + list(instead or ())
 
 
-def relaid(command: Sequence[str], options: Sequence[str], framework: str | None, role: str | None) -> list[str]:
-    """Returns the words of ``command`` with ``options`` in the place of those that place layers now. ``framework`` and
-    ``role``: in whose spelling, as traces name them."""
-    placing = {_name(flag) for flag in (*PLACING, _OLDER)}
+def relaid(
+    command: Sequence[str], flags: Sequence[str], framework: str | None, role: str | None, stages: int
+) -> list[str]:
+    """Returns the words of ``command`` with ``flags``, which are Megatron-LM's for so many ``stages``, in the place of
+    those that place layers now, and of options that both have. ``framework`` and ``role``: whose spelling that is, as
+    traces name them."""
+    words = list(options_of(framework, role, flags, stages) or flags)
+    placing = {_name(each) for each in (*PLACING, _OLDER, *filter(_names_an_option, words))}
     for flag in PLACING:
         own = options_of(framework, role, (flag, "t"), 1)  # of any value: only its name is asked for
         placing |= {_name(own[0])} if own else set()
-    return _without(command, placing) + list(options)
+    return _without(command, placing) + words
 
 
 def _has(words: Iterable[str], option: str) -> bool:

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
-from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import NothingToReport, analyze
-from megaprof.analysis.report.text.what_if import name_of
+from megaprof.analysis.report.text.what_if import assumptions, name_of
 from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.layouts import options_of
+from megaprof.analysis.what_if.depth import half_as_deep
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.tune import trial as runs
+from megaprof.tune.between import between_ms
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 
 #: A change is tried where it surely gains this part of the step.
 LEAST = 0.01
 #: Standard errors from the middle to the ends of a 90 % interval.
 _TO_ENDS = 1.645
+_GIB = 1 << 30
 
 
-def measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> Trial:
+def measured(trial: Trial, directory: Path, memory_limit: int | None = None, first: Trial | None = None) -> Trial:
     """Returns ``trial`` with what its timelines in ``directory`` say. ``memory_limit``: bytes that a stage may have
-    allocated, where that is less than its device has."""
+    allocated, where that is less than its device has; ``first``: the trial of the command as it was given."""
     try:
         report = analyze(directory, memory_limit=memory_limit)
     except NothingToReport as fault:
         return replace(trial, outcome="failed", why=str(fault))
-    target = next((each for each in report.targets if each.measured.target == runs.TARGET), None)
+    both = zip(report.targets, report.by_hand, strict=True)
+    target, known = next((each for each in both if each[0].measured.target == runs.TARGET), (None, None))
     step = None if target is None else target.measured.step_time_ms
     if target is None or step is None:
         why = (
@@ -39,11 +45,16 @@ def measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> 
             else "it has no step time"
         )
         return replace(trial, outcome="failed", why=why)
-    layout = target.what_if.layout
+    layout, between = target.what_if.layout, between_ms(directory, runs.TARGET)
+    more = 0.0
+    if first is not None and first.stages not in (None, target.measured.sizes.pp):
+        more = (between or 0.0) - (first.between_ms or 0.0)
     found = replace(
         trial,
         layout=layout,
-        step_ms=_interval(step),
+        stages=target.measured.sizes.pp,
+        step_ms=_interval(step).plus(more),
+        between_ms=between,
         steps=step.count,
         memory=target.what_if.allocated,
         framework=target.measured.framework,
@@ -51,28 +62,50 @@ def measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> 
         verdict=target.findings[0].text,
         says=target.advice.text if target.advice else "; ".join(each.text for each in target.what_if.warnings) or None,
     )
-    asked = None if trial.proposal is None else trial.proposal.layout
-    if None not in (asked, layout) and asked != layout:
-        why = f"it ran with layout {layout} and not {asked}: the command does not take the options"
-        return replace(found, outcome="not_as_asked", why=why, step_ms=None)
-    found = replace(found, outcome="measured", next=tuple(_proposals(target, trial.number)))
+    unlike = trial.proposal and _unlike(trial.proposal, layout, target.measured.microbatches)
+    if unlike:
+        return replace(found, outcome="not_as_asked", why=unlike, step_ms=None)
+    proposed = partial(_proposal, target.what_if, found, step.mean, more)
+    fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
+    proposals = tuple(proposed(each) for each in sorted(fitting, key=lambda one: -one.low))
+    half = None if known is None else _half_as_deep(known)
+    deep = proposed(half) if isinstance(half, Prediction) else half
+    found = replace(found, outcome="measured", next=proposals, half_as_deep=deep)
     if memory_limit is None or found.memory is None or max(found.memory) <= memory_limit:
         return found
-    return replace(
-        found, outcome="above_limit", why=f"a stage had more than {memory_limit / (1 << 30):.4g} GiB allocated"
-    )
+    return replace(found, outcome="above_limit", why=f"a stage had more than {memory_limit / _GIB:.4g} GiB allocated")
+
+
+def _unlike(asked: Proposal, layout: str | None, microbatches: int | None) -> str | None:
+    """Why a run is another one than was asked for; None where nothing says that it is."""
+    if layout is not None and layout != asked.layout:
+        return f"it ran with layout {layout} and not {asked.layout}: the command does not take the options"
+    if None not in (asked.microbatches, microbatches) and microbatches != asked.microbatches:
+        return (
+            f"each replica ran {microbatches} microbatches and not {asked.microbatches}: the command does not keep the "
+            "batch that all replicas have together"
+        )
+    return None
 
 
 def best_proposal(tuning: Tuning) -> Proposal | None:
-    """Returns what to try next: of all that was predicted and not tried, what has the best lower end; None where no
-    lower end gains `LEAST` over the best trial. Of two predictions of one layout the more certain one counts. Where no
-    trial keeps the limit of memory, whatever is predicted to keep it gains."""
+    """Returns what to try next: of all layouts that were predicted and not tried, what has the best lower end; where
+    none gains `LEAST` over the best trial at its lower end, of half as many stages, where they may be tried; else None.
+    Of two predictions of one layout the more certain one counts. Where no trial keeps the limit of memory, whatever is
+    predicted to keep it gains."""
+    found = _best(tuning, (each for trial in tuning.measured for each in trial.next))
+    if found is None and tuning.depth:
+        found = _best(tuning, (each for trial in tuning.measured if isinstance(each := trial.half_as_deep, Proposal)))
+    return found
+
+
+def _best(tuning: Tuning, proposals: Iterable[Proposal]) -> Proposal | None:
     best = tuning.best
-    surest: dict[str, Proposal] = {}
-    for each in (each for trial in tuning.measured for each in _untried(tuning, trial)):
-        known = surest.get(each.layout)
+    surest: dict[_Which, Proposal] = {}
+    for each in _untried(tuning, proposals):
+        known = surest.get(_which(each))
         if known is None or _width(each) < _width(known):
-            surest[each.layout] = each
+            surest[_which(each)] = each
     first = min(surest.values(), key=lambda each: each.step_ms.high, default=None)
     if first is None or best is None or best.step_ms is None:
         return first
@@ -86,39 +119,66 @@ def steps_that_tell(tuning: Tuning) -> int:
     if best is None or tuning.repeated(best):
         return 0
     most = (tuning.most_trials - len(tuning.trials) - 1) * tuning.steps
-    return max((each.more_steps for each in _untried(tuning, best) if each.more_steps <= most), default=0)
+    return max((each.more_steps for each in _untried(tuning, best.next) if each.more_steps <= most), default=0)
 
 
-def _untried(tuning: Tuning, trial: Trial) -> list[Proposal]:
-    """What was predicted from a trial, and may still be tried: no layout of a trial, and none that needs as much memory
-    on every stage as one that ran out of it."""
+_Which: TypeAlias = tuple[int | None, str]
+"""A layout does not say how many stages it is of: the same pieces may be chunks of fewer."""
+
+
+def _which(each: Proposal) -> _Which:
+    return each.stages, each.layout
+
+
+def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
+    """What may still be tried of them: no layout of a trial, and none that needs as much memory on every stage as one
+    that ran out of it."""
     asked = [(each.proposal, each.outcome) for each in tuning.trials if each.proposal is not None]
-    tried = {each.layout for each, _ in asked} | {each.layout for each in tuning.trials if each.layout is not None}
+    tried = {_which(each) for each, _ in asked}
+    tried |= {(each.stages, each.layout) for each in tuning.trials if each.layout is not None}
     too_large = [each.memory for each, outcome in asked if outcome == "out_of_memory" and each.memory is not None]
     return [
         each
-        for each in trial.next
-        if each.layout not in tried and not any(_needs(each, memory) for memory in too_large)
+        for each in proposals
+        if _which(each) not in tried and not any(_needs(each, memory) for memory in too_large)
     ]
 
 
 def _needs(each: Proposal, memory: tuple[int, ...]) -> bool:
-    """Whether it is predicted to need so much memory on every stage."""
-    return each.memory is not None and all(need >= known for need, known in zip(each.memory, memory, strict=True))
+    """Whether it is predicted to need so much memory on every stage, of as many."""
+    own = each.memory or ()
+    return len(own) == len(memory) and all(need >= known for need, known in zip(own, memory, strict=True))
 
 
-def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:
-    known = target.what_if.measured_ms
-    step = target.measured.step_time_ms
-    if known is None or step is None:
-        return
-    fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
-    for each in sorted(fitting, key=lambda one: -one.low):
-        predicted = _predicted(each, step.mean)
-        name = name_of(each, target.what_if)
-        own = options_of(target.measured.framework, target.measured.role, each.flags, len(each.layers))
-        options = each.flags if own is None else own
-        yield Proposal(name, each.layout or "", options, predicted, number, each.needed, each.more_steps)
+def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more: float, each: Prediction) -> Proposal:
+    """``step_ms`` of the trial is what a change may shorten, ``more`` what else counts."""
+    predicted, deep = _predicted(each, step_ms).plus(more), each.kind == "depth"
+    if deep:
+        between = trial.between_ms or 0.0
+        predicted = Interval(predicted.value + between / 2, predicted.low, predicted.high + between)
+    return Proposal(
+        what=name_of(each, what_if),
+        layout=each.layout or "",
+        flags=each.flags,
+        step_ms=predicted,
+        against=trial.number,
+        memory=each.needed,
+        more_steps=each.more_steps,
+        stages=len(each.layers),
+        microbatches=each.microbatches if deep else None,
+        assumes=tuple(assumptions(each)),
+    )
+
+
+def _half_as_deep(known: ByHand) -> Prediction | str:
+    """What is predicted of half as many stages, or why nothing is."""
+    try:
+        found = half_as_deep(known)
+    except ValueError as reason:
+        return str(reason)
+    if found.fits is False:
+        return f"a stage of half as many would need {max(found.needed or ()) / _GIB:.4g} GiB"
+    return found
 
 
 def _predicted(each: Prediction, measured_ms: float) -> Interval:

@@ -5,10 +5,11 @@ It is written whole after every change, so an interrupted tuning goes on from it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import hypot
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -38,6 +39,10 @@ class Interval:
     high: float
     """The upper end."""
 
+    def plus(self, more: float) -> Interval:
+        """Returns this with so much more."""
+        return Interval(self.value + more, self.low + more, self.high + more)
+
     def over(self, other: Interval) -> Interval:
         """Returns this divided by ``other``, two steps above 0 that were measured in a run each."""
         value = self.value / other.value
@@ -58,16 +63,22 @@ class Proposal:
     """In words."""
     layout: str
     """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
-    options: tuple[str, ...]
-    """The command's options for it, as its host takes them, in the place of all that place layers."""
+    flags: tuple[str, ...]
+    """Megatron-LM's options for it, in the place of all that place layers."""
     step_ms: Interval
     """The predicted step, in milliseconds."""
     against: int
     """The trial that it was predicted from."""
+    stages: int
+    """The pipeline's stages, which ``flags`` do not say."""
     memory: tuple[int, ...] | None = None
     """Bytes that each stage is predicted to have allocated at its peak; None where memory was not measured."""
     more_steps: int = 0
     """How many more steps of that trial would tell whether it gains; 0 where that is known, or no number would."""
+    microbatches: int | None = None
+    """Microbatches of each replica, where that is to be seen in the trial."""
+    assumes: tuple[str, ...] = ()
+    """What the prediction takes for granted, in clauses."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ class Trial:
     command: tuple[str, ...]
     """All of its words."""
     directory: str
-    """Where its timelines and what it printed are, inside the directory of the tuning."""
+    """Where its timelines and what it printed are, as seen from the directory of the tuning."""
     proposal: Proposal | None = None
     """Why it was tried; None for the command as it was given."""
     outcome: Outcome | None = None
@@ -88,8 +99,13 @@ class Trial:
     """Why it was not measured."""
     layout: str | None = None
     """The layout that it had."""
+    stages: int | None = None
+    """The pipeline's stages."""
     step_ms: Interval | None = None
-    """The measured step, in milliseconds."""
+    """The measured step, in milliseconds; of another depth than the first trial's with what comes more between steps
+    than in that one."""
+    between_ms: float | None = None
+    """Milliseconds between a step's end and the next one's beginning; None where no two steps were recorded."""
     steps: int | None = None
     """How many steps that is the average of."""
     memory: tuple[int, ...] | None = None
@@ -104,6 +120,8 @@ class Trial:
     """What its report says of other layouts."""
     next: tuple[Proposal, ...] = ()
     """What was predicted from it, the best lower end first."""
+    half_as_deep: Proposal | str | None = None
+    """What was predicted from it of half as many stages, or why nothing was; None where nothing at all was."""
     again: int | None = None
     """The trial that it repeats. The quicker one of both counts: other work can make a step only longer."""
     more_steps: int = 0
@@ -150,6 +168,8 @@ class Tuning:
     """Words that turn saving off, where the user gave some."""
     memory_limit: int | None = None
     """Bytes that a stage may have allocated; None: what its device has."""
+    depth: bool = False
+    """Whether half as many stages may be tried, too."""
     trials: tuple[Trial, ...] = ()
     """In their order."""
     stopped: Why | None = None
@@ -181,6 +201,13 @@ class Tuning:
         """The trial that has begun and has no outcome."""
         return next((trial for trial in self.trials if trial.outcome is None), None)
 
+    def changed(self, command: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
+        """Returns the words of ``command``, a way to write the given one, with a change."""
+        first = self.trials[0]
+        same = proposal.stages == first.stages
+        depth = () if same else ("--pipeline-model-parallel-size", str(proposal.stages))
+        return tuple(relaid(command, (*depth, *proposal.flags), first.framework, first.role, proposal.stages))
+
     def repeated(self, trial: Trial) -> bool:
         """Whether a trial was run again, or is a repetition."""
         return trial.again is not None or any(each.again == trial.number for each in self.trials)
@@ -203,7 +230,7 @@ def _result(found: Tuning) -> Result | None:
     told = [each.as_predicted for each in found.measured if each.as_predicted is not None]
     command, speedup = found.command, Interval(1.0, 1.0, 1.0)
     if best.proposal is not None:
-        command = tuple(relaid(found.command, best.proposal.options, first.framework, first.role))
+        command = found.changed(found.command, best.proposal)
         speedup = first.step_ms.over(best.step_ms)
     return Result(best.number, speedup, command, (sum(told), len(told)))
 
@@ -223,9 +250,3 @@ def store(directory: Path, tuning: Tuning) -> None:
     """Write it. Raises OSError, and leaves the file of before then."""
     with appearing(directory / NAME) as file:
         file.write(msgspec.json.format(msgspec.json.encode(tuning), indent=1))
-
-
-def plain(tuning: Tuning) -> dict[str, Any]:
-    """Returns it as JSON's own types."""
-    found: dict[str, Any] = msgspec.to_builtins(tuning)
-    return found

@@ -36,7 +36,7 @@ _READ = 1 << 18
 _LABEL = r"(\[rank\d+\]:)?\s*([\w.-]+: )?"
 #: A line that begins with an error's name: the end of a traceback, argparse's ``program: error: ``, a script's own
 #: ``error: ``. The first one has the cause: other ranks and the launcher tell only later that a rank has ended.
-_RAISED = re.compile(rf"^{_LABEL}[\w.-]*([Ee]rror|Exception): ")
+_RAISED = re.compile(rf"^{_LABEL}[\w.-]*([Ee]rror|Exception)(: |$)")
 #: A traceback that begins amid a line, down to its error: who writes words before it has caught that. Megatron-Bridge
 #: tells so of all that it cannot import.
 _CAUGHT = re.compile(rf"^(?!{_LABEL}Traceback \().*Traceback \(most recent call last\):\n([ \t].*\n)*.*$", re.MULTILINE)
@@ -65,6 +65,12 @@ def config_of(directory: Path) -> ProfileConfig:
     return ProfileConfig(target=(TARGET,), tool=("timeline",), dir=str(directory))
 
 
+def apart(directory: Path) -> dict[str, str]:
+    """Returns the environment that keeps a trial in ``directory`` out of the user's runs: W&B, whose ``disabled`` keeps
+    nothing, and TensorBoard of verl and SkyRL."""
+    return {"WANDB_MODE": "disabled", "TENSORBOARD_DIR": str(directory / "tensorboard")}
+
+
 def run(
     command: Sequence[str],
     directory: Path,
@@ -77,7 +83,7 @@ def run(
 
     Whatever ends this function ends the command, too. Raises OSError where it cannot be started.
     """
-    env = environment(config_of(directory), os.environ)
+    env = environment(config_of(directory), os.environ) | apart(directory)
     with (directory / LOG).open("wb") as log:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -118,13 +124,12 @@ def _made(status: RankStatus) -> int:
 
 
 def _end(process: subprocess.Popen[bytes], directory: Path) -> None:
-    mark = f"{variable('dir')}={directory}\0".encode()
     deadline = time.monotonic() + _GRACE
     _signal_group(process, signal.SIGTERM)
-    while (process.poll() is None or _marked(mark)) and time.monotonic() < deadline:
+    while (process.poll() is None or running(directory)) and time.monotonic() < deadline:
         time.sleep(_LOOK / 2)
     _signal_group(process, signal.SIGKILL)
-    for pid in _marked(mark):  # what has a session of its own, as torchrun's ranks
+    for pid in running(directory):  # what has a session of its own, as torchrun's ranks
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -136,12 +141,15 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
             os.killpg(process.pid, number)
 
 
-def _marked(mark: bytes) -> list[int]:
-    """Processes with ``mark`` in their environment (Linux; elsewhere only the process group is followed)."""
+def running(directory: Path) -> list[int]:
+    """Returns the processes of trials in ``directory`` or below it, by what they have in their environment (Linux;
+    elsewhere none)."""
+    marks = [f"{variable('dir')}={directory.absolute()}{end}".encode() for end in ("\0", "/")]
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if mark in environ.read_bytes():
+            own = environ.read_bytes()
+            if any(mark in own for mark in marks):
                 found.append(int(environ.parent.name))
     return found
 
@@ -164,4 +172,4 @@ def _tail(log: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-__all__ = ["LOG", "TARGET", "WARM_UP", "Ended", "config_of", "run"]
+__all__ = ["LOG", "TARGET", "WARM_UP", "Ended", "apart", "config_of", "run", "running"]

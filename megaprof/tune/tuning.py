@@ -7,12 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaprof.tune import trial as runs
-from megaprof.tune.command import relaid, without_saving
+from megaprof.tune.command import without_saving
 from megaprof.tune.proposals import best_proposal, measured, steps_that_tell
 from megaprof.tune.state import Trial, Tuning, store
 
 #: Is told of a trial.
 Told = Callable[[Trial], None]
+
+
+def resumed(tuning: Tuning, directory: Path) -> Tuning:
+    """Returns ``tuning`` with each trial to be run again that was not measured, and whose directory was deleted."""
+    for each in tuning.trials:
+        if each.outcome is not None and each.step_ms is None and not (directory / each.directory).exists():
+            waiting = Trial(each.number, each.command, each.directory, each.proposal)
+            tuning = tuning.having(replace(waiting, again=each.again, more_steps=each.more_steps))
+    return tuning
 
 
 def upcoming(tuning: Tuning, directory: Path) -> Tuning:
@@ -43,12 +52,11 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
         best, more = tuning.best, steps_that_tell(tuning)
         if best is not None and more:
             return tuning.having(_again(best, number, directory, more))
-        return replace(tuning, stopped="nothing_left", reason=None if best is None else best.says)
+        return replace(tuning, stopped="nothing_left", reason=None if best is None or best.next else best.says)
     if not left:
         return replace(tuning, stopped="trials_spent")
     plain = without_saving(tuning.command, tuning.saving_off)
-    words = tuple(relaid(plain, proposal.options, first.framework, first.role))
-    return tuning.having(Trial(number, words, _free(directory, number), proposal))
+    return tuning.having(Trial(number, tuning.changed(plain, proposal), _free(directory, number), proposal))
 
 
 def _again(trial: Trial, number: int, directory: Path, more_steps: int = 0) -> Trial:
@@ -58,7 +66,7 @@ def _again(trial: Trial, number: int, directory: Path, more_steps: int = 0) -> T
 
 def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
     """Returns ``tuning`` with what the files in ``directory`` say of its pending ``trial``."""
-    return tuning.having(measured(trial, directory, tuning.memory_limit))
+    return tuning.having(measured(trial, directory, tuning.memory_limit, tuning.trials[0]))
 
 
 def run(
@@ -86,7 +94,7 @@ def run(
 
 def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
     said = f" after {trial.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
-    lost = replace(trial, step_ms=None, next=())
+    lost = replace(trial, step_ms=None, next=(), half_as_deep=None)
     if ended.outcome == "out_of_memory":
         return replace(lost, outcome="out_of_memory", why=f"memory ran out{said}")
     if ended.outcome == "time_limit":

@@ -40,21 +40,38 @@ def sentence(tuning: Tuning) -> str:
     inside = f"; {held} of {counted(of, 'prediction')} inside the interval" if of else ""
     if found.command == tuning.command:
         if not of:
-            failed = any(each.proposal for each in tuning.trials)
-            return f"Nothing gained: no other layout {'could be measured' if failed else 'was tried'}."
+            return "Nothing gained: no other layout was tried."
         tried = counted(len(tuning.measured), "layout")
         return f"Nothing gained: the command as it was given is the quickest of {tried} tried{inside}."
-    return f"{ratio(found.speedup)} times as fast: {tuning.trials[found.trial - 1].what}{inside}."
+    best, first = tuning.trials[found.trial - 1], tuning.trials[0]
+    gained = f"{ratio(found.speedup)} times as fast: {best.what}{inside}."
+    if best.stages is None or best.stages == first.stages:
+        return gained
+    return (
+        f"{gained} This changes the depth of the pipeline: {counted(best.stages, 'stage')} instead of {first.stages}."
+    )
 
 
 def stopped(tuning: Tuning) -> str | None:
     """Why there are no more trials; None while there are."""
     if tuning.stopped == "nothing_left":
-        more = f" {words.sentence(tuning.reason)}" if tuning.reason else ""
-        return f"No other layout is surely 1 % faster.{more}"
+        told = tuning.reason or "no other layout is surely 1 % faster", _depth(tuning)
+        return " ".join(words.sentence(each) for each in told if each)
     if tuning.stopped == "trials_spent":
-        return "No trials are left, and another layout is predicted to be faster still."
+        return (
+            f"All {counted(tuning.most_trials, 'trial')} are spent, and another layout is predicted to be faster still."
+        )
     return None
+
+
+def _depth(tuning: Tuning) -> str | None:
+    """Why half as many stages were not tried from the best trial, a clause; None where they were, or may not be."""
+    half = tuning.best.half_as_deep if tuning.best and tuning.depth else None
+    if isinstance(half, str):
+        return f"the depth stays: {half}"
+    if half is None or any(trial.proposal == half for trial in tuning.trials):
+        return None
+    return f"the depth stays: {half.what} would take {milliseconds(half.step_ms)} ms"
 
 
 def rows(tuning: Tuning) -> list[tuple[str, ...]]:
@@ -105,12 +122,16 @@ def show(tuning: Tuning, console: Console) -> None:
     """Print it."""
     heading(console, "Tuning")
     heads, *filled = rows(tuning)
-    made = table(left=heads)
+    made = table()
+    for name in heads:
+        made.add_column(name, min_width=max(map(len, name.split())))
     for row in filled:
         made.add_row(*(text(cell) for cell in row))
     console.print(made)
     for line in failures(tuning):
         console.print(text(f"! {line}", "yellow"))
+    for line in assumed(tuning):
+        console.print(text(line))
     best = tuning.best
     console.print(text(sentence(tuning), "green" if best is not None else "bold red"))
     if (why := stopped(tuning)) is not None:
@@ -120,8 +141,18 @@ def show(tuning: Tuning, console: Console) -> None:
 
 
 def failures(tuning: Tuning) -> list[str]:
-    """Why trials were not measured, a line each."""
-    return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in tuning.trials if trial.why]
+    """Why trials were not measured, a line each; not again what `sentence` tells."""
+    told = [trial for trial in tuning.trials if trial.why and trial.why != tuning.reason]
+    return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in told]
+
+
+def assumed(tuning: Tuning) -> list[str]:
+    """What the predictions that were tried take for granted, a line each with those that do."""
+    about: dict[str, list[str]] = {}
+    for trial in tuning.trials:
+        for clause in trial.proposal.assumes if trial.proposal and trial.again is None else ():
+            about.setdefault(clause, []).append(trial.what)
+    return [f"{' / '.join(names)}: assumes that {clause}." for clause, names in about.items()]
 
 
 def page(tuning: Tuning) -> str:
@@ -137,6 +168,7 @@ def page(tuning: Tuning) -> str:
         rows=filled,
         columns=heads,
         failures=failures(tuning),
+        assumed=assumed(tuning),
         about=about,
         css=Markup(css),
         **this,
@@ -144,5 +176,6 @@ def page(tuning: Tuning) -> str:
 
 
 def _outcome(trial: Trial) -> str:
-    told = {True: ", as predicted", False: ", not as predicted", None: ""}[trial.as_predicted]
-    return _OUTCOMES[trial.outcome] + told
+    told = {True: "as predicted", False: "not as predicted", None: None}[trial.as_predicted]
+    known = None if trial.outcome == "measured" and told else _OUTCOMES[trial.outcome]
+    return ", ".join(filter(None, (known, told)))

@@ -4,7 +4,6 @@ no page waits for another one's traces, and no trace can end the server."""
 from __future__ import annotations
 
 import asyncio
-import pickle
 import signal
 from collections import OrderedDict
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,18 +17,17 @@ from typing import Any
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
-from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import words
 from megaprof.formats import inputs
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.job.standstill import Standstill
-from megaprof.formats.remote import TooMuch, Unreachable
+from megaprof.formats.remote import Unreachable
 from megaprof.metrics.look import last_stand
 from megaprof.ui.places import Place
 
-#: KeptCaptures that are kept, and how large they may be together, in bytes.
-MOST_KEPT, MOST_BYTES = 16, 512 << 20
-#: Verdicts that are kept.
-MOST_BRIEFS = 4096
+#: Captures that are kept.
+MOST_KEPT = 16
 _PROCESSES = 2
 
 _Key = tuple[str, str | None]
@@ -73,11 +71,11 @@ class Capture:
     """Every target at a glance."""
 
 
-def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> bytes:
-    """A `Capture`, pickled: its size is then known. Raises Unreadable. Runs in a process of its own."""
+def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Capture:
+    """Returns what pages show of a directory. Raises Unreadable. Runs in a process of its own."""
     try:
         report = replace(analyze(path), standstill=standstill)
-    except (NothingToReport, Unreachable, TooMuch) as fault:
+    except (Unanswerable, Unreachable) as fault:
         raise Unreadable(str(fault)) from None
     except (OSError, MemoryError) as fault:
         raise Unreadable(f"{path} cannot be read: {fault}") from None
@@ -85,7 +83,7 @@ def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill 
     drawn = {key: boxes(step) for key, step in steps.items()}
     shown = page(report, steps, links)
     briefs = tuple(_brief(target, standstill) for target in report.targets)
-    return pickle.dumps(Capture(replace(report, drawn={}), shown, drawn, briefs))
+    return Capture(replace(report, drawn={}), shown, drawn, briefs)
 
 
 def _begin(most_bytes: int | None) -> None:
@@ -113,8 +111,8 @@ class KeptCaptures:
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
-        self._kept: OrderedDict[str, tuple[Capture, int]] = OrderedDict()
-        self._briefs: OrderedDict[str, tuple[Brief, ...] | str] = OrderedDict()
+        self._kept: OrderedDict[str, Capture] = OrderedDict()
+        self._briefs: dict[str, tuple[Brief, ...] | str] = {}
         self._under_way: dict[str, asyncio.Task[Capture]] = {}
 
     def brief(self, place: Place) -> tuple[Brief, ...] | str | None:
@@ -130,7 +128,7 @@ class KeptCaptures:
         identity = place.identity if standstill is None else f"{place.identity} {replace(standstill, seconds=0.0)}"
         if (kept := self._kept.get(identity)) is not None:
             self._kept.move_to_end(identity)
-            return kept[0]
+            return kept
         if isinstance(why := self._briefs.get(identity), str):
             raise Unreadable(why)
         task = self._under_way.get(identity)
@@ -144,32 +142,24 @@ class KeptCaptures:
         self, identity: str, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None
     ) -> Capture:
         try:
-            content = await asyncio.wrap_future(self._submit(path, links, standstill))
-            capture: Capture = await asyncio.to_thread(pickle.loads, content)
+            capture = await asyncio.wrap_future(self._submit(path, links, standstill))
         except Unreadable as fault:
-            self._keep_brief(identity, str(fault))
+            self._briefs[identity] = str(fault)
             raise
         except BrokenProcessPool:
             self._pool = None
             raise Unreadable("the process that read it was killed, most likely for its memory") from None
-        self._keep_brief(identity, capture.briefs)
-        self._kept[identity] = capture, len(content)
-        while len(self._kept) > MOST_KEPT or (
-            len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > MOST_BYTES
-        ):
+        self._briefs[identity] = capture.briefs
+        self._kept[identity] = capture
+        if len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         return capture
 
-    def _submit(self, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Future[bytes]:
+    def _submit(self, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Future[Capture]:
         if self._pool is None:
             alike = partial(_begin, inputs.allowed())
             self._pool = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"), initializer=alike)
         return self._pool.submit(read, path, links, standstill)
-
-    def _keep_brief(self, identity: str, brief: tuple[Brief, ...] | str) -> None:
-        self._briefs[identity] = brief
-        while len(self._briefs) > MOST_BRIEFS:
-            self._briefs.popitem(last=False)
 
     def close(self) -> None:
         """End the processes; what they read is not waited for."""

@@ -16,7 +16,7 @@ from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, requester_for
 from megaprof.formats.job.requests import Refused
 from megaprof.formats.phrases import counted
-from megaprof.metrics.compute import SLOW, StageFigures, Summary, summarise
+from megaprof.metrics.figures import SLOW, StageFigures, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
 from megaprof.ui.kept import Kept
 
@@ -48,7 +48,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Told:
+class CaptureProgress:
     """What became, or becomes, of a capture that was asked for."""
 
     text: str
@@ -56,7 +56,7 @@ class Told:
     severity: str
     """``open`` while it is under way, ``fine`` when all was captured, ``slow`` when it was not."""
     files: tuple[str, ...] = ()
-    """What was written, below the save directory."""
+    """What was written."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Now:
     """Whom the others wait for, a clause each."""
     history: tuple[Point, ...] = ()
     """The looks so far, the newest last."""
-    capture: Told | None = None
+    capture: CaptureProgress | None = None
     """The last capture that was asked for here; None before one was."""
 
     @property
@@ -116,7 +116,7 @@ class LiveJob:
         self._directory, self._role = directory, role
         self._history: deque[Point] = deque(maxlen=MOST_POINTS)
         self._looks = Kept(self._look, lambda now: now.every)
-        self._told: Told | None = None
+        self._told: CaptureProgress | None = None
         self._capturing: asyncio.Task[None] | None = None
         self._asking = False
 
@@ -170,11 +170,11 @@ class LiveJob:
         what = requester.request.target
         try:
             while (outcome := await run_in_threadpool(requester.advance)) is None:
-                self._told = Told(f"{what}: {requester.state}", "open")
+                self._told = CaptureProgress(f"{what}: {requester.state}", "open")
                 await asyncio.sleep(requester.pause)
             self._told = _told(what, outcome)
         except Refused as refusal:
-            self._told = Told(f"{what}: refused: {refusal}", "slow")
+            self._told = CaptureProgress(f"{what}: refused: {refusal}", "slow")
         finally:
             requester.withdraw()
 
@@ -185,11 +185,11 @@ class LiveJob:
             await asyncio.gather(self._capturing, return_exceptions=True)
 
 
-def _told(target: str, outcome: Outcome) -> Told:
+def _told(target: str, outcome: Outcome) -> CaptureProgress:
     if outcome.reason is not None:
-        return Told(f"{target}: {outcome.reason}", "slow", outcome.files)
+        return CaptureProgress(f"{target}: {outcome.reason}", "slow", outcome.files)
     steps = f"step{'' if len(outcome.steps) == 1 else 's'} {', '.join(map(str, outcome.steps))}"
-    return Told(f"{target}: captured {steps} on {counted(outcome.ranks, 'rank')}", "fine", outcome.files)
+    return CaptureProgress(f"{target}: captured {steps} on {counted(outcome.captured, 'rank')}", "fine", outcome.files)
 
 
 def state_of(directory: Path) -> str | None:

@@ -20,7 +20,7 @@ from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.text import diff as differences
 from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import ago
-from megaprof.ui import hand
+from megaprof.ui import what_if
 from megaprof.ui.captures import Capture
 from megaprof.ui.live import Now, Point
 from megaprof.ui.places import Place
@@ -50,7 +50,7 @@ def _environment() -> Environment:
         "differences": differences,
         "date": _date,
         "size": _size,
-        "hand": hand,
+        "what_if": what_if,
         "WIDTH": WIDTH,
         "HEIGHT": HEIGHT,
     }

@@ -28,10 +28,10 @@ from megaprof.formats.job.requests import Refused
 from megaprof.ui import pages
 from megaprof.ui.captures import Capture, KeptCaptures, Unreadable
 from megaprof.ui.guard import Guard
-from megaprof.ui.hand import answer, host_options
 from megaprof.ui.kept import Kept
 from megaprof.ui.live import Busy, LiveJobs, state_of
 from megaprof.ui.places import Listing, Place, look_below
+from megaprof.ui.what_if import answer, host_options
 
 #: Seconds for which a listing counts, after which a page that waits is shown, and after which it asks again.
 _LISTED, _PATIENCE, _AGAIN = 2.0, 0.4, 2

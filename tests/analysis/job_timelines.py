@@ -98,6 +98,7 @@ def write_timelines(
     device_clock: bool = False,
     skew_ms: float = 0.0,
     events: bool = True,
+    between: float = 0.05,
 ) -> list[Path]:
     """Write one file per rank of ``layout`` and return their paths.
 
@@ -105,7 +106,8 @@ def write_timelines(
     ``chunk_layers``: layers of one chunk, per stage. ``noise``: standard deviation of the logarithm of a time;
     ``tails``: the fraction of a rank's steps that take 1.5 to 3 times as long. ``ranks``: only these; ``last_step``:
     ranks whose data end early. ``skew_ms``: standard deviation of the hosts' clocks. ``events``: False leaves the
-    times of single events out. Raises ValueError for times or microbatches that no schedule has.
+    times of single events out. ``between``: what comes between steps, as a part of them. Raises ValueError for times or
+    microbatches that no schedule has.
     """
     job = _Job(
         layout,
@@ -127,7 +129,8 @@ def write_timelines(
     skew = (rng.normal(0, skew_ms, hosts) * 1e6).astype(np.int64)
     starts = (
         start_ns
-        + np.concatenate(([0], np.cumsum(job.longest(numbers) * job_noise * 1.05)[:-1])).astype(np.int64) * 1000
+        + np.concatenate(([0], np.cumsum(job.longest(numbers) * job_noise * (1 + between))[:-1])).astype(np.int64)
+        * 1000
     )
     clock = {"clock": "device" if device_clock else "host"}
     paths, made = [], set()

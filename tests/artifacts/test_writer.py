@@ -104,31 +104,6 @@ def test_what_kineto_left_on_a_full_disk_is_removed(tmp_path: Path, caplog: pyte
     assert "is the disk full" in caplog.text
 
 
-@pytest.mark.parametrize(("limit", "most"), [("WAITING_FILES", 2), ("WAITING_BYTES", 2_500)])
-def test_what_is_too_much_stays_uncompressed_at_once(
-    limit: str,
-    most: int,
-    tmp_path: Path,
-    stuck: Gate,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(writer, limit, most)
-    background = Writer()
-    for number in range(5):
-        background.submit(job(tmp_path, f"{number}.bin.gz", b"x" * 1000))
-    visible = [name for name in listing(tmp_path) if not name.startswith(".")]
-    assert visible == ["2.bin", "3.bin", "4.bin"]
-    assert (tmp_path / "2.bin").read_bytes() == b"x" * 1000
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    stuck()
-    assert background.flush(30)
-    assert listing(tmp_path) == ["0.bin.gz", "1.bin.gz", "2.bin", "3.bin", "4.bin"]
-    background.submit(job(tmp_path, "5.bin.gz"))
-    assert background.flush(30)
-    assert "5.bin.gz" in listing(tmp_path), "it did not recover"
-
-
 def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last thing that the writer's thread does is to remove the file that says that it is at work."""
     removing, answers, remove = threading.Event(), threading.Event(), writer._remove
@@ -157,14 +132,6 @@ def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkey
     assert not waits
     assert listing(tmp_path) == ["a.bin.gz", "b.bin.gz"]
     assert busy_path(tmp_path).name in seen, "others take this process to be done"
-
-
-def test_one_file_is_written_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "WAITING_BYTES", 1)
-    background = Writer()
-    background.submit(job(tmp_path))
-    assert background.flush(30)
-    assert listing(tmp_path) == ["t.bin.gz"]
 
 
 def test_flush_names_what_is_not_finished(tmp_path: Path, stuck: Gate, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,6 @@ import torch
 
 from megaprof import ProfileConfig, install, install_hooks
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.capture.process import Process
 from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import always, ranged
 from megaprof.recorders.ranges.emit import Range
@@ -93,7 +92,7 @@ def _unit_costs() -> dict[str, float]:
 
     def nothing() -> None: ...
 
-    hooked = ranged(nothing, Dispatcher(Process()), always(codes.FINALIZE))
+    hooked = ranged(nothing, Dispatcher(), always(codes.FINALIZE))
 
     def one_range() -> None:
         with Range("megaprof/forward mb=0 chunk=0"):

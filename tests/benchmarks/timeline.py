@@ -230,7 +230,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
                 read = {"took": 1e3 * reading.took, "share": reading.share, "lock": _locked_ms()}
     return {
         "cost": found,
-        "bytes": timeline.bytes_written / recorded,
+        "bytes": timeline._files.bytes_written / recorded,
         "stall": 1e3 * stall,
         "realtime": realtime,
         **read,

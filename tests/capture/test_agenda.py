@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.capture.agenda import Call, Demand, PlannedWindow, plan
-from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.capture.agenda import Agenda, Call, Demand, PlannedWindow
+from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders.nsys_command import windows
 
 ACTOR, LOG_PROBS, EVALUATE, OVERALL = "train_actor", "train_log_probs", "evaluate", "train_overall"
@@ -33,6 +34,41 @@ def in_words(windows: Any) -> list[str]:
         return f"{whose} {steps}" + ("" if window.asked is None else f" for {window.asked}")
 
     return [one(window) for window in windows]
+
+
+def plan(
+    config: ProfileConfig, coords: RankCoords, calls: Iterable[Call], demand: Demand | None = None
+) -> Sequence[PlannedWindow]:
+    """Returns the windows of a run with these calls, in order, if every one of them opens: what a session does, without
+    recorders. Annotated work is a call that ends at once. A window that is open at the end is the last one."""
+    agenda = Agenda(config, coords)
+    windows: list[PlannedWindow] = []
+    opened: PlannedWindow | None = None
+
+    def end() -> None:
+        nonlocal opened
+        if opened is not None:
+            agenda.has_file(opened)
+            if opened.demand is not None:
+                opened.demand.closes()
+        opened = None
+
+    for call in calls:
+        begun = agenda.begins(call)
+        if opened is not None and not agenda.goes_on(opened, begun):
+            end()
+        for window in agenda.wanted(begun, demand):
+            if opened is not None:
+                agenda.put_off(window, opened.target)
+                continue
+            agenda.opens(window)
+            opened = window
+            windows.append(window)
+            if demand is not None and window.demand is demand:
+                demand.taken.append(window.first.number)
+        if opened is not None and opened.target != OVERALL and agenda.is_complete(opened):
+            end()
+    return windows
 
 
 def planned(calls: list[Call], *targets: str, demand: Demand | None = None, **options: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import inspect
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,9 +156,9 @@ def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Pat
     assert all(trace.metadata.microbatches is None for trace in files(tmp_path).values())
     (target,) = analyze(tmp_path).targets
     measured = target.measured
-    (forwards,) = [chunk.forward_ms for chunk in measured.stages[0].chunks]
+    forwards = measured.stages[0].forward_ms
     assert forwards is not None
-    assert forwards.count == 2 * len(measured.steps)
+    assert forwards.count == len(measured.steps)
     assert "file_left_out" not in kinds(measured.warnings)
     assert target.diagnosis is None
     assert target.withheld is not None
@@ -298,6 +299,28 @@ def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: P
         assert process.window.window.repeat == 2
         session.end_window("no call came")
         assert not torch._C._autograd._profiler_enabled()
+
+
+def test_a_handle_that_another_thread_removes_takes_its_own_window_only(one_rank: Any, tmp_path: Path) -> None:
+    host = Host(one_rank)
+    other = install_hooks(torch.nn.Linear(2, 2), on(tmp_path / "other", "train_log_probs"))
+    removing: list[threading.Thread] = []
+
+    def remove(*_: Any) -> None:
+        if host.step == 1 and not removing:
+            removing.append(threading.Thread(target=other.remove))
+            removing[0].start()
+            removing[0].join(60)
+            assert other.active, "the training thread does it when its call ends"
+
+    hook = one_rank.chunks[0].register_forward_pre_hook(remove)
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_overall", steps="1"), iteration=host.number):
+        host.run(0, 1, 2)
+        assert not other.active
+    hook.remove()
+    (trace,) = files(tmp_path).values()
+    assert not trace.metadata.truncated
+    assert "train_actor 1" in steps(trace)
 
 
 # ---- what is said

@@ -80,10 +80,10 @@ def _look_often() -> None:
 
 
 def _say(milliseconds: float) -> None:
-    from megaprof.recorders.timeline.recorder import TimelineRecorder
+    from megaprof.recorders.timeline.progress import Tally
 
     recent = Recent("train_actor", 8, 1000.0, milliseconds / 3, 2 * milliseconds / 3, 0.0, 0.0, 0.0)
-    TimelineRecorder.recent = lambda *_: recent  # type: ignore[method-assign]
+    Tally.recent = lambda *_: recent  # type: ignore[method-assign]
 
 
 def _sleep_in_forward(gpt: Any, slow: Slow, microbatches: int, losses: list[Any], stop: str) -> None:

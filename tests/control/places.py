@@ -93,7 +93,6 @@ def listening(directory: Path, layout: WorldLayout, rank: int, *, every: float =
         role=None,
         calls={},
         timeline=None,
-        disabled=False,
         off=None,
         demand=None,
     )

@@ -27,7 +27,7 @@ from megaprof.formats.job import records
 from megaprof.formats.job.requests import Refused, Request
 from megaprof.formats.job.run import MOST_RANKS, RunRecord
 from megaprof.formats.job.status import RankStatus
-from megaprof.metrics.compute import summarise
+from megaprof.metrics.figures import summarise
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 
@@ -120,7 +120,7 @@ def read_run(record: dict[str, Any]) -> None:
 def read_status(record: dict[str, Any]) -> None:
     status = through_a_file(record, RankStatus)
     assert through_a_file(plain(status), RankStatus) == status
-    assert status.step() is None or status.step() >= 0  # type: ignore[operator]
+    assert status.last_step() is None or status.last_step() >= 0  # type: ignore[operator]
     others = [through_a_file({**STATUS, "rank": rank}, RankStatus) for rank in range(1, 4)]
     if status.rank == 0 and all(status.coords[axis] < getattr(RUN.sizes, axis) for axis in status.coords):
         everyone = {each.rank: each for each in (status, *others)}

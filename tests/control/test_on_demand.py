@@ -96,7 +96,7 @@ def test_fifty_requests_at_once_in_the_place_of_what_is_none(job: Running) -> No
         time.sleep(0.1)
     assert outcomes, refused
     assert len(outcomes) + len(refused) == 50
-    assert all(outcome.reason is None and outcome.ranks == 2 and len(outcome.steps) == 1 for outcome in outcomes)
+    assert all(outcome.reason is None and outcome.captured == 2 and len(outcome.steps) == 1 for outcome in outcomes)
     assert all("busy with" in reason for reason in refused)
     files = sorted(job.directory.glob("*.gz"))
     assert places(job.directory, files) == {(pp, outcome.steps[0]) for pp in (0, 1) for outcome in outcomes}

@@ -92,7 +92,8 @@ def test_two_phases(asked: Asked) -> None:
         asked.says(rank, "done", steps=(first, first + 1), files=(f"{rank}.gz",))
     outcome = requester.advance()
     assert outcome is not None
-    assert (outcome.reason, outcome.steps, outcome.files) == (None, (first, first + 1), ("0.gz", "2.gz"))
+    files = tuple(str(asked.paths.root.parent / f"{rank}.gz") for rank in (0, 2))
+    assert (outcome.reason, outcome.steps, outcome.files) == (None, (first, first + 1), files)
     assert not asked.paths.capture.exists()
 
 

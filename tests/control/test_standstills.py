@@ -33,7 +33,7 @@ def _train(fault: str, directory: str, stop: str) -> None:
     from megaprof.control import listener, standstills
 
     listener.interval = lambda world: 0.1  # type: ignore[assignment]
-    standstills.is_stuck = lambda status, now: status.settled and status.stuck(now) > 2.0  # type: ignore[assignment]
+    standstills.is_stuck = lambda status, now: status.past_first_step and status.stuck(now) > 2.0  # type: ignore[assignment]
     rank, _ = init_distributed(timeout=180)
 
     def end() -> None:  # also of a rank that waits in a collective

@@ -40,7 +40,7 @@ def test_an_uneven_stage_is_captured_once(tmp_path: Path) -> None:
 
         def step() -> int:
             status = found.leader()
-            return -1 if status is None else status.step() or -1
+            return -1 if status is None else status.last_step() or -1
 
         deadline = time.monotonic() + 150
         while len(captured(job.directory)) < 4 and time.monotonic() < deadline:

@@ -26,14 +26,14 @@ full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph", reason="m
 
 @pytest.fixture
 def runtime(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    names.forget()
+    names.__init__()  # type: ignore[misc]
     for state in ("curr_iteration", "cuda_graph", "result"):
         empty = (
             {"training": 0, "validation": 0} if state == "curr_iteration" else {"training": None, "validation": None}
         )
         monkeypatch.setattr(full_cuda_graph.FullCudaGraphWrapper, state, empty)
     yield made_up_runtime(monkeypatch)
-    names.forget()
+    names.__init__()  # type: ignore[misc]
 
 
 def dicts(batches: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:

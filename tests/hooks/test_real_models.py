@@ -102,8 +102,10 @@ def test_the_report_says_what_was_built(
         len(stages),
         sizes.get("context_parallel_size", 1),
     )
-    assert [len(stage.ranks) * len(stages) for stage in told.stages] == [many] * len(stages)
-    for trace in map(read_trace, find_traces(tmp_path)):
+    assert [stage.pp for stage in told.stages] == list(range(len(stages)))
+    traces = [read_trace(path) for path in find_traces(tmp_path)]
+    assert {trace.metadata.coords.rank for trace in traces} == set(range(many))
+    for trace in traces:
         stage, (chunk,) = trace.metadata.coords.pp, trace.metadata.chunks
         first, last = stage == 0, stage == len(stages) - 1
         assert (chunk.embedding, chunk.kinds, chunk.loss) == (first, stages[stage], last)
@@ -144,9 +146,6 @@ def test_microbatches_that_change_by_step_and_replica(tmp_path: Path) -> None:
     (target,) = analyze(tmp_path).targets
     told = target.measured
     assert [stage.pp for stage in told.stages] == [0, 1]
-    # On a busy machine some step may have been pulled apart between the ranks, and is left out.
-    counts = [{of_replica[step] for of_replica in COUNTS} for step in told.steps]
-    every = set().union(*counts)
-    assert told.microbatches == (every.pop() if len(every) == 1 else None)
-    assert ("replicas_differ" in kinds(told.warnings)) == any(len(each) > 1 for each in counts)
+    # Steps with other numbers are left out, and on a busy machine those that were pulled apart between the ranks.
+    assert all(told.microbatches in {of_replica[step] for of_replica in COUNTS} for step in told.steps)
     assert "stages_differ" not in kinds(told.warnings)

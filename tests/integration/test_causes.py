@@ -18,7 +18,7 @@ import pytest
 from megaprof.analysis.report.report import analyze
 from megaprof.formats.timeline import SUFFIX
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
-from megaprof.testing.faults import before_exchange, layers, linger
+from megaprof.testing.faults import after_exchange, layers, linger
 
 #: Milliseconds that a layer waits in a forward and in a backward, ...
 FORWARD, BACKWARD = 30.0, 60.0
@@ -69,8 +69,8 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
         first = (passes - 1) % PIPELINE.microbatches == 0
         return forward + (DATA if fault == "waiting for data" and stage == 0 and first else 0.0), backward
 
-    if stage == 1:
-        before_exchange(2, lambda: time.sleep(LINK / 1000 if fault == "slow link" else 0))
+    if stage in (1, 2):
+        after_exchange(3 - stage, lambda: time.sleep(LINK / 1000 if fault == "slow link" else 0))
     with cpu_megatron():
         gpt = build(PIPELINE)
         linger(layers(gpt.chunks), times)

@@ -108,7 +108,7 @@ def test_all_calls_of_a_hosts_step_know_its_number() -> None:
     config = ProfileConfig(target=("train_overall",), steps="none", dir="traces")
     coords = WorldLayout(ParallelSizes()).coords(0)
     agenda = Agenda(config, coords)
-    numbers = HostNumbers(registry.iteration, host_step=contract.host_step)
+    numbers = HostNumbers(registry.iteration, contract.iteration, contract.host_step)
 
     def begun(target: str) -> int | None:
         step = agenda.begins(Call(target, None, *numbers.of(target))).host_step

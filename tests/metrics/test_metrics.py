@@ -20,7 +20,7 @@ from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
-from megaprof.metrics.compute import SLOW, SlowRanks, Summary, slow_ranks, summarise
+from megaprof.metrics.figures import SLOW, SlowRanks, Summary, slow_ranks, summarise
 from megaprof.metrics.overview import Overview
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
@@ -205,7 +205,7 @@ def test_wandbs_step_stays_the_hosts(summary: Summary, monkeypatch: pytest.Monke
 OTEL = """
 import sys
 from megaprof.metrics import sinks
-from megaprof.metrics.compute import StageFigures, Summary
+from megaprof.metrics.figures import StageFigures, Summary
 assert sinks.meter() is None and "opentelemetry" not in sys.modules
 from opentelemetry import metrics
 assert sinks.meter() is None

@@ -65,7 +65,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: fake.history_on, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
     monkeypatch.setattr(MemoryRecorder, "_observing", False)
-    monkeypatch.setattr(NsysRecorder, "_captures", 0)
     return fake
 
 
@@ -94,7 +93,7 @@ def test_nsys_opens_one_capture_range_per_window(cuda: Cuda, tmp_path: Path) -> 
     assert cuda.calls == ["start", "stop"] * 2  # the session has waited for the device
     assert writer.close(60)
     said = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
-    assert said == [{"capture": i + 1, "megaprof": {"steps": [7 + i, 7 + i]}} for i in range(2)]
+    assert said == [{"megaprof": {"steps": [7 + i, 7 + i]}} for i in range(2)]
     assert sorted(path.name for path in tmp_path.iterdir())[0] == f"{STEM}.nsys.json"
 
 
@@ -123,6 +122,7 @@ def test_nsys_that_does_not_run_is_said_before_the_first_step(
         assert "'megaprof nsys' prints the command" in caplog.text
         caplog.clear()
         monkeypatch.setenv(SESSION_VARIABLE, "123")
+        monkeypatch.setattr(emit, "reaches_nobody", lambda: False)
         NsysRecorder(config(tmp_path, "nsys"), Writer())
         assert caplog.text == ""
 
@@ -149,7 +149,6 @@ def test_ranges_that_reach_nobody_are_said_once(
 ) -> None:
     """The nvtx package drops all ranges where it does not recognise the tool."""
     monkeypatch.setenv(SESSION_VARIABLE, "123")
-    monkeypatch.setattr(NsysRecorder, "_said", False)
     monkeypatch.setattr(emit, "reaches_nobody", lambda: True)
     recorder = NsysRecorder(config(tmp_path, "nsys"), Writer())
     for _ in range(2):

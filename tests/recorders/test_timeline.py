@@ -78,16 +78,16 @@ def test_a_step_comes_no_more_often_than_steps_last() -> None:
 def test_it_says_how_fast(one_rank: Any, tmp_path: Path) -> None:
     with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
         timeline = recorded(handle)
-        assert timeline.recent() is None
+        assert timeline.tally.recent() is None
         for _ in range(4):
             one_rank.train_step()
         one_rank.log_probs_pass()
-    recent = timeline.recent()
+    recent = timeline.tally.recent()
     assert recent is not None
     assert (recent.target, recent.steps) == ("train_actor", 4)
     # Medians, each of its own: a sum of them may exceed the median step.
     assert 0 < max(recent.forward_ms, recent.backward_ms, recent.finalize_ms) <= recent.step_ms
-    log_probs = timeline.recent("train_log_probs")
+    log_probs = timeline.tally.recent("train_log_probs")
     assert log_probs is not None
     assert (log_probs.steps, log_probs.backward_ms) == (1, 0.0)
 

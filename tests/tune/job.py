@@ -41,8 +41,9 @@ def main() -> None:
     parser.add_argument("--account-for-embedding-in-pipeline-split", action="store_true")
     parser.add_argument("--account-for-loss-in-pipeline-split", action="store_true")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--global-batch-size", type=int, default=8)  # in microbatches of one sequence
     parser.add_argument("--train-iters", type=int, default=100_000)
+    parser.add_argument("--hidden-size", type=int, default=32)
     parser.add_argument("--loss-ms", type=float, nargs=2, default=(0.0, 0.0))
     parser.add_argument("--memory", type=float, nargs=2, metavar=("LAYER", "ACTIVATIONS"))  # GiB
     parser.add_argument("--save", type=Path)
@@ -57,13 +58,15 @@ def main() -> None:
         sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     init_distributed()
     chunks = len(pieces) // args.pipeline_model_parallel_size
+    replicas = torch.distributed.get_world_size() // args.pipeline_model_parallel_size
     workload = GPTWorkload(
         pp=args.pipeline_model_parallel_size,
+        dp=replicas,
         vpp=chunks if chunks > 1 else None,
         layers=args.num_layers,
         layout=split,
-        microbatches=args.microbatches,
-        hidden=32,
+        microbatches=args.global_batch_size // replicas,
+        hidden=args.hidden_size,
         seq_length=16,
     )
     with cpu_megatron():

@@ -4,30 +4,32 @@ import pytest
 
 from megaprof.tune.command import Saves, relaid, without_saving
 
-LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8"]
 VERL = [
     "trainer.save_freq=-1",
     "trainer.default_local_dir=${oc.env:MEGAPROF_DIR}/checkpoints",
     "trainer.default_hdfs_dir=null",
 ]
 SKYRL = ["trainer.ckpt_interval=-1", "trainer.hf_save_interval=-1"]
+LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8"]
 
 
 @pytest.mark.parametrize(
     ("command", "kept"),
     [
         ([*LM, "--save", "ckpt", "--bf16"], [*LM, "--bf16"]),
+        ([*LM, "--wandb-project", "p", "--wandb-exp-name", "n", "--bf16"], [*LM, "--wandb-exp-name", "n", "--bf16"]),
+        ([*LM, "--save=ckpt", "--tensorboard-dir=tb"], LM),
         ([*LM, "--save=ckpt", "--load", "ckpt"], [*LM, "--load", "ckpt"]),
         (LM, LM),
         (["main.py", "trainer.default_local_dir=/c", "++trainer.save_freq=5", "x=1"], ["main.py", "x=1", *VERL]),
         (["main.py", "trainer.hf_save_interval=9", "trainer.ckpt_interval=5"], ["main.py", *SKYRL]),
         (
             ["run.py", "checkpoint.save=/c", "train.train_iters=5"],
-            ["run.py", "train.train_iters=5", "checkpoint.save=null"],
+            ["run.py", "train.train_iters=5", "checkpoint.save=null", "logger.tensorboard_dir=null"],
         ),
     ],
 )
-def test_nothing_is_saved(command: list[str], kept: list[str]) -> None:
+def test_nothing_is_saved_and_no_run_is_written(command: list[str], kept: list[str]) -> None:
     assert without_saving(command) == kept
 
 
@@ -39,12 +41,13 @@ def test_a_command_that_may_save_is_refused() -> None:
     assert without_saving(["bash", "train.sh"], ("save=no",)) == ["bash", "train.sh", "save=no"]
 
 
+DEEP = ("--pipeline-model-parallel-size",)
 FIRST_5 = ("--decoder-first-pipeline-num-layers", "5")
 PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "framework", "after"),
+    ("words", "flags", "framework", "after"),
     [
         (["--decoder-first-pipeline-num-layers", "6", "--bf16"], FIRST_5, "megatron-lm", ["--bf16", *FIRST_5]),
         (["--decoder-first-pipeline-num-layers=6", "x.py"], FIRST_5, None, ["x.py", *FIRST_5]),
@@ -52,29 +55,30 @@ PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
         (["--num-layers-per-virtual-pipeline-stage", "2", "--bf16"], PIECES, None, ["--bf16", *PIECES]),
         (
             ["run.py", "model.num_layers_in_first_pipeline_stage=6"],
-            ("model.num_layers_in_last_pipeline_stage=3",),
+            FIRST_5,
             "megatron-bridge",
-            ["run.py", "model.num_layers_in_last_pipeline_stage=3"],
+            ["run.py", "model.num_layers_in_first_pipeline_stage=5"],
         ),
         (
             ["sft", "--decoder_first_pipeline_num_layers", "6", "--account_for_loss_in_pipeline_split", "true"],
-            ("--decoder_first_pipeline_num_layers", "5"),
+            FIRST_5,
             "ms-swift",
             ["sft", "--decoder_first_pipeline_num_layers", "5"],
         ),
+        ([*DEEP, "4", "--bf16"], (*DEEP, "2", *FIRST_5), "megatron-lm", ["--bf16", *DEEP, "2", *FIRST_5]),
         (
-            ["+engine.override_transformer_config.num_layers_in_first_pipeline_stage=7", "x=1"],
-            ("engine.virtual_pipeline_model_parallel_size=2",),
-            "verl",
-            ["x=1", "engine.virtual_pipeline_model_parallel_size=2"],
+            ["run.py", "model.pipeline_model_parallel_size=4"],
+            (*DEEP, "2"),
+            "megatron-bridge",
+            ["run.py", "model.pipeline_model_parallel_size=2"],
         ),
     ],
 )
 def test_a_layout_takes_the_place_of_another(
-    words: list[str], options: tuple[str, ...], framework: str | None, after: list[str]
+    words: list[str], flags: tuple[str, ...], framework: str | None, after: list[str]
 ) -> None:
-    assert relaid(words, options, framework, None) == after
+    assert relaid(words, flags, framework, None, 2) == after
 
 
 def test_a_final_command_saves_what_the_given_one_saves() -> None:
-    assert relaid([*LM, "--save", "ckpt"], FIRST_5, None, None) == [*LM, "--save", "ckpt", *FIRST_5]
+    assert relaid([*LM, "--save", "ckpt"], FIRST_5, None, None, 2) == [*LM, "--save", "ckpt", *FIRST_5]

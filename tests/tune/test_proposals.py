@@ -1,9 +1,12 @@
 """Which layout is tried next, and what the trials came to: on trials that are made."""
 
+import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megaprof.analysis.what_if.layouts import layers_per_stage, parse_layout
 from megaprof.formats import timeline as format
@@ -13,8 +16,9 @@ from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 from megaprof.tune.tuning import completed, upcoming
-from megaprof.tune.words import rows, sentence
+from megaprof.tune.words import COLUMNS, failures, rows, sentence, show
 from tests.analysis.job_timelines import write_timelines
+from tests.cli.running import megaprof
 
 GIB = 1 << 30
 COMMAND = ("python", "pretrain.py", "--num-layers", "8")
@@ -22,14 +26,23 @@ COMMAND = ("python", "pretrain.py", "--num-layers", "8")
 
 def proposal(layout: str, ms: float, reach: float, against: int = 1) -> Proposal:
     return Proposal(
-        layout, layout, ("--pipeline-model-parallel-layout", layout), Interval(ms, ms - reach, ms + reach), against
+        layout, layout, ("--pipeline-model-parallel-layout", layout), Interval(ms, ms - reach, ms + reach), against, 2
     )
 
 
 def trial(number: int, ms: float, layout: str, *proposals: Proposal, asked: Proposal | None = None) -> Trial:
     step = Interval(ms, ms - 1, ms + 1)
     return Trial(
-        number, COMMAND, f"trial-{number}", asked, "measured", layout=layout, step_ms=step, steps=9, next=proposals
+        number,
+        COMMAND,
+        f"trial-{number}",
+        asked,
+        "measured",
+        layout=layout,
+        stages=2,
+        step_ms=step,
+        steps=9,
+        next=proposals,
     )
 
 
@@ -62,6 +75,15 @@ def test_a_column_in_which_no_trial_has_anything_is_left_out(memory: tuple[int, 
     heads, *cells = rows(tuning(replace(trial(1, 100, "6+2"), memory=memory)))
     assert ("GiB" in heads, "predicted, ms" in heads) == (filled, False)
     assert {len(row) for row in cells} == {len(heads)}
+
+
+def test_the_table_has_its_heads_whole_in_80_columns() -> None:
+    asked = replace(proposal("5+3", 1404, 60), memory=(16 * GIB, 12 * GIB))
+    given, other = (replace(trial(n, ms, "6+2"), memory=(16 * GIB, 12 * GIB)) for n, ms in ((1, 1619), (2, 1388)))
+    found, printed = tuning(given, replace(other, proposal=asked)), StringIO()
+    show(found, Console(file=printed, width=80))
+    assert rows(found)[0] == COLUMNS
+    assert "\u2026" not in printed.getvalue()
 
 
 def test_of_two_predictions_of_a_layout_the_more_certain_one_counts() -> None:
@@ -103,14 +125,6 @@ def test_what_needs_no_less_memory_than_a_trial_that_ran_out_of_it_is_not_tried(
     assert best_proposal(tuning(trial(1, 100, "6+2", bad, other, small), replace(failed, outcome="failed"))) == other
 
 
-def test_layouts_that_could_not_be_measured_were_tried() -> None:
-    asked = proposal("5+3", 80, 2)
-    first = trial(1, 100, "6+2", asked)
-    failed = Trial(2, COMMAND, "trial-2", asked, "failed", why="it ended")
-    alone, again, tried = tuning(first), tuning(first, replace(first, number=2, again=1)), tuning(first, failed)
-    assert sentence(alone) == sentence(again) != sentence(tried)
-
-
 def test_the_result() -> None:
     asked = proposal("5+3", 80, 2)
     found = tuning(trial(1, 100, "6+2", asked), trial(2, 81, "5+3", asked=asked))
@@ -118,7 +132,7 @@ def test_the_result() -> None:
     assert (found.result.trial, found.result.as_predicted) == (2, (1, 1))
     assert found.result.speedup.value == pytest.approx(100 / 81)
     assert found.result.speedup.low < 100 / 81 * 0.98  # two runs of one layout differ, too
-    assert found.result.command == (*COMMAND, *asked.options)
+    assert found.result.command == (*COMMAND, *asked.flags)
 
 
 @pytest.mark.parametrize(("again", "quickest", "held"), [(81, 3, 1), (130, 2, 0)])
@@ -154,10 +168,14 @@ def test_it_stops() -> None:
     asked = proposal("5+3", 80, 2)
     first = trial(1, 100, "6+2", asked)
     there = Path("nowhere")
-    assert upcoming(tuning(trial(1, 100, "6+2")), there).stopped == "nothing_left"
+    for unsure, reason in (((), "layouts are not compared"), ((proposal("5+3", 99, 9),), None)):
+        alone = replace(trial(1, 100, "6+2", *unsure), says="layouts are not compared")
+        found = upcoming(tuning(alone), there)
+        assert (found.stopped, found.reason) == ("nothing_left", reason), "why nothing was predicted, if nothing was"
     assert upcoming(replace(tuning(first), most_trials=1), there).stopped == "trials_spent"
     unmeasured = replace(first, outcome="failed", step_ms=None, why="no schedule ran")
-    assert upcoming(tuning(unmeasured), there).reason == "no schedule ran"
+    found = upcoming(tuning(unmeasured), there)
+    assert (found.reason, failures(found)) == ("no schedule ran", []), "it is told once"
 
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:
@@ -208,6 +226,100 @@ def test_a_limit_of_memory_bounds_what_is_tried(limit: float | None, best: str |
     assert (found.best.layout if found.best else None) == best
 
 
+def test_files_that_were_moved_are_found_again(tmp_path: Path) -> None:
+    out, moved = tmp_path / "tuned", tmp_path / "moved"
+    out.mkdir()
+    command = (sys.executable, *COMMAND[1:])
+    state.store(out, Tuning(command, 9, 1, saving_off=(), trials=(Trial(1, command, "trial-1"),)))
+    moved.mkdir()
+    ran(moved, (6, 2))
+    assert megaprof("tune", "--next", moved, "--out", out).returncode == 0
+    found = state.load(out)
+    assert found is not None
+    assert (found.trials[0].outcome, out / found.trials[0].directory) == ("measured", moved)
+
+
 def test_a_limit_of_memory_that_nothing_measures_is_refused(tmp_path: Path) -> None:
     found = upcoming(replace(tuning(trial(1, 100, "6+2", proposal("4+4", 80, 1))), memory_limit=GIB), tmp_path)
     assert (found.stopped, found.pending) == ("not_measured", None)
+
+
+def ran_deep(directory: Path, stages: int, replicas: int, microbatches: int, between: float = 0.05) -> None:
+    """Write the timelines of 8 layers of 30 ms on so many stages."""
+    layers = 8 // stages
+    write_timelines(
+        directory,
+        WorldLayout(ParallelSizes(pp=stages, dp=replicas)),
+        steps=12,
+        microbatches=microbatches,
+        forward_ms=10.0 * layers,
+        backward_ms=20.0 * layers,
+        chunk_layers=(layers,) * stages,
+        finalize_ms=0.0,
+        noise=0.002,
+        between=between,
+    )
+
+
+def tuned_deep(directory: Path, microbatches: int, between: float = 0.05) -> Tuning:
+    """A job of 4 stages and 6 microbatches, of which Megatron makes no chunks, and the trial of half as many stages."""
+    found = upcoming(Tuning(COMMAND, 9, 4, depth=True), directory)
+    assert found.pending is not None
+    ran_deep(directory / found.pending.directory, 4, 1, 6)
+    found = upcoming(completed(found, found.pending, directory / found.pending.directory), directory)
+    assert found.pending is not None
+    ran_deep(directory / found.pending.directory, 2, 2, microbatches, between)
+    return upcoming(completed(found, found.pending, directory / found.pending.directory), directory)
+
+
+def test_half_as_many_stages_are_tried_and_named(tmp_path: Path) -> None:
+    found = tuned_deep(tmp_path, 3)
+    first, second = found.trials
+    flags = ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "4")
+    assert second.command == (*COMMAND, *flags)
+    assert (first.stages, second.stages, second.layout) == (4, 2, "Et*4|t*4L")
+    assert second.step_ms is not None
+    assert second.step_ms.value == pytest.approx(8 * 60, rel=0.05)  # instead of 9 times 60
+    assert found.result is not None
+    assert (found.result.trial, found.result.as_predicted) == (2, (1, 1))
+    assert found.result.command == (*COMMAND, *flags)
+    assert "2 stages instead of 4" in sentence(found)
+    assert isinstance(second.half_as_deep, str)  # 3 microbatches cannot be halved
+    assert found.stopped == "nothing_left"
+
+
+def test_half_as_many_stages_that_do_not_keep_the_batch_are_not_as_asked(tmp_path: Path) -> None:
+    found = tuned_deep(tmp_path, 6)
+    assert [each.outcome for each in found.trials] == ["measured", "not_as_asked"]
+    assert (found.result and found.result.command) == COMMAND
+
+
+def test_what_comes_between_steps_counts_for_half_as_many_stages(tmp_path: Path) -> None:
+    found = tuned_deep(tmp_path, 3, between=0.3)
+    first, second, again = found.trials
+    assert first.between_ms == pytest.approx(0.05 * 9 * 60, rel=0.1)
+    assert second.between_ms == pytest.approx(0.3 * 8 * 60, rel=0.1)
+    assert second.step_ms is not None
+    assert second.step_ms.value == pytest.approx(8 * 60 + second.between_ms - (first.between_ms or 0), rel=0.05)
+    assert (found.result and found.result.trial, again.again) == (1, 2)  # it is not as predicted
+
+
+def deep(layout: str, ms: float, reach: float, stages: int) -> Proposal:
+    return replace(proposal(layout, ms, reach), stages=stages)
+
+
+@pytest.mark.parametrize("depth", [True, False])
+def test_a_layout_comes_before_half_as_many_stages(depth: bool) -> None:
+    surer, half = deep("3+2+2+1", 95, 1, 4), deep("4+4", 80, 1, 2)
+    first = replace(trial(1, 100, "2+2+2+2", surer), stages=4, half_as_deep=half)
+    found = replace(tuning(first), depth=depth)
+    assert best_proposal(found) == surer
+    found = found.having(replace(trial(2, 96, "3+2+2+1", asked=surer), stages=4))
+    assert best_proposal(found) == (half if depth else None)
+
+
+def test_the_same_pieces_on_half_as_many_stages_are_another_layout() -> None:
+    half = deep("2+2+2+2", 80, 1, 2)
+    first = replace(trial(1, 100, "2+2+2+2", half), stages=4)
+    assert best_proposal(tuning(first)) == half
+    assert best_proposal(tuning(first, replace(trial(2, 99, "2+2+2+2", asked=half), stages=2))) is None

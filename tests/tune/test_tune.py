@@ -20,8 +20,12 @@ QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def tune(out: Path, *words: str, options: tuple[object, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = ["--", *RANKS, str(JOB), *GIVEN, *words] if words else []
-    arguments = [sys.executable, "-m", "megaprof", "tune", "--out", out, "--steps", 5, *options, *command]
+    return tuned(out, [*RANKS, str(JOB), *GIVEN, *words] if words else [], *options)
+
+
+def tuned(out: Path, command: list[str], *options: object) -> subprocess.CompletedProcess[str]:
+    words = ["--", *command] if command else []
+    arguments = [sys.executable, "-m", "megaprof", "tune", "--out", out, "--steps", 5, *options, *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **QUIET}
     return subprocess.run(list(map(str, arguments)), capture_output=True, env=env, timeout=500, text=True)
 
@@ -55,14 +59,31 @@ def test_a_job_gets_faster_and_what_it_saved_stays(tmp_path: Path) -> None:
     steps = [each["step_ms"]["value"] for each in (first, second)]
     best = found["trials"][found["result"]["trial"] - 1]
     assert best["step_ms"]["value"] == min(steps)
-    assert found["result"]["command"][-2:] == (best["proposal"]["options"] if best["proposal"] else words)[-2:]
+    assert found["result"]["command"][-2:] == (best["proposal"]["flags"] if best["proposal"] else words)[-2:]
     assert str(saved) in found["result"]["command"]
     assert (saved / "checkpoint").read_text() == "of last week"
     assert "Tuning" in (out / "report.html").read_text()
     again = tune(out, *words, options=("--json",))  # all trials are there: nothing runs
     assert json.loads(again.stdout)["trials"] == found["trials"]
-    other = tune(out, "--microbatches", "4")
+    other = tune(out, "--global-batch-size", "4")
     assert (other.returncode, result(out)["trials"]) == (2, found["trials"])
+
+
+@pytest.mark.slow
+def test_half_as_many_stages_of_the_same_ranks_and_batch(tmp_path: Path) -> None:
+    uneven = ["--loss-ms", "25", "17"]  # more than a layer: no split of 8 layers over 4 stages is even
+    command = [*RANKS[:-1], "4", str(JOB), "--num-layers", "8", "--pipeline-model-parallel-size", "4", *uneven]
+    layout = ["--pipeline-model-parallel-layout", "Et*3|t*2|t*2|tL"]
+    ended = tuned(tmp_path, [*command, *layout], "--depth", "--trials", 2, "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    check("tune", found)
+    skip_where_too_few_cores(found["trials"])
+    first, second = found["trials"]
+    assert (first["stages"], second["stages"], second["layout"]) == (4, 2, "Et*5|t*3L")
+    assert second["outcome"] == "measured"
+    at = second["command"].index("--pipeline-model-parallel-size")
+    assert second["command"][at + 1] == "2"
 
 
 @pytest.mark.slow
@@ -86,7 +107,7 @@ def test_a_trial_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert found[0]["layout"] == "Et*7|tL"
     skip_where_too_few_cores(found)
     assert found[1]["outcome"] is None
-    assert found[1]["proposal"]["options"][-1] in then.stdout
+    assert found[1]["proposal"]["flags"][-1] in then.stdout
 
 
 @pytest.mark.slow

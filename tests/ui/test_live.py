@@ -16,7 +16,7 @@ from megaprof.control.blame import Blame
 from megaprof.control.job import RunningJob
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import Calls, RankStatus, Recent
-from megaprof.metrics.compute import summarise
+from megaprof.metrics.figures import summarise
 from megaprof.metrics.look import View, verdict
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import live

@@ -19,7 +19,7 @@ from megaprof.analysis.report.text.diff import of_prediction
 from megaprof.formats.names import artifact_name, shard
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import captures, server
-from megaprof.ui.captures import KeptCaptures
+from megaprof.ui.captures import Capture, KeptCaptures
 from tests.analysis.synthetic import chunk, pipeline, plain_stage
 from tests.ui.pages import HOSTILE, Reader, address, browsing, make, page
 
@@ -253,7 +253,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
 def test_one_page_never_waits_for_anothers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
 
-    def never(self: KeptCaptures, path: Path, links: Any, standstill: Any) -> Future[bytes]:
+    def never(self: KeptCaptures, path: Path, links: Any, standstill: Any) -> Future[Capture]:
         asked.append(path)
         return Future()
 
@@ -272,7 +272,7 @@ def test_what_was_read_is_kept_until_its_files_change(tmp_path: Path, monkeypatc
     submitted: list[Path] = []
     submit = KeptCaptures._submit
 
-    def counting(self: KeptCaptures, path: Path, links: Any, standstill: Any) -> Future[bytes]:
+    def counting(self: KeptCaptures, path: Path, links: Any, standstill: Any) -> Future[Capture]:
         submitted.append(path)
         return submit(self, path, links, standstill)
 

@@ -15,8 +15,6 @@ from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.intervals import Intervals, intersection, intervals, total, union
 
-#: A step whose clocks may be off by more than this fraction of it is not laid on one time axis.
-MOST_UNCERTAIN = 0.02
 #: Kernels without a partner that are still put up with, as a fraction.
 _UNMATCHED = 0.05
 
@@ -60,11 +58,3 @@ def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeti
         transfer = intersection(call.gpu.pipeline, moving)
         found[call.rank] = Meeting(transfer, total(call.gpu.pipeline) - total(transfer))
     return found
-
-
-def uncertainty(alignment: Alignment) -> int | None:
-    """The worst of all ranks' in nanoseconds, None when a clock is only bounded from one side or not at all."""
-    if len(alignment.clocks) < len(alignment.hosts):
-        return None
-    known = [clock.uncertainty_ns for clock in alignment.clocks.values()]
-    return max((each for each in known if each is not None), default=0) if None not in known else None

@@ -15,6 +15,7 @@ from megaprof.analysis.trace.nsys.files import NsysFile
 from megaprof.analysis.trace.reading import Source, read, sources_in, traces_in
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.selectors import Selector
@@ -25,7 +26,7 @@ MOST_RANKS = 64
 _PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
 
 
-class NothingToMerge(Exception):
+class NothingToMerge(Unanswerable):
     """No captured step here can be merged; the message says what there is instead."""
 
 

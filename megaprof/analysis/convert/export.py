@@ -20,6 +20,7 @@ from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, told
 from megaprof.formats import timeline as format
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
 from megaprof.formats.job.records import BadRecord, decode
@@ -56,7 +57,7 @@ COLUMNS = pa.schema(
 Progress = Callable[[int, int], None]
 
 
-class NothingToExport(Exception):
+class NothingToExport(Unanswerable):
     """There is no timeline here; the message says so."""
 
 
@@ -113,7 +114,7 @@ def _written(paths: Sequence[Path], named: tuple[str | None, int], file: BinaryI
             else:
                 cut += timeline.is_cut
                 if timeline.damage and not timeline.is_cut:
-                    warnings.append(Note("ends_early", files=(path.name,), said=timeline.damage))
+                    warnings.append(Note("cut", files=(path.name,), said=timeline.damage))
                 waiting += tables_of(timeline, *named)
             count = sum(map(len, waiting))
             if waiting and (count >= WAITING_ROWS or done == len(paths)):

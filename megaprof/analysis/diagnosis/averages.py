@@ -1,4 +1,4 @@
-"""The stages of a run that timelines tell of, from its table of passes: the steps that its causes are priced in."""
+"""The stages of a target: from its table of passes, or what is known of them without one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import numpy as np
 
 from megaprof.analysis.fleet.reading import INDEX_BITS, Series
 from megaprof.analysis.notes import Note
+from megaprof.analysis.stages.consistency import Counted, opened_apart
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import (
     BUBBLE_PARTS,
     LONGEST,
-    OF_REPLICAS,
     ONE_CLOCK,
-    Basis,
     ChunkTimes,
     Collectives,
     Stage,
@@ -24,13 +23,15 @@ from megaprof.analysis.stages.stages import (
     without_ranges,
 )
 from megaprof.analysis.table.table import Floats, Table
-from megaprof.analysis.trace.calls import GROUPS, grouped
+from megaprof.analysis.trace.calls import GROUPS, Call, grouped
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.ranges import PASSES
+from megaprof.formats.ranges import BACKWARD, COMBINED, FORWARD, PASSES
 from megaprof.parallel.topology import ParallelSizes
 
 _Place = tuple[int, int, int]  # replica, stage and peer
+#: What of `Table.spent` is time of its own.
+_SPENT = (*INSIDE, "unknown", "dp", "pp", "host_bound")
 
 
 def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int] = ()) -> TargetStages:
@@ -40,28 +41,29 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
     place = _shown(table, suspects)
     recorded = [stage for stage, each in enumerate(table.metadata) if each is not None]
     stages = tuple(_stage((place[0], stage, place[1]), first.sizes, table) for stage in recorded)
-    basis: Basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
+    notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings)))
     return TargetStages(
         target=table.target,
         role=table.role,
         sizes=first.sizes,
         schedule=first.schedule,
-        forward_only=first.forward_only,
+        forward_only="backward" not in table.schedule.kinds,
         microbatches=table.schedule.microbatches,
         steps=tuple(sorted(set(table.steps.tolist()))),
-        step_time_ms=_spread(table.lengths[:, place[0]]),
-        step_time_basis=basis if table.clocks else LONGEST,
+        step_time_ms=_spread(table.length),
+        step_time_basis=ONE_CLOCK if table.clocks else LONGEST,
         stages=stages,
-        unjudgeable=None,
-        warnings=tuple(_notes(table, first.sizes)),
+        unjudgeable=next((note for note in notes if note.kind == "stages_missing"), None),
+        warnings=notes,
         imbalance=imbalance(stages, first.sizes),
         slow_ranks=tuple(_of_slow(table, slow, stages, first.sizes)),
         framework=table.framework,
     )
 
 
-def without_passes(series: Series, why: Note) -> TargetStages:
-    """What is known of stages without the times of their passes: how long steps took, and their passes together."""
+def of_series(series: Series, why: Note) -> TargetStages:
+    """What timelines tell of stages without the times of their passes, and ``why`` not: how long steps took, and their
+    passes together."""
     first = next(iter(series.metadata.values()))
     ranks = grouped(sorted(series.ranks, key=lambda rank: rank.coords.rank), lambda rank: rank.coords.pp)
     stages = (
@@ -91,6 +93,53 @@ def without_passes(series: Series, why: Note) -> TargetStages:
     )
 
 
+def of_calls(counted: Counted, why: Note) -> TargetStages:
+    """What traces tell of stages without a table of their passes, and ``why`` there is none: how long steps took on the
+    longest stage, and the passes of a step together."""
+    calls, findings = counted.calls, counted.findings
+    first = calls[0]
+    stages = grouped(calls, lambda call: call.stage)
+    longest = []
+    for step in grouped(calls, lambda call: call.key).values():
+        if opened_apart(step) is None and not any(call.incomplete for call in step):
+            longest.append(max(end - begin for begin, end in (call.extent for call in step)) / 1e6)
+    counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
+    return TargetStages(
+        target=first.label,
+        role=first.role,
+        sizes=first.metadata.sizes,
+        schedule=first.metadata.schedule,
+        forward_only=first.forward_only,
+        microbatches=counts.pop() if len(counts) == 1 else None,
+        steps=tuple(sorted({call.step for call in calls})),
+        step_time_ms=Spread.of(longest),
+        step_time_basis=LONGEST,
+        stages=tuple(_of_sums(pp, stages[pp]) for pp in sorted(stages)),
+        unjudgeable=findings.unjudgeable or why,
+        warnings=tuple(dict.fromkeys((*findings.warnings(), why))),
+        framework=first.metadata.framework,
+    )
+
+
+def _of_sums(pp: int, calls: Sequence[Call]) -> Stage:
+    """What the passes of a stage took together, on all of its ranks."""
+    whole = [c for c in calls if c.phases and not c.incomplete and (c.gpu is not None or not c.has_kernels)]
+    separate = [] if any(each.kind == COMBINED for call in whole for each in call.phases) else whole
+
+    def together(calls: Sequence[Call], *kinds: str) -> Spread | None:
+        return Spread.of([sum(p.working_ns for p in call.phases if p.kind in kinds) / 1e6 for call in calls])
+
+    return replace(
+        _NOTHING,
+        pp=pp,
+        ranks=tuple(sorted({call.rank for call in calls})),
+        chunks=_chunks(calls[0].metadata, None, None),
+        forward_ms=together(separate, FORWARD),
+        backward_ms=together(separate, BACKWARD),
+        compute_ms=together(whole, *PASSES),
+    )
+
+
 #: A stage of which no times are known.
 _NOTHING = Stage(
     pp=0,
@@ -113,7 +162,7 @@ _NOTHING = Stage(
 
 
 def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
-    """What must be known about stages of which only timelines tell."""
+    """What must be known about a table's stages, steps and clocks."""
     if table.cold:
         yield Note("first_steps", steps=table.cold)
     missing = tuple(stage for stage, each in enumerate(table.metadata) if each is None)
@@ -122,18 +171,15 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     if table.aligned_ms is not None:
         yield Note("aligned_on_gpu" if table.device else "clocks_aligned", ms=(table.aligned_ms,))
     elif not table.clocks and not missing:
+        unnamed = {s for stages in table.hosts for s, peers in enumerate(stages) if None in peers}
         hosts = {str(host) for stages in table.hosts for peers in stages for host in peers}
-        yield Note("not_aligned_on_gpu") if table.device else Note("clocks_apart", names=tuple(sorted(hosts)))
+        if table.device:
+            yield Note("not_aligned_on_gpu")
+        elif unnamed:
+            yield Note("host_unnamed", stages=tuple(sorted(unnamed)))
+        else:
+            yield Note("clocks_apart", names=tuple(sorted(hosts)))
     yield from without_ranges(each for own in table.metadata if own is not None for each in own.ranges.without)
-    if sizes.pp > 1:
-        yield Note("pp_unknown_in_timeline")
-    if sizes.dp > 1:
-        yield Note("dp_behind_all_passes")
-    known = known_groups(table)
-    if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in known]:
-        yield Note("groups_hidden_in_timeline", names=tuple(others))
-    if known:
-        yield Note("groups_with_waiting", names=tuple(known))
 
 
 def _shown(table: Table, suspects: Collection[int]) -> tuple[int, int]:
@@ -153,26 +199,21 @@ def _of_slow(table: Table, slow: Collection[int], shown: Sequence[Stage], sizes:
             yield _stage((replica, stage, peer), sizes, table)
 
 
-def known_groups(table: Table) -> Mapping[str, Floats]:
-    """Returns the communication inside passes, by group, as far as timelines know it: combined passes compute beside it
-    on purpose."""
-    return {} if table.schedule.combined else table.ran
-
-
 def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
     replica, pp, _ = place
-    ran = {group: each[(slice(None), *place)] for group, each in known_groups(table).items()}
-    passes = table.passes[:, replica, pp]
-    whole = passes.sum(axis=(1, 2, 3))
-    inside = np.minimum(sum(ran.values(), np.zeros_like(whole)), whole)
-    took = passes * (1.0 - inside / np.maximum(whole, 1e-9))[:, None, None, None]
-    of_kind = dict(zip(table.schedule.kinds, np.moveaxis(took, 2, 0), strict=True))  # [t, c, m]
+    own = (slice(None), *place)
+    working, length = table.working[own], table.length
+    # A forward and a backward that run as one have no time of their own.
+    kinds = () if table.schedule.combined else table.schedule.kinds
+    of_kind = dict(zip(kinds, np.moveaxis(working, 2, 0), strict=False))  # [t, c, m]
     forward, backward = (of_kind.get(kind) for kind in ("forward", "backward"))
-    compute = took.sum(axis=(1, 2, 3))
-    tail, length = _spread(table.reduction), table.lengths[:, replica]
-    bubble = np.maximum(length - whole - table.reduction, 0.0) * (sizes.pp > 1)
-    unknown = parallel_of((*INSIDE, "pp"), sizes)
-    unknown += ["unknown"] * bool(parallel_of(INSIDE, sizes))
+    compute = working.sum(axis=(1, 2, 3))
+    spent = {name: each[own] for name, each in table.spent.items()}
+    beside = sum((np.nan_to_num(spent[name]) for name in _SPENT if name in spent), compute + table.reduction)
+    bubble = np.maximum(length - beside, 0.0) * (sizes.pp > 1 or table.reduces)
+    # Where the GPU does not say what is computed behind all passes, all of it counts as communication.
+    gradients = np.minimum(spent.get("gradients", 0.0), table.reduction) if table.reduces else table.reduction
+    exposed = _exposed(spent, table.reduction - gradients, sizes)
     metadata = table.metadata[pp]
     return replace(
         _NOTHING,
@@ -182,31 +223,55 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
         forward_ms=_summed(forward, (1, 2)),
         backward_ms=_summed(backward, (1, 2)),
         compute_ms=_spread(compute),
-        exposed_ms={
-            **{group: None if group in unknown else _spread(np.zeros_like(whole)) for group in GROUPS},
-            "dp": tail,
-            **{group: _spread(each) for group, each in ran.items()},
-        },
+        exposed_ms=exposed,
         bubble_ms=_spread(bubble),
         bubble_fraction=float(bubble.sum() / length.sum()),
         forward_per_microbatch_ms=_summed(forward, 1),
         backward_per_microbatch_ms=_summed(backward, 1),
         bubble_split=_split(table, replica, pp, bubble),
-        dp_tail_ms=tail,
-        # What is not communication behind the passes is none of the step here.
-        gradients_ms=None,
-        host_ms=dict.fromkeys(PASSES[:2]),
-        collectives={axis: _parted(axis, table, place) for axis in parallel_of(INSIDE, sizes)},
+        dp_tail_ms=exposed["dp"] and _spread(table.reduction - gradients),
+        pp_waiting_ms=_known(spent, "pp_waiting"),
+        gradients_ms=None if table.reduces and "gradients" not in spent else _spread(gradients),
+        host_bound_ms=_known(spent, "host_bound"),
+        host_ms={kind: None if table.schedule.combined else _known(spent, f"host_{kind}") for kind in PASSES[:2]},
+        modules_ms=_modules(table, pp),
+        collectives={
+            axis: _parted(spent.get(f"{axis}_waiting"), spent.get(axis), table)
+            for axis in parallel_of(INSIDE, sizes)
+            if f"{axis}_waiting" in spent or axis not in spent
+        },
     )
 
 
-def _parted(axis: str, table: Table, place: _Place) -> Collectives:
-    own = (slice(None), *place)
-    waited, ran = (None if axis not in each else each[axis][own] for each in (table.for_peers, known_groups(table)))
-    if waited is None:
+def _exposed(spent: Mapping[str, Floats], tail: Floats, sizes: ParallelSizes) -> dict[str, Spread | None]:
+    """By group; ``tail``: data-parallel communication behind all passes."""
+    inside = parallel_of(INSIDE, sizes)
+    hidden = {*inside, *parallel_of(("pp",), sizes), *(["unknown"] if inside else [])}
+    none = np.zeros_like(tail)
+    found = {group: spent.get(group, None if group in hidden else none) for group in GROUPS}
+    dp, unknown = spent.get("dp", none), found["unknown"]
+    found["dp"] = dp + tail
+    if unknown is not None and not np.isfinite(dp).all():
+        found["unknown"] = unknown + tail
+    return {group: _maybe(each) for group, each in found.items()}
+
+
+def _known(spent: Mapping[str, Floats], name: str) -> Spread | None:
+    return _maybe(spent.get(name))
+
+
+def _modules(table: Table, stage: int) -> dict[str, Spread]:
+    samples: dict[str, list[float]] = {}
+    for key, each in table.modules[stage].items():
+        samples.setdefault(f"{key.label} {key.kind}", []).extend(ns / 1e6 for ns in each)
+    return {name: spread for name, each in sorted(samples.items()) if (spread := Spread.of(each))}
+
+
+def _parted(waited: Floats | None, ran: Floats | None, table: Table) -> Collectives:
+    if waited is None or not np.isfinite(waited).all():
         return Collectives(None, None, "arrivals_unknown")
     if ran is None:
-        return Collectives(_spread(waited), None, "computed_beside" if axis in table.ran else "durations_unknown")
+        return Collectives(_spread(waited), None, "computed_beside" if table.schedule.combined else "durations_unknown")
     return Collectives(_spread(waited), _spread(np.maximum(ran - waited, 0.0)), None)
 
 
@@ -221,7 +286,7 @@ def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, 
     before = np.clip(np.minimum(end, filled[:, None]) - start, 0.0, None).sum(axis=1)
     behind = np.clip(end - np.maximum(start, drained[:, None]), 0.0, None).sum(axis=1)
     warmup = np.clip(filled - before, 0.0, bubble)
-    cooldown = np.clip(table.lengths[:, replica] - table.reduction - drained - behind, 0.0, bubble - warmup)
+    cooldown = np.clip(table.length - table.reduction - drained - behind, 0.0, bubble - warmup)
     return dict(zip(BUBBLE_PARTS, map(_spread, (warmup, bubble - warmup - cooldown, cooldown)), strict=True))
 
 
@@ -238,5 +303,10 @@ def _summed(times: Floats | None, axis: int | tuple[int, ...]) -> Spread | None:
     return None if times is None else _spread(times.sum(axis=axis))
 
 
+def _maybe(samples: Floats | None) -> Spread | None:
+    return None if samples is None else _spread(samples)
+
+
 def _spread(samples: Floats) -> Spread | None:
-    return Spread.of(samples.ravel().tolist())
+    """None where one is not known: an average of the others would be of something else."""
+    return Spread.of(samples.ravel().tolist()) if np.isfinite(samples).all() else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
@@ -33,8 +33,7 @@ class Cause:
     steps: int
     """How many steps were looked at."""
     since: int | None
-    """The step from which on it is there nearly always, and before it hardly ever or for hardly anything; None
-    otherwise."""
+    """The step from which on it is there nearly always, and before it hardly ever or hardly; None otherwise."""
     stage: int | None = None
     """The stage that it is on."""
     stages: tuple[int, ...] = ()
@@ -240,12 +239,12 @@ def _masked(run: Examined, left: list[Term]) -> _Found | None:
 
 def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
     table, kind = run.table, term.kind
-    # What a stage holds is there in every step; a machine, or the network, may have been well in some.
-    told = term.once or term.ranks or term.link is not None
-    there = active(gain / table.length) if told else np.ones(len(gain), dtype=bool)
+    own = _sizes(term, run.view)
+    size = _LARGE[kind](own) if kind in _LARGE else gain / table.length
+    there = active(size) if kind in _LARGE or term.once or term.ranks else np.ones(len(gain), dtype=bool)
     begins = began(there)
-    if begins and gain[:begins].mean() > QUARTILE * gain[begins:].mean():
-        begins = None  # there before, too, and only cheaper
+    if begins and size[:begins].mean() > QUARTILE * size[begins:].mean():
+        begins = None  # there before, too, and only smaller
     if begins:
         there = np.arange(len(there)) >= begins  # what is told of these steps is told since then
     waits = _waits(run, term, there)
@@ -254,7 +253,9 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         # A stage that waits for a core takes longer whatever it holds.
         kind = "unexplained" if waits else kind
     else:
-        parts = _parts(term, run.view, there)
+        parts = {name: float(of_step[there].mean()) for name, of_step in own.items()}
+        if kind == GARBAGE:
+            parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
     since = int(table.steps[begins]) if begins else None
     hosts: tuple[str, ...] = ()
     if term.ranks:
@@ -282,26 +283,33 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
     )
 
 
-def _parts(term: Term, view: View, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:
-    """How large a term is, in the steps in which it is there: `Cause.parts`."""
+def _sizes(term: Term, view: View) -> dict[str, Floats]:
+    """[t] each: how large a term is in every step, by the names of `Cause.parts`."""
     own = view if term.replica is None else view.of(term.replica)
     before, after = own.state, term.change(own).state
     if term.kind == "slow_link":
         return {
-            "transfer_ms": float(before.link[there][..., term.stage].mean()),
-            "usual_ms": float(after.link[there][..., term.stage].mean()),
+            "transfer_ms": before.link[..., term.stage].mean(axis=1),
+            "usual_ms": after.link[..., term.stage].mean(axis=1),
         }
     if term.kind == "late_entry":
-        return {"late_ms": float((before.entry - after.entry)[there][..., term.stage].mean())}
-    if term.kind == GARBAGE:
-        return {"longest_ms": float(own.held[GARBAGE][there].max())}
+        return {"late_ms": (before.entry - after.entry)[..., term.stage].mean(axis=1)}
     if term.kind not in ("slow_rank", "uneven_microbatches", "unequal_replicas"):
         return {}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)
-    ratio = (before.passes / np.maximum(after.passes, 1e-9))[there][:, :, some]
+    ratio = (before.passes / np.maximum(after.passes, 1e-9))[:, :, some]
     # By microbatch or by replica, whatever a pass is of.
     ratio = np.median(ratio, axis=(2, 3, 4) if term.kind == "uneven_microbatches" else (2, 3, 4, 5))
-    return {"factor": float(ratio.max(axis=-1).mean())}
+    return {"factor": ratio.max(axis=-1)}
+
+
+#: How large a cause is in every step by what it is, and not by what it costs there: other things may hide it, or make
+#: that step longer.
+_LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
+    **dict.fromkeys(("slow_rank", "unequal_replicas"), lambda own: own["factor"] - 1.0),
+    "slow_link": lambda own: own["transfer_ms"] - own["usual_ms"],
+    "late_entry": lambda own: own["late_ms"],
+}
 
 
 def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:

@@ -153,10 +153,10 @@ def more_steps(steps: int, noise: float, room: float) -> int:
 
 def examine(table: Table) -> Examined:
     """A job with the model that fits it. Raises Unfit where another schedule ran than the table has."""
-    missing = table.metadata.count(None)
+    missing = tuple(stage for stage, each in enumerate(table.metadata) if each is None)
     if missing:
         stages = len(table.metadata)
-        raise Unfit(Note("stages_not_recorded", count=stages - missing, of=stages))
+        raise Unfit(Note("stages_missing", stages=missing, count=stages - len(missing), of=stages))
     _check_order(table)
     state, replay = measured(table)
     as_recorded = table

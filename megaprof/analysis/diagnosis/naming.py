@@ -26,15 +26,11 @@ def of_both(excess: Floats) -> np.typing.NDArray[np.bool_]:
     return found
 
 
-def active(gain: Floats) -> np.typing.NDArray[np.bool_]:
-    """Returns in which steps a cause is there: those of which it costs at least half the part that it can cost.
-
-    ``gain`` [t]: as parts of the steps. On a machine that is busy now and then a cause costs more milliseconds of the
-    steps that take longer, and is there in the others as well.
-    """
-    much = float(np.quantile(gain, 0.9))
-    found: np.typing.NDArray[np.bool_] = gain > 0.5 * much
-    return found if found.any() else np.ones(len(gain), dtype=bool)
+def active(size: Floats) -> np.typing.NDArray[np.bool_]:
+    """Returns in which steps a cause is there: those in which its ``size`` [t] is at least half of what it can be."""
+    much = float(np.quantile(size, 0.9))
+    found: np.typing.NDArray[np.bool_] = size > 0.5 * much
+    return found if found.any() else np.ones(len(size), dtype=bool)
 
 
 def began(there: np.typing.NDArray[np.bool_]) -> int | None:

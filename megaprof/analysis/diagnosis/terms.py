@@ -204,7 +204,7 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
         yield Term("communication", hidden, group=group)
     if view.idle.any():
         yield Term("host_bound", lambda v: v.less(v.idle))
-    if view.state.tail.any():
+    if table.reduces and view.state.tail.any():
         yield Term("communication", lambda v: v.waiting(tail=np.zeros_like(v.state.tail)), group="dp", once=True)
 
     yield Term(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -120,22 +121,12 @@ class Synchronisation:
     """When that became slower on all stages."""
     stage_synchronisation: tuple[tuple[int, Shift], ...] = ()
     """When that became slower on a single stage, with its pipeline rank."""
-    at_most_ms: tuple[float | None, ...] = ()
-    """Milliseconds per step that it takes at most, by bucket: of the quickest rank that has a timeline."""
 
     @property
     def median_ms(self) -> float | None:
         """Milliseconds per step in the median bucket."""
         known = sorted(ms for ms in self.synchronisation_ms if ms is not None)
         return known[len(known) // 2] if known else None
-
-
-@dataclass(frozen=True)
-class Recording:
-    """How the timelines were made."""
-
-    clock: str
-    """``host``, or ``device`` where the times are the GPU's."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +150,10 @@ class Fleet:
     """How long steps took."""
     stages: tuple[StageFleet, ...]
     """By pipeline rank."""
-    imbalance: tuple[float | None, ...]
-    """Compute of the slowest stage over the average over stages, by bucket."""
     synchronisation: Synchronisation
     """How long gradient synchronisation took."""
-    recording: Recording
-    """How the timelines were made."""
+    clock: Literal["host", "device"]
+    """Whose times the timelines have: ``device`` where they are the GPU's."""
     standstills: tuple[Standstill, ...] = ()
     """Steps in which the job stood still, or in the middle of which it ended; they count for no time."""
 
@@ -214,9 +203,6 @@ def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], Pas
         groups, rows = _by_group(series.synchronising, buckets)
         floor = OF_STEP * times.step.p50 if times.step else 0.0
         synchronisation = _synchronisation(groups, rows, buckets, floor)
-    if series.at_most:
-        at_most = _plain(low_median(_by_group(series.at_most, buckets)[1]))
-        synchronisation = replace(synchronisation, at_most_ms=at_most)
     return Fleet(
         target=key.target,
         role=key.role,
@@ -229,9 +215,8 @@ def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], Pas
             StageFleet(pp, len(at_stage[pp]), _percentiles(series, pp), _plain(own), shifts_of[pp])
             for pp, own in zip(at_stage, stage_ms, strict=True)
         ),
-        imbalance=_plain(_imbalance(stage_ms, key)),
         synchronisation=synchronisation,
-        recording=_recording(ranks),
+        clock="device" if any(r.device_clock for r in ranks) else "host",
         standstills=standstills(series.stood, max(r.last_step for r in ranks), place),
     )
 
@@ -311,12 +296,6 @@ def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Perce
     )
 
 
-def _recording(ranks: Sequence[RankSeries]) -> Recording:
-    return Recording(
-        clock="device" if any(r.device_clock for r in ranks) else "host",
-    )
-
-
 def _by_group(times: Mapping[tuple[int, int], tuple[int, Floats]], buckets: Buckets) -> tuple[list[Group], Floats]:
     """Every group that synchronises gradients, and what that took its quickest rank [row, bucket]."""
     groups = sorted(times)
@@ -342,16 +321,6 @@ def _synchronisation(groups: list[Group], rows: Floats, buckets: Buckets, floor:
         synchronisation_shifts=_upwards(relative_shifts(everywhere[None], buckets, floor)[0]),
         stage_synchronisation=tuple(of_stages),
     )
-
-
-def _imbalance(stage_ms: Floats, key: Key) -> Floats:
-    """Slowest stage over average stage; unknown without a pipeline, or when a stage is missing."""
-    if key.sizes.pp == 1 or len(stage_ms) < key.sizes.pp:
-        return np.full(stage_ms.shape[1], np.nan)
-    known = np.isfinite(stage_ms).all(axis=0)
-    out = np.full(stage_ms.shape[1], np.nan)
-    out[known] = stage_ms[:, known].max(axis=0) / np.maximum(stage_ms[:, known].mean(axis=0), 1e-9)
-    return out
 
 
 def _upwards(found: Iterable[Shift]) -> tuple[Shift, ...]:

@@ -96,8 +96,6 @@ class Series:
     synchronising: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
     """By pp and tp: the first bucket, and milliseconds by bucket that the quickest rank of that group spent on a step's
     gradient synchronisation, of steps that all of them have."""
-    at_most: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
-    """The same of the ranks that have a timeline, of all steps: what it took at most without waiting."""
     histograms: dict[int, Integers] = field(default_factory=dict)
     """How many steps of a stage computed for how long, by stage."""
     most: dict[int, float] = field(default_factory=dict)
@@ -114,7 +112,6 @@ class Series:
         self.metadata.update(other.metadata)
         self.steps, self.longest = _merge(self.steps, self.longest, other.steps, other.longest, np.maximum)
         self.synchronising.update(other.synchronising)
-        self.at_most.update(other.at_most)
         for pp, histogram in other.histograms.items():
             self._count(pp, histogram, other.most[pp])
 
@@ -238,11 +235,10 @@ def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
             waiting, held = {}, 0
     for (key, pp, tp), group in groups.items():
         size, series = key.sizes.dp * key.sizes.cp, found.series[key]
-        for least, kept in ((size, series.synchronising), (1, series.at_most)):
-            steps, times = group.of(least)
-            if len(steps):
-                first, medians, _ = bucketed(steps, times, width.get(key[:2], 1))
-                kept[pp, tp] = first, medians
+        steps, times = group.of(size)
+        if len(steps):
+            first, medians, _ = bucketed(steps, times, width.get(key[:2], 1))
+            series.synchronising[pp, tp] = first, medians
     return found
 
 

@@ -23,6 +23,7 @@ from megaprof.analysis.stages.stages import Stage
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout
 from megaprof.analysis.what_if.what_if import layout_of
+from megaprof.formats.faults import Unanswerable
 
 NOISE = 2.0
 FEWEST = 3
@@ -44,7 +45,7 @@ _OF_MACHINE = frozenset(
 _Key = tuple[str, str | None]
 
 
-class NothingToCompare(Exception):
+class NothingToCompare(Unanswerable):
     """The two captures have no target in common; the message says which they have."""
 
 

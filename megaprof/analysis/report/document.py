@@ -24,7 +24,7 @@ from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as text
 from megaprof.analysis.report.text.notes import said, told
-from megaprof.analysis.stages.stages import OF_REPLICAS, Stage, TargetStages
+from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
@@ -138,11 +138,8 @@ class TargetReport(TargetStages):
         """Which steps the causes are of, where these are others than those of the tables, or shorter."""
         if self.diagnosis is None:
             return None
-        longer = not isclose(self.diagnosis.step_ms, self.step_ms)
-        other = longer
-        if self.captured:
-            other = self.diagnosis.closing_ms > 0.0 or (longer and self.step_time_basis == OF_REPLICAS)
-        return causes.basis(self.measured, self.diagnosis, captured=self.captured) if other else None
+        other = not isclose(self.diagnosis.step_ms, self.step_ms)
+        return causes.basis(self.diagnosis, captured=self.captured) if other else None
 
     def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:
         """The verdict in a few words; ``standstill``: where the job stands or was killed."""

@@ -14,9 +14,9 @@ from megaprof.analysis.fleet.events import call_of
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.report.text.notes import clause, of_clocks
 from megaprof.analysis.simulation.simulate import Simulation
-from megaprof.analysis.stages.stages import Stage
+from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.table.table import Table
-from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.analysis.trace.passes import Pass
 from megaprof.formats import ranges
 
@@ -59,15 +59,13 @@ class StepTimeline:
         return [kind for kind in _KINDS if kind in there]
 
 
-def of_calls(calls: Iterable[Call]) -> StepTimeline:
-    """The lowest captured rank of every stage in one step, clocks aligned by what these exchanged."""
-    stages: dict[int, Call] = {}
-    for call in calls:
-        best = stages.get(call.stage)
-        # Of a call that was captured twice the later one counts.
-        if not call.index and (best is None or (call.rank, -call.start) < (best.rank, -best.start)):
-            stages[call.stage] = call
-    chosen = [stages[pp] for pp in sorted(stages)]
+def of_calls(calls: Iterable[Call], told: TargetStages) -> StepTimeline:
+    """The first call of the last step that is ``told`` of, on the first rank of every stage, clocks aligned by what
+    these exchanged. ``calls``: one of a rank and step each."""
+    ranks = {rank for stage in told.stages for rank in stage.ranks}
+    last = [call for call in calls if call.rank in ranks and call.step == told.steps[-1]]
+    stages = grouped(sorted(last, key=lambda call: (call.index, call.rank)), lambda call: call.stage)
+    chosen = [stages[pp][0] for pp in sorted(stages)]
     alignment = aligned(chosen)
     several = len(set(alignment.hosts.values())) > 1
     notes = [*(of_clocks(alignment) if several else ()), *map(clause, alignment.warnings)]

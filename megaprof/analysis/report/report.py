@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megaprof.analysis.diagnosis.averages import averages, without_passes
+from megaprof.analysis.diagnosis import averages
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.fleet.fleet import Fleet, survey
@@ -17,13 +17,14 @@ from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, r
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.notes import Note, of_files
+from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.drawn import StepTimeline, of_calls, of_table
 from megaprof.analysis.report.text.notes import told
-from megaprof.analysis.stages.stages import TargetStages, measure, of_ranks, order
+from megaprof.analysis.stages.consistency import Counted, counted
+from megaprof.analysis.stages.stages import TargetStages, order
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
-from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.table.traced import table_of_calls
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
@@ -33,6 +34,7 @@ from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import what_if, withheld
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.phrases import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
@@ -43,7 +45,7 @@ _MOST_OTHERS = 64
 _TO_HAVE_ONE = "`megaprof run` records a training command, and `megaprof demo` a small one on this machine"
 
 
-class NothingToReport(Exception):
+class NothingToReport(Unanswerable):
     """There is no trace or timeline of ours to report on; the message says what was found instead."""
 
 
@@ -85,7 +87,9 @@ def analyze(
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
     warnings = [*of_files([*skipped, *fleet.skipped]), *warnings, *fleet.warnings_of_files()]
     fleets = survey(fleet)
-    tabled = tables(calls, fleet, fleets, workers)
+    captured = {Key(*each.target): each for each in counted(calls)}
+    traced = {key: table_of_calls(each) for key, each in captured.items()}
+    tabled = tables(traced, fleet, fleets, workers)
     found = {key: _diagnosed(table) for key, table in tabled.items()}
     if not calls and not fleets and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign
@@ -93,15 +97,11 @@ def analyze(
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(told(warnings))))
     job = (path.parent if path.is_file() else path).absolute()
     targets = []
-    for measured in measure(calls):
-        key = Key(measured.target, measured.role, measured.sizes)
-        own = next((each for each in fleets if each.key == key), None)
-        none: _Diagnosed = Unfit(Note("no_whole_step"))
-        draw = partial(of_calls, _last(measured, calls))
-        if slow := _slow(found.get(key, none)):
-            of_job = (call for call in calls if Key(call.label, call.role, call.metadata.sizes) == key)
-            measured = replace(measured, slow_ranks=of_ranks(of_job, measured.sizes, slow))
-        targets.append(_reported(measured, found.get(key, none), draw, own, job, memory_limit, traced=True))
+    for key, each in captured.items():
+        own = next((fleet for fleet in fleets if fleet.key == key), None)
+        measured = _measured(each, traced[key], found[key])
+        draw = partial(drawn.of_calls, each.calls, measured)
+        targets.append(_reported(measured, found[key], draw, own, job, memory_limit, traced=True))
     known = {each.report.key for each in targets}
     for own in fleets:
         if (own.target, own.role) not in known:
@@ -172,7 +172,7 @@ def _diagnosed(table: Table | Unfit) -> _Diagnosed:
     return examined, diagnose(examined)
 
 
-_Draw = Callable[[], StepTimeline]
+_Draw = Callable[[], drawn.StepTimeline]
 
 
 class _Target(NamedTuple):
@@ -190,10 +190,11 @@ def _slow(found: _Diagnosed, *, every: bool = False) -> set[int]:
     return {rank for cause in causes if every or cause.kind == "slow_rank" for rank in cause.ranks}
 
 
-def _last(measured: TargetStages, calls: Sequence[Call]) -> list[Call]:
-    """The calls of its last step."""
-    last = measured.target, measured.role, measured.steps[-1]
-    return [call for call in calls if (call.label, call.role, call.step) == last]
+def _measured(captured: Counted, table: Table | Unfit, found: _Diagnosed) -> TargetStages:
+    """The stages of traces."""
+    if isinstance(table, Unfit):
+        return averages.of_calls(captured, table.note)
+    return averages.averages(table, _slow(found), _slow(found, every=True))
 
 
 def _recorded(
@@ -202,10 +203,10 @@ def _recorded(
     """What timelines alone tell of."""
     key, draw = fleet.key, None
     if isinstance(table, Unfit):
-        measured = without_passes(reading.series[key], table.note)
+        measured = averages.of_series(reading.series[key], table.note)
     else:
-        measured = averages(table, _slow(found), _slow(found, every=True))
-        draw = partial(of_table, table, measured.stages, key, reading.files[key])
+        measured = averages.averages(table, _slow(found), _slow(found, every=True))
+        draw = partial(drawn.of_table, table, measured.stages, key, reading.files[key])
     return _reported(measured, found, draw, fleet, job, memory_limit, traced=False)
 
 

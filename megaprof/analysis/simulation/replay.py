@@ -170,20 +170,22 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
     )
 
 
-def rescheduled(own: Replay, chunks: int, microbatches: int) -> Replay:
-    """Returns the replay with so many model chunks per stage and microbatches, in the schedule that Megatron then
-    chooses. Raises ValueError where Megatron refuses it."""
+def rescheduled(own: Replay, chunks: int, microbatches: int, stages: int | None = None) -> Replay:
+    """Returns the replay with so many model chunks per stage and microbatches, and as many stages or so many, in the
+    schedule that Megatron then chooses. Raises ValueError where Megatron refuses it."""
     schedule = own.schedule
-    if (chunks, microbatches) == (schedule.chunks, schedule.microbatches):
+    stages = stages or schedule.stages
+    if (stages, chunks, microbatches) == (schedule.stages, schedule.chunks, schedule.microbatches):
         return own
     same = chunks == schedule.chunks
+    as_deep = stages == schedule.stages
     # Megatron-LM overlaps the exchanges of the interleaved schedule unless told otherwise.
     checked = PipelineSchedule.checked(
-        schedule.stages,
+        stages,
         chunks,
         microbatches,
-        name=schedule.name if same else "1f1b" if chunks == 1 else "interleaved",
-        group_size=schedule.group_size if same and chunks > 1 else None,
+        name=(schedule.name if same else "1f1b" if chunks == 1 else "interleaved") if as_deep else None,
+        group_size=schedule.group_size if same and as_deep and chunks > 1 else None,
         forward_only=schedule.forward_only,
         combined=schedule.combined,
     )

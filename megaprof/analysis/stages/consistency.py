@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, aligned, uncertainty
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.calls import Call, grouped
+from megaprof.analysis.trace.calls import WHOLE_STEP, Call, grouped
+from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
 
 #: How far apart ranks may begin a step behind the opening of a tool, of the step, until that is told.
 OPENED = 0.01
+#: The first of several steps are left out while they take this many times as long as the median one.
+WARM_UP = 1.25
 
 
 @dataclass
@@ -42,22 +45,38 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Clocks:
-    """Whether the calls of one step can be laid on one time axis."""
+class Counted:
+    """The calls of one target, role and set of parallel sizes that count together."""
 
-    one_clock: bool
-    """Whether they can."""
-    problems: tuple[Note, ...] = ()
-    """What must be known about it."""
-    different_runs: bool = False
-    """Whether they are of different runs, because they do not overlap."""
-    offset: dict[int, int] = field(default_factory=dict)
-    """Nanoseconds to add to a rank's times, where clocks had to be aligned."""
-    uncertain_ns: int | None = None
-    """How uncertain that is; None where they had not to be aligned."""
+    calls: list[Call]
+    """One of a rank and step, only of steps that every captured stage has, and without a first one that warms up."""
+    findings: Findings
+    """What was left out, and what must be known of the rest."""
+
+    @property
+    def target(self) -> tuple[str, str | None, ParallelSizes]:
+        """Their target, role and parallel sizes."""
+        return self.calls[0].label, self.calls[0].role, self.calls[0].metadata.sizes
 
 
-def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
+def counted(calls: Iterable[Call]) -> list[Counted]:
+    """Group calls by target, role and parallel sizes, and leave out what does not count."""
+    groups = grouped(calls, lambda call: (call.label, call.role, call.metadata.sizes))
+    found = []
+    for (label, role, sizes), own in groups.items():
+        findings = Findings(stages=sizes.pp)
+        for other in groups:
+            if other[:2] == (label, role) and other[2] != sizes:
+                findings.warn(Note("other_sizes", said=str(other[2])))
+        kept = _without_warm_up(_examine(own, sizes, findings), findings)
+        _check_same_job(kept, findings)
+        for call in kept:
+            _explain(call, findings)
+        found.append(Counted(kept, findings))
+    return found
+
+
+def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
     """The calls that may be averaged together: no duplicates, and only steps that every captured stage has.
 
     Adds what it leaves out to ``findings``, and blocks a verdict that the rest does not allow.
@@ -67,53 +86,10 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
     if missing:
         there = sizes.pp - len(missing)
         findings.warn(Note("stages_missing", stages=tuple(sorted(missing)), count=there, of=sizes.pp), block=True)
-    seen = _without_unseen(_common_steps(calls, findings), findings)
-    return _without_openings(_without_incomplete(seen, findings), findings)
-
-
-def comparable(step: list[Call]) -> Clocks:
-    """Returns whether all calls of one step ran on one host's clock, and touch each other in time as one step's do."""
-    if len(step) == 1:
-        return Clocks(one_clock=True)
-    hosts = {call.metadata.host for call in step}
-    offset: dict[int, int] = {}
-    warnings: tuple[Note, ...] = ()
-    uncertain = None
-    if len(hosts) > 1 or None in hosts:
-        found = _offsets(step)
-        if found is None:
-            return Clocks(one_clock=False, problems=(_no_clock(step),))
-        offset, uncertain, warnings = found
-    reach = None
-    for begin, end in sorted(shifted(call, offset) for call in step):
-        if reach is not None and begin >= reach:
-            return Clocks(one_clock=False, problems=(Note("stages_apart", steps=(step[0].step,)),), different_runs=True)
-        reach = end if reach is None else max(reach, end)
-    return Clocks(one_clock=True, problems=warnings, offset=offset, uncertain_ns=uncertain)
-
-
-def _no_clock(step: list[Call]) -> Note:
-    """Returns why the calls of one step have no clock in common."""
-    unnamed = {call.stage for call in step if call.metadata.host is None}
-    if unnamed:
-        return Note("host_unnamed", stages=tuple(sorted(unnamed)))
-    return Note("clocks_apart", names=tuple(sorted({str(call.metadata.host) for call in step})))
-
-
-def shifted(call: Call, offset: Mapping[int, int]) -> tuple[int, int]:
-    """Returns when a call ran, on the clock that ``offset`` puts each rank on."""
-    begin, end = call.extent
-    by = offset.get(call.rank, 0)
-    return begin + by, end + by
-
-
-def _offsets(step: list[Call]) -> tuple[dict[int, int], int, tuple[Note, ...]] | None:
-    """Offsets between hosts, how uncertain they are, and what must be told; None where that is too much of a step."""
-    alignment = aligned(step)
-    worst = uncertainty(alignment)
-    if worst is None or worst > MOST_UNCERTAIN * max(end - begin for begin, end in (call.extent for call in step)):
-        return None
-    return {rank: alignment.offset(rank) for rank in alignment.hosts}, worst, alignment.warnings
+    calls = _common_steps(calls, findings)
+    for wrong in (_unseen, _in_part, _opened):
+        calls = _without(calls, findings, wrong)
+    return calls
 
 
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
@@ -128,7 +104,7 @@ def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
     return list(kept.values())
 
 
-def check_same_job(calls: list[Call], findings: Findings) -> None:
+def _check_same_job(calls: list[Call], findings: Findings) -> None:
     """Adds to ``findings`` what is one job's own and yet differs: the layers of a rank, its place, the schedule, the
     number of microbatches. Asked of the calls that count only: a step that is left out warns of nothing."""
     of_rank: dict[int, Metadata] = {}
@@ -146,57 +122,47 @@ def check_same_job(calls: list[Call], findings: Findings) -> None:
         findings.warn(Note("kernels_in_some"), block=True)
     counted = [call for call in calls if call.metadata.microbatches is not None]
     replicas = grouped(counted, lambda call: (*call.key, call.metadata.coords.dp)).values()
-    counts = [
-        frozenset(call.metadata.microbatches for call in own)
-        for own in grouped(counted, lambda call: call.key).values()
-    ]
     if any(len({call.metadata.microbatches for call in own}) > 1 for own in replicas):
         findings.warn(Note("stages_differ"), block=True)
-    elif any(len(each) > 1 for each in counts):
-        findings.warn(Note("replicas_differ"))
-    elif len(set(counts)) > 1:
-        findings.warn(Note("steps_differ"))
+    elif len({call.metadata.microbatches for call in counted}) > 1:
+        findings.warn(Note("microbatches_differ"))
 
 
-def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
-    """Returns the calls without the steps in which kernels of a rank were not recorded, if there are others."""
-    unseen = {call.key: call for call in calls if call.unseen is not None}
-    others = [call for call in calls if call.key not in unseen]
-    if unseen and others:
-        for call in unseen.values():
-            findings.warn(Note("step_unseen", steps=(call.step,), ranks=(call.rank,), why=call.unseen))
-        return others
-    for call in calls:
-        if call.unseen is not None:
-            findings.warn(call.unseen, call.stage, block=True)
-    return calls
-
-
-def _without_incomplete(calls: list[Call], findings: Findings) -> list[Call]:
-    """Returns the calls without the steps of which a rank has a part only, if there are others: what stages compute is
+def _without(calls: list[Call], findings: Findings, wrong: Callable[[Sequence[Call]], Iterable[Note]]) -> list[Call]:
+    """Returns the calls without the steps with which something is ``wrong``, if there are others: what stages take is
     told of the same steps on all of them."""
-    parts = [call for call in calls if call.incomplete]
-    keys = {call.key for call in parts}
-    others = [call for call in calls if call.key not in keys]
+    found = {key: tuple(wrong(step)) for key, step in grouped(calls, lambda call: call.key).items()}
+    others = [call for call in calls if not found[call.key]]
     if not others:
         return calls
-    for call in parts:
-        findings.warn(Note("file_left_out", files=(call.source,), why=call.incomplete), call.stage)
+    steps: dict[Note, set[int]] = {}
+    for note in (note for notes in found.values() for note in notes):
+        steps.setdefault(replace(note, steps=()), set()).update(note.steps)
+    for note, own in steps.items():
+        findings.warn(replace(note, steps=tuple(sorted(own))))
     return others
 
 
-def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
-    """Returns the calls without the steps that begin with the opening of a tool, if there are others."""
-    nsys = {call.key for call in calls if call.after_opening}
-    torch = {key: apart for key, own in grouped(calls, lambda call: call.key).items() if (apart := opened_apart(own))}
-    others = [call for call in calls if call.key not in nsys and call.key not in torch]
-    if not others:
-        return calls
-    if nsys:
-        findings.warn(Note("opened_by_nsys", steps=tuple(sorted({step for step, _ in nsys}))))
-    for (step, _), apart in torch.items():
-        findings.warn(Note("step_left_out", steps=(step,), why=apart))
-    return others
+def _unseen(step: Sequence[Call]) -> Iterator[Note]:
+    """Kernels of a rank were not recorded."""
+    for call in step:
+        if call.unseen is not None:
+            yield Note("step_left_out", steps=(call.step,), ranks=(call.rank,), why=call.unseen)
+
+
+def _in_part(step: Sequence[Call]) -> Iterator[Note]:
+    """A rank has a part of it only."""
+    for call in step:
+        if call.incomplete:
+            yield Note("file_left_out", files=(call.source,), why=call.incomplete)
+
+
+def _opened(step: Sequence[Call]) -> Iterator[Note]:
+    """It begins with the opening of a tool."""
+    if any(call.after_opening for call in step):
+        yield Note("opened_by_nsys", steps=(step[0].step,))
+    if (apart := opened_apart(step)) is not None:
+        yield Note("step_left_out", steps=(step[0].step,), why=apart)
 
 
 def opened_apart(step: Sequence[Call]) -> Note | None:
@@ -220,3 +186,40 @@ def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
         there = tuple(sorted(stages[step, index]))
         findings.warn(Note("stages_missing_in_step", steps=(step,), count=index, stages=there))
     return [call for call in calls if call.key in common]
+
+
+def warming_up(lengths: Sequence[float]) -> int:
+    """Returns how many of several steps in order belong to a beginning in which all takes longer."""
+    longest = WARM_UP * statistics.median(lengths)
+    return next(n for n, length in enumerate(lengths) if length <= longest) if len(lengths) > 2 else 0
+
+
+def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
+    by_step = grouped(sorted(calls, key=lambda call: call.step), lambda call: call.step)
+    lengths = [max(end - begin for begin, end in (call.extent for call in own)) for own in by_step.values()]
+    cold = tuple(by_step)[: warming_up(lengths)]
+    if cold:
+        findings.warn(Note("first_steps", steps=cold))
+    return [call for call in calls if call.step not in cold]
+
+
+def _explain(call: Call, findings: Findings) -> None:
+    """Note why numbers of ``call`` are missing."""
+    pp = call.stage
+    if call.unseen is not None:
+        findings.warn(call.unseen, pp, block=True)
+        return
+    if not call.phases:
+        findings.warn(Note("no_passes", said=call.metadata.ranges.reason or ""), pp, block=True)
+    if call.incomplete:
+        findings.warn(Note("file_left_out", files=(call.source,), why=call.incomplete), pp)
+    if call.has_kernels and call.gpu is None:
+        findings.warn(Note("launches_unknown"), pp, block=True)
+    elif call.gpu is not None and call.gpu.lost:
+        findings.warn(Note("kernels_without_launch"), pp)
+    if call.label == WHOLE_STEP:
+        findings.warn(Note("whole_step"), block=True)
+    if any(phase.kind == ranges.COMBINED for phase in call.phases):
+        findings.warn(Note("combined"), pp)
+    for reason in call.reasons:
+        findings.warn(reason, pp)

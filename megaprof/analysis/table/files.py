@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,24 +11,22 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Floats, Table, Unfit
-from megaprof.analysis.table.traced import tables_of_calls
-from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.gpu import together
 from megaprof.analysis.trace.pool import Workers
 
 
 def tables(
-    calls: Iterable[Call], reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
+    traced: Mapping[Key, Table | Unfit], reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
 ) -> dict[Key, Table | Unfit]:
-    """The table of every job, or why there is none: from traces, from timelines, or from both together. ``fleets``:
-    the survey of the timelines."""
+    """The table of every job, or why there is none: from traces, from timelines, or from both together. ``traced``:
+    those from traces; ``fleets``: the survey of the timelines."""
     found = tables_of_timelines(reading, fleets, workers)
-    for key, traced in tables_of_calls(calls).items():
+    for key, own in traced.items():
         recorded = found.get(key)
-        if isinstance(recorded, Table) and isinstance(traced, Table):
-            found[key] = beside(recorded, traced)
+        if isinstance(recorded, Table) and isinstance(own, Table):
+            found[key] = beside(recorded, own)
         elif not isinstance(recorded, Table):
-            found[key] = traced
+            found[key] = own
     return found
 
 

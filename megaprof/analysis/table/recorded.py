@@ -18,12 +18,13 @@ from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.stages import WARM_UP
+from megaprof.analysis.stages.consistency import warming_up
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import Peak, together
+from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most
 from megaprof.analysis.trace.pool import each as in_processes
@@ -33,6 +34,7 @@ from megaprof.formats.steps import codes
 from megaprof.formats.steps.garbage import unpack_collections
 from megaprof.formats.steps.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.parallel.topology import ParallelSizes
 
 #: Steps that are looked into, evenly spread over the run: what a report has time for.
 STEPS = 48
@@ -115,12 +117,22 @@ def _table(
     if not read:
         raise Unfit(Note("no_timed_passes"))
     table = table_of(key, _without_waiting(read), plan.metadata, own)
-    table = replace(table, cold=plan.cold)
+    table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes)))
     if len(chosen) == len(replicas):
         return table
     # For all that is seen of it, the reduction may have waited for a replica that is not here.
     least = np.minimum(table.reduction, table.reduction.min())
     return replace(table, reduction=least, length=table.length - table.reduction + least)
+
+
+def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
+    """What a timeline does not tell."""
+    if sizes.pp > 1:
+        yield Note("pp_unknown")
+    if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
+        yield Note("groups_in_compute", names=tuple(others))
+    if known := [axis for axis in INSIDE if axis in table.spent]:
+        yield Note("groups_with_waiting", names=tuple(known))
 
 
 def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
@@ -185,9 +197,7 @@ def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     """The numbers of those that do not belong to a beginning in which all is longer; of several never the first, in
     which caches are cold."""
     numbers, first = np.unique(_numbers(steps), return_index=True)
-    took = steps["duration"][first].astype(float)
-    warm = took <= WARM_UP * np.median(took)
-    found: npt.NDArray[np.int64] = numbers[int(warm.argmax()) :]
+    found: npt.NDArray[np.int64] = numbers[warming_up(steps["duration"][first].tolist()) :]
     return found[1:] if len(found) > 3 else found
 
 
@@ -290,7 +300,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
                 spans = np.stack((begun[n], ended[n]), axis=-1).astype(np.int64)
                 held = covered(union(unpack_collections(payload)), spans)
                 collected.reshape(len(numbers), -1)[t, at] = held / 1e3
-        if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
+        if finalizing.any():
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     waits = queueing.of_passes(end - start - collected, [([t], ms) for t, ms in enumerate(waited)])
     holds = {kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()}
@@ -303,6 +313,12 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     for number, (_, timeline, row) in found.items():
         for _, of_step in of_steps(timeline, [row], *rank.names[0]):
             came[number] = of_step
+    # A combined pass computes beside its collectives on purpose.
+    axes = () if schedule.combined else INSIDE
+    ran = {axis: np.array([came[n].ran_ms(axis) if n in came else np.nan for n in numbers]) for axis in axes}
+    ran = {axis: ms for axis, ms in ran.items() if np.isfinite(ms).all()}
+    whole = np.nansum(end - start, axis=(1, 2, 3))
+    part = np.clip(sum(ran.values(), np.zeros(len(numbers))) / np.maximum(whole, 1e-9), 0.0, 1.0)
     return RankSteps(
         names=rank.names,
         metadata=metadata,
@@ -314,6 +330,9 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         end=end,
         # Peers that wait for each other all take as long; only where it is known which of them waited does one differ.
         compute=end - start - sum(each for kind, each in holds.items() if kind != WAIT or came),
+        # Not on every clock is it known in which pass collectives ran: they are taken evenly from those of a step.
+        working=(end - start) * (1.0 - part)[:, None, None, None],
+        spent=ran,
         idle=np.zeros(shape),
         held=holds,
         waited=waited,
@@ -345,7 +364,9 @@ def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int,
     places = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
     own = {number: waited.get(place, {}).get(rank.names[0][0], {}) for number, place in places.items()}
     left = _left(rank, np.array([sum(each.values()) for each in own.values()]))
-    return replace(rank, for_peers=own, compute=rank.compute * left[:, None, None, None])
+    each_axis = {axis: np.array([each.get(axis, np.nan) for each in own.values()]) for axis in INSIDE}
+    known = {f"{axis}_waiting": ms for axis, ms in each_axis.items() if np.isfinite(ms).all()}
+    return replace(rank, spent={**rank.spent, **known}, compute=rank.compute * left[:, None, None, None])
 
 
 def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,6 @@ from megaprof.analysis.collectives.arrivals import OfStep
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import ModuleKey
 from megaprof.analysis.trace.gpu import Peak, together
-from megaprof.analysis.trace.groups import INSIDE
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
@@ -73,6 +72,16 @@ class Table:
     """[t, d, s, p, c, k, m]: how long each peer computed for it."""
     exposed: Mapping[str, Floats]
     """Group: [t, d, s, c, k, m], its communication that nothing hid."""
+    working: Floats
+    """[t, d, s, p, c, k, m]: what each peer's pass took without exposed communication and waiting for the host: more
+    than ``compute``, by what held it up, or by gaps between kernels."""
+    spent: Mapping[str, Floats]
+    """[t, d, s, p]: what else each rank's step went to, by name, of names that the recording tells; NaN where it does
+    not for that step. ``tp``, ``ep``, ``cp``, ``dp`` and ``unknown``: communication that nothing hid (of a timeline:
+    all) until the last of the rank's passes, and of it ``tp_waiting``, ``ep_waiting`` and ``cp_waiting`` until the last
+    of its peers came. ``pp``: exchanges once both sides had come, and ``pp_waiting`` until then.
+    ``host_bound``: the GPU waited for the host. ``gradients``: the GPU computed for no pass. ``host_forward`` and
+    ``host_backward``: the host's time in these passes, which the others contain."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in it."""
     held: Mapping[str, Floats]
@@ -84,7 +93,7 @@ class Table:
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
     reduction: Floats
-    """[t]: how long the step went on for gradients behind the last pass."""
+    """[t]: how long the step went on for gradients behind the last pass of all."""
     length: Floats
     """[t]: the step, from the first rank's entry to the end of the reduction; of replicas that do not wait for each
     other, the longest one's."""
@@ -98,12 +107,6 @@ class Table:
     """[s]: what its ranks had allocated; None where that was not recorded."""
     modules: tuple[Mapping[ModuleKey, tuple[int, ...]], ...] = ()
     """[s]: nanoseconds of every pass through a module, where these have ranges."""
-    ran: Mapping[str, Floats] = field(default_factory=dict)
-    """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
-    computed beside them; of groups of which that is known."""
-    for_peers: Mapping[str, Floats] = field(default_factory=dict)
-    """Group: [t, d, s, p], how long each waited in its collectives for the last of its ranks to come; where that is
-    known."""
     work: Floats | None = None
     """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
     of no microbatch."""
@@ -115,6 +118,8 @@ class Table:
     """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
+    warnings: tuple[Note, ...] = ()
+    """What else must be known about it."""
 
     @property
     def framework(self) -> str | None:
@@ -122,12 +127,10 @@ class Table:
         return next((each.framework for each in self.metadata if each is not None), None)
 
     @property
-    def lengths(self) -> Floats:
-        """[t, d]: the step of every replica: its own pass, where they do not wait for each other."""
-        if "backward" in self.schedule.kinds:
-            return np.broadcast_to(self.length[:, None], self.start.shape[:2])
-        longest: Floats = self.end.max(axis=(2, 3, 4, 5))
-        return longest
+    def reduces(self) -> bool:
+        """Whether ranks that are parallel in data reduce gradients behind the passes."""
+        sizes = next(each.sizes for each in self.metadata if each is not None)
+        return "backward" in self.schedule.kinds and sizes.dp * sizes.cp > 1
 
     @property
     def waited_beside(self) -> Floats:
@@ -145,8 +148,9 @@ class Table:
 class RankSteps:
     """What one rank recorded, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m], NaN where a
-    pass was not recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients.
+    ``start``, ``end``, ``compute``, ``working``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m],
+    NaN where a pass was not recorded. ``spent`` by name [t]: see `Table.spent`. ``enter``, ``reduced`` [t]: when it
+    entered each step, and when it had finalised its gradients.
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
@@ -161,6 +165,8 @@ class RankSteps:
     start: Floats
     end: Floats
     compute: Floats
+    working: Floats
+    spent: Mapping[str, Floats]
     idle: Floats
     held: Mapping[str, Floats]
     exposed: Mapping[str, Floats]
@@ -181,8 +187,6 @@ class RankSteps:
     """Whether its clock is the GPU's, which begins a step later than the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
     """By number of the step when it came to collectives, of steps of which that is known."""
-    for_peers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """By number of the step and axis: how long it waited in these for the last of its peers."""
     memory: Peak | None = None
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
 
@@ -198,16 +202,9 @@ def tabulate(
     """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
     order, common, positions = _places(ranks, schedule.stages)
 
-    def of_axes(one: Callable[[RankSteps, int, str], float]) -> dict[str, Floats]:
-        """Axis: [t, d, s, p] of one number of every rank and step, where all of them are known."""
-        axes = INSIDE if any(r.came for r in order) else ()
-        rows = {axis: [[one(r, step, axis) for step in common] for r in order] for axis in axes}
-        every = {axis: np.array(own).T.reshape(len(common), *positions)[whole] for axis, own in rows.items()}
-        return {axis: each for axis, each in every.items() if np.isfinite(each).all()}
-
     def stacked(name: str) -> Floats:
         """[t, d, s, p, ...] of one array of every rank."""
-        rows = [getattr(r, name)[np.searchsorted(r.steps, common)] for r in order]
+        rows = [_at(r, getattr(r, name), common) for r in order]
         return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
 
     start, end = stacked("start"), stacked("end")
@@ -252,6 +249,11 @@ def tabulate(
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([r.experts for r in order]).reshape(positions)
     names = _names(order, positions)
+    unknown = np.full(len(common), np.nan)
+    spent = {
+        name: np.stack([_at(r, r.spent[name], common) if name in r.spent else unknown for r in order], axis=1)
+        for name in sorted({name for r in order for name in r.spent})
+    }
     of_stage = [[r for r in order if r.stage == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -268,6 +270,8 @@ def tabulate(
         start=start.min(axis=3)[whole],
         end=end.max(axis=3)[whole],
         compute=stacked("compute")[whole],
+        working=stacked("working")[whole],
+        spent={name: each.reshape(len(common), *positions)[whole] for name, each in spent.items()},
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed={group: each.min(axis=3)[whole] for group, each in parts("exposed").items()},
         idle=stacked("idle").min(axis=3)[whole],
@@ -282,13 +286,17 @@ def tabulate(
         device=device,
         memory=tuple(together(r.memory for r in own) for own in of_stage),
         modules=tuple(_modules(own) for own in of_stage),
-        ran=of_axes(lambda rank, step, axis: rank.came[step].ran_ms(axis) if step in rank.came else np.nan),
-        for_peers=of_axes(lambda rank, step, axis: rank.for_peers.get(step, {}).get(axis, np.nan)),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
         experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(order, positions, np.array(common)[whole]),
     )
+
+
+def _at(rank: RankSteps, values: Floats, steps: Sequence[int]) -> Floats:
+    """What a rank has of these steps."""
+    found: Floats = values[np.searchsorted(rank.steps, steps)]
+    return found
 
 
 def _layers(metadata: Metadata | None, chunks: int) -> list[float]:
@@ -350,7 +358,8 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
 
 def _nobody(like: RankSteps, stage: int) -> RankSteps:
     """The place of a stage that nobody recorded."""
-    none = {name: np.full_like(getattr(like, name), np.nan) for name in ("start", "end", "compute", "idle", "work")}
+    lacking = ("start", "end", "compute", "working", "idle", "work")
+    none = {name: np.full_like(getattr(like, name), np.nan) for name in lacking}
     never = np.full_like(like.enter, np.nan)
     return RankSteps(
         **none,
@@ -360,6 +369,7 @@ def _nobody(like: RankSteps, stage: int) -> RankSteps:
         replica=like.replica,
         peer=like.peer,
         steps=like.steps,
+        spent={},
         held={},
         exposed={},
         enter=never,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from megaprof.analysis.clocks.exchanges import Meeting, aligned, meetings
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.consistency import Findings, opened_apart
-from megaprof.analysis.stages.stages import counted
+from megaprof.analysis.stages.consistency import OPENED, Counted, opened_apart
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share, parts
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
-from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
-from megaprof.analysis.trace.calls import WHOLE_STEP, Call, ModuleKey, grouped
+from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.trace.calls import Call, ModuleKey, grouped
 from megaprof.analysis.trace.gpu import together
-from megaprof.analysis.trace.intervals import covered, intersection, intervals
+from megaprof.analysis.trace.intervals import covered, intersection, intervals, total
 from megaprof.formats import ranges
 from megaprof.parallel.schedules import PipelineSchedule
 
@@ -25,28 +26,19 @@ _INSIDE = ("tp", "ep", "cp", "unknown")
 _MS = 1e-6
 
 
-def tables_of_calls(calls: Iterable[Call]) -> dict[Key, Table | Unfit]:
-    """The table of every job, or why there is none, from those of its calls that the report's stages count."""
-    found: dict[Key, Table | Unfit] = {}
-    for key, own in grouped(calls, lambda call: Key(call.label, call.role, call.metadata.sizes)).items():
-        try:
-            found[key] = _table(key, own)
-        except Unfit as fault:
-            found[key] = fault
-    return found
+def table_of_calls(counted: Counted) -> Table | Unfit:
+    """The table of the calls that count, or why there is none."""
+    try:
+        return _table(counted)
+    except Unfit as fault:
+        return fault
 
 
-def _table(key: Key, calls: list[Call]) -> Table:
-    if key.target == WHOLE_STEP:
-        raise Unfit(Note("whole_step"))
-    findings = Findings(stages=key.sizes.pp)
-    calls = counted(calls, key.sizes, findings)
-    if findings.unjudgeable:
+def _table(counted: Counted) -> Table:
+    calls, findings, key = counted.calls, counted.findings, Key(*counted.target)
+    # What one stage takes is known without the others.
+    if findings.unjudgeable and findings.unjudgeable.kind != "stages_missing":
         raise Unfit(findings.unjudgeable)
-    if any(call.has_kernels and call.gpu is None for call in calls):
-        raise Unfit(Note("launches_unknown"))
-    if not any(call.phases for call in calls):
-        raise Unfit(Note("no_passes"))
     whole = [call for call in calls if not call.incomplete]
     if not whole:
         raise Unfit(Note("no_whole_step", why=calls[-1].incomplete))
@@ -54,22 +46,81 @@ def _table(key: Key, calls: list[Call]) -> Table:
     apart = [opened_apart(step) for step in by_step]
     whole = [call for step, why in zip(by_step, apart, strict=True) if why is None for call in step]
     if not whole:
-        raise Unfit(apart[-1])
+        raise Unfit(Note("step_disturbed", steps=(calls[-1].step,), why=apart[-1]))
     alike = grouped(whole, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only))
     calls = max(alike.values(), key=len)
     first = calls[0]
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
     schedule = schedule_of(first.metadata, first.forward_only, combined=combined)
     origin = min(call.start for call in calls)
+    met = {key: _met(step) for key, step in grouped(calls, lambda call: call.key).items()}
     by_rank = grouped(sorted(calls, key=lambda call: call.key), lambda call: call.rank)
-    ranks = [_rank(own, schedule, origin) for own in by_rank.values()]
-    return table_of(key, ranks, first.metadata, schedule)
+    ranks = [_rank(own, schedule, origin, [met[call.key].get(call.rank) for call in own]) for own in by_rank.values()]
+    table = table_of(key, ranks, first.metadata, schedule)
+    warnings = [*findings.warnings(), *_warnings(table, calls)]
+    return replace(table, warnings=tuple(warnings))
 
 
-def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> RankSteps:
+def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
+    """What is wrong with the steps of a table, or missing in them. Raises Unfit where they are of different runs."""
+    begin, end = table.entry, table.end.max(axis=(3, 4, 5))
+    opened = {call.step for call in calls if call.after_opening}
+    together = "backward" in table.schedule.kinds
+    for t, step in enumerate(table.steps.tolist()):
+        for rows in [slice(None)] if together else range(begin.shape[1]):
+            extents = np.column_stack((begin[t, rows].ravel(), end[t, rows].ravel()))
+            extents = extents[np.isfinite(extents).all(axis=1)]
+            extents = extents[np.argsort(extents[:, 0])]
+            if (extents[1:, 0] >= np.maximum.accumulate(extents[:-1, 1])).any():
+                raise Unfit(Note("stages_apart", steps=(step,)))
+        apart = float(np.nan_to_num(begin[t]).max())
+        if step in opened and apart > OPENED * table.length[t]:
+            yield Note("entered_apart_by_nsys", steps=(step,), ms=(apart,))
+    if calls[0].gpu is not None and calls[0].metadata.sizes.pp > 1 and not np.isfinite(table.spent["pp"]).all():
+        yield Note("pp_not_split")
+
+
+def _met(step: Sequence[Call]) -> dict[int, Meeting]:
+    """The exchanges of one step, by rank."""
+    hosts = {call.metadata.host for call in step}
+    offset: dict[int, int] = {}
+    if len(hosts) > 1 or None in hosts:
+        alignment = aligned(step)
+        offset = {rank: alignment.offset(rank) for rank in alignment.hosts}
+    return meetings(step, offset)
+
+
+def _exposed(call: Call, group: str) -> float:
+    """Nanoseconds until the last pass ended, on a CPU in passes; NaN where it is not known whose they are. What is no
+    group's of Megatron's is unknown."""
+    if call.exposed_ns[group] is None:
+        return np.nan
+    names = (group, "other") if group == "unknown" else (group,)
+    parts = [call.gpu.early] if call.gpu is not None else [each.exposed for each in call.phases]
+    return float(sum(part.get(name, 0) for part in parts for name in names))
+
+
+def _spent(calls: Sequence[Call], met: Sequence[Meeting | None]) -> dict[str, Floats]:
+    """What the steps of one rank went to beside its passes, [t] by name; see `Table.spent`."""
+    none = np.nan
+    found = {group: [_exposed(call, group) for call in calls] for group in ("dp", *_INSIDE)}
+    if all(call.gpu is not None for call in calls):
+        gpu = [call.gpu for call in calls if call.gpu is not None]
+        found["host_bound"] = [total(each.host_bound) for each in gpu]
+        found["gradients"] = [each.outside_ns for each in gpu]
+        if calls[0].metadata.sizes.pp > 1:
+            found["pp"] = [none if each is None else total(each.transfer) for each in met]
+            found["pp_waiting"] = [none if each is None else each.waiting_ns for each in met]
+        if not any(call.replayed for call in calls):
+            for kind in ranges.PASSES[:2]:
+                found[f"host_{kind}"] = [sum(p.duration_ns for p in call.phases if p.kind == kind) for call in calls]
+    return {name: np.array(each, dtype=np.float64) * _MS for name, each in found.items()}
+
+
+def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: Sequence[Meeting | None]) -> RankSteps:
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
-    start, end, compute = (np.full(shape, np.nan) for _ in range(3))
+    start, end, compute, working = (np.full(shape, np.nan) for _ in range(4))
     known = [group for group in _INSIDE if any(call.exposed_ns[group] for call in calls)]
     exposed = {group: np.zeros(shape) for group in known}
     idle, collected = np.zeros(shape), np.zeros(shape)
@@ -92,7 +143,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                 length, part = last - each.start, (behind - first) * _MS
                 start[at] = (each.start - origin + first * length) * _MS
                 end[at] = (each.start - origin + behind * length) * _MS
-                idle[at], compute[at] = idled * part, each.compute_ns * part
+                idle[at], compute[at], working[at] = idled * part, each.compute_ns * part, each.working_ns * part
                 for group, of_group in exposed.items():
                     of_group[at] = each.exposed.get(group, 0) * part
                 collected[at] = garbage * part
@@ -115,6 +166,8 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         start=start,
         end=end,
         compute=compute,
+        working=working,
+        spent=_spent(calls, met),
         idle=idle,
         waited=queued,
         held={kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()},
@@ -189,8 +242,8 @@ def _queued(calls: Sequence[Call]) -> float:
 
 
 def _reduced(call: Call, origin: int) -> float:
-    """When gradients were reduced, NaN where nothing tells: replicas that are not parallel in data reduce none."""
-    if call.metadata.sizes.dp * call.metadata.sizes.cp == 1 or call.forward_only:
+    """When gradients were finalised, NaN where nothing tells."""
+    if call.forward_only:
         return np.nan
     if call.gpu is not None:
         return (call.gpu.end - origin) * _MS

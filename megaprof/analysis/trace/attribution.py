@@ -54,16 +54,16 @@ class Attribution:
     """Communication while nothing computed, by `groups.USES`."""
     undecided: tuple[str, ...]
     """Axes that the ``unknown`` part of that may be of."""
-    tail: int | None
-    """The data-parallel part of that after the last computation; None where it is undecided."""
-    busy: Intervals
-    """When this rank did not wait for another stage, gaps inside passes included; disjoint."""
+    working: list[int]
+    """Of every pass, between its first kernel and its last: without exposed communication and ``host_bound``."""
+    early: dict[str, int]
+    """The part of ``exposed_by`` until the last pass ended."""
     outside_ns: int
     """How long it computed for none of its passes, as for scaling gradients behind the last one."""
     host_bound: Intervals
     """When it idled in a pass because nothing was launched; disjoint."""
     pipeline: Intervals
-    """When the pipeline group communicated while nothing computed; disjoint."""
+    """When the pipeline group communicated while nothing computed, and between passes; disjoint."""
     exchanges: tuple[Exchange, ...]
     """Send-receive kernels of the pipeline group."""
     lost: int
@@ -90,36 +90,34 @@ def attribute(
     alone = own & (use != COMPUTE) & (use != PP)
     compute = own & (use == COMPUTE)
     communication = {name: gpu.spans[own & (use == index)] for index, name in enumerate(USES) if index != COMPUTE}
-    exposed_by = {name: total(difference(union(spans), computing)) for name, spans in communication.items()}
+    alone_by = {name: difference(union(spans), computing) for name, spans in communication.items()}
     beside = {name: own & (use == index) for index, name in enumerate(USES) if index not in (COMPUTE, PP)}
     exposed = [_per_owner(owner, rows, gpu.spans, len(passes), hidden_by=computing) for rows in beside.values()]
     inside = compute & gpu.kernel | own & np.isin(use, _OF_PASSES)
     extents = _extents(gpu, owner, inside, len(passes))
     rows = extents[extents[:, 1] > extents[:, 0]]
-    work = union(np.concatenate((gpu.spans[compute | alone], rows)))
     idle = difference(whole, union(gpu.spans))
     # What a pass waited for has come when its first kernel runs: an exchange beside the rest of it is for another pass.
     between = difference(union(rows), union(gpu.spans[use != PP]))
     waiting = intersection(unfed(gpu, idle), union(times_of(passes)))
     host_bound = union(np.concatenate((waiting, unfed(gpu, between, use != PP))))
-    data_parallel = difference(union(communication["dp"]), computing)
-    last = int(gpu.spans[compute, 1].max()) if compute.any() else end
+    until = union(intervals([(start, int(rows[:, 1].max()) if len(rows) else end)]))
+    lost = union(np.concatenate((difference(union(gpu.spans[alone]), computing), host_bound)))
     possible = [axes for rows, axes in doubtful if total(difference(union(gpu.spans[rows]), computing))]
     undecided = tuple(axis for axis in AXES if any(axis in axes for axes in possible))
-    tail = total(intersection(data_parallel, union(intervals([(last, end)]))))
     return Attribution(
         start=start,
         end=end,
         compute=_per_owner(owner, compute, gpu.spans, len(passes)),
         exposed=[dict(zip(beside, each, strict=True)) for each in zip(*exposed, strict=True)],
         extents=extents,
-        exposed_by=exposed_by,
+        exposed_by={name: total(each) for name, each in alone_by.items()},
         undecided=undecided,
-        tail=None if "dp" in undecided else tail,
-        busy=intersection(union(np.concatenate((work, host_bound))), whole),
+        working=(extents[:, 1] - extents[:, 0] - covered(lost, extents)).tolist(),
+        early={name: total(intersection(each, until)) for name, each in alone_by.items()},
         outside_ns=total(difference(union(gpu.spans[compute & (owner == _NOBODY)]), union(rows))),
         host_bound=host_bound,
-        pipeline=difference(union(communication["pp"]), computing),
+        pipeline=difference(alone_by["pp"], union(rows)),
         exchanges=_exchanges(gpu, own & (use == PP), exchanges),
         lost=int((~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)).sum()),
     )

@@ -18,7 +18,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.gpu import Peak, memory_of
 from megaprof.analysis.trace.groups import AXES, INSIDE, parallel_of
-from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
+from megaprof.analysis.trace.intervals import Intervals, covered, difference, intervals, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass
 from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
 from megaprof.analysis.trace.unseen import without_some
@@ -77,10 +77,9 @@ class Call:
     """Its passes in the order in which the host began them."""
     exchanges: tuple[Exchange, ...]
     """Its exchanges with other stages as the host saw them; ``gpu`` has its kernels."""
-    busy: Intervals = field(compare=False)
-    """When it ran passes and gradient finalisation: what is not waiting for another stage."""
     exposed_ns: dict[str, int | None]
-    """Exposed communication by group; None where the trace cannot tell, with the reason in ``reasons``."""
+    """Exposed communication by group, on a CPU that of passes; None where the trace cannot tell, with the reason in
+    ``reasons``."""
     incomplete: Note | None
     """Why its sums are no whole step's, or None."""
     has_kernels: bool
@@ -89,8 +88,6 @@ class Call:
     """Why something cannot be told."""
     finalize: Intervals = field(compare=False)
     """When it finalised gradients."""
-    collectives: Intervals = field(compare=False)
-    """In that, on a CPU, the collectives that nothing hid."""
     modules: dict[ModuleKey, tuple[int, ...]]
     """Nanoseconds of every pass through a module."""
     gpu: Attribution | None = field(compare=False, default=None)
@@ -155,14 +152,13 @@ class Call:
 
 def calls_of(trace: Trace) -> list[Call]:
     """Every schedule call in ``trace``, in order of time."""
-    exposed = difference(union(times_of(trace.collectives)), trace.compute)
     outermost = [(r, step) for r in trace.ranges if (step := r.name.fields.get("step")) is not None]
     of_roles = [r for r in trace.ranges if r.name.role is not None]
     seen: Counter[tuple[str, int]] = Counter()
     calls = []
     for outer, step in outermost:
         label = outer.name.label
-        call = _call(trace, outer, step, seen[label, step], exposed)
+        call = _call(trace, outer, step, seen[label, step])
         around = [r for r in of_roles if r.start <= outer.start and outer.end <= r.end]
         role = max(around, key=lambda r: (r.start, -r.end)).name.role if around else trace.metadata.role
         first = outer.start <= outermost[0][0].end
@@ -181,7 +177,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return found
 
 
-def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Intervals) -> Call:
+def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
     metadata, label = trace.metadata, outer.name.label
     inside = [r for r in trace.ranges if outer.start <= r.start and r.end <= outer.end]
     passes = [r for r in inside if r.name.label in ranges.PASSES]
@@ -191,7 +187,6 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
     gpu = None if trace.gpu is None else attribute(trace.gpu, metadata, outer, passes, exchanges)
     if gpu is not None:
         phases = tuple(_phase(r, metadata, *times) for r, times in zip(passes, _gpu_times(gpu), strict=True))
-        busy = gpu.busy
         split, reasons = _split_gpu(metadata, gpu)
     else:
         of_groups, apart = _inside(trace, passes)
@@ -199,8 +194,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         phases = tuple(
             _phase(r, metadata, {group: each[n] for group, each in exposed_ns.items()}) for n, r in enumerate(passes)
         )
-        busy = union(times_of(passes + finalizing))
-        split, reasons = _split(trace, phases, finalize, apart)
+        split, reasons = _split(trace, phases, apart)
     call = Call(
         label=label,
         step=step,
@@ -211,13 +205,11 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         end=outer.end,
         phases=phases,
         exchanges=tuple(Exchange(r.name.label, r.start, r.end, r.start, r.end) for r in exchanges),
-        busy=busy,
         exposed_ns=split,
         incomplete=Note("cut", said=trace.cut) if trace.cut else _incomplete(label, step, metadata, phases),
         has_kernels=trace.has_kernels,
         reasons=tuple(reasons),
         finalize=finalize,
-        collectives=intersection(exposed, finalize),
         modules=_modules(inside, passes, trace),
         gpu=gpu,
         collecting=union(times_of([r for r in inside if r.name.label == ranges.GARBAGE])),
@@ -237,11 +229,9 @@ def _emptied(call: Call, unseen: Note) -> Call:
         has_kernels=True,
         phases=(),
         exchanges=(),
-        busy=intervals(()),
         exposed_ns=dict.fromkeys(GROUPS),
         reasons=(),
         finalize=intervals(()),
-        collectives=intervals(()),
         modules={},
         gpu=None,
     )
@@ -252,6 +242,7 @@ def _phase(
     metadata: Metadata,
     exposed: Mapping[str, int],
     gpu_ns: int | None = None,
+    gpu_working_ns: int | None = None,
     gpu: tuple[int, int] | None = None,
 ) -> MeasuredPass:
     start, end = gpu or (r.start, r.end)
@@ -267,13 +258,15 @@ def _phase(
         host=(r.start, r.end),
         exposed=exposed,
         gpu_ns=gpu_ns,
+        gpu_working_ns=gpu_working_ns,
         backward=None if chunk is None or microbatch is None else PassId(ranges.BACKWARD, chunk, microbatch),
     )
 
 
-def _gpu_times(gpu: Attribution) -> Iterator[tuple[dict[str, int], int, tuple[int, int] | None]]:
-    for exposed, compute, (start, end) in zip(gpu.exposed, gpu.compute, gpu.extents.tolist(), strict=True):
-        yield exposed, compute, (start, end) if end > start else None
+def _gpu_times(gpu: Attribution) -> Iterator[tuple[dict[str, int], int, int, tuple[int, int] | None]]:
+    extents = gpu.extents.tolist()
+    for exposed, compute, working, (start, end) in zip(gpu.exposed, gpu.compute, gpu.working, extents, strict=True):
+        yield exposed, compute, working, (start, end) if end > start else None
 
 
 def _modules(inside: list[TracedRange], passes: list[TracedRange], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
@@ -335,19 +328,17 @@ def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Interval
 
 
 def _split(
-    trace: Trace, passes: Sequence[MeasuredPass], finalize: Intervals, apart: Sequence[tuple[str, ...]]
+    trace: Trace, passes: Sequence[MeasuredPass], apart: Sequence[tuple[str, ...]]
 ) -> tuple[dict[str, int | None], list[Note]]:
-    """Exposed communication by group. ``apart``: groups of which nothing tells whose it is."""
+    """Exposed communication of passes by group. ``apart``: groups of which nothing tells whose it is."""
     sizes = trace.metadata.sizes
     split: dict[str, int | None] = dict.fromkeys(GROUPS, 0)
     reasons: list[Note] = []
-    if sizes.dp > 1:
-        split["dp"] = total(finalize)
     if not trace.knows_collectives:
         return _split_unseen(trace, split)
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append(Note("pp_unknown_on_cpu"))
+        reasons.append(Note("pp_unknown"))
     if trace.has_kernels:
         split.update(dict.fromkeys((*parallel_of(AXES, sizes), "unknown")))
         reasons.append(Note("exposed_unknown"))
@@ -361,17 +352,15 @@ def _split(
 
 
 def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[Note]]:
-    """Without collectives, of the groups only gradient synchronisation is known."""
+    """Without collectives, nothing is known of what passes wait for."""
     sizes, reasons = trace.metadata.sizes, []
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append(Note("pp_unknown_in_ranges"))
+        reasons.append(Note("pp_unknown"))
     inside = parallel_of(INSIDE, sizes)
     if inside:
         split.update(dict.fromkeys((*inside, "unknown")))
         reasons.append(Note("groups_in_compute", names=tuple(inside)))
-    if sizes.dp > 1:
-        reasons.append(Note("dp_with_waiting"))
     return split, reasons
 
 

@@ -60,6 +60,8 @@ class MeasuredPass(Pass[int]):
     """The part in which a collective ran and nothing computed, by `groups.USES` without the pipeline's."""
     gpu_ns: int | None = None
     """How long the GPU computed for it; None where no GPU was captured."""
+    gpu_working_ns: int | None = None
+    """How long it took there without exposed communication and waiting for the host; likewise."""
     backward: PassId | None = None
     """The backward in a combined pass."""
 
@@ -79,9 +81,9 @@ class MeasuredPass(Pass[int]):
         return self.duration_ns - self.exposed_ns if self.gpu_ns is None else self.gpu_ns
 
     @property
-    def pass_ns(self) -> int:
-        """What ``forward_ms`` and ``backward_ms`` report: the whole pass on a CPU, computation on a GPU."""
-        return self.duration_ns if self.gpu_ns is None else self.gpu_ns
+    def working_ns(self) -> int:
+        """All of it without exposed communication and waiting for the host."""
+        return self.compute_ns if self.gpu_working_ns is None else self.gpu_working_ns
 
 
 @dataclass(frozen=True, slots=True)

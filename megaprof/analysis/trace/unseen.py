@@ -33,7 +33,7 @@ def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, nsys:
         return Note("kernels_not_asked")
     if recording is not None and "cuda" not in recording.recorded:
         return Note("kernels_unsupported")
-    return Note("no_kernels_of_nsys" if nsys else "no_launched_kernels" if launches else "no_kernels")
+    return Note("no_kernels_of_nsys" if nsys else "no_kernels")
 
 
 def without_some(launches: Launches | None, start: int, end: int) -> Note | None:

@@ -30,6 +30,10 @@ _LONGEST_LAYOUT = 4000
 _COUNTS = re.compile(r"\d{1,5}(,\d{1,5})*")
 
 
+class NotCaptured(ValueError):
+    """What was asked for makes sense, and the run does not tell it."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a person may choose of a run."""
@@ -75,6 +79,8 @@ class ByHand(Known):
 
     sequences: Packed | None = None
     """Its sequences; None where they are not known, or all alike."""
+    alike: bool = False
+    """Whether its microbatches are all alike."""
 
     @property
     def captured(self) -> Setting:
@@ -89,7 +95,7 @@ class ByHand(Known):
 
 def tried(known: ByHand, wanted: Setting) -> Tried:
     """Predict ``wanted``. Raises ValueError where Megatron refuses it, or where it is more than can be answered at
-    once."""
+    once, and NotCaptured."""
     asked = known
     if wanted.packing is not None:
         known, laid = _repacked(known, wanted)
@@ -192,7 +198,9 @@ def _repacked(known: ByHand, wanted: Setting) -> tuple[ByHand, Prediction]:
     """The run with its sequences otherwise in its microbatches, and what that takes. Raises ValueError."""
     packing, count, own = wanted.packing or "", wanted.microbatches, known.sequences
     if own is None:
-        raise ValueError(f"packing={packing}: the lengths of the sequences were not captured, or all are alike")
+        alike = "all microbatches have as many tokens in sequences as long"
+        why = alike if known.alike else "the lengths of the sequences were not captured"
+        raise NotCaptured(f"packing={packing}: {why}")
     found = plan(own, packing, None if count == known.microbatches else count)
     if found is None:
         raise ValueError(

@@ -97,7 +97,7 @@ def relaid(known: Known, kind: Kind, pieces: Layout, change: Change | None = Non
     found = priced(known.run, kind, own, sure, free, change, float(np.hypot(apart, RERUN)))
     schedule, captured = change.replay.schedule, known.run.replay.schedule
     needs = in_flight_layers(pieces, schedule)
-    fit = None if known.memory is None or change.larger != 1.0 else known.memory.fit(pieces, needs)
+    fit = None if known.memory is None or change.larger != 1.0 else known.memory.fit(pieces, schedule)
     return described(
         found,
         layout=format_layout(pieces),
@@ -105,7 +105,7 @@ def relaid(known: Known, kind: Kind, pieces: Layout, change: Change | None = Non
         chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
         microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
         **_larger(change.larger, schedule),
-        flags=() if pieces == known.pieces else _said_aloud(known, pieces),
+        flags=() if pieces == known.pieces else placed(known.held, pieces),
         in_flight=tuple(needs),
         fits=None if fit is None else fit.fits,
         needed=None if fit is None else fit.needed,
@@ -150,12 +150,13 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
     if memory is None:
         return others[:most]
 
-    def excess(pieces: Layout) -> float:
-        return memory.fit(pieces, in_flight_layers(pieces, schedule)).excess
+    def fits(pieces: Layout) -> bool:
+        return memory.fit(pieces, schedule).fits
 
-    if any(map(excess, others)):
-        fitting = [each.pieces for each in searched(excess=excess) if each.pieces != known.pieces]
-        others = [*(pieces for pieces in others[:1] if excess(pieces)), *fitting]
+    if not all(map(fits, others)):
+        bounded = searched(needs=partial(memory.part, schedule=schedule))
+        fitting = [each.pieces for each in bounded if each.pieces != known.pieces]
+        others = [*(pieces for pieces in others[:1] if not fits(pieces)), *fitting]
     return others[:most]
 
 
@@ -200,13 +201,13 @@ def microbatch_counts(run: Captured) -> Iterator[Priced]:
         yield described(found, microbatches=count, **_larger(change.larger, own))
 
 
-def _said_aloud(known: Known, pieces: Layout) -> tuple[str, ...]:
+def placed(held: Held, pieces: Layout) -> tuple[str, ...]:
     """Megatron's flags for a layout. Its even split needs none for its layers; said aloud, it replaces a flag that the
     run has now. A hybrid model has its layout in its pattern, and Megatron refuses the other flags beside that."""
-    if known.held.hybrid:
-        pattern = known.held.pattern(pieces)
+    if held.hybrid:
+        pattern = held.pattern(pieces)
         return () if pattern is None else ("--hybrid-layer-pattern", pattern)
-    stages, flags = known.stages, to_flags(pieces, known.stages)
+    stages, flags = held.stages, to_flags(pieces, held.stages)
     if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
         return flags
     return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, stages)[0]), *flags)

@@ -29,7 +29,7 @@ _LONGEST = 4
 #: The quantiles of `policy.LEVEL`.
 _ENDS = 0.05, 0.95
 
-Kind = Literal["layout", "chunks", "balanced", "microbatches", "packing", "even_packing", "by_hand"]
+Kind = Literal["layout", "chunks", "depth", "balanced", "microbatches", "packing", "even_packing", "by_hand"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Change:
     """What a run has otherwise beside its contents."""
 
     replay: Replay
-    """Its schedule."""
+    """Its schedule; of half as many stages each holds what two neighbours held."""
     larger: float = 1.0
     """How many times the tokens its microbatches have."""
     p2p_ms: float = 0.0
@@ -220,14 +220,15 @@ class Captured:
         if after != before:  # `ratio` is that to the average chunk of a stage
             passes = np.repeat(passes.mean(axis=3, keepdims=True), after, axis=3)
             beside = np.repeat(beside.sum(axis=3, keepdims=True) / after, after, axis=3)
-        times = passes * ratio[:, None, ..., None] + beside
+        times, entry, link = passes * ratio[:, None, ..., None] + beside, self.entry[rows], self.link[rows]
+        if change.replay.shape[0] < times.shape[2]:
+            times, entry, link = halved(times, entry, link)
         times = resliced(times, change.replay.shape[3], change.larger)
-        link = self.link[rows]
-        return times, self.entry[rows], np.maximum(link + change.p2p_ms, 0.0)
+        return times, entry, np.maximum(link + change.p2p_ms, 0.0)
 
     def simulated(self, content: Floats, change: Change) -> Simulation:
-        """The longest pipeline of the step whose length is nearest to the average, with other contents."""
-        row = np.array([np.abs(self.length - self.length.mean()).argmin()])
+        """The longest pipeline of the step whose replay is nearest to the average one, with other contents."""
+        row = np.array([np.abs(self.pipelines_ms - self.pipelines_ms.mean()).argmin()])
         times, entry, link = self._times(row, content / _positive(self.content, content), change)
         longest = int(change.replay.step_ms(times, entry=entry, link=link)[0].argmax())
         return played(change.replay, times[0, longest], entry=entry[0, longest], link=link[0, longest])
@@ -277,6 +278,19 @@ def _positive(before: Floats, after: Floats) -> Floats:
     if before.shape[-2] != after.shape[-2]:
         before = before.mean(axis=-2, keepdims=True)
     return np.maximum(before, 1e-9)
+
+
+def halved(times: Floats, entry: Floats, link: Floats) -> tuple[Floats, Floats, Floats]:
+    """Half as many stages, of an even number, on as many ranks: [..., r, s, c, k, m] and twice [..., r, s] become
+    [..., 2 r, s / 2, c, k, m / 2] and twice [..., 2 r, s / 2].
+
+    A stage holds what two neighbours held. The ranks of the first one of each two are one replica, those of the second
+    one another, as Megatron numbers them, and each gets every other microbatch, as Megatron-LM's sampler deals them.
+    """
+    together = times[..., 0::2, :, :, :] + times[..., 1::2, :, :, :]
+    replicas = np.concatenate((together[..., 0::2], together[..., 1::2]), axis=-5)
+    entries = np.concatenate((entry[..., 0::2], entry[..., 1::2]), axis=-2)
+    return replicas, entries, np.concatenate([link[..., 1::2]] * 2, axis=-2)
 
 
 def resliced(times: Floats, count: int, larger: float) -> Floats:

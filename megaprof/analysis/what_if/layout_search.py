@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import comb, inf, isfinite, prod
@@ -20,8 +20,10 @@ _PASSES_AT_ONCE = 2_000_000  # 16 MB
 _PIECES_AT_ONCE = 1_000_000  # of those that a cut may make
 _FEWEST, _MOST = 100, 2000  # replays a search
 
-Excess = Callable[[Layout], float]
-"""By how much a layout needs more than it may; 0 where it does not."""
+_Whole = npt.NDArray[np.intp]
+Needs = Callable[[_Whole, _Whole], npt.NDArray[np.float64]]
+"""What part of what it may have each of some stages [n] needs, [n], if its chunks hold so many layers (MTP layers
+included), [n, chunk]. A stage may need 1."""
 _Counts = tuple[int, ...]
 """How many units each piece holds. A layout keeps the units in their order, so this is all there is to choose."""
 
@@ -92,7 +94,7 @@ class _Problem:
     """One search: the units, the run that they belong to, and every layout replayed so far."""
 
     def __init__(
-        self, units: list[tuple[str, Cost]], replay: Replay, p2p_ms: float, factor: Milliseconds, excess: Excess | None
+        self, units: list[tuple[str, Cost]], replay: Replay, p2p_ms: float, factor: Milliseconds, needs: Needs | None
     ) -> None:
         schedule, self.factor = replay.schedule, factor
         self.pp, self.vpp, self.microbatches = schedule.stages, schedule.chunks, schedule.microbatches
@@ -106,7 +108,8 @@ class _Problem:
             self.by_kind.append([one.backward_ms for _, one in units])
         self.work = [sum(each) for each in zip(*self.by_kind, strict=True)]
         self.pipeline, self.p2p_ms = replay, p2p_ms
-        self.excess, self.step_ms = excess, dict[_Counts, float]()
+        self.stages_need, self.step_ms = needs, dict[_Counts, float]()
+        self.layers_before = np.cumsum([0, *(name.count("t") + name.count("m") for name in self.names)])
         self.passes = prod(replay.shape)
         self.budget = min(_MOST, max(_FEWEST, _PASSES_PER_SEARCH // self.passes))
 
@@ -139,9 +142,30 @@ class _Problem:
             step_ms = self.pipeline.step_ms(passes, link=self.p2p_ms)
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
 
-    def order(self, counts: _Counts) -> tuple[float, float]:
-        """What a layout is better by, if it is smaller: by how much it exceeds what it may need, and its step."""
-        return 0.0 if self.excess is None else self.excess(self.pieces(counts)), self.step_ms[counts]
+    def needs(self, several: _Whole) -> npt.NDArray[np.float64]:
+        """What part of what it may have each stage of some layouts [layout, piece] needs, [layout, stage]; 0 without a
+        bound."""
+        if self.stages_need is None:
+            return np.zeros((len(several), self.pp))
+        layers = np.diff(self.layers_before[np.cumsum(several, axis=1)], axis=1, prepend=0)
+        layers = layers.reshape(-1, self.vpp, self.pp).transpose(0, 2, 1)
+        # A stage that holds what it holds in the first layout needs as much: a move changes few.
+        other = (layers != layers[0]).any(axis=2)
+        other[0] = True
+        found = self.stages_need(other.nonzero()[1], layers[other])
+        each = np.tile(found[: self.pp], (len(several), 1))
+        each[other] = found
+        return each
+
+    def fitting(self, several: _Whole | Sequence[_Counts]) -> list[_Counts]:
+        """Those in which no stage needs more than it may."""
+        every = np.asarray(several, dtype=np.intp)
+        kept = every[self.needs(every).max(axis=1) <= 1.0] if len(every) else every
+        return [tuple(counts) for counts in kept.tolist()]
+
+    def quickest_first(self) -> list[_Counts]:
+        """The layouts that were replayed."""
+        return sorted(self.step_ms, key=lambda counts: (self.step_ms[counts], counts))
 
     @property
     def exhausted(self) -> bool:
@@ -162,7 +186,7 @@ def search(
     rendezvous: bool = False,
     in_turn: bool = False,
     factor: npt.ArrayLike = 1.0,
-    excess: Excess | None = None,
+    needs: Needs | None = None,
     top: int = 5,
 ) -> list[Candidate]:
     """The ``top`` layouts with the shortest replayed step, the shortest first; of equals those with simpler flags.
@@ -171,8 +195,9 @@ def search(
     two exact optima (of the heaviest piece, and of a bound on the step that also counts filling and draining the
     pipeline), and improves the best of them by moving one layer at a time. Deterministic. Every piece holds something.
     MTP layers apart from the loss need megatron-core 0.16. ``factor``: how many times as long the passes of stages
-    take, ``[stage, chunk, kind of pass]`` or what broadcasts to it. ``excess``: no layout is returned
-    that has any.
+    take, ``[stage, chunk, kind of pass]`` or what broadcasts to it. ``needs``: no layout is returned
+    in which a stage needs more than 1. Where there is a layout that keeps this, one is found; MTP layers in several
+    chunks are the exception: there a bound that hardly any layout keeps may be missed.
 
     Raises:
         ValueError: costs, counts or a schedule that cannot be, see `CostModel.units` and `PipelineSchedule.checked`.
@@ -186,15 +211,16 @@ def search(
     )
     factors = np.broadcast_to(np.asarray(factor, dtype=float), (pp, vpp, len(schedule.kinds)))
     problem = _Problem(
-        cost.units(layers, mtp_layers), compiled(schedule, rendezvous, in_turn), cost.p2p_ms, factors, excess
+        cost.units(layers, mtp_layers), compiled(schedule, rendezvous, in_turn), cost.p2p_ms, factors, needs
     )
     pieces, units = pp * vpp, len(problem.work)
     if comb(units - 1, pieces - 1) <= problem.budget:
         cuts = ((0, *inside, units) for inside in combinations(range(1, units), pieces - 1))
-        problem.replay(tuple(end - begin for begin, end in pairwise(each)) for each in cuts)
+        problem.replay(problem.fitting([tuple(end - begin for begin, end in pairwise(each)) for each in cuts]))
     else:
         problem.replay(_starts(problem, layers, mtp_layers))
-        for start in sorted(problem.step_ms, key=lambda counts: (*problem.order(counts), counts))[:3]:
+        problem.replay([_lowered(problem, problem.quickest_first()[0])])
+        for start in problem.fitting(problem.quickest_first())[:3]:
             _improve(problem, start)
     return _best(problem, top)
 
@@ -272,6 +298,23 @@ def _stage_work(problem: _Problem, counts: _Counts) -> list[float]:
     return [usual[stage] * sum(work[stage :: problem.pp]) for stage in range(problem.pp)]
 
 
+def _lowered(problem: _Problem, counts: _Counts) -> _Counts:
+    """Move one unit at a time, from the stages that need more than they may first, as long as all stages together
+    exceed what they may by less then, or by as much and need less. Nothing is replayed."""
+    better: _Counts | None = counts
+    while better is not None:
+        counts, better = better, None
+        (needs,) = problem.needs(np.array([counts]))
+        for moves in _moves(problem, counts, needs > 1.0) if needs.max() > 1.0 else ():
+            needs = problem.needs(np.vstack([counts, moves]))
+            over, total = np.maximum(needs - 1.0, 0.0).sum(axis=1), needs.sum(axis=1)
+            lower = (over < over[0]) | ((over == over[0]) & (total < total[0]))
+            if lower.any():
+                better = tuple(moves[int(lower.argmax()) - 1].tolist())
+                break
+    return counts
+
+
 def _improve(problem: _Problem, counts: _Counts) -> None:
     """Move one unit from a piece to another (what lies between moves along) as long as the step gets shorter, from
     the most loaded stages to the least loaded first."""
@@ -281,28 +324,29 @@ def _improve(problem: _Problem, counts: _Counts) -> None:
         for moves in _moves(problem, counts):
             if problem.exhausted:
                 return
-            problem.replay(moves)
-            exceeds, step_ms = problem.order(counts)
-            limit = exceeds, step_ms * (1 - 1e-12)
-            better = next((moved for moved in moves if problem.order(moved) < limit), None)
+            fitting = problem.fitting(moves)
+            problem.replay(fitting)
+            limit = problem.step_ms[counts] * (1 - 1e-12)
+            better = next((moved for moved in fitting if problem.step_ms[moved] < limit), None)
             if better is not None:
                 break
 
 
-def _moves(problem: _Problem, counts: _Counts) -> Iterator[list[_Counts]]:
-    """By piece that gives a unit away."""
+def _moves(problem: _Problem, counts: _Counts, first: npt.NDArray[np.bool_] | None = None) -> Iterator[_Whole]:
+    """[taker, piece], by piece that gives a unit away: those of the stages that come ``first``, [stage], and the most
+    loaded first."""
     load = _stage_work(problem, counts)
     by_load = sorted(range(len(counts)), key=lambda piece: (load[piece % problem.pp], piece))
-    for giver in reversed(by_load):
+    givers = by_load[::-1]
+    if first is not None:
+        givers.sort(key=lambda piece: not first[piece % problem.pp])
+    for giver in givers:
         if counts[giver] == 1:
             continue
-        moves = []
-        for taker in by_load:
-            if giver % problem.pp != taker % problem.pp:
-                moved = list(counts)
-                moved[giver] -= 1
-                moved[taker] += 1
-                moves.append(tuple(moved))
+        takers = [piece for piece in by_load if piece != giver]
+        moves = np.tile(counts, (len(takers), 1))
+        moves[:, giver] -= 1
+        moves[np.arange(len(takers)), takers] += 1
         yield moves
 
 
@@ -311,8 +355,7 @@ def _best(problem: _Problem, top: int) -> list[Candidate]:
         # Equal work summed in another order differs in the last bits; that must not decide between layouts.
         return float(f"{problem.step_ms[counts]:.10e}")
 
-    allowed = [counts for counts in problem.step_ms if not problem.order(counts)[0]]
-    ranked = sorted(allowed, key=lambda counts: (step(counts), counts))
+    ranked = sorted(problem.fitting(list(problem.step_ms)), key=lambda counts: (step(counts), counts))
     if not ranked:
         return []
     limit = step(ranked[min(top, len(ranked)) - 1])

@@ -34,8 +34,11 @@ _FIELDS = {
     "--account-for-loss-in-pipeline-split": "account_for_loss_in_pipeline_split",
     _LAYOUT: "pipeline_model_parallel_layout",
     _VIRTUAL: "virtual_pipeline_model_parallel_size",
+    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
 }
-_CHUNKS = "virtual_pipeline_model_parallel_size"
+_CHUNKS, _STAGES = "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"
+#: Those that verl and SkyRL have as options of their own.
+_OWN = {"verl": {_CHUNKS, _STAGES}, "skyrl": {_STAGES}}
 #: Where verl's engine of each role has its options: the reference takes the actor's. Without a role it is an SFT run.
 _VERL = {None: "engine", "critic": "critic.megatron"}
 _SKYRL = {"ref": "trainer.ref.megatron_config"}
@@ -222,13 +225,18 @@ def options_of(framework: str | None, role: str | None, flags: Sequence[str], st
         engine = _VERL.get(role, "actor_rollout_ref.actor.megatron")
         return tuple(
             f"{engine}.{name}={value}"
-            if name == _CHUNKS
+            if name in _OWN["verl"]
             else f"++{engine}.override_transformer_config.{name}={_quoted(value)}"
             for name, value in fields
         )
     if framework == "skyrl" and all(name != _CHUNKS for name, _ in fields):
         place = _SKYRL.get(role or "", "trainer.policy.megatron_config")
-        return tuple(f"{place}.transformer_config_kwargs.{name}={_quoted(value)}" for name, value in fields)
+        return tuple(
+            f"{place}.{name}={value}"
+            if name in _OWN["skyrl"]
+            else f"{place}.transformer_config_kwargs.{name}={_quoted(value)}"
+            for name, value in fields
+        )
     return None
 
 

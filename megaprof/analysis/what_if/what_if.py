@@ -110,7 +110,8 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         p2p_ms=steps.p2p_ms,
         allocated=peaks(table.memory),
     )
-    sequences = packed(run) if _differ(diagnosis) else None
+    differ = _differ(diagnosis)
+    sequences = packed(run) if differ else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     for cause in diagnosis.causes:
@@ -131,7 +132,9 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         return replace(replayed, candidates=tuple(others), warnings=warnings), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     shared = _shared_cores(table)
-    known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES, _slower(run, slow), sequences)
+    known = ByHand(
+        steps, held, memory, 0.0 if shared is None else _SHARED_CORES, _slower(run, slow), sequences, differ is False
+    )
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(Note("one_stage"),)), known
     compared = layouts(known)
@@ -168,10 +171,10 @@ def _slower(run: Examined, ranks: Set[int]) -> Floats:
     return slowest
 
 
-def _differ(diagnosis: Diagnosis) -> bool:
-    """Whether microbatches or replicas differ in what they are given."""
+def _differ(diagnosis: Diagnosis) -> bool | None:
+    """Whether microbatches or replicas differ in what they are given; None where that is not known."""
     found = diagnosis.lengths
-    return found is not None and max(found.squares, found.tokens_ratio) > 1.0 + LEAST
+    return None if found is None else max(found.squares, found.tokens_ratio) > 1.0 + LEAST
 
 
 def withheld(reason: Note) -> WhatIf:

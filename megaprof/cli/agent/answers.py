@@ -9,25 +9,24 @@ from typing import Any
 
 import msgspec
 
-from megaprof.analysis.report.document import Report, TargetReport, plain_number
+from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text import sentences
 from megaprof.analysis.report.text.words import mean, title
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
-from megaprof.cli import CommandError, UsageError
+from megaprof.cli import UsageError
 from megaprof.cli.files.diff import compared
 from megaprof.cli.files.report import analyzed
 from megaprof.cli.files.what_if import in_words, predicted
 from megaprof.cli.jobs import status as job_status
-from megaprof.control.job import NoJob
 from megaprof.formats.remote import RemotePath, files_below, place
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
 #: What a summary leaves out of every document: tables, and what changed over the steps of a run.
 _TABLES = "candidates costs events replay_error single stages status"
-_SERIES = "at_most_ms buckets imbalance step_ms synchronisation_ms"
+_SERIES = "buckets step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: A replay of more passes than this would keep the server busy.
 _MOST_PASSES = 200_000
@@ -42,21 +41,6 @@ def of_report(directory: str, run: int | None) -> dict[str, Any]:
     if report.foreign is not None:
         headline.append(sentences.of_foreign(report.foreign))
     return {"headline": headline, **report.to_json()}
-
-
-def of_layouts(directory: str, run: int | None) -> dict[str, Any]:
-    """The same report's ``what_if`` alone. Raises CommandError, and what reading raises."""
-    targets = _report(directory, run).targets
-    names = ("target", "role", "sizes", "schedule", "microbatches", "advice", "what_if")
-    return {
-        "headline": [
-            f"{title(*each.key)}: {each.advice.plain if each.advice else 'nothing is predicted'}" for each in targets
-        ],
-        "targets": [
-            {name: msgspec.to_builtins(getattr(each, name), enc_hook=plain_number) for name in names}
-            for each in targets
-        ],
-    }
 
 
 def of_change(
@@ -74,12 +58,12 @@ def of_diff(before: str, after: str) -> dict[str, Any]:
 
 
 def of_status(directory: str, role: str | None) -> dict[str, Any]:
-    """``megaprof status DIR --json``. Raises CommandError."""
-    try:
-        view = look_at(job_status.find(Path(directory), role))
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
-    return {"headline": [line for line in job_status.in_words(view) if line], **job_status.as_json(view)}
+    """``megaprof status DIR --json``. Raises NoJob."""
+    view = look_at(job_status.find(Path(directory), role))
+    return {
+        "headline": [line for line in job_status.in_words(view) if line],
+        **msgspec.to_builtins(job_status.answer(view)),
+    }
 
 
 def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **options: Any) -> dict[str, Any]:

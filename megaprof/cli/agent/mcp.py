@@ -14,7 +14,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "An MCP client starts this command itself and speaks with it on its standard input and output; docs/agents.md "
-        "says how to add it to one. Its tools are report, diff, layouts, simulate, status and trigger. It opens no "
+        "says how to add it to one. Its tools are report, what_if, diff, simulate, status and trigger. It opens no "
         "port and writes no file; trigger makes a running job write its captures."
     )
     parser.add_argument(

@@ -19,9 +19,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import CommandError, in_a_line
-from megaprof.cli.agent import answers, pages
+from megaprof.cli.agent import answers, documents
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
-from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, look, wanted
+from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, look, prepare
 from megaprof.config.windows import TARGETS
 from megaprof.formats.phrases import counted
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
@@ -38,7 +38,6 @@ CANNOT_ASK = (
     "megaprof mcp --allow-trigger captures without asking, or the user runs megaprof trigger"
 )
 DECLINED = "the user did not agree; nothing was asked of the job"
-_NO_LAYOUTS = answers.DETAILS - {"candidates"}
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _ASKS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
 
@@ -71,7 +70,7 @@ def serve(*, allow_trigger: bool) -> None:
 
 def server(*, allow_trigger: bool) -> MCPServer[Any]:
     """The server with all its tools and documents."""
-    reads: tuple[Callable[..., CallToolResult], ...] = (report, layouts, what_if, diff, simulate, status)
+    reads: tuple[Callable[..., CallToolResult], ...] = (report, what_if, diff, simulate, status)
     tools = [
         Tool.from_function(tool, description=_about(tool), annotations=_READS, structured_output=False)
         for tool in reads
@@ -83,17 +82,17 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
         )
     )
     made = _Server("megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
-    for name, about in pages.PAGES.items():
+    for name, about in documents.PAGES.items():
         uri = f"megaprof://docs/{name}"
         made.add_resource(
             FunctionResource(
-                uri=uri, name=name, description=about, mime_type="text/markdown", fn=partial(pages.page, name)
+                uri=uri, name=name, description=about, mime_type="text/markdown", fn=partial(documents.page, name)
             )
         )
     made.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(_help)
     made.resource(
         "megaprof://schemas/{command}",
-        description="the JSON Schema of megaprof COMMAND --json: report, diff, status, watch, trigger",
+        description="the JSON Schema of megaprof COMMAND --json: report, diff, status, trigger",
         mime_type="application/json",
     )(_schema)
     return made
@@ -131,13 +130,6 @@ def report(directory: _Directory, part: _Part = "", run: _Run = None) -> CallToo
     timelines: the JSON of megaprof report DIR --json. Parts: targets/0/stages (every stage's times),
     targets/0/stages/pp=3, targets/0/what_if/candidates, targets/0/fleet/stages, ..."""
     return _answered("report", partial(answers.of_report, directory, run), part, answers.DETAILS)
-
-
-def layouts(directory: _Directory, part: _Part = "", run: _Run = None) -> CallToolResult:
-    """Which other layouts of the layers over the stages, microbatches and chunks were predicted from a capture, with
-    step time, speedup, uncertainty and Megatron's flags: what_if of the report. Parts: targets/0/what_if/candidates,
-    targets/0/what_if/costs."""
-    return _answered("report", partial(answers.of_layouts, directory, run), part, _NO_LAYOUTS)
 
 
 def what_if(
@@ -219,13 +211,13 @@ async def trigger(
     --allow-trigger. Then read the report."""
     try:
         requester = await run_sync(
-            partial(wanted, Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
+            partial(prepare, Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
         )
     except Exception as fault:
         return _failed("trigger", fault)
     looks = 0
     try:
-        while (answer := await run_sync(look, requester, Path(directory))) is None:
+        while (answer := await run_sync(look, requester)) is None:
             looks += 1
             await context.report_progress(looks, message=requester.state)
             await anyio.sleep(requester.pause)
@@ -248,7 +240,7 @@ def ask(
     if able is None or (able.form is None and able.url is not None):
         return _failed("trigger", CommandError(CANNOT_ASK))
     try:
-        asked = wanted(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
+        asked = prepare(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
     except Exception as fault:
         return _failed("trigger", fault)
     what = f"{counted(steps, 'step')} of {target}" + ("" if role is None else f" ({role})")
@@ -304,11 +296,11 @@ def _about(tool: Callable[..., Any]) -> str:
 
 
 def _help(command: str) -> str:
-    return _named(pages.help_of, command)
+    return _named(documents.help_of, command)
 
 
 def _schema(command: str) -> str:
-    return _named(pages.schema_of, command)
+    return _named(documents.schema_of, command)
 
 
 def _named(made: Callable[[str], str], command: str) -> str:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from megaprof.cli import CommandError
+from megaprof.cli import CommandError, print_json
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.remote import Unreachable, place
 
@@ -36,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     diff = compared(arguments.before, arguments.after)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(diff), indent=2).decode() + "\n")
+        print_json(diff)
     else:
         from rich.console import Console
 
@@ -59,15 +56,13 @@ def compared(before: Path, after: Path) -> Diff:
 
 def _report(path: Path) -> Document:
     from megaprof.analysis.report.document import Document
-    from megaprof.analysis.report.report import NothingToReport, analyze
+    from megaprof.analysis.report.report import analyze
     from megaprof.formats.inputs import read_input
 
     try:
         if path.is_file() and not path.name.endswith((".pt.trace.json", ".gz", ".sqlite", ".nsys-rep")):
             return Document.from_json(read_input(path))
         return analyze(path)
-    except NothingToReport as fault:
-        raise CommandError(str(fault)) from None
     except Unreachable:
         raise
     except (OSError, ValueError, MemoryError) as fault:

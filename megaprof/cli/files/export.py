@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
 from megaprof.formats.phrases import counted
 from megaprof.formats.remote import place
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
     heed_input_option(arguments)
-    from megaprof.analysis.convert.export import NothingToExport, export
+    from megaprof.analysis.convert.export import export
 
     out: Path = arguments.parquet
     if arguments.run is not None and not arguments.run.strip():
@@ -71,13 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with progress("exporting") as advance, writing("--parquet", out, arguments.dir):
             exported = export(arguments.dir, out, run=arguments.run, progress=advance)
-    except NothingToExport as fault:
-        raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
     if arguments.json:
         told = {**vars(exported), "warnings": tuple(each.text for each in exported.warnings)}
-        print(json.dumps(asdict(ExportAnswer(2, str(out), bytes=out.stat().st_size, **told))))
+        print_json(ExportAnswer(2, str(out), bytes=out.stat().st_size, **told))
         return 0
     rows, files = counted(exported.rows, "row"), counted(exported.files, "file")
     say(f"{out}: {rows} from {files}, {out.stat().st_size / 1e6:.1f} MB")

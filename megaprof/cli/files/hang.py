@@ -4,14 +4,13 @@ of a job that listens wrote themselves."""
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UNWELL, CommandError, say
+from megaprof.cli import UNWELL, CommandError, print_json, say
 from megaprof.control.directory import CONTROL
-from megaprof.control.job import NoJob, find_job
+from megaprof.control.job import find_job
 
 if TYPE_CHECKING:
     from megaprof.analysis.collectives.hang import Hang
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         hang, others = _of_dumps(arguments.dir), []
     if arguments.json:
-        print(json.dumps(plain(hang)))
+        print_json(plain(hang))
     else:
         for line in (*sentences(hang), *others):
             say(line)
@@ -68,10 +67,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     from megaprof.analysis.collectives.hang import hang_of_job
     from megaprof.metrics.look import look_at, waited_for
 
-    try:
-        job = find_job(directory, role)
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
+    job = find_job(directory, role)
     found = hang_of_job(job.in_flight())
     if found is None:
         raise CommandError(f"no rank of the job in {directory} has written that it stands still")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import UsageError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
 from megaprof.formats.phrases import of_several
 from megaprof.formats.remote import place
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     size = out.stat().st_size
     if arguments.json:
-        print(json.dumps(asdict(_answer(merged, size))))
+        print_json(_answer(merged, size))
         return 0
     say_merged(merged, f"megaprof merge {shlex.quote(str(arguments.dir))} -o {shlex.quote(str(out))}")
     say(f"{out} ({size / 1e6:.1f} MB): drag it into https://ui.perfetto.dev, or: megaprof open {out}")
@@ -105,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
     """Merge what the arguments choose into ``out``. Raises CommandError."""
-    from megaprof.analysis.convert.merge import NothingToMerge, merge
+    from megaprof.analysis.convert.merge import merge
     from megaprof.analysis.trace.runs import NoSuchRun
     from megaprof.parallel.selectors import OPTION, parse_selector
 
@@ -117,8 +116,6 @@ def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
     try:
         with progress("merging") as advance, writing("-o", out, arguments.dir):
             return merge(arguments.dir, out, **chosen, ranks=ranks, progress=advance)
-    except NothingToMerge as fault:
-        raise CommandError(str(fault)) from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
     except ValueError as mistake:

@@ -167,7 +167,7 @@ def analyzed(
 ) -> Report:
     """The report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and UsageError where
     there is no such run."""
-    from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
+    from megaprof.analysis.report.report import NoCluster, NoSuchRun, analyze
     from megaprof.metrics.look import last_stand
 
     try:
@@ -175,8 +175,6 @@ def analyzed(
             report = analyze(
                 directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number, sizes=sizes
             )
-    except NothingToReport as fault:
-        raise CommandError(str(fault)) from None
     except NoCluster as fault:
         raise CommandError(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.remote import place
 
@@ -62,7 +59,8 @@ class WhatIfAnswer:
     host_options: tuple[str, ...] | None
     """The flags as the host that trained takes them; null where it takes the flags themselves."""
     caveats: tuple[str, ...]
-    """What the prediction rests on, and what it needs of memory, in sentences."""
+    """What the prediction rests on, what it needs of memory, and which steps it is of where the report's are others, in
+    sentences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     choices = {name: getattr(arguments, name) for name in _HELP}
     found = predicted(report, choices, arguments.target, arguments.role)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+        print_json(found)
     else:
         for line in in_words(found):
             say(line)
@@ -97,13 +95,15 @@ def predicted(
 ) -> WhatIfAnswer:
     """What `by_hand.chosen` says of a report's target. Raises CommandError, and UsageError for what has no answer."""
     from megaprof.analysis.report.text.what_if import beside, name_of
-    from megaprof.analysis.what_if.by_hand import chosen
+    from megaprof.analysis.report.text.words import sentence
+    from megaprof.analysis.what_if.by_hand import NotCaptured, chosen
     from megaprof.analysis.what_if.layouts import options_of
 
     own, known = _of(report, target, role)
-    measured = own.measured
     try:
         found = chosen(known, choices)
+    except NotCaptured as missing:
+        raise CommandError(str(missing)) from None
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
     return WhatIfAnswer(
@@ -114,8 +114,8 @@ def predicted(
         prediction=found.prediction,
         bubble=found.bubble,
         imbalance=found.imbalance,
-        host_options=options_of(measured.framework, measured.role, found.prediction.flags, known.stages),
-        caveats=tuple(beside(found.prediction, own.what_if)),
+        host_options=options_of(own.measured.framework, own.measured.role, found.prediction.flags, known.stages),
+        caveats=(*beside(found.prediction, own.what_if), *([] if own.basis is None else [sentence(own.basis)])),
     )
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang, hang_of_job
-from megaprof.analysis.report.text.hang import plain, sentences
-from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
+from megaprof.analysis.report.text.hang import sentences
+from megaprof.analysis.report.text.notes import told
+from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
-from megaprof.metrics.look import View, few, gone, look_at, verdict, waited_for
+from megaprof.metrics.figures import SlowRanks, Summary, summarise
+from megaprof.metrics.look import State, View, few, gone, look_at, verdict, waited_for
+from megaprof.parallel.topology import ParallelSizes
 
 #: Lines of the table that are shown: the whole fits on one screen whatever the world.
 _LINES = 28
@@ -30,9 +31,76 @@ _WAIT_SECONDS = 5.0
 
 EXAMPLES = (
     "megaprof status traces",
-    "megaprof status traces --json",
+    "megaprof status traces --json | jq .now.imbalance",
     "megaprof status traces --hang-after 1800   # a job that saves checkpoints for long",
 )
+
+
+@dataclass(frozen=True)
+class WaitedFor:
+    """A rank that the others wait for, or that has fallen silent."""
+
+    rank: int
+    """Its number."""
+    silent: bool
+    """Whether it gives no sign of life."""
+    gone: bool
+    """Whether its process does not exist any more."""
+    waiting: int
+    """How many ranks wait for it."""
+    for_s: float
+    """For how many seconds it has not moved or, if it is silent, not been heard of."""
+
+
+class RankNow(RankStatus, frozen=True, kw_only=True):
+    """What a rank wrote last, and what follows from it."""
+
+    step: int | None
+    """The last step that has begun."""
+    still_s: float
+    """For how many seconds it has not moved."""
+
+
+@dataclass(frozen=True)
+class StatusAnswer:
+    """One look at a running job, as ``--json`` prints it."""
+
+    version: int
+    """The version of this object: 1."""
+    state: State
+    """One word for all of it."""
+    reason: str | None
+    """Why nothing is to be expected of the job any more; None while it answers."""
+    run: str
+    """A random name of this run: another run in the same directory has another name."""
+    role: str | None
+    """Whose model it is; None without roles."""
+    ranks: int
+    """How many ranks the job has."""
+    sizes: ParallelSizes
+    """The parallel sizes of the job."""
+    running_s: float
+    """For how many seconds it has been running."""
+    heard: tuple[int, ...]
+    """The ranks that gave a sign of life lately."""
+    off: tuple[int, ...]
+    """The ranks where profiling is off since a fault."""
+    now: Summary
+    """The figures computed from the statuses."""
+    still_s: float
+    """For how many seconds no rank has moved, where the job appears to hang; else 0."""
+    stuck: tuple[int, ...]
+    """The ranks that have not moved for a long time."""
+    culprits: tuple[WaitedFor, ...]
+    """The ranks that the job waits for, those that keep most others waiting first."""
+    collectives: Hang | None
+    """Which collectives it waits in; None where it runs, or its ranks do not say."""
+    slow: SlowRanks | None
+    """The ranks that are slower than their peers; None if there are none."""
+    waits: dict[int, float]
+    """The ranks that wait for a processor core, the one that waits longest first, and for which part of the time."""
+    status: tuple[RankNow, ...]
+    """Every rank whose status could be read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,12 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--wait {arguments.wait:g} is not a number of seconds")
     if not arguments.hang_after > 0:
         raise UsageError(f"--hang-after {arguments.hang_after:g} is not a number of seconds")
-    try:
-        view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
+    view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     if arguments.json:
-        print(json.dumps(as_json(view)))
+        print_json(answer(view))
     elif view.state == "ended":
         raise CommandError(str(view.silence))
     else:
@@ -95,38 +160,36 @@ def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) 
         time.sleep(0.1)
 
 
-def as_json(view: View) -> dict[str, Any]:
+def answer(view: View) -> StatusAnswer:
     """Returns what ``--json`` prints."""
     run, statuses, now = view.job.run, view.statuses, view.now
-    return {
-        "version": 1,
-        "state": view.state,
-        "reason": view.silence,
-        "run": run.run,
-        "role": run.role,
-        "ranks": run.world,
-        "sizes": dataclasses.asdict(run.sizes),
-        "running_s": round(now - run.started, 3),
-        "heard": view.heard,
-        "off": sorted(each.rank for each in statuses.values() if each.off),
-        "still_s": round(view.blame.still, 3),
-        "stuck": list(view.blame.stuck),
-        "culprits": [
-            {
-                "rank": culprit.rank,
-                "silent": culprit.silent,
-                "gone": gone(culprit),
-                "waiting": culprit.waiting,
-                "for_s": round(culprit.seconds, 3),
-            }
-            for culprit in view.blame.culprits
-        ],
-        "collectives": None if (hang := _collectives(view)) is None else plain(hang),
-        "status": [
-            {**msgspec.to_builtins(each), "step": each.step(), "still_s": round(each.stuck(now), 3)}
+    hang = _collectives(view)
+    return StatusAnswer(
+        version=1,
+        state=view.state,
+        reason=view.silence,
+        run=run.run,
+        role=run.role,
+        ranks=run.world,
+        sizes=run.sizes,
+        running_s=round(now - run.started, 3),
+        heard=tuple(view.heard),
+        off=tuple(sorted(each.rank for each in statuses.values() if each.off)),
+        now=summarise(run, statuses.values()),
+        still_s=round(view.blame.still, 3),
+        stuck=view.blame.stuck,
+        culprits=tuple(
+            WaitedFor(each.rank, each.silent, gone(each), each.waiting, round(each.seconds, 3))
+            for each in view.blame.culprits
+        ),
+        collectives=None if hang is None else replace(hang, warnings=told(hang.warnings)),
+        slow=view.slow,
+        waits=dict(view.waits),
+        status=tuple(
+            RankNow(**msgspec.structs.asdict(each), step=each.last_step(), still_s=round(each.stuck(now), 3))
             for _, each in sorted(statuses.items())
-        ],
-    }
+        ),
+    )
 
 
 def in_words(view: View) -> list[str]:
@@ -192,7 +255,7 @@ def _table(view: View) -> Iterator[str]:
         groups.setdefault(rank if by_rank else status.coords["pp"], []).append(status)
     rows = [("rank" if by_rank else "stage", "stage" if by_rank else "ranks", "step", "step ms", "compute ms", "where")]
     for number, members in sorted(groups.items())[:_LINES]:
-        steps = [step for each in members if (step := each.step()) is not None]
+        steps = [step for each in members if (step := each.last_step()) is not None]
         rows.append(
             (
                 str(number),

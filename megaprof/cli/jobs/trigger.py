@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
-from megaprof.control.job import NoJob
 from megaprof.control.requester import Outcome, Requester, requester_for
 from megaprof.control.requests import OPTIONS
 from megaprof.formats.job.requests import Refused
@@ -29,30 +27,6 @@ EXAMPLES = (
     "megaprof trigger traces --target train_actor --steps 1 --select 8-15 --with-stack",
     "megaprof trigger traces --target train_actor --json | jq -r .files[]",
 )
-
-
-@dataclass(frozen=True)
-class TriggerAnswer:
-    """The result of a request, as ``--json`` prints it."""
-
-    version: int
-    """The version of this object: 1."""
-    request: str
-    """The id of the request."""
-    target: str
-    """The target that was asked for."""
-    role: str | None
-    """The role that was asked for; None if none was named."""
-    selected: tuple[int, ...]
-    """The ranks that were asked, by number."""
-    captured: int
-    """How many of them captured."""
-    steps: tuple[int, ...]
-    """The numbers of the captured steps."""
-    files: tuple[str, ...]
-    """What was written, below the directory as it was given."""
-    reason: str | None
-    """Why not every selected rank captured the steps; None if all did."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,46 +55,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--" + option.name.replace("_", "-"), **keywords)
 
 
-def wanted(directory: Path, target: str, **fields: Any) -> Requester:
+def prepare(directory: Path, target: str, **fields: Any) -> Requester:
     """Returns a requester to the job in ``directory``, with the fields of `Request.draft`. Nothing is asked yet. Raises
-    CommandError if there is no such job, and UsageError for fields that make no sense."""
+    NoJob if there is no such job, and UsageError for fields that make no sense."""
     try:
         return requester_for(directory, target, **fields)
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
     except Refused as mistake:
         # The command's option in the place of the request's field, or of the job's option.
         said = f"--{mistake}" if mistake.field else str(mistake).replace("--profile-", "--")
         raise UsageError(said) from None
 
 
-def look(requester: Requester, directory: Path) -> TriggerAnswer | None:
-    """Looks once at what the ranks say; the first look asks. Returns the answer when there is one. A caller that stops
+def look(requester: Requester) -> Outcome | None:
+    """Looks once at what the ranks say; the first look asks. Returns the outcome when there is one. A caller that stops
     looking before must withdraw the request."""
     try:
-        outcome = requester.advance()
+        return requester.advance()
     except Refused as refusal:
-        reason = str(refusal) if requester.missing else f"refused: {refusal}"
-        outcome = Outcome(reason, (), (), 0)
-    if outcome is None:
-        return None
-    request, files = requester.request, tuple(str(directory / file) for file in outcome.files)
-    return TriggerAnswer(
-        version=1,
-        request=request.id,
-        target=request.target,
-        role=request.role,
-        selected=requester.ranks,
-        captured=outcome.ranks,
-        steps=outcome.steps,
-        files=files,
-        reason=outcome.reason,
-    )
+        return requester.refused(refusal)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks, waits, and prints the files, one per line. Raises CommandError unless every selected rank captured."""
-    requester = wanted(
+    requester = prepare(
         arguments.dir,
         arguments.target,
         role=arguments.role,
@@ -134,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     told, ranks = "", counted(len(requester.ranks), "rank")
     try:
-        while (answer := look(requester, arguments.dir)) is None:
+        while (outcome := look(requester)) is None:
             if requester.phase != told:  # not for every number in its state
                 told = requester.phase
                 say(f"{arguments.target} on {ranks}: {requester.state}", sys.stderr)
@@ -144,15 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     finally:
         requester.withdraw()
-    if answer.steps:
-        numbers = ", ".join(map(str, answer.steps))
-        plural = "" if len(answer.steps) == 1 else "s"
-        say(f"{arguments.target}: captured step{plural} {numbers} on {answer.captured} of {ranks}", sys.stderr)
+    if outcome.steps:
+        numbers = ", ".join(map(str, outcome.steps))
+        plural = "" if len(outcome.steps) == 1 else "s"
+        say(f"{arguments.target}: captured step{plural} {numbers} on {outcome.captured} of {ranks}", sys.stderr)
     if arguments.json:
-        print(json.dumps(asdict(answer)))
+        print_json(outcome)
     else:
-        for file in answer.files:
+        for file in outcome.files:
             print(file)
-    if answer.reason is not None:
-        raise CommandError(answer.reason)
+    if outcome.reason is not None:
+        raise CommandError(outcome.reason)
     return 0

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
-from megaprof.cli import CommandError, UsageError
-from megaprof.control.blame import find_culprits
-from megaprof.control.job import NoJob, RunningJob, find_job
+from megaprof.cli import UsageError
+from megaprof.control.job import NoJob, find_job
 from megaprof.formats.phrases import counted
-from megaprof.metrics.compute import SlowRanks, Summary, summarise
-from megaprof.metrics.look import View, verdict, waited_for
+from megaprof.metrics.figures import summarise
+from megaprof.metrics.look import View, look_at, verdict, waited_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,41 +23,13 @@ _LINES = 32
 EXAMPLES = (
     "megaprof watch traces",
     "megaprof watch traces --once",
-    "megaprof watch traces --once --json | jq .now.imbalance",
 )
-
-
-@dataclass(frozen=True)
-class Look:
-    """One look at a running job, as ``--json`` prints it."""
-
-    version: int
-    """The version of this object: 1."""
-    run: str
-    """The run's random name."""
-    role: str | None
-    """Whose model it is; None without roles."""
-    ranks: int
-    """How many ranks the job has."""
-    heard: int
-    """Of how many ranks a status was read."""
-    now: Summary
-    """The figures computed from their status files."""
-    still_s: float
-    """Seconds since any rank moved, if the job appears to hang; else 0."""
-    stuck: tuple[int, ...]
-    """The ranks that have not moved for a long time."""
-    slow: SlowRanks | None
-    """The ranks that are slower than their peers; null if there are none."""
-    waits: dict[int, float]
-    """The ranks that wait for a processor core, the one that waits longest first, and for which part of the time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
     parser.add_argument("--role", help="whose, where several roles share a save directory")
     parser.add_argument("--once", action="store_true", help="print the table once and end")
-    parser.add_argument("--json", action="store_true", help="with --once: print one JSON object in place of the table")
     parser.add_argument(
         "--every", type=float, metavar="S", help="seconds between two looks (default: the job's own interval)"
     )
@@ -68,72 +37,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the table until the job ends or Ctrl-C is pressed."""
-    if arguments.json and not arguments.once:
-        raise UsageError("--json is one look: it needs --once")
     if arguments.every is not None and not 0 < arguments.every <= TIMEOUT_MAX:
         raise UsageError(f"--every {arguments.every:g} is not a number of seconds")
-    try:
-        job = find_job(arguments.dir, arguments.role)
-        if (silence := job.silence()) is not None:
-            raise NoJob(silence)
-        if arguments.json:
-            print(json.dumps(asdict(_look(job)[0])))
-            return 0
-        from rich.console import Console
-        from rich.live import Live
+    from rich.console import Console
+    from rich.live import Live
 
-        console = Console(highlight=False)
-        if arguments.once:
-            console.print(_table(job))
-            return 0
-        # A pipe or a file gets each table as it is made: a live one would be written when it ends.
-        live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    console = Console(highlight=False)
+    # A pipe or a file gets each table as it is made: a live one would be written when it ends.
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not arguments.once else None
+    try:
+        view = _look(arguments)
+        if view.silence is not None:
+            raise NoJob(view.silence)
         with live or nullcontext():
-            while (silence := job.silence()) is None:
+            while view.silence is None:
                 if live is None:
-                    console.print(_table(job))
+                    console.print(_table(view))
                     sys.stdout.flush()
                 else:
-                    live.update(_table(job), refresh=True)
-                time.sleep(max(0.2, arguments.every or job.run.interval))
-                job = find_job(arguments.dir, arguments.role)
-        if job.run.ended is None:
-            raise NoJob(silence)
-        console.print(silence)
+                    live.update(_table(view), refresh=True)
+                if arguments.once:
+                    return 0
+                time.sleep(max(0.2, arguments.every or view.job.run.interval))
+                view = _look(arguments)
+        if view.state != "ended":
+            raise NoJob(view.silence)
+        console.print(view.silence)
         return 0
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
     except KeyboardInterrupt:
         print(file=sys.stderr)  # behind the terminal's ^C
         return 0
 
 
-def _look(job: RunningJob) -> tuple[Look, View]:
-    statuses = job.statuses()
-    now = job.now(statuses, None)
-    view = View(job, statuses, now, find_culprits(job.run, statuses, now), None)
-    look = Look(
-        version=1,
-        run=job.run.run,
-        role=job.run.role,
-        ranks=job.run.world,
-        heard=len(statuses),
-        now=summarise(job.run, statuses.values()),
-        still_s=round(view.blame.still, 3),
-        stuck=view.blame.stuck,
-        slow=view.slow,
-        waits=dict(view.waits),
-    )
-    return look, view
+def _look(arguments: argparse.Namespace) -> View:
+    return look_at(find_job(arguments.dir, arguments.role), patient=False)
 
 
-def _table(job: RunningJob) -> RenderableType:
+def _table(view: View) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    look, view = _look(job)
-    summary = look.now
+    job, summary = view.job, summarise(view.job.run, view.statuses.values())
     table = Table(box=None, header_style="bold")
     for name in (
         "stage",
@@ -160,8 +105,9 @@ def _table(job: RunningJob) -> RenderableType:
             _number(stage.slowest_ms),
             style="bold red" if stage.pp == summary.slow_stage else None,
         )
+    heard = len(view.statuses)
     parts = [
-        counted(job.run.world, "rank") + ("" if look.heard == job.run.world else f", {look.heard} of them answering"),
+        counted(job.run.world, "rank") + ("" if heard == job.run.world else f", {heard} of them answering"),
         f"step {_number(summary.step_ms)} ms",
         f"imbalance {_number(summary.imbalance, 2)}",
         f"bubble {_percent(summary.bubble_fraction)}",

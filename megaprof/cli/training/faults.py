@@ -66,7 +66,7 @@ def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lam
     import torch
     from megatron.core import parallel_state
 
-    from megaprof.testing.faults import before_exchange, before_forward, layers, linger
+    from megaprof.testing.faults import after_exchange, before_forward, layers, linger
 
     workload, last = gpt.workload, torch.distributed.get_rank() == gpt.workload.world_size - 1
 
@@ -88,8 +88,11 @@ def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lam
 
     if fault == SLOW_RANK and last:
         linger(layers(gpt.chunks), twice)
-    if fault == SLOW_LINK and parallel_state.get_pipeline_model_parallel_rank() == workload.pp - 2:
-        before_exchange(parallel_state.get_pipeline_model_parallel_next_rank(), delay)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if fault == SLOW_LINK and stage == workload.pp - 2:
+        after_exchange(parallel_state.get_pipeline_model_parallel_next_rank(), delay)
+    if fault == SLOW_LINK and stage == workload.pp - 1:
+        after_exchange(parallel_state.get_pipeline_model_parallel_prev_rank(), delay)
     if fault == HANG and last:
         before_forward(gpt.chunks[0], stop)
 

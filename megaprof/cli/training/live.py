@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import math
 import shlex
@@ -10,12 +9,12 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from megaprof.cli import TERMINATED, CommandError
 from megaprof.cli.training import faults
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 #: A job that hangs ends by itself after so many seconds, before the first time-out of Megatron-Core's process groups.
 _HANG_SECONDS = 1500.0
-#: How long the ranks may take to end a step and to finish their files, in seconds; then they are killed.
-_GRACE_SECONDS = 15.0
 _NEVER_SECONDS = 1e6
 #: How long a job may take to be found by commands, in seconds; then they are printed all the same.
 _ANSWER_SECONDS = 30.0
@@ -51,49 +48,36 @@ def run(
 
     flags = ["--profile-target", "train_actor", "--profile-dir", str(out)]
     flags += ["--profile-tool", "timeline", "--profile-on-demand"]
-    with tempfile.TemporaryDirectory(prefix="megaprof-demo-") as scratch:
-        stop = Path(scratch, "stop")
-        if time_limit is None and fault == faults.HANG:
-            time_limit = _HANG_SECONDS
-        with _Ending(stop, time_limit) as ending:
+    if time_limit is None:
+        time_limit = _HANG_SECONDS if fault == faults.HANG else math.inf
+    with tempfile.TemporaryDirectory(prefix="megaprof-demo-") as scratch, _ending(Path(scratch, "stop")) as ending:
 
-            def heard(rank: int, line: str) -> None:
-                if line.strip() == _RUNNING:
-                    ending.begun = True
-                    _wait_for_answers(out)
-                    _introduce(out, fault and faults.told(fault, workload, faults.FIRST_STEP))
+        def heard(rank: int, line: str) -> None:
+            if line.strip() == _RUNNING:
+                ending.begun = True
+                _wait_for_answers(out)
+                _introduce(out, fault and faults.told(fault, workload, faults.FIRST_STEP))
 
-            print("  starting the ranks", file=sys.stderr, flush=True)
-            try:
-                ran, *_ = run_ranks(
-                    run_rank,
-                    workload.world_size,
-                    workload,
-                    flags,
-                    fault,
-                    steps,
-                    str(stop),
-                    timeout=math.inf,
-                    env=env,
-                    on_line=heard,
-                )
-            except RanksFailed as failure:
-                print(failure, file=sys.stderr)
-                raise CommandError(f"a rank failed (see above); what was recorded is in {out}") from None
-            except (KeyboardInterrupt, SystemExit):
-                if not ending.late or ending.signal == signal.SIGTERM:
-                    _say_how_to_report(out, ending)
-                    raise
-                print(f"The ranks did not end within {_GRACE_SECONDS:g} s, and were killed.", flush=True)
-            else:
-                print(f"The demo has ended after {ran} steps.", flush=True)
+        print("  starting the ranks", file=sys.stderr, flush=True)
+        arguments = workload, flags, fault, steps, time_limit, str(ending.stop)
+        try:
+            ran, *_ = run_ranks(run_rank, workload.world_size, *arguments, timeout=math.inf, env=env, on_line=heard)
+        except RanksFailed as failure:
+            print(failure, file=sys.stderr)
+            raise CommandError(f"a rank failed (see above); what was recorded is in {out}") from None
+        except (KeyboardInterrupt, SystemExit):
+            _say_how_to_report(out, ending)
+            raise
+        print(f"The demo has ended after {ran} steps.", flush=True)
     if ending.signal == signal.SIGTERM:
         _say_how_to_report(out, ending)
     return ending.signal != signal.SIGTERM
 
 
-def run_rank(workload: GPTWorkload, flags: list[str], fault: str | None, steps: int | None, stop: str) -> int:
-    """One rank: steps until the file ``stop`` appears, the same number on all; returns how many."""
+def run_rank(
+    workload: GPTWorkload, flags: list[str], fault: str | None, steps: int | None, seconds: float, stop: str
+) -> int:
+    """One rank: steps until the file ``stop`` appears or the time is up, the same number on all; returns how many."""
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -102,10 +86,15 @@ def run_rank(workload: GPTWorkload, flags: list[str], fault: str | None, steps: 
 
     args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
     rank, _ = init_distributed(timeout=_NEVER_SECONDS)
+    until = time.monotonic() + seconds
+
+    def over() -> bool:
+        return Path(stop).exists() or time.monotonic() > until
+
     with cpu_megatron():
         gpt = build(workload)
         if fault is not None:
-            faults.inject(fault, gpt, faults.FIRST_STEP, Path(stop).exists)
+            faults.inject(fault, gpt, faults.FIRST_STEP, over)
         with install_hooks(gpt.chunks, args):
             forward_backward = get_forward_backward_func()
             go_on = torch.ones(1)
@@ -113,7 +102,7 @@ def run_rank(workload: GPTWorkload, flags: list[str], fault: str | None, steps: 
                 gpt.train_step(forward_backward)
                 if gpt.step == 1 and rank == 0:
                     print(_RUNNING, flush=True)
-                go_on[0] = gpt.step != steps and not Path(stop).exists()
+                go_on[0] = gpt.step != steps and not over()
                 torch.distributed.broadcast(go_on, 0)
     return gpt.step
 
@@ -161,52 +150,32 @@ def _program() -> list[str]:
 
 
 class _Ending:
-    """Turns Ctrl-C, SIGTERM and the time limit into the end of the job: between two steps, or at once where the job has
-    not begun, does not end in time, or the user asks again."""
+    """How the job ends: between two steps, as soon as the file ``stop`` is there."""
 
-    def __init__(self, stop: Path, time_limit: float | None) -> None:
+    def __init__(self, stop: Path) -> None:
+        self.stop = stop
         self.begun = False
         self.signal: int | None = None
-        self.late = False
-        """Whether the ranks did not end in time, and are killed."""
-        self._stop = stop
-        self._before: dict[signal.Signals, Any] = {}
-        self._limit = threading.Timer(min(time_limit, threading.TIMEOUT_MAX), self._ask) if time_limit else None
-        self._kill = threading.Timer(_GRACE_SECONDS, self._give_up)
-        for timer in (self._limit, self._kill):
-            if timer is not None:
-                timer.daemon = True
 
-    def __enter__(self) -> _Ending:
-        self._before = {number: signal.signal(number, self._asked) for number in _SIGNALS}
-        if self._limit is not None:
-            self._limit.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for timer in (self._limit, self._kill):
-            if timer is not None:
-                timer.cancel()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+@contextmanager
+def _ending(stop: Path) -> Iterator[_Ending]:
+    """Turns Ctrl-C and SIGTERM into the end of the job: at once where it has not begun, or where one comes again."""
+    ending = _Ending(stop)
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
-        self.signal = self.signal or number
-        if self.begun and not self._stop.exists():
-            self._ask()
+    def asked(number: int, frame: FrameType | None) -> None:
+        ending.signal = ending.signal or number
+        if ending.begun and not stop.exists():
+            stop.touch()
             print("Ending after this step; once more ends it at once.", file=sys.stderr, flush=True)
             return
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)  # nothing interrupts the killing of the ranks
-        raise SystemExit(TERMINATED) if self.signal == signal.SIGTERM else KeyboardInterrupt
+        raise SystemExit(TERMINATED) if ending.signal == signal.SIGTERM else KeyboardInterrupt
 
-    def _give_up(self) -> None:
-        self.late = True
-        _thread.interrupt_main()
-
-    def _ask(self) -> None:
-        if not self._stop.exists():
-            self._stop.touch()
-            self._kill.start()
+    before = {number: signal.signal(number, asked) for number in _SIGNALS}
+    try:
+        yield ending
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

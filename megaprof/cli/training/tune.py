@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError
+from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
 from megaprof.cli.inputs import progress, writing
 from megaprof.cli.training.run import resolve
 from megaprof.config.options import flag
@@ -60,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: what the GPU has)",
     )
     parser.add_argument(
+        "--depth",
+        action="store_true",
+        help="where no layout gains any more, also try half as many pipeline stages, on the same ranks and with the "
+        "same global batch, which changes more than any trial before it shows",
+    )
+    parser.add_argument(
         "--next",
         nargs="?",
         const=Path(),
@@ -75,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune. Returns 1 where the command could not be measured. Raises UsageError and CommandError."""
     found = _begun(args)
+    if processes := trial.running(args.out):
+        numbers = ", ".join(map(str, processes))
+        raise CommandError(f"--out {args.out}: a trial still runs, in processes {numbers}: wait for them, or end them")
     resolve(list(found.command))
     try:
         without_saving(found.command, found.saving_off)
@@ -90,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Tuning:
-    """Returns what was found before with the same command, or nothing yet."""
+    """Returns what was found before with the same command, or nothing yet. A tuning without a measured trial found
+    nothing that another command must respect."""
     for name in ("trials", "steps", "time_limit"):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -102,19 +111,27 @@ def _begun(args: argparse.Namespace) -> Tuning:
         raise CommandError(f"{args.out / state.NAME} {fault}") from None
     if before is None and args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or an empty directory, or one of megaprof tune")
+    other = before is not None and bool(typed) and tuple(typed) != before.command
+    anew = before is not None and (before.stopped == "not_measured" or (other and not before.measured))
+    if anew and typed:
+        before = None
     if before is None and not typed:
         raise UsageError(
             "no command; put it behind '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
         )
-    if before is not None and typed and tuple(typed) != before.command:
+    if before is not None and other:
         raise UsageError(f"--out {args.out}: has trials of another command: {shlex.join(before.command)}")
     limit = _memory_limit(args.memory_limit)
     off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if before is None:
-        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit)
-    if limit not in (None, before.memory_limit):
-        raise UsageError(f"--memory-limit {args.memory_limit}: the trials in --out {args.out} have another one")
-    return replace(before, most_trials=args.trials or before.most_trials, stopped=None, reason=None)
+        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit, depth=args.depth)
+    for name, value in (("steps", args.steps), ("saving_off", off), ("memory_limit", limit)):
+        if value not in (None, getattr(before, name)):
+            option = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{option}: the trials in --out {args.out} have another one")
+    before = replace(before, trials=(), result=None) if anew else tuning.resumed(before, args.out)
+    depth = args.depth or before.depth
+    return replace(before, most_trials=args.trials or before.most_trials, depth=depth, stopped=None, reason=None)
 
 
 def _memory_limit(text: str | None) -> int | None:
@@ -132,7 +149,9 @@ def _memory_limit(text: str | None) -> int | None:
 def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:
     """Run the trials."""
     of = found.steps + trial.WARM_UP
-    signal.signal(signal.SIGTERM, _terminated)  # so that the trial is ended, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the trial is ended, too
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _terminated)
     try:
         with progress("steps") as advance:
             return tuning.run(
@@ -150,9 +169,14 @@ def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
     """Read what came back, and print the next command."""
     waiting = found.pending
     if waiting is not None:
-        place = args.out / waiting.directory if args.next == Path() else args.next
+        if args.next != Path():
+            waiting = replace(waiting, directory=str(args.next.absolute()))
+        place = args.out / waiting.directory
         if not place.is_dir():
-            raise CommandError(f"{place}: no such directory; the command of trial {waiting.number} has not run yet")
+            raise CommandError(
+                f"{place}: no such directory; the command of trial {waiting.number} has not run yet. If it ended "
+                "before it wrote anything, make the directory: the trial has failed then"
+            )
         found = tuning.completed(found, waiting, place)
         _say_over(found.trials[waiting.number - 1])
     found = tuning.upcoming(found, args.out)
@@ -165,14 +189,16 @@ def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
 
 
 def _to_submit(trial_now: Trial, out: Path) -> str:
-    config = trial.config_of((out / trial_now.directory).absolute())
+    directory = (out / trial_now.directory).absolute()
+    config = trial.config_of(directory)
+    apart = [f"{name}={value}" for name, value in trial.apart(directory).items()]
     options = [flag("target"), *config.target, flag("tool"), *config.tool, flag("dir"), str(config.dir)]
-    return shlex.join(["megaprof", "run", *options, "--", *trial_now.command])
+    return shlex.join(["env", *apart, "megaprof", "run", *options, "--", *trial_now.command])
 
 
 def _show(found: Tuning, args: argparse.Namespace) -> None:
     if args.json:
-        print(json.dumps(state.plain(found), indent=2))
+        print_json(found)
         return
     if found.pending is not None:
         return
@@ -194,4 +220,5 @@ def _say_over(trial_now: Trial) -> None:
         print(f"  {trial_now.outcome}: {trial_now.why}", file=sys.stderr, flush=True)
     else:
         steps = counted(trial_now.steps or 0, "step")
-        print(f"  {words.milliseconds(trial_now.step_ms)} ms a step, over {steps}", file=sys.stderr, flush=True)
+        print(f"  {words.milliseconds(trial_now.step_ms)} ms a step, over {steps}", file=sys.stderr)
+        print(f"  {trial_now.verdict}", file=sys.stderr, flush=True)

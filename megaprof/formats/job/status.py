@@ -191,7 +191,7 @@ class RankStatus(Record, frozen=True):
         between = (call.seconds for call in sorted(self.calls, key=_training_first))
         return next((1e3 * seconds for seconds in between if seconds is not None), None)
 
-    def step(self) -> int | None:
+    def last_step(self) -> int | None:
         """The step of the call that it is in, or else the last one that it finished: of its training steps where there
         are any."""
         if self.place is not None:
@@ -211,7 +211,7 @@ class RankStatus(Record, frozen=True):
         return next(own, None)
 
     @property
-    def settled(self) -> bool:
+    def past_first_step(self) -> bool:
         """Whether it has done before what it is doing: finished a call of the target and role that it is in, or,
         outside of any, a call at all. The first one may take minutes, for compilation or data."""
         place = self.place

@@ -76,9 +76,9 @@ class Range:
 
     __slots__ = ("_began", "_handle", "_look", "_marked", "_name", "_open", "_overlapping", "_recorded")
 
-    def __init__(self, name: str, look: dict[str, Any] = _OURS, *, overlapping: bool = False) -> None:
+    def __init__(self, name: str, look: dict[str, Any] | None = None, *, overlapping: bool = False) -> None:
         self._name = name
-        self._look = look
+        self._look = look or _OURS
         self._overlapping = overlapping
         self._handle: Any = None
         self._began = 0

@@ -47,10 +47,6 @@ class GraphNames:
             self._text = graphs.written(self._nodes)
         return self._text
 
-    def forget(self) -> None:
-        """In a test: nothing is known."""
-        self.__init__()  # type: ignore[misc]
-
     def begun(self, graph: Any) -> None:
         """``graph``, a ``torch.cuda.graph``, has begun to capture. One that its owner annotates has those names."""
         if self.available and not graph._enable_annotations:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import timeline as format
-from megaprof.formats.job.status import Position, Recent
+from megaprof.formats.job.status import Position
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.garbage import pack_collections
 from megaprof.formats.steps.work import pack_work
@@ -70,7 +70,7 @@ class TimelineRecorder:
         coords: RankCoords,
         role: str | None,
         background: Background,
-        framework: str | None = None,
+        framework: str | None,
     ) -> None:
         """``framework`` names the host."""
         self._config = config
@@ -94,7 +94,8 @@ class TimelineRecorder:
         self._collectives = Reading() if config.collectives else None
         self._collections = Collections()
         self._collections.start()
-        self._tally = Tally()
+        self.tally = Tally()
+        """How fast the last steps were."""
         self._watch = ChangeClock()
         self._told = 0, 0
         self.steps_dropped = 0
@@ -112,10 +113,6 @@ class TimelineRecorder:
         except NoDeviceClock as missing:
             self._without = str(missing)
         return None if self._device is None else self._device.mark
-
-    @property
-    def bytes_written(self) -> int:
-        return self._files.bytes_written
 
     def begin(self, call: RecordedCall, target: str, role: str | None, step: int, *, captured: bool) -> Line:
         """A schedule call starts."""
@@ -208,19 +205,6 @@ class TimelineRecorder:
                         return position(line.target, line.key[1], line.step, name, time.time())
         return None
 
-    def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
-        return self._tally.recent(target, role)
-
-    @property
-    def waits(self) -> float | None:
-        """For which part of the time the training thread waited for a processor core, lately; None where nobody
-        knows."""
-        return self._tally.waits
-
-    def seconds(self, target: str, role: str | None) -> float | None:
-        """Seconds from one step to the next, lately; None before there were two."""
-        return self._tally.seconds((target, role))
-
     def drain(self) -> None:
         """Write every finished step whose times are known, in order."""
         with self._writing:
@@ -245,7 +229,7 @@ class TimelineRecorder:
             return
         waited = self._waits.read(0 if last is None else last[1].start_ns)
         if waited is not None:
-            self._tally.add_wait(waited)
+            self.tally.add_wait(waited)
         if last is not None and waited is not None and (payload := waited.pack()) is not None:
             self._files.add([(last[0], format.WAITED, payload)])
 
@@ -292,7 +276,7 @@ class TimelineRecorder:
             else:
                 self._device.take_back([line.began, *line.tape.marks, line.ended])
         if not line.flags & _UNUSUAL:
-            self._tally.add((line.target, line.key[1]), (duration, *totals), line.start_ns)
+            self.tally.add((line.target, line.key[1]), (duration, *totals), line.start_ns)
         begun = line.index, line.flags, line.step, line.start_ns
         return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times, self._facts(line)
 

@@ -141,7 +141,7 @@
   }
 
   briefs();
-  const form = document.getElementById("hand"), now = document.getElementById("now");
+  const form = document.getElementById("what-if"), now = document.getElementById("now");
   if (form) whatIf(form);
   if (now) live(now);
 })();

@@ -41,7 +41,9 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
     for stage in measured.stages:
         assert stage.compute_ms is not None
         assert stage.bubble_ms is not None
-        assert stage.bubble_ms.mean == pytest.approx(measured.step_time_ms.mean - stage.compute_ms.mean, abs=1)
+        assert stage.gradients_ms is not None
+        beside = measured.step_time_ms.mean - stage.compute_ms.mean - stage.gradients_ms.mean
+        assert stage.bubble_ms.mean == pytest.approx(beside, abs=1)
         split = [part.mean for part in stage.bubble_split.values() if part is not None]
         assert sum(split) == pytest.approx(stage.bubble_ms.mean)
         assert split[0] == pytest.approx(WARM_UP_MS[stage.pp], abs=1.5)
@@ -50,8 +52,6 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
     assert measured.imbalance == pytest.approx(60 / 37.5, rel=0.01)
     assert target.what_if.replay_error is not None
     assert abs(target.what_if.replay_error.mean) < 0.05
-    assert target.fleet is not None
-    assert target.fleet.imbalance[-1] == pytest.approx(60 / 37.5, rel=0.01)
 
 
 def test_interleaved_chunks(tmp_path: Path) -> None:
@@ -79,18 +79,16 @@ def test_what_a_timeline_does_not_tell_is_null(tmp_path: Path) -> None:
     for stage in measured.stages:
         missing = [axis for axis, exposed in stage.exposed_ms.items() if exposed is None]
         assert missing == ["tp", "ep", "cp", "pp", "unknown"]
-    assert [each.names for each in measured.warnings if each.kind == "groups_hidden_in_timeline"] == [
-        ("tp", "ep", "cp")
-    ]
-    assert "pp_unknown_in_timeline" in kinds(measured.warnings)
+    assert [each.names for each in measured.warnings if each.kind == "groups_in_compute"] == [("tp", "ep", "cp")]
+    assert "pp_unknown" in kinds(measured.warnings)
 
 
 def test_on_the_devices_clock_exchanges_are_used_as_on_the_hosts(tmp_path: Path) -> None:
     target = report_of(tmp_path / "device", device_clock=True)
     assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([240] * 4)
-    assert "pp_unknown_in_timeline" in kinds(target.warnings)
+    assert "pp_unknown" in kinds(target.warnings)
     assert target.fleet is not None
-    assert target.fleet.recording.clock == "device"
+    assert target.fleet.clock == "device"
     assert any("Times are the GPU's" in note for note in notes(target.fleet))
 
 
@@ -124,8 +122,6 @@ def test_without_times_of_events_the_step_is_known(tmp_path: Path) -> None:
     assert [chunk.holds is not None for stage in target.stages for chunk in stage.chunks] == [True] * 4
     assert target.measured.imbalance is None
     assert "no_timed_passes" in kinds(target.warnings)
-    assert target.fleet is not None
-    assert target.fleet.imbalance[-1] == pytest.approx(1.0, abs=0.01)
 
 
 def test_only_steps_that_every_stage_has(tmp_path: Path) -> None:
@@ -161,7 +157,7 @@ def test_of_incomplete_pipelines_the_one_with_most_stages_is_shown(tmp_path: Pat
     assert [stage.compute_ms.mean for stage in target.stages if stage.compute_ms] == pytest.approx([240] * 2)
     assert (target.diagnosis, target.imbalance) == (None, None)
     assert target.withheld is not None
-    assert (target.withheld.kind, target.withheld.count, target.withheld.of) == ("stages_not_recorded", 2, 4)
+    assert (target.withheld.kind, target.withheld.count, target.withheld.of) == ("stages_missing", 2, 4)
 
 
 def test_traces_give_the_detail_where_there_are_both(tmp_path: Path) -> None:
@@ -215,7 +211,6 @@ def test_waiting_is_no_communication_where_peers_have_no_timeline_either(tmp_pat
     (target,) = analyze(tmp_path).targets
     assert not any(ms for ms in target.fleet.synchronisation.synchronisation_ms)
     step = target.measured.step_time_ms.mean
-    assert {"dp_behind_all_passes"} == {kind for kind in kinds(target.warnings) if kind.startswith("dp_")}
     assert all(stage.exposed_ms["dp"].mean < 0.1 * step for stage in target.measured.stages)
     assert "communication" not in {cause.kind for cause in target.causes}
 

@@ -295,6 +295,19 @@ def test_a_rank_says_when_it_is_slow(tmp_path):
         assert cause.while_ms == pytest.approx(true, rel=0.1)
 
 
+def test_what_a_cause_costs_does_not_tell_when_it_is_there(tmp_path):
+    """Other things that hold a step up hide a cause, or make it dearer: a rank is as slow in those steps."""
+    fault = Fault("slow_rank", 1.6, stage=1, replica=2, steps=tuple(range(5, 40)))
+    table = table_of(replace(LONG, faults=(fault,)), tmp_path)
+    hides = np.where(np.arange(len(table.steps)) % 3 == 2, 4.0, 1.0)
+    busy = {name: getattr(table, name).copy() for name in ("start", "end", "compute", "idle")}
+    for each in busy.values():
+        each[:, 0] *= hides.reshape(-1, *[1] * (each.ndim - 2))
+    longer = replace(table, **busy, length=table.length * hides)
+    (cause,) = (each for each in diagnose(examine(longer)).causes if each.ranks == (5,))
+    assert (cause.kind, cause.since) == ("slow_rank", 10)
+
+
 def test_a_link_says_since_when_it_is_slow_and_how_slow_it_is_then(tmp_path):
     fault = Fault("slow_link", 6.0, stage=1, steps=tuple(range(20, 40)))
     pipeline = replace(LONG, faults=(fault,))

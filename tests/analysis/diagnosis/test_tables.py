@@ -18,7 +18,6 @@ from megaprof.analysis.table import recorded
 from megaprof.analysis.table.files import beside
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
-from megaprof.analysis.table.traced import tables_of_calls
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in
@@ -27,7 +26,8 @@ from megaprof.parallel.schedules import PipelineSchedule, turns
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
-from tests.analysis.tables import tables_in
+from tests.analysis.synthetic import kinds
+from tests.analysis.tables import tables_in, tables_of_calls
 
 LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
 HOUR = 3600 * 10**9
@@ -48,7 +48,6 @@ def calls_of(scenario: Scenario, directory: Path) -> list[Call]:
     ("change", "kind"),
     [
         (lambda calls: [replace(c, label=WHOLE_STEP) for c in calls], "whole_step"),
-        (lambda calls: [c for c in calls if c.stage != 1], "stages_missing"),
         (lambda calls: [replace(c, unseen=Note("no_kernels"), phases=()) for c in calls], "no_kernels"),
         (lambda calls: [replace(c, phases=()) for c in calls], "no_passes"),
         (lambda calls: [replace(c, incomplete=Note("cut")) for c in calls], "no_whole_step"),
@@ -135,6 +134,7 @@ def test_of_steps_with_other_numbers_of_microbatches_those_count_that_are_alike(
     (table,) = tables_of_calls(other).values()
     assert isinstance(table, Table)
     assert (table.schedule.microbatches, table.steps.tolist()) == (4, [6, 7])
+    assert "microbatches_differ" in kinds(table.warnings)
 
 
 def test_the_steps_are_of_the_run_that_is_reported_on(tmp_path: Path) -> None:

@@ -54,8 +54,6 @@ def test_a_slow_stage_is_told_from_when_on(tmp_path: Path) -> None:
     shifts = {stage.pp: [(s.step, s.until) for s in stage.shifts] for stage in fleet.stages}
     assert shifts == {0: [], 1: [(50, None)], 2: [], 3: []}
     assert findings(fleet)[0].startswith("Stage 1 has been 25% slower since step 50, compared with the other stages")
-    assert fleet.imbalance[10] == pytest.approx(1.0, abs=0.02)
-    assert fleet.imbalance[-1] == pytest.approx(5 / 4.25, abs=0.02)
 
 
 def test_two_stages_of_one_rank_each(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.text import causes
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.report.text import causes, evidence
 from megaprof.analysis.stages.stages import ChunkTimes, TargetStages
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.metadata import ModelChunk
@@ -108,7 +107,7 @@ def diagnosis(*found: Cause, perhaps: tuple[Cause, ...] = (), rest_ms: float = 0
 WHOSE = ("slow_rank", "late_entry", "processor_wait")
 
 
-@pytest.mark.parametrize("kind", sorted(causes.KINDS))
+@pytest.mark.parametrize("kind", sorted(evidence.KINDS))
 def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     about: dict[str, Any] = {"stage": 2}
     about |= {"ranks": (5,), "hosts": ("node-1",)} if kind in WHOSE else {}
@@ -164,7 +163,7 @@ def test_a_cause_that_an_option_of_the_host_mends_comes_with_it(
 ) -> None:
     explained = float(reason == "data")
     parts = {"explained": explained, "explained_low": explained, "explained_high": explained, "longest_ms": 3.0}
-    told = causes.evidence(cause(kind, reason=reason, parts=parts), replace(MEASURED, framework=host))
+    told = evidence.evidence(cause(kind, reason=reason, parts=parts), replace(MEASURED, framework=host))
     assert option in told if option else not re.search(r"--|=", told)
 
 
@@ -180,7 +179,7 @@ def test_nothing_is_ruled_out_where_steps_differ_too_much(tmp_path: Path, noise:
 
 def test_tables_of_other_steps_than_the_causes_are_no_average_of_these() -> None:
     slow = cause("slow_rank", stage=1, ranks=(3,), share=0.25, while_ms=100.0)
-    told = [causes.evidence(slow, replace(MEASURED, steps=tuple(range(count)))) for count in (slow.steps, 2)]
+    told = [evidence.evidence(slow, replace(MEASURED, steps=tuple(range(count)))) for count in (slow.steps, 2)]
     assert ["The tables" in each for each in told] == [True, False]
 
 
@@ -189,15 +188,8 @@ def test_experts_are_blamed_only_where_there_may_be_some(kinds: tuple[str, ...] 
     held = ChunkTimes(0, ModelChunk(layers=1, kinds=kinds), None, None)
     measured = replace(MEASURED, stages=(replace(_NOTHING, chunks=(held,)),))
     parts = {"explained": 0.0, "explained_low": 0.0, "explained_high": 0.0}
-    told = causes.evidence(cause("unequal_replicas", reason="machine", parts=parts), measured)
+    told = evidence.evidence(cause("unequal_replicas", reason="machine", parts=parts), measured)
     assert ("experts" in told) == blamed
-
-
-@pytest.mark.parametrize(("dp", "whole"), [(2, True), (1, False)])
-def test_a_step_with_its_gradients_reduced_does_not_end_with_its_last_pass(dp: int, whole: bool) -> None:
-    measured = replace(MEASURED, sizes=ParallelSizes.of(4 * dp, pp=4), step_time_ms=Spread.of([430.0]))
-    told = causes.basis(measured, replace(diagnosis(), closing_ms=30.0), captured=True)
-    assert ("last pass" not in told) == whole
 
 
 def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
@@ -233,11 +225,14 @@ def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together()
     there, other, average, *_ = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
     assert (there, other, average) == (100, 20, 40)
     assert "above all in 12 of 48 steps" in said.text
+    (as_much,) = causes.findings(MEASURED, diagnosis(replace(found, while_ms=39.0)), None)
+    assert float(re.findall(r"([\d.]+) ms", as_much.text)[0]) == 40, "one number, where it costs no less elsewhere"
     only = replace(found, price=Price(25.0, 20.0, 30.0))
-    assert "above all" not in causes.evidence(only, MEASURED)
+    assert "above all" not in evidence.evidence(only, MEASURED)
     # Who comes and goes is told from who became slow.
     since = cause("slow_rank", stage=1, ranks=(3,), share=0.25, since=40)
-    hints = [" comes and goes" in causes.evidence(each, MEASURED) for each in (only, found, since, cause("slow_rank"))]
+    each = (only, found, since, cause("slow_rank"))
+    hints = [" comes and goes" in evidence.evidence(one, MEASURED) for one in each]
     assert hints == [True, False, False, False]
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.stages import LONGEST, OF_REPLICAS, ONE_CLOCK, measure
+from megaprof.analysis.report import drawn
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
-from tests.analysis.tables import tables_in
+from tests.analysis.tables import stages_of, tables_in
+from tests.analysis.truth.drawing import draw
+from tests.analysis.truth.files import write as write_recording
+from tests.analysis.truth.pipelines import Fault, Priced
 
 
 def measured(directory):
-    return measure(call for path in find_traces(directory) for call in calls_of(read_trace(path)))
+    return stages_of(call for path in find_traces(directory) for call in calls_of(read_trace(path)))
 
 
 def only(directory):
@@ -47,12 +54,13 @@ class TestNumbers:
         first.write(tmp_path)
         second.write(tmp_path)
         target = only(tmp_path)
-        assert target.step_time_ms.mean == 210
+        # It ends with the last pass, which is on stage 0.
+        assert target.step_time_ms.mean == 200
         assert target.step_time_basis == ONE_CLOCK
         a, b = target.stages
-        assert (a.forward_ms.mean, a.backward_ms.mean, a.compute_ms.mean, a.bubble_ms.mean) == (60, 120, 180, 30)
-        assert (b.forward_ms.mean, b.backward_ms.mean, b.compute_ms.mean, b.bubble_ms.mean) == (20, 40, 60, 150)
-        assert a.bubble_fraction == pytest.approx(30 / 210)
+        assert (a.forward_ms.mean, a.backward_ms.mean, a.compute_ms.mean, a.bubble_ms.mean) == (60, 120, 180, 20)
+        assert (b.forward_ms.mean, b.backward_ms.mean, b.compute_ms.mean, b.bubble_ms.mean) == (20, 40, 60, 140)
+        assert a.bubble_fraction == pytest.approx(20 / 200)
         assert (a.forward_per_microbatch_ms.median, a.backward_per_microbatch_ms.count) == (30, 2)
 
     def test_steps_are_averaged_with_their_spread(self, tmp_path):
@@ -65,7 +73,8 @@ class TestNumbers:
         assert target.step_time_ms.mean == 60
 
     def test_chunks_are_told_apart_and_added_up_per_microbatch(self, tmp_path):
-        trace = TraceBuilder(pp_size=1, microbatches=2, chunks=[chunk(3), chunk(1)], metadata={"forward_only": True})
+        described = {"forward_only": True, "schedule": "interleaved"}
+        trace = TraceBuilder(pp_size=2, microbatches=2, chunks=[chunk(3), chunk(1)], metadata=described)
         trace.call(0, 100)
         for mb in range(2):
             trace.forward(mb, 20 * mb, 9, chunk=0)
@@ -84,32 +93,38 @@ class TestNumbers:
             trace.event("megaprof/finalize_grads", 120, 15)
             trace.write(tmp_path)
         stage = only(tmp_path).stages[0]
-        assert (stage.exposed_ms["dp"].mean, stage.bubble_ms.mean) == (15, 5)
+        assert (stage.exposed_ms["dp"].mean, stage.bubble_ms.mean) == (15, 0)
 
     @pytest.mark.parametrize("dp", [1, 2])
     def test_waiting_for_another_stage_in_the_finalisation_is_bubble(self, tmp_path, dp):
-        # Stage 0 enters at 120, stage 1 at 130: what is open at 130 waited for it, and then takes 10 of its own.
-        for pp, entered in ((0, 120), (1, 130)):
-            trace = plain_stage(pp, 2, 10, 20, sizes={"dp": dp})
-            trace.call(0, 140)
+        # The passes of stage 0 end at 120, those of stage 1 at 130, and gradients are finalised until 145.
+        for pp in range(2):
+            trace = plain_stage(pp, 2, 10, 20, start=10 * pp, sizes={"dp": dp})
+            trace.call(0, 145)
             del trace.events[-2]
-            trace.event("megaprof/finalize_grads", entered, 140 - entered)
-            trace.event("gloo:all_reduce", 121, 2, tid=2)
-            trace.event("gloo:all_reduce", 125 if pp == 0 else 130, 15 if pp == 0 else 10, tid=2)
+            trace.event("megaprof/finalize_grads", 120 + 10 * pp, 25 - 10 * pp)
             trace.write(tmp_path)
-        first, second = only(tmp_path).stages
-        assert (first.exposed_ms["dp"].mean, first.bubble_ms.mean) == ((0, 5) if dp == 1 else (15, 5))
-        assert (second.exposed_ms["dp"].mean, second.bubble_ms.mean) == ((0, 10) if dp == 1 else (10, 10))
-        assert first.bubble_split["cooldown_ms"].mean == 5
+        for stage in only(tmp_path).stages:
+            parts = stage.exposed_ms["dp"].mean, stage.gradients_ms and stage.gradients_ms.mean
+            assert parts == ((0, 15) if dp == 1 else (15, None))
+            assert (stage.compute_ms.mean, stage.bubble_ms.mean) == (120, 10)
 
-    def test_a_stage_alone_without_data_parallelism_waits_in_the_finalisation_for_others(self, tmp_path):
-        trace = plain_stage(0, 2, 10, 20)
-        trace.call(0, 140)
-        del trace.events[-2]
-        trace.event("megaprof/finalize_grads", 120, 20)
-        trace.event("gloo:all_reduce", 125, 15, tid=2)
-        trace.write(tmp_path)
-        assert only(tmp_path).stages[0].bubble_ms.mean == 15
+    @pytest.mark.parametrize("pp_size", [1, 2])
+    def test_waiting_for_a_slower_replica_is_bubble_as_in_timelines(self, tmp_path, pp_size):
+        # The passes of replica 1 take twice as long; all wait for it before their gradients are reduced.
+        for dp, pp in np.ndindex(2, pp_size):
+            coords, ms = {"rank": pp_size * dp + pp, "dp": dp}, 10 * (1 + dp)
+            trace = plain_stage(pp, pp_size, ms, 2 * ms, start=ms * pp, sizes={"dp": 2}, coords=coords)
+            end = (120 + 10 * pp) * (1 + dp)
+            trace.call(0, 280)
+            del trace.events[-2]
+            trace.event("megaprof/finalize_grads", end, 280 - end)
+            trace.write(tmp_path)
+        target = only(tmp_path)
+        assert target.step_time_ms.mean == 280
+        for stage in target.stages:
+            assert (stage.compute_ms.mean, stage.exposed_ms["dp"].mean) == (120, 280 - 240 - 20 * (pp_size - 1))
+            assert stage.bubble_ms.mean == (120 if pp_size == 1 else 140)
 
     @pytest.mark.parametrize("dp", [1, 2])
     def test_the_parts_of_a_step_add_up_to_it(self, tmp_path, dp):
@@ -123,7 +138,7 @@ class TestNumbers:
         target = only(tmp_path)
         for stage in target.stages:
             parts = (stage.compute_ms, stage.bubble_ms, stage.gradients_ms, stage.exposed_ms["dp"])
-            assert sum(part.mean for part in parts) == target.step_time_ms.mean == 155
+            assert sum(part.mean for part in parts if part) == target.step_time_ms.mean == 155
 
     def test_without_a_pipeline_there_is_no_bubble(self, tmp_path):
         trace = plain_stage(0, 1, 10, 20)
@@ -134,7 +149,7 @@ class TestNumbers:
         assert (stage.bubble_ms.mean, stage.bubble_fraction) == (0, 0)
         assert stage.exposed_ms["pp"].mean == 0
 
-    def test_replicas_of_a_log_prob_pass_that_run_at_different_times_have_a_step_each(self, tmp_path):
+    def test_replicas_of_a_log_prob_pass_that_run_at_different_times_are_as_long_as_the_longest(self, tmp_path):
         # Replica 1 begins a second later, and takes twice as long.
         for dp, ms in enumerate((10, 20)):
             for pp in range(2):
@@ -144,12 +159,12 @@ class TestNumbers:
                     tmp_path
                 )
         target = only(tmp_path)
-        assert (target.step_time_basis, target.unjudgeable) == (OF_REPLICAS, None)
-        assert (target.step_time_ms.min, target.step_time_ms.max) == (50, 100)
-        for stage in target.stages:
-            assert (stage.bubble_ms.min, stage.bubble_ms.max) == (10, 20)
+        assert (target.step_time_basis, target.unjudgeable) == (ONE_CLOCK, None)
+        assert target.step_time_ms.mean == 100
+        assert [stage.ranks for stage in target.stages] == [(0,), (2,)]
+        assert [stage.bubble_ms.mean for stage in target.stages] == [60, 60], "they wait for the slower replica"
         (table,) = tables_in(tmp_path).values()
-        assert (table.length.tolist(), table.lengths.tolist()) == ([100], [[50, 100]])
+        assert table.length.tolist() == [100]
         assert table.entry.tolist() == [[[0, 10], [0, 20]]], "no rank enters late because its replica began later"
 
     def test_combined_passes_count_as_compute_and_are_not_split(self, tmp_path):
@@ -165,7 +180,7 @@ class TestNumbers:
         assert stage.compute_ms.mean == 55
         assert found(target, "combined")
 
-    def test_unknown_microbatches_of_one_chunk_still_count(self, tmp_path):
+    def test_with_unknown_microbatches_it_is_known_what_is_computed(self, tmp_path):
         trace = TraceBuilder(microbatches=3)
         trace.call(0, 100)
         for mb in range(3):
@@ -173,7 +188,7 @@ class TestNumbers:
             trace.backward("?", 20 * mb + 5, 10, chunk="?")
         trace.write(tmp_path)
         (stage,) = only(tmp_path).stages
-        assert (stage.backward_ms.mean, stage.backward_per_microbatch_ms.count) == (30, 3)
+        assert (stage.compute_ms.mean, stage.backward_ms.mean) == (45, 30)
 
 
 class TestWhatTheTracesDoNotAllow:
@@ -219,12 +234,13 @@ class TestWhatTheTracesDoNotAllow:
         assert target.unjudgeable is not None
 
     def test_stages_on_different_hosts(self, tmp_path):
-        plain_stage(0, 2, 30, 60, metadata={"host": "a"}).write(tmp_path)
-        plain_stage(1, 2, 10, 20, start=60_000, metadata={"host": "b"}).write(tmp_path)
+        """No exchange goes both ways between them."""
+        plain_stage(0, 2, 30, 0, target="train_log_probs", metadata={"host": "a"}).write(tmp_path)
+        plain_stage(1, 2, 10, 0, target="train_log_probs", start=60_000, metadata={"host": "b"}).write(tmp_path)
         target = only(tmp_path)
         assert [note.names for note in found(target, "clocks_apart")] == [("a", "b")]
-        assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 360)
-        assert [stage.bubble_ms.mean for stage in target.stages] == [0, 240]
+        assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 120)
+        assert [stage.bubble_ms.mean for stage in target.stages] == [0, 80]
         assert target.unjudgeable is None
 
     def test_exchanges_put_stages_on_different_hosts_on_one_clock(self, tmp_path):
@@ -248,8 +264,8 @@ class TestWhatTheTracesDoNotAllow:
                 assert other.bubble_split[part].mean == pytest.approx(spread.mean, abs=0.2)
 
     def test_stages_of_which_no_host_is_known_have_no_clock(self, tmp_path):
-        plain_stage(0, 2, 30, 60, metadata={"host": "a"}).write(tmp_path)
-        plain_stage(1, 2, 10, 20, metadata={"host": None}).write(tmp_path)
+        plain_stage(0, 2, 30, 0, target="train_log_probs", metadata={"host": "a"}).write(tmp_path)
+        plain_stage(1, 2, 10, 0, target="train_log_probs", metadata={"host": None}).write(tmp_path)
         target = only(tmp_path)
         assert [note.stages for note in found(target, "host_unnamed")] == [(1,)]
         assert target.step_time_basis == LONGEST
@@ -270,7 +286,9 @@ class TestWhatTheTracesDoNotAllow:
         target = only(tmp_path)
         assert (target.steps, target.microbatches) == ((5,), 4)
         assert [(n.steps, n.stages) for n in found(target, "stages_missing_in_step")] == [((6,), (0,))]
-        assert not found(target, "stages_differ") + found(target, "steps_differ"), "what is left out is not warned of"
+        assert not found(target, "stages_differ") + found(target, "microbatches_differ"), (
+            "what is left out is not warned of"
+        )
 
     def test_no_step_in_common(self, tmp_path):
         plain_stage(0, 2, 30, 60, step=5).write(tmp_path)
@@ -291,7 +309,6 @@ class TestWhatTheTracesDoNotAllow:
         trace.write(tmp_path)
         target = only(tmp_path)
         assert target.stages[0].forward_ms is None
-        assert target.stages[0].forward_per_microbatch_ms.median == 10
         assert [note.why.said for note in found(target, "file_left_out")] == ["host memory"]
 
     def test_a_step_of_which_a_stage_has_a_part_counts_for_none(self, tmp_path):
@@ -366,3 +383,33 @@ def test_leaves_contain_no_other_interval_of_their_thread():
     spans = intervals([(0, 100), (0, 50), (10, 20), (30, 50), (60, 90), (60, 80), (200, 300)])
     threads = np.array([1, 1, 1, 1, 1, 2, 1])
     assert leaves(threads, spans).tolist() == [False, False, True, True, True, True, True]
+
+
+def test_the_drawn_step_is_of_the_ranks_in_the_table(tmp_path):
+    for dp, pp in np.ndindex(2, 2):
+        plain_stage(pp, 2, 10, 20, sizes={"dp": 2}, coords={"rank": 2 * pp + dp, "dp": dp}).write(tmp_path)
+    calls = [call for path in find_traces(tmp_path) for call in calls_of(read_trace(path))]
+    (told,) = stages_of(calls)
+    assert [row.rank for row in drawn.of_calls(calls, told).rows] == [0, 2]
+    others = tuple(replace(stage, ranks=(stage.ranks[0] + 1,)) for stage in told.stages)
+    assert [row.rank for row in drawn.of_calls(calls, replace(told, stages=others)).rows] == [1, 3]
+
+
+def test_traces_and_timelines_of_one_run_tell_the_same(tmp_path):
+    """Also of a replica that is slower: the others wait for it before they reduce gradients."""
+    slow = Fault("slow_rank", 1.8, stage=1, replica=1)
+    shape = {"microbatches": 8, "steps": 4, "noise": 0.0, "jitter_ms": 0.0, "load": 0.0}
+    pipeline = replace(draw(20261127, 45), faults=(slow,), **shape)
+    run = Priced(pipeline).run((slow,))
+    found = {}
+    for recording in ("cpu trace", "timeline"):
+        write_recording(replace(pipeline, recording=recording), run, tmp_path / recording)
+        (found[recording],) = analyze(tmp_path / recording).targets
+    traced, recorded = found.values()
+    assert traced.step_ms == pytest.approx(recorded.step_ms, rel=1e-3)
+    assert (
+        [row.ranks for row in traced.shown] == [row.ranks for row in recorded.shown] == [(0,), (2,), (3,), (4,), (6,)]
+    )
+    for one, other in zip(traced.shown, recorded.shown, strict=True):
+        for of in (lambda row: row.compute_ms, lambda row: row.bubble_ms, lambda row: row.exposed_ms["dp"]):
+            assert of(one).mean == pytest.approx(of(other).mean, abs=1e-3 * traced.step_ms)

@@ -6,12 +6,12 @@ import pytest
 
 from megaprof.analysis.clocks.matching import ends_of
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.stages.stages import measure
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.kineto import launched
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds
+from tests.analysis.tables import stages_of
 from tests.analysis.truth.files import AUTOGRAD, GROUPS
 
 
@@ -36,7 +36,7 @@ class Gpu:
         return call
 
     def stage(self, directory):
-        (target,) = measure([self.call(directory)])
+        (target,) = stages_of([self.call(directory)])
         return target.stages[0], target
 
 
@@ -144,11 +144,24 @@ def test_without_operators_of_the_cpu_exposed_communication_stays_in_sight(tmp_p
         assert (unknown.exposed_ms["tp"], unknown.exposed_ms["dp"], unknown.dp_tail_ms) == (None, None, None)
         exposed = known.exposed_ms["tp"].mean + known.exposed_ms["dp"].mean
         assert known.exposed_ms["tp"].mean == pytest.approx(419, rel=0.05)
-        assert unknown.exposed_ms["unknown"].mean == pytest.approx(exposed)
+        assert unknown.exposed_ms["unknown"].mean == pytest.approx(exposed, rel=1e-3)
         assert unknown.compute_ms.mean == pytest.approx(known.compute_ms.mean)
-        assert unknown.bubble_ms.mean == pytest.approx(known.bubble_ms.mean)
+        # What nobody names is of the last pass, or of the gradients behind it.
+        assert unknown.bubble_ms.mean == pytest.approx(known.bubble_ms.mean, abs=10)
     assert {cause.group for cause in found[True].causes if cause.kind == "communication"} == {"tp"}
     assert next(cause.group for cause in found[False].causes if cause.kind == "communication") == "unknown"
+
+
+@pytest.mark.parametrize("operators", [True, False])
+def test_the_parts_of_a_step_add_up_to_it(operators, tmp_path):
+    write(Scenario("parts", exposed={"tp": 0.2}, idle=0.1, dp=2, tail=20.0, operators=operators), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert len(target.stages) == 4
+    for stage in target.stages:
+        beside = stage.compute_ms, stage.bubble_ms, stage.gradients_ms, stage.host_bound_ms
+        parts = [part.mean for part in (*beside, *stage.exposed_ms.values()) if part is not None]
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(target.step_ms, rel=1e-3)
 
 
 class TestCommunication:

@@ -100,7 +100,7 @@ class TestTheSameReport:
         assert (target["step_time_ms"]["mean"], target["microbatches"]) == (pytest.approx(23.4, abs=3), 3)
         assert [stage["exposed_ms"]["pp"] for stage in target["stages"]] == [None, None]
         assert report["warnings"] == []
-        assert any(note["kind"] == "pp_unknown_in_ranges" for note in target["warnings"])
+        assert any(note["kind"] == "pp_unknown" for note in target["warnings"])
 
     def test_no_zero_stands_for_collectives_that_are_not_there(self, tmp_path: Path) -> None:
         trace = TraceBuilder(sizes={"tp": 2, "dp": 2}, microbatches=1)
@@ -281,7 +281,7 @@ class TestRefused:
         path = sorted(stages.glob("*.sqlite"))[0]
         edit(path, "UPDATE NVTX_EVENTS SET start = 'early' WHERE start = (SELECT MAX(start) FROM NVTX_EVENTS)")
         (trace,) = read_nsys(NsysFile(path))
-        assert [(w.kind, w.count) for w in trace.warnings] == [("rows_left_out", 1)]
+        assert [(w.kind, w.count) for w in trace.warnings] == [("events_left_out", 1)]
 
     def test_nothing_is_written_and_no_journal_is_left(self, stages: Path) -> None:
         before = {path.name: path.read_bytes() for path in stages.iterdir()}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.stages.stages import measure
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.graphs import KEY
 from tests.analysis.scenarios import Scenario, write
+from tests.analysis.tables import stages_of
 
 RUNS = [
     Scenario("imbalance", layers=(6, 4, 4, 4), steps=2, operators=False),
@@ -50,7 +50,7 @@ def test_a_replayed_step_is_reported_as_the_same_step_without_a_graph(scenario: 
         assert len(found.phases) == scenario.microbatches * scenario.chunks * (1 if found.forward_only else 2)
         assert found.incomplete is None
         assert measured(found) == measured(expected)
-    (expected,), (found,) = measure(calls(usual)), measure(calls(graphed))
+    (expected,), (found,) = stages_of(calls(usual)), stages_of(calls(graphed))
     for before, now in zip(expected.stages, found.stages, strict=True):
         for name in ("forward_ms", "backward_ms", "compute_ms", "exposed_ms", "pp_waiting_ms", "chunks"):
             assert getattr(now, name) == getattr(before, name), name
@@ -93,7 +93,7 @@ def test_without_the_names_of_all_kernels_there_are_no_passes(
     _, graphed = pair(RUNS[0], tmp_path)
     changed(graphed, change)
     assert all(not call.phases for call in calls(graphed))
-    (found,) = measure(calls(graphed))
+    (found,) = stages_of(calls(graphed))
     assert found.step_time_ms is not None
     assert all(stage.forward_ms is None and stage.bubble_ms is None for stage in found.stages)
     assert found.unjudgeable is not None

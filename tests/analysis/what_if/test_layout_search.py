@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
+from functools import partial
 from math import inf, nan
 
 import pytest
@@ -17,11 +19,14 @@ from megaprof.analysis.what_if.layout_search import (
 )
 from megaprof.analysis.what_if.layouts import (
     check_layout,
+    default_layout,
     format_layout,
     layers_per_stage,
     parse_layout,
     to_flags,
 )
+from megaprof.analysis.what_if.memory import Memory, in_flight_layers
+from megaprof.parallel.schedules import PipelineSchedule
 from tests.analysis.what_if.oracle import lower_bound_ms, replay_layout
 
 milliseconds = st.integers(0, 12).map(lambda quarters: quarters / 4)
@@ -80,14 +85,52 @@ def test_the_local_search_comes_within_a_percent_of_the_best(monkeypatch, pp, vp
     own = layers_per_stage(best, pp)
     stage = own.index(max(own))  # may have a layer less
 
-    def excess(pieces):
-        return float(max(0, layers_per_stage(pieces, pp)[stage] - own[stage] + 1))
+    def needs(stages, layers):
+        return (stages == stage) * layers.sum(axis=1) / (own[stage] - 1)
 
-    allowed = [ms for pieces, ms in steps.items() if not excess(pieces)]
-    bounded = search(cost, pp, vpp, layers, 2 * pp, excess=excess)
-    assert not any(excess(each.pieces) for each in bounded)
-    assert min(allowed) * (1 - 1e-9) <= bounded[0].step_ms <= min(allowed) * 1.03
-    assert search(cost, pp, vpp, layers, 2 * pp, excess=lambda pieces: 1.0) == []
+    allowed = {pieces: ms for pieces, ms in steps.items() if layers_per_stage(pieces, pp)[stage] < own[stage]}
+    bounded = search(cost, pp, vpp, layers, 2 * pp, needs=needs)
+    assert {each.pieces for each in bounded} <= allowed.keys()
+    best = min(allowed.values())
+    assert best * (1 - 1e-9) <= bounded[0].step_ms <= best * 1.03
+    assert search(cost, pp, vpp, layers, 2 * pp, needs=lambda stages, _: stages + 1.5) == []
+
+
+@pytest.mark.parametrize(("pp", "vpp", "microbatches"), [(16, 1, 32), (16, 2, 32), (64, 1, 256)])
+def test_a_layout_is_found_within_a_tight_bound_on_many_stages(pp, vpp, microbatches):
+    """The first stages hold the most microbatches, and may have much less than in the even split."""
+    schedule, layers = PipelineSchedule.checked(pp, vpp, microbatches), 4 * pp
+    even = in_flight_layers(default_layout(pp, vpp, layers), schedule)
+    least = (4 << 30,) * pp
+    most = tuple(own + (held << 28) for own, held in zip(least, even, strict=True))
+    memory = Memory((4,) * pp, tuple(even), least, most, (round(0.7 * most[0]),) * pp)
+    cost = CostModel(Cost(1.0, 2.0), Cost(0.2, 0.3), Cost(1.3, 2.5), p2p_ms=0.05)
+    found = search(cost, pp, vpp, layers, microbatches, needs=partial(memory.part, schedule=schedule))
+    assert found
+    assert all(memory.fit(each.pieces, schedule).fits for each in found)
+
+
+@given(st.data(), st.integers(2, 5), st.integers(1, 3), st.integers(0, 2))
+def test_where_a_layout_keeps_the_bound_one_is_found(data, pp, vpp, mtp_layers):
+    """The bound is what a drawn layout needs, and a byte."""
+    vpp = 1 if mtp_layers else vpp
+    layers = data.draw(st.integers(pp * vpp, pp * vpp + 6))
+    schedule = PipelineSchedule.checked(pp, vpp, pp * data.draw(st.integers(1, 3)))
+    cut = data.draw(st.sets(st.integers(1, layers), min_size=pp * vpp - 1, max_size=pp * vpp - 1))
+    flat = ["E", *"t" * layers, "m" * mtp_layers + "L"]
+    drawn = tuple("".join(flat[begin:end]) for begin, end in itertools.pairwise([0, *sorted(cut), layers + 2]))
+    beside = data.draw(st.lists(st.integers(0, 9000), min_size=pp, max_size=pp))
+    least, activations = tuple(1000 + more for more in beside), data.draw(st.sampled_from([250, 1000, 4000]))
+    memory = Memory((1,) * pp, (1,) * pp, least, tuple(each + activations for each in least), (1,) * pp)
+    memory = replace(memory, allowed=tuple(each + 1 for each in memory.fit(drawn, schedule).needed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_search, "_FEWEST", 0)
+        patch.setattr(layout_search, "_MOST", 0)  # all moves are ruled by memory
+        cost = CostModel(Cost(1.0, 2.0), loss=Cost(1.0, 2.0))
+        needs = partial(memory.part, schedule=schedule)
+        found = search(cost, pp, vpp, layers, schedule.microbatches, mtp_layers=mtp_layers, needs=needs)
+    assert found
+    assert all(memory.fit(each.pieces, schedule).fits for each in found)
 
 
 def test_a_large_search_is_valid_deterministic_and_better_than_the_balanced_split():

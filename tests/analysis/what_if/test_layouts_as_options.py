@@ -22,9 +22,10 @@ from tests.analysis.synthetic import chunk
 
 FIRST = ("--decoder-first-pipeline-num-layers", "6")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+STAGES = ("--pipeline-model-parallel-size", "2")
 LOSS = ("--account-for-loss-in-pipeline-split",)
-LAYOUT = ("--pipeline-model-parallel-layout", "Et*3|(tt|)*2tL")
 PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
+LAYOUT = ("--pipeline-model-parallel-layout", "Et*3|(tt|)*2tL")
 FIELD = "num_layers_in_first_pipeline_stage=6"
 
 
@@ -52,8 +53,6 @@ FIELD = "num_layers_in_first_pipeline_stage=6"
             LAYOUT,
             'model.pipeline_model_parallel_layout="Et*3|(tt|)*2tL" model.virtual_pipeline_model_parallel_size=2',
         ),
-        ("verl", None, FIRST, f"++engine.override_transformer_config.{FIELD}"),
-        ("verl", "ref", FIRST, f"++actor_rollout_ref.actor.megatron.override_transformer_config.{FIELD}"),
         (
             "verl",
             None,
@@ -61,12 +60,18 @@ FIELD = "num_layers_in_first_pipeline_stage=6"
             '++engine.override_transformer_config.pipeline_model_parallel_layout="Et*3|(tt|)*2tL" '
             "engine.virtual_pipeline_model_parallel_size=2",
         ),
+        ("skyrl", "actor", LAYOUT, None),
+        ("verl", None, FIRST, f"++engine.override_transformer_config.{FIELD}"),
+        ("verl", "ref", FIRST, f"++actor_rollout_ref.actor.megatron.override_transformer_config.{FIELD}"),
         ("verl", "critic", CHUNKS, "critic.megatron.virtual_pipeline_model_parallel_size=2"),
         ("verl", None, LOSS, "++engine.override_transformer_config.account_for_loss_in_pipeline_split=True"),
         ("skyrl", "actor", FIRST, f"trainer.policy.megatron_config.transformer_config_kwargs.{FIELD}"),
         ("skyrl", "ref", FIRST, f"trainer.ref.megatron_config.transformer_config_kwargs.{FIELD}"),
         ("skyrl", "actor", CHUNKS, None),
-        ("skyrl", "actor", LAYOUT, None),
+        ("ms-swift", None, STAGES, "--pipeline_model_parallel_size 2"),
+        ("megatron-bridge", None, STAGES, "model.pipeline_model_parallel_size=2"),
+        ("verl", "actor", STAGES, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
+        ("skyrl", "actor", STAGES, "trainer.policy.megatron_config.pipeline_model_parallel_size=2"),
         ("slime", "actor", FIRST, None),
         ("megatron-lm", None, FIRST, None),
         (None, None, FIRST, None),

@@ -16,7 +16,7 @@ from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.table import WAIT, Table
 from megaprof.analysis.what_if import packing
-from megaprof.analysis.what_if.by_hand import ByHand, chosen
+from megaprof.analysis.what_if.by_hand import ByHand, NotCaptured, chosen
 from megaprof.analysis.what_if.changes import captured
 from megaprof.analysis.what_if.contents import Held
 from megaprof.analysis.what_if.packing import PLANS, _dealt, packed, plan, plans, switch_of
@@ -104,6 +104,18 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
     advised, _ = what_if(run, diagnose(run))
     assert [each.packing for each in advised.packings] == [each.packing for each in told]
     assert advised.most_tokens == known.most
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_why_there_is_nothing_to_pack(table: Table, told: bool) -> None:
+    same = [[[(512, 512)] * len(replica) for replica in step] for step in drawn(table)]
+    made = having(table, same)
+    run = examine(made if told else replace(made, work=None, sequences={}, lengths_from=None))
+    _, known = what_if(run, diagnose(run))
+    assert known is not None
+    assert (known.sequences, known.alike) == (None, told)
+    with pytest.raises(NotCaptured):
+        chosen(known, {"packing": packing.BALANCED})
 
 
 def test_what_a_processor_was_waited_for_is_not_taken_from_long_microbatches(table: Table) -> None:

@@ -18,9 +18,11 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import assumptions
 from megaprof.analysis.simulation.simulate import simulate
+from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
+from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.parallel.schedules import PipelineSchedule
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds, pipeline
@@ -231,6 +233,14 @@ def test_activations_in_flight_follow_the_schedule():
     # Interleaved: stage 0 of 2 warms up with 2 * 1 + 2 forwards of chunks 0 0 1 1, and runs one more before a backward.
     assert in_flight_layers(("Et", "t", "tt", "tL"), PipelineSchedule.checked(2, 2, 4))[0] == 1 + 1 + 2 + 2 + 1
     assert in_flight_layers(("Ett", "ttL"), PipelineSchedule.checked(2, 1, 4, forward_only=True)) == [0, 0]
+
+
+def test_an_mtp_layer_needs_memory_as_a_layer_does():
+    schedule = PipelineSchedule.checked(2, 1, 4)
+    known = measured_memory([Peak(4, 8, 99), Peak(2, 3, 99)], ("Ett", "mL"), [4, 1])
+    assert known is not None
+    assert known.fit(("Ett", "mL"), schedule).needed == (8, 3)
+    assert known.fit(("Et", "tmL"), schedule).needed == (8 - 2 - 2, 3 + 2 + 1)
 
 
 @pytest.mark.parametrize(("layers", "slow"), [((4, 4, 4, 4), {1: 1.5}), ((5, 3, 4, 4), {0: 1.3, 2: 1.4})], ids=str)

@@ -240,14 +240,15 @@ def test_a_signal_ends_all_ranks_while_they_start(tmp_path: Path, number: int, c
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_end_are_killed_and_what_they_recorded_is_reported(tmp_path: Path) -> None:
+def test_ranks_that_do_not_end_are_killed_by_a_second_ctrl_c(tmp_path: Path) -> None:
     with live(tmp_path) as job:
         job.until("Ctrl-C ends it")
         for rank in set(_marked(job.token)) - {job.process.pid}:
             os.kill(rank, signal.SIGSTOP)
-        assert job.end() == 0
-    (out,) = (tmp_path / "megaprof-demo").iterdir()
-    assert json.loads((out / "report.json").read_text())["targets"]
+        job.process.send_signal(signal.SIGINT)
+        job.until("once more ends it at once", errors=True)
+        assert job.end() == 130
+        assert [line for line in job.errors if line.startswith("What was recorded: ")]
 
 
 @pytest.mark.slow

@@ -149,9 +149,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "without_steps": _skipped(lambda n: "it holds no range of a whole step (megaprof/... step=...)"),
     "misnamed": _skipped(lambda n: f"it holds {n.said}, whatever its name says"),
     "cut": lambda n: f"{n.files[0]} is read as far as it goes: {n.said}" if n.files else n.said,
-    "ends_early": lambda n: f"{n.files[0]} ends early: {n.said}",
     "events_left_out": lambda n: f"{_of_file(n)}{counted(n.count, 'event')} left out: impossible times or types",
-    "rows_left_out": lambda n: f"{_of_file(n)}{counted(n.count, 'row')} left out: impossible times or types",
     "events_without_place": lambda n: f"{_of_file(n)}{counted(n.count, 'event')} left out: no usable time or place",
     "name_disagrees": lambda n: f"{_of_file(n)}its name and its metadata disagree; the metadata ({n.said}) count",
     "graph_names_damaged": lambda n: f"{_of_file(n)}its `{graphs.KEY}` is damaged, so replays have no ranges: {n.said}",
@@ -173,10 +171,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "kernels_unsupported": (
         "the model ran on a GPU, and the profiler could not record it: Kineto has no support for it there"
     ),
-    "no_kernels": f"the model ran on a GPU, and the file holds no kernel: {_LOST}",
-    "no_launched_kernels": (
-        f"the model ran on a GPU, and the file holds none of the kernels that were launched: {_LOST}"
-    ),
+    "no_kernels": f"the model ran on a GPU, and the file holds none of its kernels: {_LOST}",
     "no_kernels_of_nsys": (
         "the model ran on a GPU, and the file holds no kernel: nsys recorded none (--trace=cuda,nvtx does)"
     ),
@@ -193,28 +188,17 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "groups_not_apart": lambda n: (
         f"exposed {_joined(n)} are not told apart: the collectives of a CPU trace name no process group"
     ),
-    "groups_in_compute": lambda n: f"exposed {_joined(n)} are in compute: the file has ranges, but no collectives",
-    "groups_hidden_in_timeline": lambda n: (
-        f"exposed {_joined(n)} are in compute: a timeline does not look inside a microbatch"
+    "groups_in_compute": lambda n: (
+        f"exposed {_joined(n)} {'is' if len(n.names) == 1 else 'are'} in compute: no collectives inside microbatches "
+        "were recorded"
     ),
     "groups_with_waiting": lambda n: (
         f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
-    "dp_behind_all_passes": (
-        "exposed dp is what gradient synchronisation takes once all replicas are through with their passes; waiting "
-        "for slower replicas is in the bubble"
-    ),
-    "dp_with_waiting": ("exposed dp is all of the gradient synchronisation, with waiting for slower replicas"),
-    "pp_unknown_on_cpu": (
-        "exposed pp is not measured: a CPU trace cannot tell waiting for a neighbour from transferring, so both are in "
-        "the bubble"
-    ),
-    "pp_unknown_in_ranges": (
-        "exposed pp is not measured: ranges hold waiting and transfer in one, both are in the bubble"
-    ),
-    "pp_unknown_in_timeline": (
-        "exposed pp is not measured: in a timeline an exchange is waiting and transfer in one, both are in the bubble"
+    "pp_unknown": (
+        "exposed pp is not measured: waiting for a neighbour and the transfer itself were recorded as one, and both "
+        "are in the bubble"
     ),
     "pp_not_split": (
         "exposed pp cannot be split into waiting and transferring, so the bubble contains both: only one end of its "
@@ -282,23 +266,21 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "no_common_step": ("no step was captured on every stage, so the stages' times are of different steps"),
     "stages_differ": "within one step the stages report different numbers of microbatches",
-    "replicas_differ": (
-        "within one step replicas have different numbers of microbatches; times per step are their average"
+    "microbatches_differ": (
+        "steps or replicas have different numbers of microbatches: those with the number that most of them have count"
     ),
-    "steps_differ": ("the steps have different numbers of microbatches; times per step are averaged over all of them"),
     # steps that are left out, or disturbed
     "twice": lambda n: (
         f"{ranks(n.ranks)} {f'has {steps(n.steps)}' if n.steps else 'is there'} twice ({', '.join(n.files)}): the "
         "later one counts"
     ),
-    "step_unseen": lambda n: f"{steps(n.steps)} is left out: on {ranks(n.ranks)} {_why(n)}",
-    "step_left_out": lambda n: f"{steps(n.steps)} is left out: {_why(n)}",
-    "step_disturbed": lambda n: f"neither the time of {steps(n.steps)} nor its bubble is told: {_why(n)} ({_FIRST})",
-    "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
-    "first_step_longer": lambda n: (
-        f"{steps(n.steps)} is left out: it took {n.factor:.1f} times as long as the later ones, as a first step does"
+    "step_left_out": lambda n: (
+        f"{steps(n.steps)} {'are' if len(n.steps) > 1 else 'is'} left out: "
+        f"{f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}"
     ),
-    "first_steps": lambda n: f"{steps(n.steps)} left out: the first steps of a job take longer than the others",
+    "step_disturbed": lambda n: f"of {steps(n.steps)} only what passes take is told: {_why(n)} ({_FIRST})",
+    "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
+    "first_steps": lambda n: f"{steps(n.steps)} left out: the first recorded steps take longer than the others",
     "opened_by_nsys": lambda n: (
         f"{steps(n.steps)} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
     ),
@@ -324,7 +306,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "no_whole_step": lambda n: "no step was recorded whole" + ("" if n.why is None else f": {clause(n.why)}"),
     "no_timed_passes": lambda n: n.said or "no step was recorded with the times of its microbatches",
     "all_disturbed": "every step failed, stood still, or was disturbed by a window",
-    "stages_not_recorded": lambda n: f"{n.count} of {n.of} stages were recorded",
     "no_step_of_all": "no step was recorded by all ranks of a pipeline",
     "place_unknown": "the microbatch or the model chunk of a pass is not known",
     "place_beyond_schedule": "a pass bears a number that its schedule does not have",

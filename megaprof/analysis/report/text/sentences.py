@@ -11,7 +11,7 @@ from typing import Literal
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
-from megaprof.analysis.report.text.words import ago, counted, milliseconds, number, percent, spans, steps
+from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, number, percent, spans, steps
 from megaprof.analysis.stages.stages import Basis, TargetStages
 from megaprof.formats.job.standstill import Standing, Standstill
 
@@ -35,7 +35,6 @@ FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 #: How a step was timed.
 BASES: dict[Basis, str] = {
     "one_clock": "from the first stage's start to the last stage's end",
-    "of_replicas": "each replica's own pass, from the first stage's start to the last stage's end",
     "longest_stage": "the longest stage's own range",
 }
 
@@ -46,7 +45,6 @@ def basis(measured: TargetStages) -> str:
     return BASES[measured.step_time_basis] + (", of those that were captured" if missing else "")
 
 
-_INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
 
@@ -212,10 +210,10 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
             f"{counted(single.count, 'single step')} took much longer than the steps around, as for checkpoints or "
             f"garbage collection{every}: {worst}."
         )
-    inside = [name for axis, name in _INSIDE.items() if getattr(sizes, axis) > 1]
+    inside = [name for axis, name in INSIDE.items() if getattr(sizes, axis) > 1]
     if inside:
         yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
-    if fleet.recording.clock == "device":
+    if fleet.clock == "device":
         yield "Times are the GPU's: an exchange between stages is what the computing stream waited for it."
     if coverage.left_out:
         one = coverage.left_out == 1

@@ -51,6 +51,10 @@ def _chunks(change: Prediction, found: WhatIf) -> str:
     return f"{counted(change.chunks or 1, 'model chunk')} per stage, {_layers(change, found)}"
 
 
+def _depth(change: Prediction, found: WhatIf) -> str:
+    return f"{counted(len(change.layers), 'stage')}, {_layers(change, found)}"
+
+
 def _microbatches(change: Prediction, found: WhatIf) -> str:
     return f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size"
 
@@ -76,6 +80,7 @@ def _by_hand(change: Prediction, found: WhatIf) -> str:
 _NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {
     "layout": _layers,
     "chunks": _chunks,
+    "depth": _depth,
     "balanced": lambda change, found: "the measured work spread evenly over the stages",
     "microbatches": _microbatches,
     "packing": _packing,
@@ -94,6 +99,9 @@ def assumptions(change: Prediction) -> Iterator[str]:
         yield "layers can be divided"
     if change.kind == "even_packing":
         yield "sequences can be divided"
+    if change.kind == "depth":
+        yield "gradients are reduced in proportion to a rank's parameters, on however many replicas"
+        yield "what comes between steps, the optimizer with it, takes at most twice as long"
     if change.tokens != 1.0:
         yield "a microbatch's time is in proportion to its tokens"
     if change.chunks is not None:
@@ -184,7 +192,7 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return f"with all else as it was, {_UNSURE}, {would}; more steps would not tell"
+        return f"with all else as it was, {_UNSURE}, {name}, would be {times}; more steps would not tell"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
@@ -266,5 +274,5 @@ def of_costs(fit: CostFit) -> str:
     nothing = number(0.0)
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
     costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
-    text = f"Costs of an undisturbed microbatch, from {source}: {', '.join(costs)}"
+    text = f"Costs of an undisturbed microbatch, exposed communication included, from {source}: {', '.join(costs)}"
     return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])

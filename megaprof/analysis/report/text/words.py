@@ -13,6 +13,8 @@ from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import join_spans, spans_of
 
 ABSENT = "-"
+#: Groups whose ranks wait for each other inside a pass.
+INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
 def number(ms: float | None, error: float = 0.0) -> str:
@@ -133,6 +135,16 @@ def title(target: str, role: str | None) -> str:
     return f"{target} ({role})" if role else target
 
 
+def both(things: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"
+
+
+def capital(text: str) -> str:
+    """Returns ``text`` with a capital letter."""
+    return text[:1].upper() + text[1:]
+
+
 def sentence(text: str) -> str:
     """Returns ``text`` with a capital letter and a full stop."""
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", ":")) else ".")
+    return capital(text) + ("" if text.endswith((".", "!", "?", ":")) else ".")

@@ -208,7 +208,7 @@ class _Reader:
             trace for pid, rows in sorted(by_process.items()) for trace in self._of_process(rows, len(by_process) == 1)
         ]
         if self._broken:
-            self._said.append(Note("rows_left_out", files=(self._file.path.name,), count=self._broken))
+            self._said.append(Note("events_left_out", files=(self._file.path.name,), count=self._broken))
         if found and self._said:
             found[0] = replace(found[0], warnings=(*self._said, *found[0].warnings))
         return found

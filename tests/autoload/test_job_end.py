@@ -11,8 +11,8 @@ import pytest
 
 from megaprof.artifacts import writer
 from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.autoload.job_end import wait_for_files
 from megaprof.formats.names import raw_path
-from megaprof.integrations.ray_workers import wait_for_files
 
 
 def handed_over(directory: Path, name: str) -> Artifact:

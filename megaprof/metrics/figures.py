@@ -122,7 +122,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     everyone = [status for members in of_stage.values() for status in members]
     slowest = max(known, key=lambda pp: known[pp]) if mean is not None else None
     straggler, ratio = _straggler(of_stage.values())
-    steps = [step for status in everyone if (step := status.step()) is not None]
+    steps = [step for status in everyone if (step := status.last_step()) is not None]
     return Summary(
         target=next((status.recent.target for status in everyone if status.recent is not None), None),
         step=max(steps, default=None),
@@ -140,7 +140,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
 def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: float | None) -> StageFigures:
     timed = [(status.compute_ms, status.rank) for status in members if status.compute_ms is not None]
     slowest_ms, slowest = max(timed, key=lambda pair: (pair[0], -pair[1])) if timed else (None, None)
-    steps = [step for status in members if (step := status.step()) is not None]
+    steps = [step for status in members if (step := status.last_step()) is not None]
     above = None if slowest is None else _above_peers(members).get(slowest)
     return StageFigures(
         pp=pp,

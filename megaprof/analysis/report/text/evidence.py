@@ -1,0 +1,298 @@
+"""What is so where time is lost, and where: a sentence or two for each kind of cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from megaprof.analysis.diagnosis.diagnose import Cause
+from megaprof.analysis.report.text.words import (
+    INSIDE,
+    both,
+    capital,
+    counted,
+    milliseconds,
+    number,
+    percent,
+    ranks,
+    stages,
+)
+from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.table.table import WAIT
+from megaprof.formats.metadata import ModelChunk
+
+#: What costs less than this part of what it costs where it is there costs nothing elsewhere.
+_HARDLY = 0.1
+#: What has all ranks collect at once, between steps, in the versions of docs/hosts.
+_AT_ONCE = "all ranks collect at once, between steps"
+_MANUAL_GC = {
+    None: f"With Megatron's --manual-gc --manual-gc-interval 100 {_AT_ONCE}",
+    "slime": "With --manual-gc all ranks collect at once, before the steps of a rollout",
+    "ms-swift": f"With --manual_gc true --manual_gc_steps 100 {_AT_ONCE}",
+    "megatron-bridge": f"With train.manual_gc=True train.manual_gc_interval=100 {_AT_ONCE}",
+    "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
+    "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
+}
+#: What deals the sequences of a step to replicas by their lengths, in the versions of docs/hosts; others have none.
+_OVER_REPLICAS = {
+    "verl": "trainer.balance_batch=True",
+    "slime": "--balance-data",
+    "ms-swift": "--sequence_packing_scheduler dp_balanced",
+}
+
+
+def evidence(cause: Cause, measured: TargetStages) -> str:
+    """Returns what is so, and where: a sentence or two."""
+    words = _SENTENCES[cause.kind]
+    text = words if isinstance(words, str) else words(cause, measured)
+    if cause.reason != WAIT:
+        return text
+    who = ranks(cause.ranks) if cause.ranks else f"stage {cause.stage}"
+    waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
+    return f"{text} On average {who} waited {waited} a step for a processor core, and the others {usual}."
+
+
+def when(cause: Cause) -> str:
+    """Returns in which steps it is so; empty where in all."""
+    if cause.share == 1.0:
+        return ""
+    mostly = ", above all" if elsewhere(cause) else ""
+    begins = f" since step {cause.since}" if cause.since is not None else ""
+    return mostly + (begins or f" in {round(cause.share * cause.steps)} of {counted(cause.steps, 'step')}")
+
+
+def elsewhere(cause: Cause) -> float:
+    """Returns the milliseconds that it costs in a step in which it is not there: the average over all steps is that of
+    those and of the others. 0 where it costs hardly anything there."""
+    if cause.share == 1.0:
+        return 0.0
+    others = (cause.price.ms - cause.share * cause.while_ms) / (1.0 - cause.share)
+    return others if others > _HARDLY * cause.while_ms else 0.0
+
+
+def of_steps(cause: Cause) -> bool:
+    """Returns whether some steps of a stage are slow, and not what it holds."""
+    return cause.kind == "unexplained" and "forward_ms" not in cause.parts
+
+
+def _layers(cause: Cause, measured: TargetStages) -> str:
+    held = {stage.pp: [c.holds.layers if c.holds else None for c in stage.chunks] for stage in measured.stages}
+    most = cause.stages or (() if cause.stage is None else (cause.stage,))
+    whole = {pp: sum(each or 0 for each in own) for pp, own in held.items() if None not in own}
+    if not most or len(whole) < len(held) or any(pp not in whole for pp in most):
+        return "The layers are not spread evenly over the model chunks."
+    others = sorted({count for pp, count in whole.items() if pp not in most})
+    against = f", and the others hold {' to '.join(map(str, dict.fromkeys(others[:1] + others[-1:])))}" * bool(others)
+    hold, each = ("holds", "") if len(most) == 1 else ("hold", " each")
+    return f"{capital(stages(most))} {hold} {counted(whole[most[0]], 'layer')}{each}{against}."
+
+
+def _ends(cause: Cause, measured: TargetStages) -> str:
+    own = [each for each in _held(measured, cause.stage) if each is not None]
+    names = {
+        "the embedding": any(each.embedding for each in own),
+        "MTP layers": any(each.mtp for each in own),
+        "the output layer and loss": any(each.loss for each in own),
+    }
+    held = [name for name, there in names.items() if there] or ["an embedding, or an output layer and loss"]
+    return f"Stage {cause.stage} holds {both(held)} beside its layers, which takes {_parts(cause)} of each microbatch."
+
+
+def _held(measured: TargetStages, stage: int | None = None) -> Iterable[ModelChunk | None]:
+    """What the chunks of a stage hold, or of all stages; None where that is not known."""
+    return (chunk.holds for each in measured.stages if stage in (None, each.pp) for chunk in each.chunks)
+
+
+def _one_kind(cause: Cause, measured: TargetStages) -> str:
+    own, other = ("forward", "backward") if cause.kind == "slow_forward" else ("backward", "forward")
+    return (
+        f"The {own}s of stage {cause.stage} take {_part(cause, f'{own}_ms')} longer for each microbatch than its "
+        f"layers need; its {other}s take what they should."
+    )
+
+
+def _unexplained(cause: Cause, measured: TargetStages) -> str:
+    why = _why_slow(cause) or " Nothing that was recorded says why." * (cause.reason != WAIT)
+    if of_steps(cause):
+        return f"Stage {cause.stage} takes longer than in its quicker steps{when(cause)}.{why}"
+    longer = f"it takes {_parts(cause)} longer for each microbatch than its layers need"
+    return f"Stage {cause.stage} is slow{when(cause)}: {longer}.{why}"
+
+
+def _slow_rank(cause: Cause, measured: TargetStages) -> str:
+    several = len(cause.ranks) > 1
+    peers = "the other ranks of their stage" if several else "its peers"
+    waiting = ", which wait for each other inside a microbatch," if several else ""
+    factor = cause.parts.get("factor")
+    longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
+    # The tables have what disturbs passes in them, too: waits for a core, garbage collection.
+    who = f"Undisturbed, {_who(cause)}{waiting} {'compute' if several else 'computes'}"
+    text = f"{who} {longer} {peers}{when(cause)}."
+    if cause.share < 1.0 and cause.steps == len(measured.steps):
+        text += " The tables have the average of all steps."
+    return text + _why_slow(cause)
+
+
+def _why_slow(cause: Cause) -> str:
+    """Why a rank or a stage is slow, where that is known, or what it looks like; waits for a core are told apart."""
+    if cause.reason == WAIT:
+        return ""
+    tokens, usual = cause.parts.get("expert_tokens"), cause.parts.get("usual_expert_tokens")
+    if tokens is None or usual is None:
+        comes_and_goes = cause.share < 1.0 and cause.since is None and not elsewhere(cause)
+        return " It comes and goes, as when another program runs on its host now and then." * comes_and_goes
+    got = f" In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
+    if cause.reason == "machine":
+        return f"{got}: that explains at most {percent(cause.parts['explained'])} of it, and the rest is the machine."
+    return (
+        f"{got}: it is expert load, and even experts gain what it costs. Megatron's --moe-aux-loss-coeff (larger), "
+        "--moe-router-load-balancing-type (global_aux_loss), --moe-router-enable-expert-bias and "
+        "--moe-expert-capacity-factor even them."
+    )
+
+
+def _late_entry(cause: Cause, measured: TargetStages) -> str:
+    enter, there = ("enter", "them") if len(cause.ranks) > 1 else ("enters", "it")
+    return (
+        f"{capital(_who(cause))} {enter} the step later than the others{when(cause)}: something between the steps "
+        f"takes longer on {there}, such as data loading or other work of the host."
+    )
+
+
+def _slow_link(cause: Cause, measured: TargetStages) -> str:
+    one, other = cause.link or (cause.stage or 0, (cause.stage or 0) + 1)
+    longer = f"take {_part(cause, 'transfer_ms')}{when(cause)}, and those of the other links {_part(cause, 'usual_ms')}"
+    return f"Exchanges between stages {one} and {other} {longer}, once both stages are there."
+
+
+def _uneven(cause: Cause, measured: TargetStages) -> str:
+    if cause.stage is not None:
+        text = f"On stage {cause.stage} some microbatches take longer than others, and the pipeline waits for them."
+    else:
+        text = "Microbatches differ in their work, alike on all stages, and the pipeline waits for the long ones."
+    return f"{text} {_because(cause, measured)}"
+
+
+def _unequal(cause: Cause, measured: TargetStages) -> str:
+    wait = "the step lasts until the slowest one is done"
+    if not measured.forward_only:
+        wait = "all wait in the gradient reduction for the slowest one"
+    text = f"Some replicas take longer than others{when(cause)}, and {wait}. {_because(cause, measured)}"
+    if cause.reason == "machine":
+        return text
+    switch = _OVER_REPLICAS.get(measured.framework or "")
+    how = f": {measured.framework} does with {switch}" if switch else ""
+    return f"{text} Spread long sequences evenly over the replicas of a step{how}."
+
+
+def _because(cause: Cause, measured: TargetStages) -> str:
+    """Whether the data are why some take longer."""
+    if "explained" not in cause.parts:
+        return "Nothing that was recorded says whether their sequences differ in length."
+    low, at, high = (cause.parts[f"explained{end}"] for end in ("_low", "", "_high"))
+    share = (
+        f"The lengths of their sequences explain {percent(at)} ({percent(low)} to {percent(high)}) of the difference"
+    )
+    experts = any(each is None or each.kinds is None or "moe" in each.kinds for each in _held(measured))
+    why = "a machine, or experts that get more tokens than others" if experts else "a machine"
+    if high == 0.0:
+        return f"The lengths of their sequences explain nothing of it, so the reason is {why}."
+    if cause.reason == "data":
+        return f"{share}: it is the data."
+    if cause.reason == "machine":
+        return f"{share}: it is not the data, but {why}."
+    return f"{share}: whether it is the data is not sure."
+
+
+def _communication(cause: Cause, measured: TargetStages) -> str:
+    if cause.group == "pp":
+        return "Exchanges between stages take time in which the stage that waits for them computes nothing."
+    if cause.group == "dp":
+        return f"The gradient reduction goes on behind the last pass, where no compute hides it{when(cause)}."
+    name = INSIDE.get(cause.group or "")
+    which = f"{name} communication" if name else "communication of a group that the recording does not name"
+    text = f"{capital(which)} is exposed: no compute hides it"
+    # So removing it may gain more than any stage has of it.
+    others = ", and while the pipeline fills and drains, stages wait for that of the others, too"
+    return f"{text}{others if measured.sizes.pp > 1 else ''}."
+
+
+def _garbage(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"Python collects garbage inside passes{when(cause)}, on one rank or another while the others wait, for up to "
+        f"{_part(cause, 'longest_ms')} at a time. {_MANUAL_GC.get(measured.framework, _MANUAL_GC[None])}."
+    )
+
+
+def _processor(cause: Cause, measured: TargetStages) -> str:
+    several, waited = len(cause.ranks) > 1, f"{_part(cause, 'waited_ms')} a step"
+    average = "" if cause.share == 1.0 else " on average over all steps"
+    longest = f"rank {cause.ranks[0]} longest, {waited}" if several else waited
+    wait = "wait" if several else "waits"
+    return f"{capital(_who(cause))} {wait} for a processor core{when(cause)}, {longest}{average}."
+
+
+_SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {
+    "layers": _layers,
+    "embedding_or_loss": _ends,
+    "recomputation": lambda cause, _: (
+        f"The backwards of stage {cause.stage} take {_part(cause, 'backward_ms')} longer for each microbatch than its "
+        "layers need, about as long as one forward: this stage seems to recompute activations, and the others do not."
+    ),
+    "slow_forward": _one_kind,
+    "slow_backward": _one_kind,
+    "unexplained": _unexplained,
+    "slow_chunk": lambda cause, _: (
+        f"Chunk {cause.chunk} of stage {cause.stage} takes {_parts(cause)} longer for each microbatch than other "
+        "chunks with as many layers."
+    ),
+    "slow_rank": _slow_rank,
+    "slow_link": _slow_link,
+    "late_entry": _late_entry,
+    "data_wait": lambda cause, _: (
+        f"The first forward takes longer than the others{when(cause)}, on the first stage alone: it seems to wait for "
+        "its data."
+    ),
+    "uneven_microbatches": _uneven,
+    "unequal_replicas": _unequal,
+    "communication": _communication,
+    "host_bound": (
+        "The GPU waits for the host inside passes: it has nothing to do, because nothing was launched in time."
+    ),
+    "stalls": lambda cause, _: (
+        f"Single passes stall{when(cause)}, on one rank or another: something holds the host up that nothing recorded "
+        "names."
+    ),
+    "garbage_collection": _garbage,
+    "processor_wait": _processor,
+    "few_microbatches": lambda _, measured: (
+        f"{counted(measured.microbatches or 0, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: "
+        "filling and draining the pipeline takes long."
+    ),
+}
+#: All that a diagnosis names.
+KINDS = frozenset(_SENTENCES)
+
+
+def _who(cause: Cause) -> str:
+    """``rank 37 (stage 2, node-0004)``."""
+    where = [f"stage {cause.stage}"] if cause.stage is not None else []
+    where += cause.hosts if len(cause.hosts) == 1 else ()
+    return ranks(cause.ranks) + (f" ({', '.join(where)})" if where else "")
+
+
+def _times(factor: float) -> str:
+    """``1.3 times``; what is beyond all measure in words."""
+    if factor < 100:
+        return f"{factor:.2g} times"
+    return "hundreds of times" if factor < 1000 else "thousands of times"
+
+
+def _parts(cause: Cause) -> str:
+    """``9.1 ms (3.0 forward, 6.1 backward)``."""
+    known = {kind: cause.parts[f"{kind}_ms"] for kind in ("forward", "backward") if f"{kind}_ms" in cause.parts}
+    text = milliseconds(sum(known.values()))
+    return text if len(known) < 2 else f"{text} ({', '.join(f'{number(ms)} {kind}' for kind, ms in known.items())})"
+
+
+def _part(cause: Cause, name: str) -> str:
+    return milliseconds(cause.parts.get(name, 0.0))

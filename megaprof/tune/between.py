@@ -1,0 +1,27 @@
+"""What comes between the steps of a trial: the optimizer, and all else that the training loop does."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from megaprof.analysis.fleet.reading import find_timelines
+from megaprof.formats import timeline as format
+
+
+def between_ms(directory: Path, target: str) -> float | None:
+    """Returns milliseconds from the end of a step to the beginning of the next one, as its median on the rank on which
+    it is shortest: the others wait for that one, too. None where no rank made two steps."""
+    found = []
+    for path in find_timelines(directory):
+        with suppress(format.UnreadableTimeline):
+            timeline = format.read_timeline(path)
+            own = [number for number, each in enumerate(timeline.metadata) if each.target == target]
+            steps = timeline.steps[np.isin(timeline.steps["metadata"], own)]
+            begins = steps["start_ns"].astype(np.int64)
+            ends = begins + steps["duration"].astype(np.int64) * 1000
+            if len(steps) > 1:
+                found.append(float(np.median(begins[1:] - ends[:-1])) / 1e6)
+    return min(found, default=None)
