@@ -73,7 +73,7 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    made.globals |= {"causes": causes, "charts": charts, "changes": what_if, "sentences": sentences, "words": words}
+    made.globals |= {"causes": causes, "charts": charts, "predictions": what_if, "sentences": sentences, "words": words}
     made.globals |= {"shell": shlex.join, "light": light}
     return made
 

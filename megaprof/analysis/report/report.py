@@ -20,7 +20,7 @@ from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text.notes import told
-from megaprof.analysis.stages.consistency import Counted, counted
+from megaprof.analysis.stages.consistency import counted
 from megaprof.analysis.stages.stages import TargetStages, order
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
@@ -99,7 +99,7 @@ def analyze(
     targets = []
     for key, each in captured.items():
         own = next((fleet for fleet in fleets if fleet.key == key), None)
-        measured = _measured(each, traced[key], found[key])
+        measured = _measured(traced[key], found[key], partial(averages.of_calls, each))
         draw = partial(drawn.of_calls, each.calls, measured)
         targets.append(_reported(measured, found[key], draw, own, job, memory_limit, traced=True))
     known = {each.report.key for each in targets}
@@ -190,10 +190,10 @@ def _slow(found: _Diagnosed, *, every: bool = False) -> set[int]:
     return {rank for cause in causes if every or cause.kind == "slow_rank" for rank in cause.ranks}
 
 
-def _measured(captured: Counted, table: Table | Unfit, found: _Diagnosed) -> TargetStages:
-    """The stages of traces."""
+def _measured(table: Table | Unfit, found: _Diagnosed, otherwise: Callable[[Note], TargetStages]) -> TargetStages:
+    """The stages of a table; what there is ``otherwise``, for the reason that there is no table."""
     if isinstance(table, Unfit):
-        return averages.of_calls(captured, table.note)
+        return otherwise(table.note)
     return averages.averages(table, _slow(found), _slow(found, every=True))
 
 
@@ -202,10 +202,8 @@ def _recorded(
 ) -> _Target:
     """What timelines alone tell of."""
     key, draw = fleet.key, None
-    if isinstance(table, Unfit):
-        measured = averages.of_series(reading.series[key], table.note)
-    else:
-        measured = averages.averages(table, _slow(found), _slow(found, every=True))
+    measured = _measured(table, found, partial(averages.of_series, reading.series[key]))
+    if isinstance(table, Table):
         draw = partial(drawn.of_table, table, measured.stages, key, reading.files[key])
     return _reported(measured, found, draw, fleet, job, memory_limit, traced=False)
 

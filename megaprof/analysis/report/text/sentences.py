@@ -133,15 +133,15 @@ def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
     return tuple(finding for _, finding in sorted(told, key=lambda each: each[0]))
 
 
-_Told = tuple[tuple[bool, float], Finding]
+_Ordered = tuple[tuple[bool, float], Finding]
 """A finding behind what orders it: whether it is over, and minus the milliseconds by which a step got longer."""
 
 
-def _shifted(shift: Shift, kind: str, text: str, command: str | None = None) -> _Told:
+def _shifted(shift: Shift, kind: str, text: str, command: str | None = None) -> _Ordered:
     return (shift.until is not None, shift.before_ms - shift.after_ms), Finding(kind, "slow", text, command)
 
 
-def _slower_stages(fleet: Fleet, job: Path) -> Iterator[_Told]:
+def _slower_stages(fleet: Fleet, job: Path) -> Iterator[_Ordered]:
     for stage in fleet.stages:
         for shift in stage.shifts:
             if shift.change <= EXCESS:
@@ -158,7 +158,7 @@ def _slower_stages(fleet: Fleet, job: Path) -> Iterator[_Told]:
             yield _shifted(shift, "slow_stage", text, trigger(job, fleet.target, f"pp={stage.pp}"))
 
 
-def _synchronisation(fleet: Fleet, job: Path) -> Iterator[_Told]:
+def _synchronisation(fleet: Fleet, job: Path) -> Iterator[_Ordered]:
     for shift in fleet.synchronisation.synchronisation_shifts:
         text = (
             f"Gradient synchronisation {_went(fleet, shift)}, even for the rank that comes last to it: {_COLLECTIVE}."
@@ -173,7 +173,7 @@ def _synchronisation(fleet: Fleet, job: Path) -> Iterator[_Told]:
         yield _shifted(shift, "slow_synchronisation", text, trigger(job, fleet.target, f"pp={pp}"))
 
 
-def _steps(fleet: Fleet) -> Iterator[_Told]:
+def _steps(fleet: Fleet) -> Iterator[_Ordered]:
     for shift in fleet.times.step_shifts:
         if shift.change > EXCESS:
             yield _shifted(shift, "slow_step", f"The step {_went(fleet, shift)}.")
