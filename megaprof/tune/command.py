@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megaprof.analysis.what_if.layouts import options_of
+from megaprof.config.options import variable
 
 #: Megatron-LM's options that say where layers are. A layout takes the place of all of them.
 PLACING = (
@@ -22,11 +23,17 @@ PLACING = (
 #: Megatron-LM's older word for the last one, which no layout is written with.
 _OLDER = "--num-layers-per-virtual-pipeline-stage"
 #: What turns saving off, by the option that a host saves by: nothing where the option need only go.
-_SAVING = {
-    "--save": None,  # Megatron-LM, megatron/training/checkpointing.py: without it nothing is saved
-    "checkpoint.save": "checkpoint.save=null",  # Megatron-Bridge, CheckpointConfig
-    "trainer.save_freq": "trainer.save_freq=-1",  # verl
-    "trainer.ckpt_interval": "trainer.ckpt_interval=-1",  # SkyRL
+_SAVING: dict[str, tuple[str, ...]] = {
+    "--save": (),  # Megatron-LM, megatron/training/checkpointing.py: without it nothing is saved
+    # Megatron-Bridge, CheckpointConfig; its recipes write for TensorBoard by default.
+    "checkpoint.save": ("checkpoint.save=null", "logger.tensorboard_dir=null"),
+    # verl, whose SFT trainers save after their last step all the same: then into the trial's own directory.
+    "trainer.save_freq": (
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir=${{oc.env:{variable('dir')}}}/checkpoints",
+        "trainer.default_hdfs_dir=null",
+    ),
+    "trainer.ckpt_interval": ("trainer.ckpt_interval=-1", "trainer.hf_save_interval=-1"),  # SkyRL
 }
 #: An option that every command of Megatron-LM's has: one that has it and no ``--save`` saves nothing.
 _MEGATRON_LM = "--num-layers"
@@ -47,7 +54,7 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
     words, found = list(command), instead is not None
     for option, off in _SAVING.items():
         if _has(words, option):
-            words, found = _without(words, {_name(option)}) + ([] if off is None else [off]), True
+            words, found = [*_without(words, {_name(each) for each in (option, *off)}), *off], True
     if not found and not _has(words, _MEGATRON_LM):
         raise Saves(
             f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
@@ -57,13 +64,16 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
     return _without(words, set(map(_name, _TRACKING))) + list(instead or ())
 
 
-def relaid(command: Sequence[str], flags: Sequence[str], framework: str | None, role: str | None) -> list[str]:
-    """Returns the words of ``command`` with ``flags``, which are Megatron-LM's, in the place of those that place layers
-    now, and of options that both have. ``framework`` and ``role``: whose spelling that is, as traces name them."""
-    words = list(options_of(framework, role, flags) or flags)
+def relaid(
+    command: Sequence[str], flags: Sequence[str], framework: str | None, role: str | None, stages: int
+) -> list[str]:
+    """Returns the words of ``command`` with ``flags``, which are Megatron-LM's for so many ``stages``, in the place of
+    those that place layers now, and of options that both have. ``framework`` and ``role``: whose spelling that is, as
+    traces name them."""
+    words = list(options_of(framework, role, flags, stages) or flags)
     placing = {_name(each) for each in (*PLACING, _OLDER, *filter(_names_an_option, words))}
     for flag in PLACING:
-        own = options_of(framework, role, (flag, "1"))
+        own = options_of(framework, role, (flag, "t"), 1)  # of any value: only its name is asked for
         placing |= {_name(own[0])} if own else set()
     return _without(command, placing) + words
 

@@ -164,7 +164,7 @@ def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more: float, each: 
         against=trial.number,
         memory=each.needed,
         more_steps=each.more_steps,
-        stages=len(each.layers) if deep else trial.stages,
+        stages=len(each.layers),
         microbatches=each.microbatches if deep else None,
         assumes=tuple(assumptions(each)),
     )

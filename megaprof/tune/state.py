@@ -69,12 +69,12 @@ class Proposal:
     """The predicted step, in milliseconds."""
     against: int
     """The trial that it was predicted from."""
+    stages: int
+    """The pipeline's stages, which ``flags`` do not say."""
     memory: tuple[int, ...] | None = None
     """Bytes that each stage is predicted to have allocated at its peak; None where memory was not measured."""
     more_steps: int = 0
     """How many more steps of that trial would tell whether it gains; 0 where that is known, or no number would."""
-    stages: int | None = None
-    """The pipeline's stages, which ``flags`` do not say."""
     microbatches: int | None = None
     """Microbatches of each replica, where that is to be seen in the trial."""
     assumes: tuple[str, ...] = ()
@@ -204,10 +204,9 @@ class Tuning:
     def changed(self, command: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
         """Returns the words of ``command``, a way to write the given one, with a change."""
         first = self.trials[0]
-        depth = (
-            () if proposal.stages in (None, first.stages) else ("--pipeline-model-parallel-size", str(proposal.stages))
-        )
-        return tuple(relaid(command, (*depth, *proposal.flags), first.framework, first.role))
+        same = proposal.stages == first.stages
+        depth = () if same else ("--pipeline-model-parallel-size", str(proposal.stages))
+        return tuple(relaid(command, (*depth, *proposal.flags), first.framework, first.role, proposal.stages))
 
     def repeated(self, trial: Trial) -> bool:
         """Whether a trial was run again, or is a repetition."""

@@ -32,9 +32,14 @@ _GRACE = 40.0
 _LOOK = 0.5
 #: Bytes of the end of a log in which an error is looked for.
 _READ = 1 << 18
+#: Whose line it is, as torch and launchers put it in front.
+_LABEL = r"(\[rank\d+\]:)?\s*([\w.-]+: )?"
 #: A line that begins with an error's name: the end of a traceback, argparse's ``program: error: ``, a script's own
 #: ``error: ``. The first one has the cause: other ranks and the launcher tell only later that a rank has ended.
-_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*([\w.-]+: )?[\w.-]*([Ee]rror|Exception)(: |$)")
+_RAISED = re.compile(rf"^{_LABEL}[\w.-]*([Ee]rror|Exception)(: |$)")
+#: A traceback that begins amid a line, down to its error: who writes words before it has caught that. Megatron-Bridge
+#: tells so of all that it cannot import.
+_CAUGHT = re.compile(rf"^(?!{_LABEL}Traceback \().*Traceback \(most recent call last\):\n([ \t].*\n)*.*$", re.MULTILINE)
 #: What our own messages begin with; none is why a command failed.
 _OURS = "megaprof: "
 #: Torch's and the kernel's words for memory that ran out.
@@ -153,7 +158,7 @@ def _explained(ended: Ended, log: Path) -> Ended:
     """Returns the trial's end with the reason that the command printed."""
     if ended.outcome == "enough":
         return ended
-    lines = [line.strip() for line in _tail(log).splitlines() if line.strip() and _OURS not in line]
+    lines = [line.strip() for line in _CAUGHT.sub("", _tail(log)).splitlines() if line.strip() and _OURS not in line]
     told = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
     if told is not None:
         return Ended("out_of_memory", ended.code, told)

@@ -163,7 +163,7 @@ def answer(known: ByHand, query: Mapping[str, str]) -> Answer:
 
 def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...] | None:
     """The flags as the host that trained takes them; None where it takes the flags themselves."""
-    return options_of(target.measured.framework, target.measured.role, prediction.flags)
+    return options_of(target.measured.framework, target.measured.role, prediction.flags, len(prediction.layers))
 
 
 def _moved(setting: Setting, move: str) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""What a user of Megatron-Bridge writes: a configuration by hand, and ``pretrain(config, forward_step)``."""
+"""What a user of Megatron-Bridge writes: a configuration by hand, changed by the command line in Hydra's words, and
+``pretrain(config, forward_step)``. ``--callback``: with megaprof's."""
 
 import sys
 
@@ -20,6 +21,7 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
 MODEL = GPTModelProvider(
     num_layers=8,
@@ -30,7 +32,6 @@ MODEL = GPTModelProvider(
     vocab_size=255,
     make_vocab_size_divisible_by=1,
     pipeline_model_parallel_size=2,
-    num_layers_in_first_pipeline_stage=7,
     pipeline_dtype=torch.float32,
     params_dtype=torch.float32,
     transformer_layer_spec=local_layer_spec,
@@ -87,8 +88,10 @@ CONFIG = ConfigContainer(
 
 if __name__ == "__main__":
     callbacks = None
-    if sys.argv[1:] == ["--callback"]:
+    words = sys.argv[1:]
+    if "--callback" in words:
         from megaprof.autoload.megatron_bridge import callback
 
+        words.remove("--callback")
         callbacks = [callback()]
-    pretrain(CONFIG, forward_step, callbacks=callbacks)
+    pretrain(process_config_with_overrides(CONFIG, cli_overrides=words), forward_step, callbacks=callbacks)

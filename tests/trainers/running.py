@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megaprof.analysis.trace.traces import read_trace
 from tests.integrations.driving import PATIENT_RAY
 from tests.trainers.digests import read_digests
@@ -98,6 +100,26 @@ def train(command: list[str], env: Mapping[str, str], work: Path, seconds: float
     said = output.read_text(errors="replace")
     assert code == 0, said[-20000:]
     return said
+
+
+def check_tuning(
+    command: Sequence[str], placing: Sequence[str], env: Mapping[str, str], work: Path, *more: str
+) -> None:
+    """``megaprof tune`` runs ``command`` twice, which has 7 layers on its first stage and 1 on its last by the words
+    ``placing``: then in the layout that it predicts to be the quickest, by the options of its host, without these
+    words. ``more``: of its own options. Its layers take a given time (`paced`)."""
+    out = work / "tuned"
+    tune = [sys.executable, "-m", "megaprof", "tune", "--out", str(out), "--trials", "2", "--steps", "4", *more, "--"]
+    said = train([*tune, *command], {**env, "TRAINERS_ADAPT": "tests.trainers.paced"}, work)
+    first, *others = json.loads((out / "report.json").read_text())["trials"]
+    assert (first["outcome"], first["layout"]) == ("measured", "Et*7|tL"), said
+    if not others and "layouts are not compared" in (first["says"] or ""):
+        pytest.skip(first["says"])  # other programs have the cores
+    (second,) = others
+    asked = second["proposal"]
+    assert (second["outcome"], second["layout"]) == ("measured", asked["layout"]), second["why"]
+    words = " ".join(placing)
+    assert (words in " ".join(first["command"]), words in " ".join(second["command"])) == (True, False)
 
 
 def check(

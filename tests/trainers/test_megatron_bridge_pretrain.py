@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.running import check, environment, torchrun, train
+from tests.trainers.running import check, check_tuning, environment, torchrun, train
 
 pytestmark = [
     pytest.mark.hosts,
@@ -22,6 +22,7 @@ pytestmark = [
 
 EDGES = "modelopt,nvidia_resiliency_ext,megatron.energon,nvdlfw_inspect,mamba_ssm,causal_conv1d,fla,wandb"
 SCRIPT = str(Path(__file__).parent / "bridge_pretrain.py")
+PLACING = "model.num_layers_in_first_pipeline_stage=7"
 WANTED = {
     "target": ("train_actor", "evaluate"),
     "select": "per-stage",
@@ -44,8 +45,14 @@ def test_without_an_edit_and_by_its_callback(wheel: Callable[[str], Path], tmp_p
             if name != "plain"
             else {}
         )
-        train(torchrun(*before, SCRIPT, *after), environment(work, EDGES, *packages, **options), work)
+        train(torchrun(*before, SCRIPT, PLACING, *after), environment(work, EDGES, *packages, **options), work)
         if name != "plain":
             kinds = ("evaluate.step000000", "train_actor.step000004")
             microbatches = {("train_actor", None): 8}
             check(tmp_path / "plain", work, work / "traces", "megatron-bridge", 6, kinds, microbatches)
+
+
+def test_tuned(wheel: Callable[[str], Path], tmp_path: Path) -> None:
+    command = torchrun(SCRIPT, PLACING, "train.train_iters=100", "checkpoint.save=saved", "checkpoint.save_interval=2")
+    check_tuning(command, [PLACING], environment(tmp_path, EDGES, wheel("megatron-bridge")), tmp_path)
+    assert not (tmp_path / "saved").exists()

@@ -4,6 +4,12 @@ import pytest
 
 from megaprof.tune.command import Saves, relaid, without_saving
 
+VERL = [
+    "trainer.save_freq=-1",
+    "trainer.default_local_dir=${oc.env:MEGAPROF_DIR}/checkpoints",
+    "trainer.default_hdfs_dir=null",
+]
+SKYRL = ["trainer.ckpt_interval=-1", "trainer.hf_save_interval=-1"]
 LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8"]
 
 
@@ -15,10 +21,11 @@ LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8
         ([*LM, "--save=ckpt", "--tensorboard-dir=tb"], LM),
         ([*LM, "--save=ckpt", "--load", "ckpt"], [*LM, "--load", "ckpt"]),
         (LM, LM),
-        (["main.py", "trainer.save_freq=5"], ["main.py", "trainer.save_freq=-1"]),
+        (["main.py", "trainer.default_local_dir=/c", "++trainer.save_freq=5", "x=1"], ["main.py", "x=1", *VERL]),
+        (["main.py", "trainer.hf_save_interval=9", "trainer.ckpt_interval=5"], ["main.py", *SKYRL]),
         (
             ["run.py", "checkpoint.save=/c", "train.train_iters=5"],
-            ["run.py", "train.train_iters=5", "checkpoint.save=null"],
+            ["run.py", "train.train_iters=5", "checkpoint.save=null", "logger.tensorboard_dir=null"],
         ),
     ],
 )
@@ -70,8 +77,8 @@ PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
 def test_a_layout_takes_the_place_of_another(
     words: list[str], flags: tuple[str, ...], framework: str | None, after: list[str]
 ) -> None:
-    assert relaid(words, flags, framework, None) == after
+    assert relaid(words, flags, framework, None, 2) == after
 
 
 def test_a_final_command_saves_what_the_given_one_saves() -> None:
-    assert relaid([*LM, "--save", "ckpt"], FIRST_5, None, None) == [*LM, "--save", "ckpt", *FIRST_5]
+    assert relaid([*LM, "--save", "ckpt"], FIRST_5, None, None, 2) == [*LM, "--save", "ckpt", *FIRST_5]

@@ -26,14 +26,23 @@ COMMAND = ("python", "pretrain.py", "--num-layers", "8")
 
 def proposal(layout: str, ms: float, reach: float, against: int = 1) -> Proposal:
     return Proposal(
-        layout, layout, ("--pipeline-model-parallel-layout", layout), Interval(ms, ms - reach, ms + reach), against
+        layout, layout, ("--pipeline-model-parallel-layout", layout), Interval(ms, ms - reach, ms + reach), against, 2
     )
 
 
 def trial(number: int, ms: float, layout: str, *proposals: Proposal, asked: Proposal | None = None) -> Trial:
     step = Interval(ms, ms - 1, ms + 1)
     return Trial(
-        number, COMMAND, f"trial-{number}", asked, "measured", layout=layout, step_ms=step, steps=9, next=proposals
+        number,
+        COMMAND,
+        f"trial-{number}",
+        asked,
+        "measured",
+        layout=layout,
+        stages=2,
+        step_ms=step,
+        steps=9,
+        next=proposals,
     )
 
 

@@ -35,6 +35,15 @@ print("error: no space left for the cache", file=sys.stderr)
 print("[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:17234", file=sys.stderr)
 sys.exit(1)
 """
+#: A module that goes on without another one, as Megatron-Bridge's do, and an error later.
+GOES_ON = """
+import traceback
+try:
+    import no_such_module
+except ImportError:
+    print(f"Import of no_such_module failed with: {traceback.format_exc()}")
+raise ValueError("the model has 8 layers")
+"""
 #: Ends as torchrun does on SIGTERM.
 TERMINATED = """
 import signal, time
@@ -80,10 +89,11 @@ def _signals_stay() -> Iterator[None]:
         (SECOND_HAND, "failed", "error: no space left for the cache"),
         (TRACKS, "failed", "W&B is disabled, TensorBoard in /"),
         (ASSERTION, "failed", "[rank3]: AssertionError"),
+        (GOES_ON, "failed", "0 whole steps: ValueError: the model has 8 layers"),
         (NO_MEMORY, "out_of_memory", "Tried to allocate 2.00 GiB"),
         (HANGS, "time_limit", "after 0 whole steps"),
     ],
-    ids=["bad flag", "ended by a rank", "tracks", "an assertion", "out of memory", "hangs"],
+    ids=["bad flag", "ended by a rank", "went on after an error", "tracks", "an assertion", "out of memory", "hangs"],
 )
 def test_a_command_that_does_not_make_its_steps(
     program: str, outcome: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,14 +24,16 @@ _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 _GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
 _REPEAT = re.compile(r"(.)\*(\d+)")
 _MOST_LAYERS = 100_000
+_LAYOUT = "--pipeline-model-parallel-layout"
+_VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 #: Megatron-LM's flags as fields of Megatron-Core's configuration, which Megatron-Bridge's models have, too.
 _FIELDS = {
     "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
     "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
     "--account-for-embedding-in-pipeline-split": "account_for_embedding_in_pipeline_split",
     "--account-for-loss-in-pipeline-split": "account_for_loss_in_pipeline_split",
-    "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
-    "--num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
+    _LAYOUT: "pipeline_model_parallel_layout",
+    _VIRTUAL: "virtual_pipeline_model_parallel_size",
     "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
 }
 _CHUNKS, _STAGES = "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"
@@ -168,7 +170,7 @@ def to_flags(pieces: Sequence[str], pp: int) -> tuple[str, ...]:
     flat = "".join(wanted)
     layers, mtp_layers = flat.count("t"), flat.count("m")
     check_layout(wanted, pp, layers, mtp_layers)
-    chunks = ("--num-virtual-stages-per-pipeline-rank", str(vpp)) if vpp > 1 else ()
+    chunks = (_VIRTUAL, str(vpp)) if vpp > 1 else ()
     stages = layers_per_stage(wanted, pp)
     for first, last in ((None, None), (stages[0], None), (None, stages[-1]), (stages[0], stages[-1])):
         if default_layout(pp, vpp, layers, mtp_layers, first=first, last=last) == wanted:
@@ -180,7 +182,7 @@ def to_flags(pieces: Sequence[str], pp: int) -> tuple[str, ...]:
         if accounted == wanted:
             names = (("embedding", embedding), ("loss", loss))
             return (*(f"--account-for-{name}-in-pipeline-split" for name, counted in names if counted), *chunks)
-    return ("--pipeline-model-parallel-layout", format_layout(wanted))
+    return (_LAYOUT, format_layout(wanted))
 
 
 def _run_lengths(piece: str) -> str:
@@ -199,12 +201,15 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 
-def options_of(framework: str | None, role: str | None, flags: Sequence[str]) -> tuple[str, ...] | None:
-    """``flags`` of Megatron-LM's, as ``framework`` takes them for the models of ``role``; None where it takes the
-    flags themselves, is not known, or has no option for one of them."""
+def options_of(framework: str | None, role: str | None, flags: Sequence[str], stages: int) -> tuple[str, ...] | None:
+    """``flags`` of Megatron-LM's for a pipeline of ``stages``, as ``framework`` takes them for the models of ``role``;
+    None where it takes the flags themselves, is not known, or has no option for one of them."""
     given = list(_pairs(flags))
     if framework is None or not given or not {flag for flag, _ in given} <= _FIELDS.keys():
         return None
+    # Megatron-LM counts the chunks of a layout itself, and refuses to be told. verl does not.
+    pieces = [len(parse_layout(value, stages)) for flag, value in given if flag == _LAYOUT]
+    given += [(_VIRTUAL, str(count // stages)) for count in pieces if count > stages]
     fields = [(_FIELDS[flag], value) for flag, value in given]
     if framework == "ms-swift":
         named = (

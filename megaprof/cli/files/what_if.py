@@ -114,7 +114,7 @@ def predicted(
         prediction=found.prediction,
         bubble=found.bubble,
         imbalance=found.imbalance,
-        host_options=options_of(own.measured.framework, own.measured.role, found.prediction.flags),
+        host_options=options_of(own.measured.framework, own.measured.role, found.prediction.flags, known.stages),
         caveats=(*beside(found.prediction, own.what_if), *([] if own.basis is None else [sentence(own.basis)])),
     )
 

@@ -24,6 +24,7 @@ FIRST = ("--decoder-first-pipeline-num-layers", "6")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 STAGES = ("--pipeline-model-parallel-size", "2")
 LOSS = ("--account-for-loss-in-pipeline-split",)
+PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
 LAYOUT = ("--pipeline-model-parallel-layout", "Et*3|(tt|)*2tL")
 FIELD = "num_layers_in_first_pipeline_stage=6"
 
@@ -38,9 +39,28 @@ FIELD = "num_layers_in_first_pipeline_stage=6"
             "--decoder_first_pipeline_num_layers 6 --virtual_pipeline_model_parallel_size 2",
         ),
         ("ms-swift", None, LOSS, "--account_for_loss_in_pipeline_split true"),
-        ("ms-swift", None, LAYOUT, "--pipeline_model_parallel_layout Et*3|(tt|)*2tL"),
+        (
+            "ms-swift",
+            None,
+            LAYOUT,
+            "--pipeline_model_parallel_layout Et*3|(tt|)*2tL --virtual_pipeline_model_parallel_size 2",
+        ),
+        ("ms-swift", None, PIECES, "--pipeline_model_parallel_layout Et*5|t*3L"),
         ("megatron-bridge", None, (*FIRST, *CHUNKS), f"model.{FIELD} model.virtual_pipeline_model_parallel_size=2"),
-        ("megatron-bridge", None, LAYOUT, 'model.pipeline_model_parallel_layout="Et*3|(tt|)*2tL"'),
+        (
+            "megatron-bridge",
+            None,
+            LAYOUT,
+            'model.pipeline_model_parallel_layout="Et*3|(tt|)*2tL" model.virtual_pipeline_model_parallel_size=2',
+        ),
+        (
+            "verl",
+            None,
+            LAYOUT,
+            '++engine.override_transformer_config.pipeline_model_parallel_layout="Et*3|(tt|)*2tL" '
+            "engine.virtual_pipeline_model_parallel_size=2",
+        ),
+        ("skyrl", "actor", LAYOUT, None),
         ("verl", None, FIRST, f"++engine.override_transformer_config.{FIELD}"),
         ("verl", "ref", FIRST, f"++actor_rollout_ref.actor.megatron.override_transformer_config.{FIELD}"),
         ("verl", "critic", CHUNKS, "critic.megatron.virtual_pipeline_model_parallel_size=2"),
@@ -61,7 +81,7 @@ FIELD = "num_layers_in_first_pipeline_stage=6"
 def test_flags_as_options_of_a_host(
     framework: str | None, role: str | None, flags: tuple[str, ...], options: str | None
 ) -> None:
-    found = options_of(framework, role, flags)
+    found = options_of(framework, role, flags, 2)
     assert (None if found is None else " ".join(found)) == options
     assert framework is None or framework in {host.name for host in HOSTS}
 
@@ -71,7 +91,7 @@ def test_the_report_says_them_beside_megatron_lms_flags(tmp_path: Path) -> None:
     plain = analyze(tmp_path)
     (target,) = plain.targets
     assert target.what_if.best is not None
-    flags, options = target.what_if.best.flags, options_of("verl", None, target.what_if.best.flags)
+    flags, options = target.what_if.best.flags, options_of("verl", None, target.what_if.best.flags, 2)
     assert options
     advice = advised(replace(target.what_if, host_options=options), "verl")
     report = replace(plain, targets=(replace(target, advice=advice),))
