@@ -76,6 +76,11 @@ class Alignment:
         clock = self.clocks.get(rank)
         return clock.offset_ns if clock else 0
 
+    def within(self, nanoseconds: int) -> bool:
+        """Whether the clock of every rank is known to so many nanoseconds."""
+        known = [clock.uncertainty_ns for clock in self.clocks.values()]
+        return len(known) == len(self.hosts) and all(each is not None and each <= nanoseconds for each in known)
+
 
 @dataclass
 class _Bounds:

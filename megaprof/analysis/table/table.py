@@ -217,7 +217,7 @@ def tabulate(
     wide = shift[..., None, None, None]
     start, end, enter, reduced = start + wide, end + wide, enter + shift, reduced + shift
     device = any(r.device for r in order)
-    if device or not clocks:  # when the GPU begins a step says nothing about the host
+    if device:  # when the GPU begins a step says nothing about the host
         enter = np.fmin.reduce(start, axis=(-3, -2, -1))
     # Replicas that reduce no gradients do not wait for each other: each one's step begins when it enters it itself.
     first = np.fmin.reduce(enter, axis=(2, 3))
@@ -451,7 +451,7 @@ def _one_clock(
     if np.isfinite(shift).all():
         return shift, True, uncertain if s > 1 else None
     # Without a common clock each rank's step begins when it enters it itself.
-    alone = -np.fmin.reduce(start, axis=(-3, -2, -1))
+    alone = -np.where(np.isfinite(enter), enter, np.fmin.reduce(start, axis=(-3, -2, -1)))
     return alone, False, None
 
 

@@ -24,6 +24,8 @@ from megaprof.parallel.schedules import PipelineSchedule
 #: What waits inside a pass for communication; gradients and exchanges lie beside passes.
 _INSIDE = ("tp", "ep", "cp", "unknown")
 _MS = 1e-6
+#: Clocks that are uncertain by more than this part of a step do not tell waiting from transferring.
+_MOST_UNCERTAIN = 0.02
 
 
 def table_of_calls(counted: Counted) -> Table | Unfit:
@@ -81,11 +83,14 @@ def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
 
 
 def _met(step: Sequence[Call]) -> dict[int, Meeting]:
-    """The exchanges of one step, by rank."""
+    """The exchanges of one step, by rank; none where its hosts' clocks are not known well enough to split them."""
     hosts = {call.metadata.host for call in step}
     offset: dict[int, int] = {}
     if len(hosts) > 1 or None in hosts:
         alignment = aligned(step)
+        longest = max(end - begin for begin, end in (call.extent for call in step))
+        if not alignment.within(round(_MOST_UNCERTAIN * longest)):
+            return {}
         offset = {rank: alignment.offset(rank) for rank in alignment.hosts}
     return meetings(step, offset)
 

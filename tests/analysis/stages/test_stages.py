@@ -17,6 +17,8 @@ from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.exchanging import exchanging, write
+from tests.analysis.scenarios import Scenario
+from tests.analysis.scenarios import write as write_scenario
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
 from tests.analysis.tables import stages_of, tables_in
 from tests.analysis.truth.drawing import draw
@@ -413,3 +415,13 @@ def test_traces_and_timelines_of_one_run_tell_the_same(tmp_path):
     for one, other in zip(traced.shown, recorded.shown, strict=True):
         for of in (lambda row: row.compute_ms, lambda row: row.bubble_ms, lambda row: row.exposed_ms["dp"]):
             assert of(one).mean == pytest.approx(of(other).mean, abs=1e-3 * traced.step_ms)
+
+
+def test_a_step_on_clocks_of_their_own_takes_as_long_as_on_one(tmp_path):
+    one = Scenario("passes that go one way", layers=(4, 4, 6, 4), target="train_log_probs", steps=2)
+    found = []
+    for scenario in (one, replace(one, name="on hosts of their own", apart=True)):
+        write_scenario(scenario, tmp_path / scenario.name)
+        target = only(tmp_path / scenario.name)
+        found.append([target.step_time_ms.mean, *(stage.bubble_ms.mean for stage in target.stages)])
+    assert found[1] == pytest.approx(found[0], rel=0.02, abs=5.0)
