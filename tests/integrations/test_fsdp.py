@@ -172,7 +172,8 @@ def test_windows_without_a_pipeline(
     assert main(["report", str(tmp_path), "--json", "-"]) == 0
     (training,) = (each for each in json.loads(capsys.readouterr().out)["targets"] if each["target"] == "train_actor")
     (stage,) = training["stages"]
-    assert (training["schedule"], training["steps"], stage["ranks"]) == ("no_pipelining", [5], [0, 1])
+    assert (training["schedule"], training["steps"]) == ("no_pipelining", [5])
+    assert stage["ranks"] in ([0], [1])  # one stands for both
     assert stage["forward_ms"]["mean"] > 0
     assert stage["backward_ms"]["mean"] > 0
 

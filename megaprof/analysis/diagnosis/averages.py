@@ -135,7 +135,7 @@ def _of_sums(pp: int, calls: Sequence[Call]) -> Stage:
         ranks=tuple(sorted({call.rank for call in calls})),
         chunks=_chunks(calls[0].metadata, None, None),
         forward_ms=together(separate, FORWARD),
-        backward_ms=together(separate, BACKWARD),
+        backward_ms=None if calls[0].forward_only else together(separate, BACKWARD),
         compute_ms=together(whole, *PASSES),
     )
 
