@@ -138,7 +138,7 @@ def write_trace(directory: Path, rank: int, stages: int, megabytes: float) -> in
         "target": "train_actor",
         "steps": [5, 5],
         "coords": {"rank": rank, "pp": rank, "tp": 0, "cp": 0, "ep": 0, "dp": 0},
-        "sizes": {"tp": 2, "pp": stages, "cp": 1, "ep": 1, "dp": 1},
+        "sizes": {"tp": 2, "pp": stages, "cp": 1, "ep": 1, "dp": 1, "vpp": 1, "etp": 2},
         "schedule": "1f1b" if stages > 1 else "no_pipelining",
         "microbatches": microbatches,
         "chunks": [{"embedding": rank == 0, "layers": 4, "mtp": 0, "loss": rank == stages - 1}],

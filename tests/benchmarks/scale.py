@@ -122,12 +122,12 @@ def _peak(pid: int) -> int:
     return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
 
 
-def report(directory: Path, out: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """What the report cost, and the causes that are a rank's."""
+def report(directory: Path, out: Path) -> tuple[dict[str, float], list[dict[str, Any]], int]:
+    """What the report cost, the causes that are a rank's, and how many steps these were looked for in."""
     seconds, used, megabytes = run("report", directory, "--json", out)
     (target,) = json.loads(out.read_text())["targets"]
     cost = {"seconds": round(seconds, 2), "cpu_seconds": round(used, 2), "rss_mb": round(megabytes)}
-    return cost, [cause for cause in target["diagnosis"]["causes"] if cause["ranks"]]
+    return cost, [cause for cause in target["diagnosis"]["causes"] if cause["ranks"]], target["diagnosis"]["steps"]
 
 
 def pipelines(directory: Path, out: Path, steps: int) -> list[dict[str, float]]:
@@ -147,14 +147,16 @@ def pipelines(directory: Path, out: Path, steps: int) -> list[dict[str, float]]:
     return found
 
 
-def truth(found: list[dict[str, Any]], world: WorldLayout, injected: list[Slow]) -> tuple[int, int]:
-    """How many of the injected were found with ranks and step, and how many others were named."""
+def truth(found: list[dict[str, Any]], world: WorldLayout, injected: list[Slow], apart: int) -> tuple[int, int]:
+    """How many of the injected were found with ranks and step, and how many others were named. The report looks into
+    steps that lie ``apart``, and names the first of those."""
     right = 0
     for slow in injected:
         right += any(
             each["kind"] == "slow_rank"
             and set(each["ranks"]) == coupled(world, slow.rank or 0)
-            and each["since"] == slow.from_step
+            and each["since"] is not None
+            and 0 <= each["since"] - slow.from_step < apart
             for each in found
         )
     return right, len(found) - right
@@ -211,9 +213,9 @@ def main() -> None:
         job, out = Path(folder, "job"), Path(folder, "report.json")
         for ranks in counts:
             generated = generate(job, ranks, options.steps)
-            cost, named = report(job, out)
+            cost, named, looked = report(job, out)
             world = layout(ranks)
-            right, others = truth(named, world, stragglers(world, options.steps))
+            right, others = truth(named, world, stragglers(world, options.steps), -(-options.steps // looked))
             found, wrong = found + right, wrong + others
             growth.append({"ranks": ranks, **cost})
             print(
@@ -239,7 +241,7 @@ def main() -> None:
                 }
             shutil.rmtree(job)
         generate(job, options.ranks, options.steps, healthy=True)
-        _, named = report(job, out)
+        _, named, _ = report(job, out)
         print(f"healthy: {len(named)} named")
         shutil.rmtree(job)
         if options.ranks == parser.get_default("ranks"):
