@@ -8,7 +8,8 @@ from megaprof.cli import COMMANDS, parser_of
 
 #: Pages of docs/ and what they say. setup.py puts the same into the package that is installed.
 PAGES = {
-    "agents": "these tools: how to ask for parts, limits, what is asked before a capture",
+    "agents": "these tools: how to ask for parts, limits, what the user is asked before a capture",
+    "analysis": "how the report measures, names and predicts, and why a number may be missing",
     "exit-codes": "exit codes of the commands, and which of them print JSON",
     "on-demand": "a running job: status, captures on demand",
     "options": "every option of a job, with its variable and default",
