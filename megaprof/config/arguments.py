@@ -54,7 +54,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
             flag(ALL_RANKS),
             action="store_true",
             default=None,
-            help=f"capture on every rank, as {flag('select')} all does [{variable(ALL_RANKS)}]",
+            help=f"capture on every rank; the same as {flag('select')} all [{variable(ALL_RANKS)}]",
         )
     parser.set_defaults(**{_HOST_DEFAULTS: {name: parser.get_default(name) for name in shared}})
     return parser

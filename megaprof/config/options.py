@@ -58,93 +58,94 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """What to capture, when, on which ranks and where to. No target: profiling is off and nothing is wrapped.
+    """What to capture, when, on which ranks, and where to write it. Without a target, profiling is off and no function
+    is wrapped.
 
-    Raises ValueError, naming option, value and what would be valid, for anything that could not be honoured.
-    What needs the world (ranks, coordinates) is checked by ``install_hooks``, still before the first step.
+    Raises ValueError for a value that cannot be honoured; the message names the option, the value and what would be
+    valid. ``install_hooks`` checks what depends on the world (ranks, coordinates), before the first step.
     """
 
     target: tuple[str, ...] = _option(
         (),
-        f"what to capture, one or more of {', '.join(TARGETS)}; none: profiling is off",
+        f"what to capture: one or more of {', '.join(TARGETS)}. Without a target, profiling is off",
         read.words(TARGETS),
     )
     dir: str | None = _option(
         None,
-        "directory that receives the traces, or a remote one that fsspec knows (s3://bucket/traces): staged in the "
-        "temporary directory and uploaded in the background; required when a target is set",
+        "directory for the files; required with a target. May be a remote directory that fsspec supports "
+        "(s3://bucket/traces): files are then staged in the temporary directory and uploaded in the background",
         read.directory,
     )
     select: str | None = _option(
         None,
-        "ranks that capture: 0,8,16 | all | none | per-stage (the lowest rank of each pipeline stage) | coordinates "
-        "such as pp=*,tp=0,dp=0 or pp=0|3 or pp=0-2 (default: rank 0)",
+        "ranks that capture: 0,8,16 | all | none | per-stage (the lowest rank of each pipeline stage) | coordinates, "
+        "such as pp=*,tp=0,dp=0 or pp=0|3 or pp=0-2. Without it, rank 0 captures",
         read.ranks,
     )
     role_select: str | None = _option(
         None,
-        "ranks per role, in the place of the above: 'actor=0,1;ref=none;critic=all;rollout=per-stage'",
+        "the same per role; overrides --profile-select: 'actor=0,1;ref=none;critic=all;rollout=per-stage'",
         read.per_role,
     )
     steps: str = _option(
         BY_SCHEDULE,
-        "steps to capture, in the host's own iteration numbers: 10 | 1,2,5 | 20:30 | 20:30:5 (end excluded) | none, or "
-        "per target: 'train_actor=10:12;train_log_probs=0' (annotated=... for annotated work with --profile-discrete); "
-        "instead of the schedule below",
+        "steps to capture, in the host's own iteration numbers: 10 | 1,2,5 | 20:30 | 20:30:5 (end excluded) | none; or "
+        "per target: 'train_actor=10:12;train_log_probs=0' (annotated=... for annotated work with --profile-discrete). "
+        "Replaces the schedule (--profile-skip-first and the four options after it)",
         read.per_name,
     )
     role_steps: str | None = _option(
-        None, "steps per role, in the place of the above: 'actor=1,2,5;ref=none'", read.per_role
+        None, "the same per role; overrides --profile-steps: 'actor=1,2,5;ref=none'", read.per_role
     )
     discrete: bool = _option(
         False,
-        "annotated work of each role in a file of its own; without it, annotations are ranges in whatever window is "
-        "open (train_overall: one file a step, with all roles in it)",
+        "write the annotated work of each role to a file of its own. Without it, annotations are ranges in whatever "
+        "window is open (train_overall: one file per step, with all roles in it)",
         read.boolean,
     )
     merge_steps: bool = _option(
         False,
-        "captured steps that follow each other go into one file: --profile-steps 10:13 is one file of three steps, and "
-        "so are the active calls of a cycle. The recording goes on between these steps, which costs host memory",
+        "put consecutive captured steps into one file: --profile-steps 10:13 gives one file of three steps, and so do "
+        "the active calls of a schedule. Recording continues between these steps, which costs host memory",
         read.boolean,
     )
     skip_first: int = _option(3, "schedule: calls of a target to skip before the first cycle", read.count(0))
     wait: int = _option(0, "schedule: idle calls at the start of each cycle", read.count(0))
     warmup: int = _option(
         0,
-        "schedule: further calls before the captured ones. The profiler is prepared behind the last call before a "
-        "captured one in any case, where calls follow each other at once",
+        "schedule: further calls before the captured ones. If calls follow each other directly, megaprof prepares the "
+        "profiler after the last of them; it does so with 0, too",
         read.count(0),
     )
-    active: int = _option(1, "schedule: calls captured in each cycle, one file each", read.count(1))
-    repeat: int = _option(1, "schedule: number of cycles; 0 is the whole run", read.count(0))
+    active: int = _option(1, "schedule: captured calls in each cycle, one file each", read.count(1))
+    repeat: int = _option(1, "schedule: number of cycles; 0 means for the whole run", read.count(0))
     ranges: str = _option("microbatch", f"finest ranges to write: {' | '.join(RANGE_LEVELS)}", read.word(RANGE_LEVELS))
     tool: tuple[str, ...] = _option(
         ("torch",),
-        "what records: torch (profiler trace of a window) | nsys (cudaProfilerStart/Stop for 'megaprof nsys') | memory "
-        "(CUDA memory history) | timeline (every step on every rank, cheap enough to leave on); several at once where "
-        "they can coexist",
+        "what records: torch (a profiler trace of each window) | nsys (cudaProfilerStart/Stop, for 'megaprof nsys') | "
+        "memory (CUDA memory history) | timeline (every step on every rank, cheap enough to leave on). Several may be "
+        "combined",
         read.tools,
     )
     timeline_select: str = _option(
         "all",
-        "ranks that keep a timeline, as in --profile-select; the report names slow ranks only among these",
+        "ranks that keep a timeline, as in --profile-select. The report finds slow ranks among these only",
         read.ranks,
     )
     timeline_megabytes: int = _option(
-        64, "size of a rank's timeline, in MiB; beyond it the oldest quarter is removed", read.count(1)
+        64, "largest size of a rank's timeline, in MiB; beyond it, the oldest quarter is removed", read.count(1)
     )
     collectives: bool = _option(
         False,
-        "keep in the timeline when each rank comes to the collectives of its groups, as far as torch's flight recorder "
-        "holds them: the report names which of tensor-, context- or expert-parallel ranks the others wait for. "
-        "On NCCL it needs TORCH_NCCL_ENABLE_TIMING=1, which megaprof run sets",
+        "also record in the timeline when each rank arrives at its collectives, read from torch's flight recorder. The "
+        "report then names the tensor-, context- or expert-parallel rank that the others wait for. "
+        "With NCCL, this needs TORCH_NCCL_ENABLE_TIMING=1, which megaprof run sets",
         read.boolean,
     )
     activities: tuple[str, ...] = _option(
         ACTIVITIES,
-        "what the torch profiler records: cpu, cuda; cuda alone costs next to nothing, but nothing names the process "
-        "groups of collectives then",
+        "what the torch profiler records: cpu, cuda. cuda alone costs next to nothing, but the trace then does not "
+        "name the process groups of collectives",
         read.words(ACTIVITIES),
     )
     record_shapes: bool = _option(False, "record tensor shapes (costs memory)", read.boolean)
@@ -154,69 +155,71 @@ class ProfileConfig:
     with_modules: bool = _option(False, "record the module hierarchy (TorchScript modules only)", read.boolean)
     export: tuple[str, ...] = _option(
         ("trace",),
-        "what becomes of a torch profile: trace (Chrome trace) | stacks (collapsed stacks for a flame graph, gzipped; "
-        "needs stacks to be recorded)",
+        "what to write from a torch profile: trace (Chrome trace) | stacks (collapsed stacks for a flame graph, "
+        "gzipped; needs recorded stacks)",
         read.words(EXPORTS),
     )
     execution_trace: bool = _option(
         False,
-        "write a PyTorch execution trace (Chakra, .et.json) beside each window; slows the window down",
+        "also write a PyTorch execution trace (Chakra, .et.json) for each window; slows the window down",
         read.boolean,
     )
     kernels: bool = _option(
-        False, "write self time and count of every kernel (.kernels.json) beside each window", read.boolean
+        False, "also write the self time and count of every kernel (.kernels.json) for each window", read.boolean
     )
     max_host_memory: str = _option(
         "95%",
-        "close an open window early when this process uses more than a size (64GiB), or when more than a share (80%) "
-        "of the container's memory, or of the machine's where nothing limits it, is used",
+        "close an open window early when this process uses more than this size (64GiB), or when more than this share "
+        "(80%) of the container's memory is in use (of the machine's, if the container has no limit)",
         read.memory_limit,
     )
 
     on_finish: str | None = _option(
         None,
-        "shell command to run for finished files, on every rank that captures; it finds them in $PROFILED_FILES, one a "
-        "line, and the save path in $PROFILED_DIR",
+        "shell command to run for finished files, on every rank that captures. $PROFILED_FILES holds their paths, one "
+        "per line, and $PROFILED_DIR the save path",
         read.text,
     )
     on_finish_when: str = _option(
-        "window", "run the command once per window, or once at the end: window | end", read.word(("window", "end"))
+        "window",
+        "when to run the command: window (after each window) | end (once, at the end)",
+        read.word(("window", "end")),
     )
     flush_seconds: int = _option(
         60,
-        "longest wait for unfinished files when the process ends (on SIGTERM at most 20), and for the GPU when a "
-        "window closes, in seconds",
+        "longest wait in seconds for unfinished files when the process ends (at most 20 after SIGTERM), and for the "
+        "GPU when a window closes",
         read.count(0),
     )
     on_demand: bool = _option(
         False,
-        "let 'megaprof trigger' capture and 'megaprof status' look while the job runs, on every rank; without any "
-        f"other window: {flag('steps')} none. Always on with {flag('tool')} {TIMELINE}",
+        "let 'megaprof trigger' and 'megaprof status' work on the running job, on every rank. Add "
+        f"{flag('steps')} none to capture nothing else. Always on with {flag('tool')} {TIMELINE}",
         read.boolean,
     )
     trigger_step_time: float | None = _option(
         None,
-        "capture by itself, two steps per stage, when recent steps take so many times what they usually take, e.g. 1.5",
+        "make the job capture two steps per stage by itself when steps take this many times as long as usual, e.g. 1.5",
         read.factor,
     )
     trigger_imbalance: float | None = _option(
         None,
-        "the same when the slowest stage computes so many times as long as the average stage, e.g. 1.3; needs "
+        "the same when the slowest stage computes this many times as long as the average stage, e.g. 1.3; needs "
         f"{flag('tool')} {TIMELINE}",
         read.factor,
     )
     trigger_cooldown: int = _option(
-        3600, "seconds after a capture that the job made by itself until it may make another one", read.count(1)
+        3600, "shortest time in seconds between two captures that the job makes by itself", read.count(1)
     )
     prometheus: str | None = _option(
         None,
-        "file for Prometheus' textfile collector: step time, imbalance, bubble, stragglers, "
-        "written by rank 0 as the job runs",
+        "file for Prometheus' textfile collector: step time, imbalance, bubble, stragglers. "
+        "Rank 0 writes it while the job runs",
         read.file,
     )
 
     names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """How the user spelled a field's option, where that is not its flag: a variable, or an option of the host's."""
+    """How the user spelled a field's option if not as its flag: a variable, or an option of the host."""
 
     def __post_init__(self) -> None:
         for option in options():
