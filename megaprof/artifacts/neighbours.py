@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from megaprof.formats.files import Directory, Owner, Unsafe
+from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.names import host, is_gone
 from megaprof.runtime.interruption import Suppressed
 
@@ -41,7 +41,7 @@ class Neighbours:
             with Directory.open(self._base) as base:
                 directory = base.child(f"megaprof-memory.{os.geteuid()}.{host()}", create=0o700)
             undo.callback(directory.close)
-            directory.check(Owner(os.geteuid()))
+            directory.check(os.geteuid())
             undo.pop_all()
             self._directory = directory
         return self

@@ -11,7 +11,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from megaprof.formats.files import Directory, Owner, Unsafe
+from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import run as run_json
 from megaprof.formats.names import sanitise, shard_of
 
@@ -57,22 +57,23 @@ def open_any(directory: Path, part: str | None) -> Directory:
         raise Unsafe(f"{path} is closed to you: only the user whose job it is may look and ask") from None
 
 
-def open_own(directory: Path, part: str | None, owner: Owner | None) -> tuple[Directory, Owner]:
-    """Opens it for a rank of the job, and makes it where it does not exist; also returns whose it is.
+def open_own(directory: Path, part: str | None, probed: os.stat_result | None) -> tuple[Directory, os.stat_result]:
+    """Opens it for a rank of the job, and makes it if it does not exist. Also returns what files of ours get there
+    (`Directory.probe`), which is `probed` at the next call.
 
-    `owner` is what an earlier call returned. Raises OSError, and `Unsafe` where anybody else could write to it.
+    Raises OSError, and `Unsafe` if anybody else could write to it.
     """
     root = _made(directory)
     try:
-        owner = root.owner() if owner is None else owner
-        root.check(owner)
+        ours = root.probe() if probed is None else probed
+        root.check(ours.st_uid, ours.st_mode)
         if stat.S_IMODE(root.stat().st_mode) != _MODE:  # made by hand
             with suppress(OSError):
                 root.chmod(_MODE)
     except BaseException:
         root.close()
         raise
-    return _fresh(root if part is None else below(root, part, create=_MODE)), owner
+    return _fresh(root if part is None else below(root, part, create=_MODE)), ours
 
 
 def below(directory: Directory, *names: str, create: int | None = None) -> Directory:

@@ -22,8 +22,8 @@ from megaprof.control import directory as places
 from megaprof.control.captures import Captures
 from megaprof.control.job import RunningJob
 from megaprof.control.standstills import StandstillWriter
-from megaprof.control.status import Meter, Reporter
-from megaprof.formats.files import Directory, Owner, Unsafe
+from megaprof.control.status import Reporter
+from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
 from megaprof.formats.job import run as run_json
 from megaprof.formats.job.records import Absent, BadRecord
@@ -81,14 +81,13 @@ class Listener:
         """The control directory."""
         self._leads = coords.rank == 0
         self._coords = coords
-        self._owner: Owner | None = None
-        self._meter = Meter()
-        self._reporter = Reporter(session, self._meter, self._every)
+        self._probed: os.stat_result | None = None
+        self._reporter = Reporter(session, self._every)
         self._own = RunRecord.new(coords, layout, session.config.target, session.role, self._every)
         self._run: RunRecord | None = None
         self._ousted = False
         self._standstill = StandstillWriter(coords)
-        self._captures = Captures(session, writer, self._directory, self._meter, leads=self._leads)
+        self._captures = Captures(session, writer, self._directory, self._reporter, leads=self._leads)
         self._followers: list[Callable[[Listener], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._complained: set[str] = set()
@@ -118,17 +117,13 @@ class Listener:
     def step_time(self, target: str) -> tuple[int, float | None]:
         """Returns how many calls of `target` have begun in the session's role, and how long one takes lately, in ms."""
         key = (target, self._session.role)
-        timeline = self._session.timeline
-        recent = None if timeline is None else timeline.tally.recent(*key)
-        between = self._meter.seconds(key)
-        usual = recent.step_ms if recent is not None else None if between is None else 1e3 * between
-        return self._session.calls.get(key, 0), usual
+        return self._session.calls.get(key, 0), self._reporter.step_ms(key)
 
     def look(self) -> None:
         """Looks once. The background thread calls it every `every` seconds."""
         if self.closed:
             return
-        self._meter.look(dict(self._session.calls))
+        self._reporter.look()
         try:
             with self._opened() as control:
                 self._look(control)
@@ -145,7 +140,7 @@ class Listener:
                 logger.error("megaprof: %s is off: %r", type(task).__name__, fault, exc_info=True)
 
     def _opened(self) -> Directory:
-        control, self._owner = places.open_own(self._directory, self._part, self._owner)
+        control, self._probed = places.open_own(self._directory, self._part, self._probed)
         return control
 
     def _look(self, control: Directory) -> None:
@@ -241,8 +236,7 @@ class Listener:
         self._ends()
         if self._background is not None:
             self._background.remove(self.look)
-        if self._captures.task is not None:
-            self._captures.task.cancel(reason)
+        self._captures.withdraw(reason)
         for task in self._at_end:
             task()
         logger.warning("megaprof: %s; profiling on demand and status are off, training goes on", reason)

@@ -19,49 +19,56 @@ from megaprof.recorders.timeline.progress import ChangeClock, Key
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
-_SAMPLES = 32
+#: Looks at a counter of calls that the time between two calls is the average of.
+_LOOKS = 32
 #: Characters of a fault's message that a status has.
 _LONGEST_WHY = 300
 
 
-class Meter:
-    """Measures how often each target is called, by looking at its counter now and then."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Key, deque[tuple[float, int]]] = {}
-
-    def look(self, calls: dict[Key, int]) -> None:
-        """Notes how many `calls` have begun so far."""
-        now = time.monotonic()
-        for key, count in calls.items():
-            samples = self._seen.setdefault(key, deque(maxlen=_SAMPLES))
-            if not samples or samples[-1][1] != count:
-                samples.append((now, count))
-
-    def seconds(self, key: Key) -> float | None:
-        """Returns the seconds from one call to the next, on average over the last looks; None before there were two."""
-        samples = self._seen.get(key)
-        if samples is None or len(samples) < 2:
-            return None
-        (began, first), (ended, last) = samples[0], samples[-1]
-        return (ended - began) / (last - first)
-
-
 class Reporter:
-    """Describes the rank of one session, and since when it has not moved, as far as its looks can tell."""
+    """Describes the rank of one session: where it stands, how fast it is, and since when it has not moved."""
 
-    def __init__(self, session: Session, meter: Meter, every: float) -> None:
+    def __init__(self, session: Session, every: float) -> None:
         """`every`: seconds between two descriptions."""
         self._session = session
-        self._meter = meter
         self._every = every
+        self._seen: dict[Key, deque[tuple[float, int]]] = {}
         self._host_moved, self._device_moved = ChangeClock(), ChangeClock()
+
+    def look(self) -> None:
+        """Notes how many calls have begun so far."""
+        now = time.monotonic()
+        for key, count in dict(self._session.calls).items():
+            looks = self._seen.setdefault(key, deque(maxlen=_LOOKS))
+            if not looks or looks[-1][1] != count:
+                looks.append((now, count))
+
+    def seconds(self, key: Key) -> float | None:
+        """Returns the seconds from one call of a target and role to the next, lately; None before there were two."""
+        timeline = self._session.timeline
+        # Looks are too coarse for a few steps; a timeline knows the same steps that it says the length of.
+        if timeline is not None and timeline.tally.recent(*key) is not None:
+            return timeline.tally.seconds(key)
+        looks = self._seen.get(key)
+        if looks is None or len(looks) < 2:
+            return None
+        (began, first), (ended, last) = looks[0], looks[-1]
+        return (ended - began) / (last - first)
+
+    def step_ms(self, key: Key) -> float | None:
+        """Returns how long a step of a target and role takes lately, in milliseconds; without a timeline, the time from
+        one to the next."""
+        timeline = self._session.timeline
+        recent = None if timeline is None else timeline.tally.recent(*key)
+        if recent is not None:
+            return recent.step_ms
+        between = self.seconds(key)
+        return None if between is None else 1e3 * between
 
     def describe(self, run: str | None, capture: CaptureState | None, *, ended: bool = False) -> RankStatus:
         """Returns the rank's status now, in the run called `run`."""
         session, timeline = self._session, self._session.timeline
         position = None if timeline is None else timeline.position()
-        recent = None if timeline is None else timeline.tally.recent()
         return RankStatus(
             run=run,
             rank=session.coords.rank,
@@ -75,7 +82,7 @@ class Reporter:
             calls=self._calls(),
             position=position,
             device_position=self._device_position(),
-            recent=recent,
+            recent=None if timeline is None else timeline.tally.recent(),
             waits=None if timeline is None else timeline.tally.waits,
             capture=capture,
             ended=ended,
@@ -88,18 +95,14 @@ class Reporter:
         device = None if timeline is None else timeline.device_position()
         if device is None:
             return None
-        since = self._device_moved.since(replace(device, since=0.0))
-        return replace(device, since=since)
+        return replace(device, since=self._device_moved.since(replace(device, since=0.0)))
 
     def _calls(self) -> tuple[Calls, ...]:
         timeline = self._session.timeline
         finished = {} if timeline is None else timeline.calls()
         begun = dict(self._session.calls)
-        found = []
-        for target, role in dict.fromkeys((*begun, *finished)):
-            step, count = finished.get((target, role), (None, None))
-            # Looks are too coarse for a few steps; a timeline knows the same steps that it says the length of.
-            tally = None if timeline is None or timeline.tally.recent(target, role) is None else timeline.tally
-            seconds = (tally or self._meter).seconds((target, role))
-            found.append(Calls(target, role, begun.get((target, role)), seconds, step, count))
-        return tuple(found)
+        described = []
+        for key in dict.fromkeys((*begun, *finished)):
+            step, count = finished.get(key, (None, None))
+            described.append(Calls(*key, begun.get(key), self.seconds(key), step, count))
+        return tuple(described)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
-from megaprof.control.requester import Requester, selected_ranks
+from megaprof.control.requester import Requester
 from megaprof.control.requests import new_request
 from megaprof.formats.job.requests import Refused
 from megaprof.runtime.logs import logger
@@ -100,7 +100,7 @@ class Watchdog:
         try:
             by = f"the job itself, as {reason}"
             request = new_request(job.run, self._target, role=job.run.role, steps=STEPS, by=by)
-            requester = Requester(job, request, selected_ranks(job.run, request))
+            requester = Requester(job, request)
             requester.submit()
         except Refused as refusal:
             logger.warning("megaprof: %s, but a capture is not possible: %s", reason, refusal)
@@ -114,21 +114,16 @@ class Watchdog:
         self._known_uneven = True
 
     def _go_on(self, requester: Requester) -> None:
-        try:
-            outcome = requester.advance()
-        except Refused as refusal:
-            self._requester = None
-            logger.warning("megaprof: nothing captured (%s): %s", requester.request.id, refusal)
+        outcome = requester.advance()
+        if outcome is None:
             return
-        if outcome is not None:
-            self._requester = None
-            if outcome.captured:
-                self._captured()
-            missing = "" if outcome.reason is None else f", but {outcome.reason}"
-            logger.warning(
-                "megaprof: captured step %s on %d ranks (%s)%s",
-                ", ".join(map(str, outcome.steps)) or "none",
-                outcome.captured,
-                requester.request.id,
-                missing,
-            )
+        self._requester = None
+        if outcome.captured == 0:
+            logger.warning("megaprof: nothing captured (%s): %s", outcome.request, outcome.reason)
+            return
+        self._captured()
+        steps = ", ".join(map(str, outcome.steps))
+        missing = "" if outcome.reason is None else f", but {outcome.reason}"
+        logger.warning(
+            "megaprof: captured step %s on %d ranks (%s)%s", steps, outcome.captured, outcome.request, missing
+        )

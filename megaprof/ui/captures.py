@@ -1,5 +1,4 @@
-"""Captures that were read, each once as long as its files stay what they are. Processes of their own read them, so that
-no page waits for another one's traces, and no trace can end the server."""
+"""Captures, read in processes of their own: no page waits for the traces of another, and no trace ends the server."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _Key = tuple[str, str | None]
 
 
 class Unreadable(Exception):
-    """There is nothing to show of a capture; the message says why."""
+    """A capture cannot be shown; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Brief:
     severity: str
     """``slow``, ``open`` or ``fine``."""
     verdict: str
-    """In a few words."""
+    """The verdict, in a few words."""
     step_ms: float | None
     """Milliseconds of a step; None where it is not known."""
     imbalance: float | None
@@ -59,20 +58,20 @@ class Brief:
 
 @dataclass(frozen=True)
 class Capture:
-    """What pages show of a directory."""
+    """What the pages about a directory show."""
 
     report: Report
     """The report, without what draws its steps."""
     page: str
     """The HTML report."""
     drawn: dict[_Key, dict[str, Any]]
-    """The drawn step of every target that has one, for the script."""
+    """For every target that has a drawn step, that step for the script."""
     briefs: tuple[Brief, ...]
     """Every target at a glance."""
 
 
 def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Capture:
-    """Returns what pages show of a directory. Raises Unreadable. Runs in a process of its own."""
+    """Reads a directory, in a process of its own. Raises Unreadable."""
     try:
         report = replace(analyze(path), standstill=standstill)
     except (Unanswerable, Unreachable) as fault:
@@ -87,7 +86,7 @@ def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill 
 
 
 def _begin(most_bytes: int | None) -> None:
-    """What a process does first. Ctrl-C in a terminal reaches it, too; the server is who ends it."""
+    """Sets a process up. Ctrl-C in a terminal reaches it as well, but only the server ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inputs.allow(most_bytes)
 
@@ -107,36 +106,34 @@ def _brief(target: Any, standstill: Standstill | None) -> Brief:
 
 
 class KeptCaptures:
-    """The captures that were asked for last."""
+    """The captures that were asked for last. Each is read once, as long as its files stay what they are."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
-        self._kept: OrderedDict[str, Capture] = OrderedDict()
+        self._reads: OrderedDict[str, asyncio.Task[Capture]] = OrderedDict()
         self._briefs: dict[str, tuple[Brief, ...] | str] = {}
-        self._under_way: dict[str, asyncio.Task[Capture]] = {}
 
     def brief(self, place: Place) -> tuple[Brief, ...] | str | None:
-        """A capture at a glance, or why there is nothing to see; None while nobody has read it, and for a job, whose
-        state changes without its files."""
+        """Returns a capture at a glance, or why there is nothing to see; None while nobody has read it, and for a job,
+        whose state changes without its files."""
         return None if place.job else self._briefs.get(place.identity)
 
     async def get(self, place: Place, links: tuple[tuple[str, str], ...]) -> Capture:
-        """Read it, or take what was read. Raises Unreadable. One that is being read is not read again."""
+        """Returns what was read, or will be when the reading that is under way has ended. Raises Unreadable."""
         if place.outside is not None:
             raise Unreadable(f"it holds a link that leads out of the directory that is served: {place.outside}")
         standstill = await asyncio.to_thread(last_stand, place.path) if place.job else None
         identity = place.identity if standstill is None else f"{place.identity} {replace(standstill, seconds=0.0)}"
-        if (kept := self._kept.get(identity)) is not None:
-            self._kept.move_to_end(identity)
-            return kept
         if isinstance(why := self._briefs.get(identity), str):
             raise Unreadable(why)
-        task = self._under_way.get(identity)
-        if task is None:
-            task = self._under_way[identity] = asyncio.create_task(self._read(identity, place.path, links, standstill))
-            task.add_done_callback(lambda done: self._under_way.pop(identity, None))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # not only those that wait see it
-        return await asyncio.shield(task)
+        read = self._reads.get(identity)
+        if read is None:
+            read = self._reads[identity] = asyncio.create_task(self._read(identity, place.path, links, standstill))
+            read.add_done_callback(lambda done: done.cancelled() or done.exception())  # not only those that wait see it
+        self._reads.move_to_end(identity)
+        for old in [key for key, each in self._reads.items() if each.done()][:-MOST_KEPT]:
+            del self._reads[old]
+        return await asyncio.shield(read)
 
     async def _read(
         self, identity: str, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None
@@ -148,11 +145,9 @@ class KeptCaptures:
             raise
         except BrokenProcessPool:
             self._pool = None
+            del self._reads[identity]  # whoever asks again has it read again
             raise Unreadable("the process that read it was killed, most likely for its memory") from None
         self._briefs[identity] = capture.briefs
-        self._kept[identity] = capture
-        if len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
         return capture
 
     def _submit(self, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Future[Capture]:
@@ -162,7 +157,7 @@ class KeptCaptures:
         return self._pool.submit(read, path, links, standstill)
 
     def close(self) -> None:
-        """End the processes; what they read is not waited for."""
+        """Ends the processes, whatever they are reading."""
         if self._pool is not None:
             for process in list((getattr(self._pool, "_processes", None) or {}).values()):
                 process.terminate()

@@ -1,8 +1,9 @@
-"""Who may ask: whoever has the token, from a page of ours, in the name of this machine.
+"""Lets in only whoever has the token, from a page of ours, under a name of this machine.
 
-Other users of the machine can reach the port. So can every page that is open in the user's browser, also by a name of
-its own that suddenly means 127.0.0.1 (DNS rebinding). The token keeps the first out; the names in ``Host``, ``Origin``
-and ``Sec-Fetch-Site`` keep out the second. An address with the token gives a cookie, which no other site can send.
+Other users of the machine can reach the port. So can every page that is open in the user's browser, even under a name
+of its own that suddenly means 127.0.0.1 (DNS rebinding). The token keeps out the users; the headers ``Host``,
+``Origin`` and ``Sec-Fetch-Site`` keep out the pages. Opening the address with the token sets a cookie, which no other
+site can send.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import HTMLResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-#: This machine's names for itself, with any port: `ssh -L` may make it another one.
+#: This machine's names for itself. Any port is accepted: `ssh -L` may change it.
 NAMES = ("127.0.0.1", "localhost", "[::1]")
-#: What pages load is the script and the style sheets of this server, and nothing else.
+#: Pages load the script and the style sheets of this server, and nothing else.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
@@ -35,7 +36,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-#: Not a redirect: a browser that comes from elsewhere would not send the cookie along with it.
+#: Not a redirect: a browser that comes from another site would not send the cookie along with it.
 _ENTER = (
     '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=./">'
     '<title>megaprof</title><p><a href="./">megaprof</a></p></html>'
@@ -45,12 +46,12 @@ _LEAST_KEY = 16
 
 
 class Guard:
-    """Lets a request through, or answers it with 403."""
+    """An ASGI application that lets a request through to another one, or answers it with 403."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
-        # Cookies of one name reach all ports of a host: other servers of ours have other names.
+        # Ports of a host share cookies by name: each server has a name of its own.
         self._cookie = f"megaprof-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,8 +115,8 @@ class Guard:
 
 
 def token_of(directory: Path) -> str:
-    """The token of a directory's page. It is the same after a restart, so that open pages go on: it is made from a key
-    in a file that only this user can read. Where that cannot be, a new one."""
+    """Returns the token of a directory's page. It is made from a key in a file that only this user can read: so it is
+    the same after a restart, and open pages go on. Without such a file, it is a new one each time."""
     key = _key()
     if key is None:
         return secrets.token_urlsafe(24)

@@ -1,4 +1,4 @@
-"""What a look at files found last, for pages that ask again and again."""
+"""The last result of something slow, for pages that ask again and again."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Found = TypeVar("Found")
 
 
 class Kept(Generic[Found]):
-    """Looks on a thread, and keeps what it found for a while. Pages that ask at the same time share one look."""
+    """Looks on a thread, and keeps the result for a while. Pages that ask at the same time share one look."""
 
     def __init__(self, look: Callable[[], Found], seconds: Callable[[Found], float]) -> None:
-        """`seconds` says for how long what was found is kept."""
+        """`seconds` returns for how long a result is kept."""
         self._look, self._seconds = look, seconds
         self._found: Found | None = None
         self._until = 0.0
         self._looking: asyncio.Task[None] | None = None
 
     async def get(self, patience: float | None) -> Found | None:
-        """Returns what a look found; if that takes longer than `patience` (seconds; None: for ever), what the look
-        before found, or None if there was none."""
+        """Returns the result of a look. If looking takes longer than `patience` (seconds; None: no limit), it is the
+        result of the look before, or None if there was none."""
         if self._found is None or monotonic() > self._until:
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._renew())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from megaprof.metrics.figures import SLOW, StageFigures, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
 from megaprof.ui.kept import Kept
 
-#: Jobs whose looks are remembered, and looks at each.
-MOST_JOBS, MOST_POINTS = 16, 1200
+#: Looks at a job that are remembered.
+MOST_POINTS = 1200
 #: Seconds between two looks at least.
 _LEAST_SECONDS = 1.0
 #: Seconds for which a page waits for a look: statuses of thousands of ranks take some to read.
@@ -29,13 +29,9 @@ PATIENCE = 5.0
 _SLOWEST = 8
 
 
-class Busy(Exception):
-    """A capture that was asked for from here is still under way."""
-
-
 @dataclass(frozen=True)
 class Point:
-    """One look, for the curves."""
+    """A point of the curves: one look at the job."""
 
     at: float
     """Wall-clock seconds."""
@@ -49,7 +45,7 @@ class Point:
 
 @dataclass(frozen=True)
 class CaptureProgress:
-    """What became, or becomes, of a capture that was asked for."""
+    """A capture that was asked for, and how far it is."""
 
     text: str
     """In words."""
@@ -61,7 +57,7 @@ class CaptureProgress:
 
 @dataclass(frozen=True)
 class Now:
-    """What the page shows."""
+    """What a live page shows."""
 
     at: float
     """Wall-clock seconds."""
@@ -71,13 +67,13 @@ class Now:
     absent: str | None = None
     """Why there is no job; None where there is one."""
     view: View | None = None
-    """Where every rank stands; None without a job."""
+    """The look at the job; None without one."""
     summary: Summary | None = None
-    """What the status files come to; None without a job."""
+    """The figures of the job; None without one."""
     said: str | None = None
     """What is wrong, in a sentence; None where nothing is."""
     waiting: tuple[str, ...] = ()
-    """Whom the others wait for, a clause each."""
+    """The ranks that the others wait for, a clause each."""
     history: tuple[Point, ...] = ()
     """The looks so far, the newest last."""
     capture: CaptureProgress | None = None
@@ -90,20 +86,20 @@ class Now:
 
     @property
     def slowest(self) -> list[StageFigures]:
-        """The stages with a slow rank, the one furthest above its peers first."""
+        """The stages with a slow rank, starting with the one whose rank is furthest above its peers."""
         stages = self.summary.stages if self.summary else ()
         slow = [stage for stage in stages if stage.above_peers > SLOW]
         return sorted(slow, key=lambda stage: -stage.above_peers)[:_SLOWEST]
 
     @property
     def to_capture(self) -> str:
-        """The ranks that a capture shows most with: slow ones beside one of their peers, else one of every stage."""
+        """The ranks to suggest for a capture: slow ones and one of their peers, or else one rank of every stage."""
         slow = self.view.slow if self.view else None
         return "per-stage" if slow is None else ",".join(map(str, sorted((*slow.ranks[:_SLOWEST], slow.peer))))
 
     @property
     def targets(self) -> list[str]:
-        """What can be captured: first what the job has done."""
+        """The targets that can be captured, those that the job has run first."""
         statuses = self.view.statuses.values() if self.view else ()
         done = dict.fromkeys(call.target for status in statuses for call in status.calls)
         return [*(name for name in done if name in TARGETS), *(name for name in TARGETS if name not in done)]
@@ -118,15 +114,9 @@ class LiveJob:
         self._looks = Kept(self._look, lambda now: now.every)
         self._told: CaptureProgress | None = None
         self._capturing: asyncio.Task[None] | None = None
-        self._asking = False
-
-    @property
-    def captures(self) -> bool:
-        """Whether a capture is under way."""
-        return self._asking or (self._capturing is not None and not self._capturing.done())
 
     async def now(self) -> Now:
-        """Returns a look that is as fresh as the job's statuses; where looking takes long, the one before."""
+        """Returns a look that is as fresh as the job's statuses, or the one before if looking takes long."""
         found = await self._looks.get(PATIENCE) or Now(time.time(), "unseen")
         return replace(found, history=tuple(self._history), capture=self._told)
 
@@ -145,14 +135,8 @@ class LiveJob:
         return Now(at, view.state, None, view, summary, verdict(view), tuple(waited_for(view)))
 
     async def capture(self, target: str, steps: int, select: str) -> None:
-        """Asks for one, and returns as soon as the request lies there. Raises Refused, and Busy."""
-        if self.captures:
-            raise Busy("a capture that was asked for here is still under way")
-        self._asking = True
-        try:
-            requester = await run_in_threadpool(self._ask, target, steps, select)
-        finally:
-            self._asking = False
+        """Asks for a capture, and returns as soon as the request lies there. Raises Refused."""
+        requester = await run_in_threadpool(self._ask, target, steps, select)
         self._capturing = asyncio.create_task(self._carry(requester))
 
     def _ask(self, target: str, steps: int, select: str) -> Requester:
@@ -166,20 +150,18 @@ class LiveJob:
         return requester
 
     async def _carry(self, requester: Requester) -> None:
-        """From the request to the files."""
+        """Follows a request up to its files."""
         what = requester.request.target
         try:
             while (outcome := await run_in_threadpool(requester.advance)) is None:
                 self._told = CaptureProgress(f"{what}: {requester.state}", "open")
                 await asyncio.sleep(requester.pause)
             self._told = _told(what, outcome)
-        except Refused as refusal:
-            self._told = CaptureProgress(f"{what}: refused: {refusal}", "slow")
         finally:
             requester.withdraw()
 
     async def close(self) -> None:
-        """What was asked for and has not begun is withdrawn."""
+        """Withdraws what was asked for and has not begun."""
         if self._capturing is not None:
             self._capturing.cancel()
             await asyncio.gather(self._capturing, return_exceptions=True)
@@ -193,7 +175,7 @@ def _told(target: str, outcome: Outcome) -> CaptureProgress:
 
 
 def state_of(directory: Path) -> str | None:
-    """Returns whether the job there ``runs`` or ``hangs``, at one quick look; None where it gave no sign of life
+    """Returns ``runs`` or ``hangs``, from one quick look at the job in a directory; None if it gave no sign of life
     lately."""
     try:
         job = find_job(directory)
@@ -204,22 +186,3 @@ def state_of(directory: Path) -> str | None:
         return None
     statuses = job.statuses()
     return "hangs" if find_culprits(job.run, statuses, job.now(statuses, None)).still else "runs"
-
-
-class LiveJobs:
-    """The jobs that were looked at last."""
-
-    def __init__(self) -> None:
-        self._jobs: OrderedDict[tuple[Path, str | None], LiveJob] = OrderedDict()
-
-    def job(self, directory: Path, role: str | None) -> LiveJob:
-        """Returns a job, of which the looks so far are remembered."""
-        found = self._jobs.setdefault((directory, role), LiveJob(directory, role))
-        self._jobs.move_to_end((directory, role))
-        for key in [key for key, each in self._jobs.items() if not each.captures][:-MOST_JOBS]:
-            del self._jobs[key]
-        return found
-
-    async def close(self) -> None:
-        """Withdraws what was asked for and has not begun."""
-        await asyncio.gather(*(job.close() for job in self._jobs.values()))

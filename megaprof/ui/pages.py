@@ -36,7 +36,7 @@ STATIC = {
 
 @functools.cache
 def static(name: str) -> str:
-    """One of `STATIC`."""
+    """Returns the content of one of `STATIC`."""
     if name.startswith("report"):
         return html.static(name)
     return (files("megaprof.ui") / "static" / name).read_text(encoding="utf-8")
@@ -58,17 +58,17 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page, or a part of one."""
+    """Returns a page, or a part of one, as HTML."""
     return _environment().get_template(template).render(**values)
 
 
 def data_of(drawn: Sequence[Mapping[str, Any] | None]) -> Markup:
-    """Drawings for the script, as JSON that cannot end the element around it."""
+    """Returns drawings for the script, as JSON that cannot end the element around it."""
     return Markup(json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def links_of(place: Place) -> tuple[tuple[str, str], ...]:
-    """Returns the links that lead from a capture."""
+    """Returns the addresses and names of the pages that a capture links to."""
     links = [("/", "All captures"), (f"/capture/{place.id}/what-if", "What if"), (f"/compare?a={place.id}", "Compare")]
     return (*links, *([(f"/live/{place.id}", "Live")] if place.job else []))
 
@@ -80,13 +80,13 @@ class Bar:
     pp: int
     """Its pipeline rank."""
     before: tuple[float, float] | None
-    """Percent of the longest bar that it computes and that it waits, in the first capture; None without numbers."""
+    """Its compute and its bubble in the first capture, in percent of the longest bar; None without numbers."""
     after: tuple[float, float] | None
     """The same in the second capture."""
 
 
 def bars(target: Any) -> list[Bar]:
-    """Returns what every stage of a `TargetDiff` computes and waits; nothing where nothing is known."""
+    """Returns a bar for every stage of a `TargetDiff`; none if nothing is known."""
 
     def parts(stage: Any, which: str) -> tuple[float, float] | None:
         compute, bubble = (getattr(stage.changes[name], which) for name in ("compute_ms", "bubble_ms"))
@@ -104,7 +104,8 @@ def bars(target: Any) -> list[Bar]:
 
 
 def on_one_axis(key: tuple[str, str | None], captures: Sequence[Capture]) -> list[dict[str, Any]] | None:
-    """The drawn steps of one target in several captures, each as long as the longest; None where one has none."""
+    """Returns the drawn steps of one target in several captures, on an axis as long as the longest; None if a capture
+    has no such step."""
     drawn = [capture.drawn.get(key) for capture in captures]
     known = [each for each in drawn if each is not None]
     if len(known) < len(drawn):
@@ -114,7 +115,7 @@ def on_one_axis(key: tuple[str, str | None], captures: Sequence[Capture]) -> lis
 
 
 def compared(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
-    """Where the drawings of each target stand among all of them, and these."""
+    """Returns the drawings of all targets, and before them, for each target, the places of its two drawings."""
     places: list[list[int] | None] = []
     drawings: list[dict[str, Any]] = []
     for target in diff.targets:
@@ -126,32 +127,32 @@ def compared(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | 
 
 @dataclass(frozen=True)
 class Track:
-    """A quantity over time."""
+    """A curve: a quantity over time."""
 
     name: str
-    """What it is."""
+    """Its name, for people."""
     unit: str
-    """Of its numbers."""
+    """The unit of its numbers; empty for a ratio."""
     lines: tuple[str, ...]
-    """Points of each stretch without a gap, as SVG wants them."""
+    """For each stretch without a gap, the points of an SVG polyline."""
     top: float
-    """What the upper end of the drawing stands for."""
+    """The value at the upper end of the drawing."""
     bottom: float
-    """The same of its lower end."""
+    """The value at the lower end."""
     last: float
     """The newest value."""
     seconds: float
-    """From the first to the last point."""
+    """Seconds from the first to the last point."""
 
     def shown(self, value: float) -> str:
-        """Returns a value with its unit; a number without one gets two places."""
+        """Returns a value with its unit; a ratio gets two decimals."""
         if not self.unit:
             return f"{value:.2f}"
         return f"{words.number(value) if value else 0} {self.unit}"
 
 
 def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:
-    """Returns None with fewer than two values."""
+    """Returns the curve of a field of ``points``; None with fewer than two values."""
     known = [value for point in points if (value := getattr(point, field)) is not None]
     if len(known) < 2 or max(known) <= bottom:
         return None
@@ -172,7 +173,7 @@ def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: flo
 
 
 def now_shown(now: Now, place: Place) -> str:
-    """Returns what a live page shows of one look at the job of ``place``; when it has ended, its report's verdict."""
+    """Returns the part of a live page that each look at the job of ``place`` changes."""
     tracks = [
         track("step time", "ms", now.history, "step_ms"),
         track("imbalance", "", now.history, "imbalance", bottom=1.0),
@@ -188,7 +189,7 @@ def _date(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Since a moment, in words."""
+    """Returns how long ago a moment was, in words."""
     return ago(time.time() - seconds)
 
 

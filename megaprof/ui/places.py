@@ -1,5 +1,4 @@
-"""What lies below a directory: captures and running jobs. A browser names one of these by a number of ours, never by a
-path."""
+"""Finds the captures and running jobs below a directory. A browser names each by an id of ours, never by a path."""
 
 from __future__ import annotations
 
@@ -37,37 +36,37 @@ class Place:
     path: Path
     """Where it lies."""
     name: str
-    """The same for people: from the directory that is served, or the name of that one."""
+    """Its path from the directory that is served, or the name of that directory itself."""
     files: dict[str, int] = field(default_factory=dict)
-    """How many files of each kind lie in it, and in its directories of many ranks."""
+    """How many files of each kind lie in it and in its shards."""
     targets: set[str] = field(default_factory=set)
-    """What they are of, by their names."""
+    """The targets in the names of its files, with their roles."""
     steps: tuple[int, int] | None = None
-    """The first and the last step in their names; a timeline's has its first one alone, and counts for none."""
+    """The first and the last step in the names of its files, without timelines: theirs have the first step only."""
     newest: float = 0.0
     """When the last file was written, in wall-clock seconds; 0 without a file."""
     bytes: int = 0
-    """How large all of them are together."""
+    """The size of all its files together."""
     job: bool = False
-    """Whether a job writes, or wrote, its status there."""
+    """True if a job writes, or wrote, its status there."""
     outside: str | None = None
-    """A file in it that is a link to somewhere else; such a place is not read."""
+    """The name of a file in it that is a link out of the directory that is served; such a place is not read."""
     _seen: list[tuple[str, int, int]] = field(default_factory=list)
 
     @cached_property
     def id(self) -> str:
-        """What it is called in addresses."""
+        """Its id in addresses."""
         return hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
 
     @cached_property
     def identity(self) -> str:
-        """Another one as soon as a file in it is another one."""
+        """A digest of its files: it changes when one of them does."""
         return hashlib.sha256(
             repr((str(self.path), sorted(set(self._seen)))).encode("utf-8", "surrogatepass")
         ).hexdigest()
 
     def add(self, entry: os.DirEntry[str], top: Path) -> None:
-        """Count a file, if it is one of ours."""
+        """Counts a file, if it is of a kind that is read."""
         if entry.is_symlink() and entry.name.endswith(_READ):
             if not Path(os.path.realpath(entry.path)).is_relative_to(top):
                 self.outside = entry.name
@@ -90,27 +89,27 @@ class Place:
                 self.steps = min(first, named.step), max(last, named.step)
 
     def contain(self, seen: Iterable[tuple[str, int, int]], outside: str | None) -> None:
-        """Another place lies in this one."""
+        """Takes in the files of a place that lies in this one."""
         self._seen += seen
         self.outside = self.outside or outside
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Everything that was found."""
+    """The places below a directory."""
 
     places: tuple[Place, ...]
     """The newest first."""
     more: bool
-    """Whether there was more than is looked at."""
+    """True if there are more than are listed."""
 
     def find(self, identity: str) -> Place | None:
-        """The place that an address names."""
+        """Returns the place with this id; None if there is none."""
         return next((place for place in self.places if place.id == identity), None)
 
 
 def look_below(top: Path) -> Listing:
-    """Every place at or below ``top``. No link to a directory is followed."""
+    """Returns every place at or below ``top``. No link to a directory is followed."""
     top = top.resolve()
     places: dict[Path, Place] = {}
     left, waiting = MOST_ENTRIES, [(top, top)]
@@ -150,7 +149,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _has_run(control: Path) -> bool:
-    """Returns whether there is a run, or one of a role."""
+    """Returns whether a control directory holds a run, be it of a role."""
     if (control / RUN).is_file():
         return True
     return any(entry.is_dir(follow_symlinks=False) and Path(entry.path, RUN).is_file() for entry in _entries(control))

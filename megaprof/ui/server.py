@@ -29,7 +29,7 @@ from megaprof.ui import pages
 from megaprof.ui.captures import Capture, KeptCaptures, Unreadable
 from megaprof.ui.guard import Guard
 from megaprof.ui.kept import Kept
-from megaprof.ui.live import Busy, LiveJobs, state_of
+from megaprof.ui.live import LiveJob, state_of
 from megaprof.ui.places import Listing, Place, look_below
 from megaprof.ui.what_if import answer, host_options
 
@@ -46,15 +46,16 @@ class _Missing(Exception):
 
 
 class Pages:
-    """What answers. ``allow_trigger``: whether captures can be asked for."""
+    """The handlers of all addresses. ``allow_trigger``: captures may be asked for."""
 
     def __init__(self, directory: Path, allow_trigger: bool) -> None:
         self._directory, self._allow_trigger = directory, allow_trigger
-        self._captures, self._jobs = KeptCaptures(), LiveJobs()
+        self._captures = KeptCaptures()
+        self._jobs: dict[tuple[Path, str | None], LiveJob] = {}
         self._listing = Kept(lambda: look_below(directory), lambda found: _LISTED)
 
     def routes(self) -> list[Route]:
-        """Every address."""
+        """Returns every address with its handler."""
         return [
             Route("/", self.home),
             Route("/brief/{id}", self.brief),
@@ -69,9 +70,9 @@ class Pages:
         ]
 
     async def close(self) -> None:
-        """End what runs behind the pages."""
+        """Ends what runs behind the pages."""
         self._captures.close()
-        await self._jobs.close()
+        await asyncio.gather(*(job.close() for job in self._jobs.values()))
 
     async def static(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -88,7 +89,7 @@ class Pages:
         return _page("home.html", directory=self._directory, rows=rows, states=states, more=listing.more)
 
     async def brief(self, request: Request) -> Response:
-        """One row's verdict, as the home page puts it in."""
+        """Answers with the verdict of one row, for the home page to put in."""
         place = await self._place(request)
         try:
             briefs: object = (await self._captures.get(place, pages.links_of(place))).briefs
@@ -119,7 +120,7 @@ class Pages:
         return _page("what_if.html", **shared, answer=found, options=options, data=pages.data_of([found.boxes]))
 
     async def tried(self, request: Request) -> Response:
-        """The same for the script: what changes on the page."""
+        """Answers the script with what changes on the page."""
         place = await self._place(request)
         try:
             capture = await self._captures.get(place, pages.links_of(place))
@@ -171,17 +172,17 @@ class Pages:
         place = await self._place(request)
         roles = await run_in_threadpool(_roles, place.path)
         role = _role(request, roles)
-        now = await self._jobs.job(place.path, role).now()
+        now = await self._job(place, role).now()
         shown = Markup(pages.now_shown(now, place))
         return _page(
             "live.html", place=place, now=now, shown=shown, roles=roles, role=role, allowed=self._allow_trigger
         )
 
     async def now(self, request: Request) -> Response:
-        """The same for the script: what changes on the page, and after how many seconds to ask again."""
+        """Answers the script with what changes on the page, and with the seconds until it should ask again."""
         place = await self._place(request)
         role = _role(request, await run_in_threadpool(_roles, place.path))
-        now = await self._jobs.job(place.path, role).now()
+        now = await self._job(place, role).now()
         shown = await run_in_threadpool(pages.now_shown, now, place)
         return JSONResponse({"html": shown, "state": now.state, "every": now.every})
 
@@ -196,15 +197,22 @@ class Pages:
         steps = form.get("steps", "2")
         if not steps.isascii() or not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_STEPS:
             return _refused(f"steps={steps[:20]} is not a number from 1 to {_MOST_STEPS}", 400)
-        job = self._jobs.job(place.path, role)
+        job = self._job(place, role)
         try:
             await job.capture(form.get("target", ""), int(steps), form.get("select", "") or "per-stage")
-        except (Refused, Busy) as refusal:
+        except Refused as refusal:
             return _refused(str(refusal), 409)
         return RedirectResponse(f"/live/{place.id}" + ("" if role is None else f"?role={role}"), 303)
 
+    def _job(self, place: Place, role: str | None) -> LiveJob:
+        """Returns a job, of which the looks so far are remembered."""
+        key = (place.path, role)
+        if key not in self._jobs:
+            self._jobs[key] = LiveJob(place.path, role)
+        return self._jobs[key]
+
     async def _list(self) -> Listing:
-        """Returns what lies there, a moment ago at most; where looking takes long, what lay there before."""
+        """Returns a fresh listing, or the one before if looking takes long."""
         return await self._listing.get(_PATIENCE) or await self._listing.get(None) or Listing((), False)
 
     async def _place(self, request: Request) -> Place:
@@ -214,7 +222,7 @@ class Pages:
         return place
 
     async def _read(self, place: Place) -> Capture | Response:
-        """The capture, or a page that says that it is being read, or why it cannot be."""
+        """Returns the capture, or a page that says that it is being read, or why it cannot be read."""
         try:
             return await asyncio.wait_for(self._captures.get(place, pages.links_of(place)), _PATIENCE)
         except asyncio.TimeoutError:
@@ -224,7 +232,7 @@ class Pages:
 
 
 def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
-    """The pages of what lies below ``directory``, for whoever has the token."""
+    """Returns the pages about what lies below ``directory``, for whoever has the token."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -245,7 +253,7 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
 
 
 def listen(port: int | None, first: int) -> socket.socket:
-    """A socket on 127.0.0.1: on ``port``, or on the first free one from ``first`` on. Raises OSError."""
+    """Returns a socket on 127.0.0.1: at ``port``, or at the first free one from ``first`` on. Raises OSError."""
     tries = [first + place for place in range(20)] if port is None else [port]
     for number in tries:
         opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -271,7 +279,7 @@ def server_of(pages_of: Starlette) -> uvicorn.Server:
 
 
 def serve(pages_of: Starlette, opened: socket.socket, ready: Callable[[], None]) -> None:
-    """Answer until Ctrl-C; ``ready`` is called when it does."""
+    """Answers until Ctrl-C. ``ready`` is called once it does."""
     server = server_of(pages_of)
 
     async def run() -> None:
@@ -294,7 +302,7 @@ def _refused(message: str, status: int = 403) -> Response:
 
 
 def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None]:
-    """The target that is asked for; without one the first that can be changed by hand."""
+    """Returns the target that is asked for, or else the first that can be changed by hand."""
     text, targets = request.query_params.get("t", ""), report.targets
     if text.isascii() and text.isdecimal() and int(text[:6]) < len(targets):
         return int(text[:6]), targets[int(text[:6])]
@@ -312,13 +320,13 @@ def _roles(directory: Path) -> list[str]:
 
 
 def _role(request: Request, roles: list[str]) -> str | None:
-    """The one that is asked for, of those that there are; of several the first."""
+    """Returns the role that is asked for if the job has it, else the first one."""
     role = request.query_params.get("role")
     return role if role in roles else roles[0] if roles else None
 
 
 async def _form(request: Request) -> dict[str, str] | None:
-    """The fields of a small form; None for anything else."""
+    """Returns the fields of a small form; None for anything else."""
     if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
         return None
     content = b""

@@ -1,4 +1,4 @@
-"""The what-if page: what a browser asks for, tried, and as the page shows it."""
+"""The what-if page: tries the change that a browser asks for, and lays the result out for the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Piece:
     """One model chunk of a stage."""
 
     place: int
-    """Which piece it is, in the order in which a microbatch passes them."""
+    """Its number among all pieces, in the order in which a microbatch passes them."""
     layers: int
     """Its decoder layers."""
     embedding: bool
@@ -34,9 +34,9 @@ class Piece:
     loss: bool
     """Whether it holds the loss."""
     earlier: str | None
-    """Where a layer of it goes that moves towards the embedding, in words; None where there is nothing before it."""
+    """Where a layer that moves towards the embedding goes, in words; None for the first piece."""
     later: str | None
-    """The same towards the loss."""
+    """Where a layer that moves towards the loss goes, in words; None for the last piece."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class StageRow:
     stage: int
     """Its pipeline rank."""
     pieces: tuple[Piece, ...]
-    """By model chunk."""
+    """Its pieces, by model chunk."""
     compute_ms: float
-    """Milliseconds that it computes in a step."""
+    """Milliseconds of computation in a step."""
     share: float
-    """The same in percent of the stage that computes longest."""
+    """Its compute, in percent of the stage that computes longest."""
     bubble: float
-    """Part of the pipeline in which it computes nothing."""
+    """The part of the pipeline's time in which it computes nothing."""
     in_flight: int
     """The most layers times microbatches whose activations it holds."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhatIfPage:
     """What the page shows."""
 
     known: ByHand
@@ -68,16 +68,16 @@ class Answer:
     captured: Tried
     """The run as it was captured, by the same simulation."""
     fault: str | None
-    """Why what was asked for is not shown; None where it is."""
+    """Why the page does not show what was asked for; None if it does."""
 
     @property
     def change(self) -> float:
-        """What a token takes against the captured run, as a fraction."""
+        """By which part a token takes longer than in the captured run; negative if it is quicker."""
         return 1.0 / self.now.prediction.speedup - 1.0
 
     @property
     def severity(self) -> str:
-        """``fine`` or ``slow`` where the step surely gets quicker or slower, else nothing."""
+        """``fine`` or ``slow`` if the step surely gets quicker or slower, else empty."""
         if not self.now.prediction.tells:
             return ""
         return "fine" if self.change < 0 else "slow"
@@ -122,12 +122,12 @@ class Answer:
 
     @property
     def boxes(self) -> dict[str, Any]:
-        """The pipeline for the script, on an axis that holds the captured one, too."""
+        """The pipeline for the script, on an axis that is long enough for the captured one, too."""
         end = round(1000 * max(self.now.simulation.step_ms, self.captured.simulation.step_ms))
         return boxes_of(self.now.simulation) | {"end": end}
 
     def query(self, target: int, **other: object) -> str:
-        """The address of what is shown, with something else in it."""
+        """Returns the query of an address that shows the same, but for the fields in ``other``."""
         setting = self.now.setting
         return urlencode(
             {
@@ -144,25 +144,25 @@ class Answer:
         )
 
 
-def answer(known: ByHand, query: Mapping[str, str]) -> Answer:
-    """What was asked for, or, where that cannot be, why not and what comes closest."""
+def answer(known: ByHand, query: Mapping[str, str]) -> WhatIfPage:
+    """Returns the page for what was asked for; if that cannot be tried, for what comes closest, with the reason."""
     captured = known.as_captured
     try:
         now = chosen(known, query)
     except ValueError as mistake:
-        return Answer(known, captured, captured, str(mistake))
+        return WhatIfPage(known, captured, captured, str(mistake))
     if not query.get("move"):
-        return Answer(known, now, captured, None)
+        return WhatIfPage(known, now, captured, None)
     try:
-        return Answer(
+        return WhatIfPage(
             known, tried(known, replace(now.setting, pieces=_moved(now.setting, query["move"]))), captured, None
         )
     except ValueError as mistake:
-        return Answer(known, now, captured, str(mistake))
+        return WhatIfPage(known, now, captured, str(mistake))
 
 
 def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...] | None:
-    """The flags as the host that trained takes them; None where it takes the flags themselves."""
+    """Returns the flags in the syntax of the host that trained; None if it takes Megatron's own."""
     return options_of(target.measured.framework, target.measured.role, prediction.flags, len(prediction.layers))
 
 

@@ -48,12 +48,11 @@ UNREADABLE: dict[str, Writes] = {
     "null": lambda run, path: changed(run, path, target=None),
     "later": lambda run, path: changed(run, path, version=3),
 }
-#: What the lowest rank refuses, and a part of the reason.
+#: What a rank cannot carry out, and a part of the reason.
 REFUSED: dict[str, tuple[Writes, str]] = {
-    "another-run": (lambda run, path: changed(run, path, run="0" * 16), "another run"),
     "target": (lambda run, path: changed(run, path, target="train"), "unknown target 'train'"),
     "tool": (lambda run, path: changed(run, path, options={"tool": ["gdb"]}), "unknown value 'gdb'"),
     "options": (lambda run, path: changed(run, path, options={"dir": "/"}), "unknown option 'dir'"),
     "ranks": (lambda run, path: changed(run, path, select="0,99"), "outside the world"),
-    "coordinates": (lambda run, path: changed(run, path, select="pp=7"), "pp=7"),
+    "selection": (lambda run, path: changed(run, path, select="first"), "first"),
 }

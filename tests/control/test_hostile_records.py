@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from megaprof.cli import main
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import RunningJob
-from megaprof.control.requester import selected_ranks
-from megaprof.control.requests import check, new_request
+from megaprof.control.requests import check, new_request, selected_ranks
 from megaprof.formats.job import records
 from megaprof.formats.job.requests import Refused, Request
 from megaprof.formats.job.run import MOST_RANKS, RunRecord

@@ -103,7 +103,7 @@ def test_exactly_the_calls_that_were_chosen(job: Job, tmp_path: Path) -> None:
     request = job.order(steps=2)
     assert (job.answer(request).state, job.answer(request).calls) == ("accepted", 2)
     job.go(request, 4)
-    assert job.answer(request).state == "armed"
+    assert job.answer(request).state == "accepted"
     job.step(2)
     assert traces(tmp_path) == []
     job.step(3)
@@ -122,7 +122,7 @@ def test_too_late_is_no_capture_at_all(job: Job, tmp_path: Path) -> None:
     request = job.order(steps=3)
     job.go(request, 1)
     missed = job.finish(request)
-    assert missed.state == "missed"
+    assert missed.state == "failed"
     assert "call 1 was over" in str(missed.reason)
     job.step(3)
     assert traces(tmp_path) == []
@@ -173,7 +173,7 @@ def test_targets_that_the_job_does_not_capture_by_itself(job: Job, tmp_path: Pat
 def test_a_target_that_nobody_runs_is_refused_with_what_runs(job: Job, target: str) -> None:
     job.step(3)
     refused = job.answer(job.order(target))
-    assert refused.state == "refused"
+    assert refused.state == "failed"
     assert refused.reason == f"nobody has run {target} in this job so far; what runs is train_actor"
 
 
@@ -202,7 +202,7 @@ def test_a_tool_that_fails_ends_its_capture_and_nothing_else(
     job.go(request, 0)
     job.step(2)
     failed = job.finish(request)
-    assert failed.state in ("failed", "missed")
+    assert failed.state == "failed"
     assert reason in str(failed.reason)
     assert job.handle.active
     good = job.order(steps=1)
@@ -213,7 +213,7 @@ def test_a_tool_that_fails_ends_its_capture_and_nothing_else(
 
 def test_a_tool_that_cannot_run_here_is_refused(job: Job) -> None:
     request = job.order(options={"tool": ["memory"]})
-    assert job.answer(request).state == "refused"
+    assert job.answer(request).state == "failed"
     assert "no CUDA device" in str(job.answer(request).reason)
 
 
@@ -224,10 +224,10 @@ def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: p
     monkeypatch.setattr("megaprof.config.tools.registered", dict(tools.registered))
     register_recorder("broken", broken)
     request = job.order(options={"tool": ["broken"]})
-    assert job.answer(request).state == "refused"
+    assert job.answer(request).state == "failed"
     assert "no library today" in str(job.answer(request).reason)
     job.listener.look()
-    assert job.answer(request).state == "refused"
+    assert job.answer(request).state == "failed"
 
 
 def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatc
     assert task is not None
     name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
     monkeypatch.setattr(task._demand, "written", [[name] * 3] * MOST_STEPS)
-    task._say("failed", "原因\udcff\x1b" * 4000)
+    task._answer("failed", "原因\udcff\x1b" * 4000)
     monkeypatch.setattr(job.handle._session, "off", "\udcff" * 4000)
     job.listener.look()
     said = job.answer(request)
@@ -292,7 +292,7 @@ def test_nsys_on_demand_opens_a_capture_range_per_step(
 def test_nsys_on_demand_needs_a_process_that_runs_under_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SESSION_VARIABLE, raising=False)
     refused = job.answer(order_nsys(job, monkeypatch))
-    assert refused.state == "refused"
+    assert refused.state == "failed"
     assert refused.reason == (
         "this process does not run under nsys ('megaprof nsys' prints the command to start it with)"
     )
@@ -489,7 +489,7 @@ def test_what_turns_a_rank_off_is_in_its_status(job: Job, monkeypatch: pytest.Mo
     assert status.off
     assert "the agenda is unwell" in str(status.why)
     refused = job.answer(job.order())
-    assert refused.state == "refused"
+    assert refused.state == "failed"
     assert "the agenda is unwell" in str(refused.reason)
 
 

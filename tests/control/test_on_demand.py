@@ -14,7 +14,6 @@ from megaprof.analysis.trace.traces import read_trace
 from megaprof.control.job import find_job
 from megaprof.control.requester import Outcome, Requester
 from megaprof.control.requests import new_request
-from megaprof.formats.job.requests import Refused
 from megaprof.testing import run_ranks
 from tests.cli.running import as_a_user
 from tests.control.control_jobs import SMALL, Running, running, train
@@ -79,21 +78,16 @@ def test_fifty_requests_at_once_in_the_place_of_what_is_none(job: Running) -> No
         paths.capture.unlink(missing_ok=True)
         write(found.run, paths.capture)
         time.sleep(0.2)
-    asking = [Requester(found, new_request(found.run, "train_actor", steps=1, timeout=90), [0, 1]) for _ in range(50)]
-    outcomes: list[Outcome] = []
-    refused: list[str] = []
+    asking = [Requester(found, new_request(found.run, "train_actor", steps=1, timeout=90)) for _ in range(50)]
+    found_out: list[Outcome] = []
     while asking:
         for requester in list(asking):
-            try:
-                outcome = requester.advance()
-            except Refused as refusal:
-                refused.append(str(refusal))
+            if (outcome := requester.advance()) is not None:
+                found_out.append(outcome)
                 asking.remove(requester)
-            else:
-                if outcome is not None:
-                    outcomes.append(outcome)
-                    asking.remove(requester)
         time.sleep(0.1)
+    outcomes = [each for each in found_out if each.captured]
+    refused = [str(each.reason) for each in found_out if not each.captured]
     assert outcomes, refused
     assert len(outcomes) + len(refused) == 50
     assert all(outcome.reason is None and outcome.captured == 2 and len(outcome.steps) == 1 for outcome in outcomes)

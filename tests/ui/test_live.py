@@ -137,16 +137,6 @@ def test_pages_share_a_look(job: Job, tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(made) == 1
 
 
-def test_of_many_jobs_the_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MOST_JOBS", 2)
-    jobs = live.LiveJobs()
-    first, second = (jobs.job(tmp_path / name, None) for name in "ab")
-    assert jobs.job(tmp_path / "a", None) is first
-    jobs.job(tmp_path / "c", None)
-    assert jobs.job(tmp_path / "a", None) is first
-    assert jobs.job(tmp_path / "b", None) is not second
-
-
 def test_hostile_statuses_are_text(job: Job, tmp_path: Path) -> None:
     hostile = "<img src=x onerror=alert(1)>"
     job.status(0, recent=RECENT | {"target": hostile}, name=hostile)
@@ -188,7 +178,7 @@ def test_a_capture_is_asked_for_by_the_files_of_trigger(job: Job, tmp_path: Path
         assert (request.target, request.steps, request.by) == ("train_actor", 1, "megaprof ui")
         assert "waiting for 2 of 2 to answer" in _until(client, where, "waiting for")
         twice = client.post(f"{where}/capture", data=fields, headers={"origin": HERE})
-        assert (twice.status_code, "still under way" in twice.text) == (409, True)
+        assert (twice.status_code, "busy with" in twice.text) == (409, True)
     assert not job.paths.capture.exists(), "nobody waits for it any more"
 
 

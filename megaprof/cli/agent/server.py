@@ -21,7 +21,7 @@ from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import CommandError, in_a_line
 from megaprof.cli.agent import answers, documents
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
-from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, look, prepare
+from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, prepare
 from megaprof.config.windows import TARGETS
 from megaprof.formats.phrases import counted
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
@@ -217,7 +217,7 @@ async def trigger(
         return _failed("trigger", fault)
     looks = 0
     try:
-        while (answer := await run_sync(look, requester)) is None:
+        while (answer := await run_sync(requester.advance)) is None:
             looks += 1
             await context.report_progress(looks, message=requester.state)
             await anyio.sleep(requester.pause)

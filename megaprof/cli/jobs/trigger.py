@@ -15,7 +15,7 @@ from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
-from megaprof.control.requester import Outcome, Requester, requester_for
+from megaprof.control.requester import Requester, requester_for
 from megaprof.control.requests import OPTIONS
 from megaprof.formats.job.requests import Refused
 from megaprof.formats.phrases import counted
@@ -56,23 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(directory: Path, target: str, **fields: Any) -> Requester:
-    """Returns a requester to the job in ``directory``, with the fields of `Request.draft`. Nothing is asked yet. Raises
+    """Returns a requester to the job in ``directory``, with the fields of `draft`. Nothing is asked yet. Raises
     NoJob if there is no such job, and UsageError for fields that make no sense."""
     try:
         return requester_for(directory, target, **fields)
     except Refused as mistake:
-        # The command's option in the place of the request's field, or of the job's option.
-        said = f"--{mistake}" if mistake.field else str(mistake).replace("--profile-", "--")
-        raise UsageError(said) from None
-
-
-def look(requester: Requester) -> Outcome | None:
-    """Looks once at what the ranks say; the first look asks. Returns the outcome when there is one. A caller that stops
-    looking before must withdraw the request."""
-    try:
-        return requester.advance()
-    except Refused as refusal:
-        return requester.refused(refusal)
+        raise UsageError(str(mistake).replace("--profile-", "--")) from None  # the command's option, not the job's
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     told, ranks = "", counted(len(requester.ranks), "rank")
     try:
-        while (outcome := look(requester)) is None:
+        while (outcome := requester.advance()) is None:
             if requester.phase != told:  # not for every number in its state
                 told = requester.phase
                 say(f"{arguments.target} on {ranks}: {requester.state}", sys.stderr)

@@ -20,8 +20,8 @@ _TRAINING = "train_actor"
 
 Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
 Coordinate = Annotated[int, Meta(ge=0, le=MOST_RANKS)]
-State = Literal["accepted", "refused", "armed", "recording", "done", "missed", "failed"]
-FINAL = frozenset(("refused", "done", "missed", "failed"))
+State = Literal["accepted", "recording", "done", "failed"]
+FINAL = frozenset(("done", "failed"))
 """States of a capture that no other state follows."""
 
 
@@ -108,7 +108,7 @@ class CaptureState(msgspec.Struct, frozen=True):
     seconds: Seconds | None = None
     """Seconds from the start of one call to the start of the next, lately; None before the second call."""
     reason: str | None = None
-    """Why it is no further; None where nothing is wrong."""
+    """Why the rank does not capture; None where nothing is wrong."""
     steps: tuple[Count, ...] = ()
     """The numbers of the captured steps."""
     files: tuple[str, ...] = ()

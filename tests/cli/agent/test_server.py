@@ -251,12 +251,12 @@ def test_a_server_that_may_capture_asks_nobody_and_says_what_is_missing(job: Job
         arguments = {"directory": str(job.directory), "target": "train_actor", "timeout": 60}
         return await client.call_tool("trigger", arguments)
 
-    with answering(job, last="missed"):
+    with answering(job, last="failed"):
         result = ask(conversation, allow_trigger=True)
     found = json.loads(text(result))
     check("trigger", found)
     assert result.is_error, "not all of it was done"
-    assert (found["captured"], found["reason"]) == (1, "rank 1 missed: too late")
+    assert (found["captured"], found["reason"]) == (1, "rank 1: too late")
 
 
 def test_a_request_is_withdrawn_when_the_client_hangs_up(job: Job, tmp_path: Path) -> None:
