@@ -240,14 +240,20 @@ def test_the_report_names_what_is_wrong_and_what_it_costs(scenario, tmp_path):
 
 def table() -> str:
     lines = [
-        "# What the report was tested to find",
+        "# How the report was tested",
         "",
-        f"{len(ALL)} synthetic runs with a known answer: {len(HEALTHY)} healthy ones, {len(SINGLE)} with one cause",
-        f"and {len(PAIRS)} with two. `tests/analysis/report/test_truth.py` makes a report of each. The report must",
-        "name the causes in the last column and no others. Behind the colon is the stage or the process group, then",
-        "its price in percent of the step, the causes before it being mended. A run is called healthy when nothing was",
-        "put into it that ought to be mended; what is there has its price all the same.",
-        "`python -m tests.analysis.report.test_truth` writes this table.",
+        "Read this to decide how far to trust what the report names. There are two tests: a list of runs with known",
+        "causes, all of which the report must name, and random pipelines, which show how often it is right.",
+        "",
+        rules(),
+        "## Runs with known causes",
+        "",
+        f"{len(ALL)} synthetic runs: {len(HEALTHY)} healthy ones, {len(SINGLE)} with one cause and {len(PAIRS)} with",
+        "two. For each, the report must name the causes in the last column and no others",
+        "(`tests/analysis/report/test_truth.py`). After the colon stands the stage or the process group, and then the",
+        "price in percent of the step, with the causes before it fixed. A run is healthy if no fault was put into it;",
+        "some of what it contains has a price all the same. `python -m tests.analysis.report.test_truth` writes this",
+        "page.",
         "",
         "| run | stages | chunks | microbatches | trace | causes named |",
         "|---|---|---|---|---|---|",
@@ -256,7 +262,7 @@ def table() -> str:
         named_causes = ", ".join(f"`{cause}` {price:.1f} %" for cause, price in s.expected.items()) or "none"
         kind = "GPU" if s.gpu else "CPU"
         lines.append(f"| {s.name} | {s.stages} | {s.chunks} | {s.microbatches} | {kind} | {named_causes} |")
-    return "\n".join([*lines, "", rules()])
+    return "\n".join([*lines, ""])
 
 
 def test_the_table_is_up_to_date():
