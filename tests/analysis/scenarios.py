@@ -148,7 +148,7 @@ def _run(scenario: Scenario, pipeline: Pipeline) -> Run:
         own = np.array(_work(scenario, rng))
         # Stages run at the pace of their slowest rank; peers wait for it in a tensor-parallel collective.
         pace = own.max(axis=1)
-        share[..., step] = own / pace[:, None]
+        share[..., step] = own / np.maximum(pace[:, None], 1e-9)
         times = np.stack([pace, 2 * pace], axis=2) / whole
         _disturb(scenario, step, rng, times)
         passes[..., step, :] = times[..., None]

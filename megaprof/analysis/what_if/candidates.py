@@ -11,7 +11,7 @@ import numpy as np
 from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Captured, Change, Kind, Priced, described, priced
-from megaprof.analysis.what_if.contents import Costs, Held, fitted, split
+from megaprof.analysis.what_if.contents import Costs, Held, split
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import Layout, format_layout, layers_per_stage, to_flags
 from megaprof.analysis.what_if.memory import Memory, in_flight_layers
@@ -126,26 +126,18 @@ def layouts(known: Known) -> list[Priced]:
 def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
     """The layouts other than the captured one with the shortest undisturbed step; where some do not fit into the
     measured memory the quickest that do, behind the quickest of all."""
-    schedule, flat = replay.schedule, "".join(known.pieces)
+    schedule = replay.schedule
     same = schedule.chunks == known.run.replay.schedule.chunks
     factor = known.costs.factor if same else known.costs.of_stage[:, None]
     searched = partial(
         search,
-        fitted(known.costs).model(known.run.p2p_ms),
-        schedule.stages,
-        schedule.chunks,
-        flat.count("t"),
-        schedule.microbatches,
-        mtp_layers=flat.count("m"),
-        forward_only=schedule.forward_only,
-        combined=schedule.combined,
-        microbatch_group_size=schedule.group_size if schedule.chunks > 1 else None,
-        rendezvous=replay.rendezvous,
-        in_turn=replay.in_turn,
+        known.costs.units,
+        replay,
+        p2p_ms=known.run.p2p_ms,
         factor=factor * np.reshape(known.slower, (-1, 1, 1)),
         top=most + 1,
     )
-    others = [each.pieces for each in searched() if each.pieces != known.pieces]
+    others = [pieces for pieces in searched() if pieces != known.pieces]
     memory = known.memory
     if memory is None:
         return others[:most]
@@ -155,7 +147,7 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
 
     if not all(map(fits, others)):
         bounded = searched(needs=partial(memory.part, schedule=schedule))
-        fitting = [each.pieces for each in bounded if each.pieces != known.pieces]
+        fitting = [pieces for pieces in bounded if pieces != known.pieces]
         others = [*(pieces for pieces in others[:1] if not fits(pieces)), *fitting]
     return others[:most]
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.naming import AGAIN, looks
 from megaprof.analysis.table.modules import EMBEDDING, LOSS, MTP
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.layout_search import FREE, Cost, CostModel
+from megaprof.analysis.what_if.layout_search import Unit
 from megaprof.analysis.what_if.layouts import Layout
 
 _LETTERS = {"E": EMBEDDING, "m": MTP, "L": LOSS}
@@ -97,11 +97,34 @@ class Costs:
         return found
 
     @property
+    def units(self) -> list[Unit]:
+        """The model from front to back, as `layout_search.search` takes it; without draws."""
+        ms = dict(zip(self.held.names, self.parts.tolist(), strict=True))
+        nothing = [0.0] * self.parts.shape[-1]
+        mtp = "".join(self.held.pieces).count("m")
+        return [
+            ("E", ms.get(EMBEDDING, nothing)),
+            *(("t", ms[kind]) for kind in self.held.kinds),
+            *([("m" * mtp, [each * mtp for each in ms[MTP]])] if mtp else []),
+            ("L", ms.get(LOSS, nothing)),
+        ]
+
+    @property
     def of_stage(self) -> Floats:
         """[..., stage, k]: the factor of all chunks of a stage."""
         alone = np.einsum("scn,...nk->...sck", self.held.counts(), self.parts)
         found: Floats = (alone * self.factor).sum(axis=-2) / np.maximum(alone.sum(axis=-2), 1e-9)
         return found
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One microbatch through one layer."""
+
+    forward_ms: float
+    """Milliseconds of its forward."""
+    backward_ms: float = 0.0
+    """Milliseconds of its backward."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +143,6 @@ class CostFit:
     """What the times could not say: ``kinds_alike``, all kinds of layers are taken to cost the same; ``ends_hidden``,
     layers, embedding and loss are not told apart, because no chunk holds layers alone; ``mtp_like_layer``, an MTP layer
     is taken to cost as much as a decoder layer."""
-
-    def model(self, p2p_ms: float = 0.0) -> CostModel:
-        """The costs as `layout_search.search` takes them."""
-        each = tuple(self.by_kind[kind] for kind in self.kinds)
-        embedding, loss, mtp = (self.by_kind.get(name, FREE) for name in (EMBEDDING, LOSS, MTP))
-        return CostModel(each[0] if len(set(each)) == 1 else each, embedding, loss, mtp, p2p_ms)
 
 
 def fitted(costs: Costs) -> CostFit:

@@ -1,111 +1,44 @@
-"""Find the pipeline layout with the shortest replayed step, from what each kind of layer costs."""
+"""Find the pipeline layout with the shortest replayed step, from what each layer costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations, pairwise
-from math import comb, inf, isfinite, prod
-from operator import itemgetter
+from math import comb, inf, prod
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.simulation.replay import Milliseconds, Replay, compiled
+from megaprof.analysis.simulation.replay import Milliseconds, Replay
 from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
-from megaprof.parallel.schedules import PipelineSchedule
 
 _PASSES_PER_SEARCH = 12_000_000
 _PASSES_AT_ONCE = 2_000_000  # 16 MB
 _PIECES_AT_ONCE = 1_000_000  # of those that a cut may make
 _FEWEST, _MOST = 100, 2000  # replays a search
 
-_Whole = npt.NDArray[np.intp]
-Needs = Callable[[_Whole, _Whole], npt.NDArray[np.float64]]
-"""What part of what it may have each of some stages [n] needs, [n], if its chunks hold so many layers (MTP layers
-included), [n, chunk]. A stage may need 1."""
-_Counts = tuple[int, ...]
+Unit: TypeAlias = tuple[str, Sequence[float]]
+"""A part of the model that no layout divides: its letters (``E``, ``t``, all MTP layers as ``mm``, ``L``), and what a
+microbatch takes in it, in milliseconds by kind of pass."""
+_Whole: TypeAlias = npt.NDArray[np.intp]
+Needs: TypeAlias = Callable[[_Whole, _Whole], npt.NDArray[np.float64]]
+"""Takes some stages [n] and the layers (MTP layers included) that their chunks hold [n, chunk], and returns how much of
+its memory each stage needs [n], where 1 is all that it may have."""
+_Counts: TypeAlias = tuple[int, ...]
 """How many units each piece holds. A layout keeps the units in their order, so this is all there is to choose."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """One microbatch through one layer."""
-
-    forward_ms: float
-    """Milliseconds of its forward."""
-    backward_ms: float = 0.0
-    """Milliseconds of its backward."""
-
-
-FREE = Cost(0.0)
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """What a microbatch costs in each kind of layer, and on its way from one piece to the next."""
-
-    layer: Cost | tuple[Cost, ...]
-    """One cost for all decoder layers, or one for each in the model's order (dense and MoE layers mixed)."""
-    embedding: Cost = FREE
-    """The embedding."""
-    loss: Cost = FREE
-    """The output layer and the loss."""
-    mtp: Cost = FREE
-    """Each multi-token prediction layer."""
-    p2p_ms: float = 0.0
-    """Milliseconds of one transfer."""
-
-    def units(self, layers: int, mtp_layers: int = 0) -> list[tuple[str, Cost]]:
-        """The model from front to back in parts that no layout divides: all MTP layers are one.
-
-        Raises:
-            ValueError: a cost that is negative or not finite, no layer, or not one cost for each layer.
-        """
-        if layers < 1 or mtp_layers < 0:
-            raise ValueError(f"layers={layers} must be at least 1 and mtp_layers={mtp_layers} at least 0")
-        each = (self.layer,) * layers if isinstance(self.layer, Cost) else tuple(self.layer)
-        if len(each) != layers:
-            raise ValueError(f"CostModel.layer has {len(each)} costs, expected one or layers={layers}")
-        mtp = Cost(self.mtp.forward_ms * mtp_layers, self.mtp.backward_ms * mtp_layers)
-        units = [("E", self.embedding), *(("t", cost) for cost in each)]
-        units += [("m" * mtp_layers, mtp)] * (mtp_layers > 0) + [("L", self.loss)]
-        for name, cost in units:
-            if not all(isfinite(ms) and ms >= 0 for ms in (cost.forward_ms, cost.backward_ms)):
-                raise ValueError(f"CostModel has {cost} for {name!r}; times must be finite and not negative")
-        if not (isfinite(self.p2p_ms) and self.p2p_ms >= 0):
-            raise ValueError(f"CostModel has p2p_ms={self.p2p_ms}; it must be finite and not negative")
-        return units
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout and what its replay says."""
-
-    pieces: Layout
-    """The layers of each piece."""
-    flags: tuple[str, ...]
-    """Megatron's arguments for it."""
-    step_ms: float
-    """Milliseconds of the replayed step."""
-
-
 class _Problem:
-    """One search: the units, the run that they belong to, and every layout replayed so far."""
+    """One search: the model's units, the schedule, and every layout replayed so far."""
 
     def __init__(
-        self, units: list[tuple[str, Cost]], replay: Replay, p2p_ms: float, factor: Milliseconds, needs: Needs | None
+        self, units: Sequence[Unit], replay: Replay, p2p_ms: float, factor: Milliseconds, needs: Needs | None
     ) -> None:
         schedule, self.factor = replay.schedule, factor
         self.pp, self.vpp, self.microbatches = schedule.stages, schedule.chunks, schedule.microbatches
-        if len(units) < self.pp * self.vpp:
-            raise ValueError(
-                f"pp={self.pp} x vpp={self.vpp} pieces cannot be made of {len(units)} layers (E and L included)"
-            )
         self.names = [name for name, _ in units]
-        self.by_kind = [[one.forward_ms for _, one in units]]
-        if not schedule.forward_only:
-            self.by_kind.append([one.backward_ms for _, one in units])
+        self.by_kind = [list(times) for times in zip(*(times for _, times in units), strict=True)]
         self.work = [sum(each) for each in zip(*self.by_kind, strict=True)]
         self.pipeline, self.p2p_ms = replay, p2p_ms
         self.stages_need, self.step_ms = needs, dict[_Counts, float]()
@@ -173,61 +106,48 @@ class _Problem:
 
 
 def search(
-    cost: CostModel,
-    pp: int,
-    vpp: int,
-    layers: int,
-    microbatches: int,
+    units: Sequence[Unit],
+    replay: Replay,
     *,
-    mtp_layers: int = 0,
-    forward_only: bool = False,
-    combined: bool = False,
-    microbatch_group_size: int | None = None,
-    rendezvous: bool = False,
-    in_turn: bool = False,
+    p2p_ms: float = 0.0,
     factor: npt.ArrayLike = 1.0,
     needs: Needs | None = None,
     top: int = 5,
-) -> list[Candidate]:
-    """The ``top`` layouts with the shortest replayed step, the shortest first; of equals those with simpler flags.
+) -> dict[Layout, float]:
+    """Returns the ``top`` layouts with the shortest replayed step, and that step in milliseconds, the shortest first;
+    of equals those with simpler flags.
 
     Exact where all layouts can be replayed (up to 2000 of them). Otherwise the replay judges Megatron's own splits and
     two exact optima (of the heaviest piece, and of a bound on the step that also counts filling and draining the
-    pipeline), and improves the best of them by moving one layer at a time. Deterministic. Every piece holds something.
-    MTP layers apart from the loss need megatron-core 0.16. ``factor``: how many times as long the passes of stages
-    take, ``[stage, chunk, kind of pass]`` or what broadcasts to it. ``needs``: no layout is returned
-    in which a stage needs more than 1. Where there is a layout that keeps this, one is found; MTP layers in several
-    chunks are the exception: there a bound that hardly any layout keeps may be missed.
+    pipeline), and improves the best of them by moving one layer at a time. Deterministic. Every piece holds something,
+    so a model of few layers may have no layout at all. MTP layers apart from the loss need megatron-core 0.16.
 
-    Raises:
-        ValueError: costs, counts or a schedule that cannot be, see `CostModel.units` and `PipelineSchedule.checked`.
+    ``units``: the model from front to back. ``factor``: how many times as long the passes of stages take,
+    ``[stage, chunk, kind of pass]`` or what broadcasts to it. ``needs``: no layout is returned in which a stage needs
+    more than 1. Where some layout keeps this bound, one is found; MTP layers in several chunks are the exception, where
+    a bound that hardly any layout keeps may be missed.
     """
-    if top < 1:
-        raise ValueError(f"top={top} must be at least 1")
-    if pp < 1 or vpp < 1:
-        raise ValueError(f"pp={pp} x vpp={vpp} must be at least 1 x 1")
-    schedule = PipelineSchedule.checked(
-        pp, vpp, microbatches, group_size=microbatch_group_size, forward_only=forward_only, combined=combined
-    )
-    factors = np.broadcast_to(np.asarray(factor, dtype=float), (pp, vpp, len(schedule.kinds)))
-    problem = _Problem(
-        cost.units(layers, mtp_layers), compiled(schedule, rendezvous, in_turn), cost.p2p_ms, factors, needs
-    )
-    pieces, units = pp * vpp, len(problem.work)
-    if comb(units - 1, pieces - 1) <= problem.budget:
-        cuts = ((0, *inside, units) for inside in combinations(range(1, units), pieces - 1))
+    pp, vpp, kinds, _ = replay.shape
+    pieces = pp * vpp
+    if len(units) < pieces:
+        return {}
+    factors = np.broadcast_to(np.asarray(factor, dtype=float), (pp, vpp, kinds))
+    problem = _Problem(units, replay, p2p_ms, factors, needs)
+    if comb(len(units) - 1, pieces - 1) <= problem.budget:
+        cuts = ((0, *inside, len(units)) for inside in combinations(range(1, len(units)), pieces - 1))
         problem.replay(problem.fitting([tuple(end - begin for begin, end in pairwise(each)) for each in cuts]))
     else:
-        problem.replay(_starts(problem, layers, mtp_layers))
+        problem.replay(_starts(problem))
         problem.replay([_lowered(problem, problem.quickest_first()[0])])
         for start in problem.fitting(problem.quickest_first())[:3]:
             _improve(problem, start)
     return _best(problem, top)
 
 
-def _starts(problem: _Problem, layers: int, mtp_layers: int) -> Iterator[_Counts]:
-    """Layouts worth a replay before the local search."""
+def _starts(problem: _Problem) -> Iterator[_Counts]:
+    """Yields layouts worth a replay before the local search."""
     pp, vpp, m = problem.pp, problem.vpp, problem.microbatches
+    layers, mtp_layers = ("".join(problem.names).count(letter) for letter in "tm")
     prefix = np.array([sum(problem.work[:index]) for index in range(len(problem.work) + 1)])
     pieces = pp * vpp
     yield _smallest_maximum(pieces, lambda begin, end: prefix[end] - prefix[begin], len(problem.work))
@@ -350,21 +270,19 @@ def _moves(problem: _Problem, counts: _Counts, first: npt.NDArray[np.bool_] | No
         yield moves
 
 
-def _best(problem: _Problem, top: int) -> list[Candidate]:
+def _best(problem: _Problem, top: int) -> dict[Layout, float]:
     def step(counts: _Counts) -> float:
         # Equal work summed in another order differs in the last bits; that must not decide between layouts.
         return float(f"{problem.step_ms[counts]:.10e}")
 
     ranked = sorted(problem.fitting(list(problem.step_ms)), key=lambda counts: (step(counts), counts))
     if not ranked:
-        return []
+        return {}
     limit = step(ranked[min(top, len(ranked)) - 1])
-    candidates = []
-    for counts in ranked:
-        if step(counts) > limit:
-            break
-        pieces = problem.pieces(counts)
-        flags = to_flags(pieces, problem.pp)
-        order = step(counts), "--pipeline-model-parallel-layout" in flags, len(flags), counts
-        candidates.append((order, Candidate(pieces, flags, problem.step_ms[counts])))
-    return [candidate for _, candidate in sorted(candidates, key=itemgetter(0))[:top]]
+
+    def simplest_first(counts: _Counts) -> tuple[float, bool, int, _Counts]:
+        flags = to_flags(problem.pieces(counts), problem.pp)
+        return step(counts), "--pipeline-model-parallel-layout" in flags, len(flags), counts
+
+    chosen = sorted((counts for counts in ranked if step(counts) <= limit), key=simplest_first)[:top]
+    return {problem.pieces(counts): problem.step_ms[counts] for counts in chosen}

@@ -3,9 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.simulation.simulate import Simulation, simulate
-from megaprof.analysis.what_if.layout_search import Cost, CostModel
+from megaprof.analysis.what_if.contents import Cost
+from megaprof.analysis.what_if.layout_search import Unit, search
+from megaprof.analysis.what_if.layouts import Layout
+from megaprof.parallel.schedules import PipelineSchedule
+
+FREE = Cost(0.0)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a microbatch costs in each kind of layer, and on its way from one piece to the next. ``layer``: one cost for
+    all decoder layers, or one for each."""
+
+    layer: Cost | tuple[Cost, ...]
+    embedding: Cost = FREE
+    loss: Cost = FREE
+    mtp: Cost = FREE
+    p2p_ms: float = 0.0
+
+    def units(self, layers: int, mtp_layers: int = 0) -> list[tuple[str, Cost]]:
+        """The model from front to back in parts that no layout divides: all MTP layers are one."""
+        each = (self.layer,) * layers if isinstance(self.layer, Cost) else self.layer
+        mtp = Cost(self.mtp.forward_ms * mtp_layers, self.mtp.backward_ms * mtp_layers)
+        units = [("E", self.embedding), *(("t", cost) for cost in each)]
+        return [*units, *([("m" * mtp_layers, mtp)] if mtp_layers else []), ("L", self.loss)]
+
+
+def searched(
+    cost: CostModel,
+    pp: int,
+    vpp: int,
+    layers: int,
+    microbatches: int,
+    *,
+    mtp_layers: int = 0,
+    forward_only: bool = False,
+    rendezvous: bool = False,
+    **options: Any,
+) -> dict[Layout, float]:
+    """The layouts that the search finds for such a model."""
+    schedule = PipelineSchedule.checked(pp, vpp, microbatches, forward_only=forward_only)
+    units: list[Unit] = [
+        (name, [one.forward_ms] if forward_only else [one.forward_ms, one.backward_ms])
+        for name, one in cost.units(layers, mtp_layers)
+    ]
+    return search(units, compiled(schedule, rendezvous), p2p_ms=cost.p2p_ms, **options)
 
 
 def replay_layout(

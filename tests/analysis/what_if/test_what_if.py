@@ -20,14 +20,14 @@ from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import assumptions, worth_showing
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.gpu import Peak
-from megaprof.analysis.what_if.layout_search import Cost, CostModel
+from megaprof.analysis.what_if.contents import Cost
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.parallel.schedules import PipelineSchedule
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds, pipeline
-from tests.analysis.what_if.oracle import replay_layout
+from tests.analysis.what_if.oracle import CostModel, replay_layout
 
 CPU = {"gpu": False, "noise": 0.005}
 
@@ -349,6 +349,12 @@ def test_a_missing_stage_withholds_everything(tmp_path):
     first, _ = pipeline(tmp_path, [6, 2])
     (warning,) = analyze(first).targets[0].what_if.warnings
     assert (warning.kind, warning.why.kind) == ("not_replayed", "stages_missing")
+
+
+def test_where_stages_hold_no_layer_there_may_be_no_other_layout():
+    """Every piece of another layout holds something, and three parts are too few for four pieces."""
+    what_if = found(Scenario("few", layers=(0, 1, 0, 0), embedding=3.0, loss=3.0, **CPU))
+    assert (what_if.layout, what_if.advice) == ("E|t||L", "no_other")
 
 
 def test_flags_are_those_of_the_layout():
