@@ -11,7 +11,7 @@ from typing import TypeAlias
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.what_if.by_hand import ByHand
+from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.depth import half_as_deep
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -170,7 +170,7 @@ def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more: float, each: 
     )
 
 
-def _half_as_deep(known: ByHand) -> Prediction | str:
+def _half_as_deep(known: Changeable) -> Prediction | str:
     """What is predicted of half as many stages, or why nothing is."""
     try:
         found = half_as_deep(known)

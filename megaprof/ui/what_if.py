@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes_of
-from megaprof.analysis.what_if.by_hand import ByHand, Setting, Tried, chosen, moved, number_of, tried, whole
+from megaprof.analysis.what_if.by_hand import chosen, moved, number_of, whole
+from megaprof.analysis.what_if.changeable import Changeable, Setting, Tried, tried
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout, options_of
 from megaprof.analysis.what_if.packing import PLANS
@@ -61,7 +62,7 @@ class StageRow:
 class WhatIfPage:
     """What the page shows."""
 
-    known: ByHand
+    known: Changeable
     """The captured run."""
     now: Tried
     """The setting that is shown."""
@@ -144,7 +145,7 @@ class WhatIfPage:
         )
 
 
-def answer(known: ByHand, query: Mapping[str, str]) -> WhatIfPage:
+def answer(known: Changeable, query: Mapping[str, str]) -> WhatIfPage:
     """Returns the page for what was asked for; if that cannot be tried, for what comes closest, with the reason."""
     captured = known.as_captured
     try:

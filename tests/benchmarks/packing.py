@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.what_if.packing import PLANS, Microbatch, Packed, plan, relaid
+from megaprof.analysis.what_if.packing import PLANS, Microbatch, Packed, plan, repacked
 from megaprof.testing import GPTWorkload, faults, run_ranks
 from tests.benchmarks.cores import awake
 from tests.benchmarks.whatif import TIME_LIMIT, Outcome, figures, measured_speedup, name, only_first, run_rank, show
@@ -102,7 +102,7 @@ def outcomes_of(kind: str, job: int, repeats: int, out: Path) -> list[Outcome]:
     for number, place in enumerate(places):
         own = known_of(place)
         # The one that ran: another capture may lay them otherwise.
-        said = relaid(own, [laid] * len(own.steps)).prediction
+        said = repacked(own, [laid] * len(own.steps)).prediction
         outcomes.append(
             Outcome(
                 captured=f"job {job}, {number}",

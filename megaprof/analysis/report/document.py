@@ -25,7 +25,7 @@ from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as text
 from megaprof.analysis.report.text.notes import said, told
 from megaprof.analysis.stages.stages import Stage, TargetStages
-from megaprof.analysis.what_if.by_hand import ByHand
+from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.phrases import of_several
@@ -196,7 +196,7 @@ class Report(Document):
     """The timelines that were read."""
     drawn: Mapping[tuple[str, str | None], Callable[[], StepTimeline]] = field(default_factory=dict)
     """What draws the last step of every target, by target and role."""
-    by_hand: tuple[ByHand | None, ...] = ()
+    by_hand: tuple[Changeable | None, ...] = ()
     """For each target what answers for changes that a person chooses; None where its ``what_if`` says why."""
 
     def steps(self) -> dict[tuple[str, str | None], StepTimeline]:

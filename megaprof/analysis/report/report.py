@@ -32,7 +32,7 @@ from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
-from megaprof.analysis.what_if.by_hand import ByHand
+from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import what_if, withheld
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.phrases import listed
@@ -180,7 +180,7 @@ class _Target(NamedTuple):
     something."""
 
     report: TargetReport
-    by_hand: ByHand | None
+    by_hand: Changeable | None
     draw: _Draw | None
 
 

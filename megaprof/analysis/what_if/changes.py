@@ -1,4 +1,4 @@
-"""A captured run, replayed as it is and with changes: other contents of chunks, other microbatches, other exchanges.
+"""Captured steps, replayed as they are and with a change: other contents of chunks, microbatches, exchanges or depth.
 
 What a change gains is the replay of every captured step less its replay with the change, from the same passes: a pass
 takes as many times longer as its content does, and what came on top of contents (stalls, garbage collection, waiting
@@ -115,19 +115,22 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Change:
-    """What a run has otherwise beside its contents."""
+    """What a step has otherwise, beside what its chunks hold."""
 
     replay: Replay
-    """Its schedule; of half as many stages each holds what two neighbours held."""
-    larger: float = 1.0
-    """How many times the tokens its microbatches have."""
-    p2p_ms: float = 0.0
+    """Its schedule. With half as many stages each of them holds what two neighbours held, see `halved`."""
+    tokens: float = 1.0
+    """How many times the tokens of a captured microbatch each microbatch has."""
+    more_p2p_ms: float = 0.0
     """By how many milliseconds every exchange takes longer."""
+    reductions: float = 1.0
+    """How many times as long gradients are reduced behind the pipeline."""
 
 
 @dataclass(frozen=True)
-class Captured:
-    """Steps of a run, ``n`` of them, with the pipelines that may be the longest of each, ``r``."""
+class Baseline:
+    """The captured steps that changes are compared with: ``n`` steps, and of each the pipelines ``r`` that may be its
+    longest."""
 
     replay: Replay
     """Its schedule."""
@@ -146,7 +149,7 @@ class Captured:
     replayed_ms: float
     """The average step, replayed."""
     content: Floats
-    """[1, s, c, k]: what chunks take undisturbed."""
+    """[s, c, k]: what chunks take undisturbed."""
     drawn: Floats
     """[draw, s, c, k]: the same of draws."""
     rows: npt.NDArray[np.intp]
@@ -175,33 +178,36 @@ class Captured:
     @cached_property
     def pipelines_ms(self) -> Floats:
         """[n]: the longest pipeline of every step, replayed."""
-        return self._longest(np.arange(len(self.passes)), np.ones_like(self.content), self.as_is)
+        return self._longest(np.arange(len(self.passes)), np.ones_like(self.content)[None], self.as_is)
 
     def gain(self, content: Floats, change: Change) -> Floats:
-        """[n]: by how many milliseconds every step is shorter with other contents, [1, s, c, k]."""
+        """Returns [n]: by how many milliseconds every step is shorter with other contents [s, c, k] and a change."""
         every = np.arange(len(self.passes))
-        return self.pipelines_ms - self._longest(every, content / _positive(self.content, content), change)
+        took = self._longest(every, (content / _positive(self.content, content))[None], change)
+        return self.pipelines_ms - took - (change.reductions - 1.0) * self.tail
+
+    def gain_drawn(self, content: Floats, change: Change) -> Floats:
+        """Returns [any number of times each draw]: the same of the step of each draw, whose contents are those of the
+        draw."""
+        rows = np.resize(self.rows, len(content))
+        before = np.resize(self._drawn_ms, len(content))
+        took = self._longest(rows, content / _positive(self.content, content), change)
+        return before - took - (change.reductions - 1.0) * self.tail[rows]
+
+    def error_of_steps(self, gains: Floats, content: Floats, change: Change) -> float:
+        """Returns the standard error of the average of ``gains``, those of all steps, by how steps differ."""
+        n = len(gains)
+        several = gains if n > 1 else self._as_several.gain(content, change)
+        return float(several.std(ddof=1) / math.sqrt(n))
 
     @cached_property
-    def as_several(self) -> Captured:
+    def _as_several(self) -> Baseline:
         """One step as the steps that it might as well have been: of other blocks of its microbatches, since what
         disturbs one disturbs its neighbours."""
         chosen = blocks(len(self.rows), self.passes.shape[-1], np.random.default_rng(0))
         passes, beside = (np.stack([each[0][..., own] for own in chosen]) for each in (self.passes, self.beside))
-        entry, link = (np.repeat(each[:1], len(chosen), axis=0) for each in (self.entry, self.link))
-        return replace(self, passes=passes, beside=beside, entry=entry, link=link)
-
-    def error_of_steps(self, gains: Floats, content: Floats, change: Change) -> float:
-        """The standard error of the average of ``gains``, those of all steps, by how steps differ."""
-        n = len(gains)
-        several = gains if n > 1 else self.as_several.gain(content, change)
-        return float(several.std(ddof=1) / math.sqrt(n))
-
-    def gain_drawn(self, content: Floats, change: Change) -> Floats:
-        """[any number of times each draw]: the same of the step of each draw, whose contents are those of the draw."""
-        rows = np.resize(self.rows, len(content))
-        before = np.resize(self._drawn_ms, len(content))
-        return before - self._longest(rows, content / _positive(self.content, content), change)
+        entry, link, tail = (np.repeat(each[:1], len(chosen), axis=0) for each in (self.entry, self.link, self.tail))
+        return replace(self, passes=passes, beside=beside, entry=entry, link=link, tail=tail)
 
     @cached_property
     def _drawn_ms(self) -> Floats:
@@ -210,8 +216,8 @@ class Captured:
 
     def _longest(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> Floats:
         times, entry, link = self._times(rows, ratio, change)
-        found: Floats = change.replay.step_ms(times, entry=entry, link=link).max(axis=1)
-        return found
+        longest: Floats = change.replay.step_ms(times, entry=entry, link=link).max(axis=1)
+        return longest
 
     def _times(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> tuple[Floats, Floats, Floats]:
         """What the schedule of ``change`` replays. ``ratio`` [n, s, c, k]: how many times as long contents are."""
@@ -223,19 +229,21 @@ class Captured:
         times, entry, link = passes * ratio[:, None, ..., None] + beside, self.entry[rows], self.link[rows]
         if change.replay.shape[0] < times.shape[2]:
             times, entry, link = halved(times, entry, link)
-        times = resliced(times, change.replay.shape[3], change.larger)
-        return times, entry, np.maximum(link + change.p2p_ms, 0.0)
+        times = resliced(times, change.replay.shape[3], change.tokens)
+        return times, entry, np.maximum(link + change.more_p2p_ms, 0.0)
 
     def simulated(self, content: Floats, change: Change) -> Simulation:
-        """The longest pipeline of the step whose replay is nearest to the average one, with other contents."""
+        """Returns the longest pipeline of the step whose replay is nearest to the average one, with other contents
+        [s, c, k]."""
         row = np.array([np.abs(self.pipelines_ms - self.pipelines_ms.mean()).argmin()])
-        times, entry, link = self._times(row, content / _positive(self.content, content), change)
+        times, entry, link = self._times(row, (content / _positive(self.content, content))[None], change)
         longest = int(change.replay.step_ms(times, entry=entry, link=link)[0].argmax())
         return played(change.replay, times[0, longest], entry=entry[0, longest], link=link[0, longest])
 
 
-def captured(run: Examined, passes: Floats | None = None, replay: Replay | None = None) -> Captured:
-    """The run as it was examined, or as if it had had other ``passes`` [n, d, s, c, k, m], in their ``replay``."""
+def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None = None) -> Baseline:
+    """Returns the steps of a run as they were examined, or as if its passes had taken ``passes`` [n, d, s, c, k, m], in
+    their ``replay``."""
     state, before = run.view.state, run.view.pipelines_ms(run.replay)
     beside = np.minimum(run.view.beside(), state.passes) if passes is None else np.zeros_like(passes)
     if passes is not None:
@@ -245,19 +253,19 @@ def captured(run: Examined, passes: Floats | None = None, replay: Replay | None 
     shorter = before.max(axis=1) - took.max(axis=1)
     chosen = np.sort(np.argsort(-took, axis=1, kind="stable")[:, :_LONGEST], axis=1)
 
-    def of(values: Floats) -> Floats:
+    def of_chosen(values: Floats) -> Floats:
         return np.take_along_axis(values, chosen.reshape(*chosen.shape, *(1,) * (values.ndim - 2)), axis=1)
 
-    return Captured(
+    return Baseline(
         replay=replay,
-        passes=of(state.passes - beside),
-        beside=of(beside),
-        entry=of(state.entry),
-        link=of(state.link),
+        passes=of_chosen(state.passes - beside),
+        beside=of_chosen(beside),
+        entry=of_chosen(state.entry),
+        link=of_chosen(state.link),
         length=run.table.length - shorter,
         tail=state.tail,
         replayed_ms=run.replayed_ms - float(shorter.mean()),
-        content=run.view.now[:1],
+        content=run.view.now[0],
         drawn=run.model.draws.whole * _luck(run)[..., None, None],
         rows=run.rows,
     )
@@ -322,34 +330,49 @@ class Priced:
 
 
 def priced(
-    run: Captured,
+    run: Baseline,
     kind: Kind,
     content: Floats,
     sure: Floats,
     free: Floats,
     change: Change | None = None,
-    beside: float = 0.0,
+    unsure: float = 0.0,
 ) -> Priced:
-    """What the run gains with other contents, [s, c, k]: as estimated (``content``), by every draw of steps and
-    microbatches (``sure``), and by draws that take what the data leave open, too (``free``). ``beside``: what else
-    makes it uncertain, as a fraction of the step."""
+    """Returns what a run gains by a change, with other contents of chunks [s, c, k]: as estimated (``content``), by
+    every draw of steps and microbatches (``sure``), and by draws that take what the data leave open, too (``free``).
+    ``unsure``: what else makes it uncertain, as a fraction of the step."""
     change = change or run.as_is
-    measured_ms, n = run.measured_ms, len(run.length)
-    gains = run.gain(content[None], change)
+    gains = run.gain(content, change)
+    of_same_step = gains[run.rows]
+    return gained(
+        kind,
+        run.measured_ms,
+        gains,
+        run.error_of_steps(gains, content, change),
+        run.gain_drawn(sure, change) - of_same_step,
+        run.gain_drawn(free, change) - np.resize(of_same_step, len(free)),
+        (unsure + run.missed) * run.measured_ms,
+    )
+
+
+def gained(
+    kind: Kind, measured_ms: float, gains: Floats, of_steps: float, sure: Floats, free: Floats, unsure_ms: float
+) -> Priced:
+    """Returns the prediction of a step of ``measured_ms`` that gets shorter by ``gains`` [n], and the interval around
+    it.
+
+    ``of_steps`` is the standard error of their average. ``sure`` and ``free`` [draw] are what a draw gains beyond the
+    same step with what was estimated: ``sure`` for what more steps would tell, ``free`` for all that is open.
+    ``unsure_ms`` stays however many steps there are.
+    """
     mean = float(gains.mean())
-    same = gains[run.rows]
-    of_draws = run.gain_drawn(sure, change) - same
-    open_gains = run.gain_drawn(free, change) - np.resize(same, len(free))
-    of_steps = run.error_of_steps(gains, content[None], change)
-    noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(of_draws**2))))
+    noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(sure**2))))
     # What the replay misses a change may gain or lose in full.
-    fixed = math.hypot((beside + run.missed) * measured_ms, LEVEL * REPLAYED * mean)
-    other = math.hypot(LEVEL * of_steps, fixed)
-    below, above = (float(each) for each in np.quantile(open_gains, _ENDS))
+    other = math.hypot(LEVEL * of_steps, unsure_ms, LEVEL * REPLAYED * mean)
+    below, above = (float(end) for end in np.quantile(free, _ENDS))
     low, high = mean - math.hypot(min(below, 0.0), other), mean + math.hypot(max(above, 0.0), other)
-    more = _more(n, mean, low, noise, LEAST * measured_ms)
-    prediction = Prediction.of(kind, measured_ms, Price(mean, low, high), more)
-    return Priced(prediction, mean + open_gains)
+    more = _more(len(gains), mean, low, noise, LEAST * measured_ms)
+    return Priced(Prediction.of(kind, measured_ms, Price(mean, low, high), more), mean + free)
 
 
 def _more(n: int, mean: float, low: float, noise: float, least: float) -> int:
@@ -361,11 +384,6 @@ def _more(n: int, mean: float, low: float, noise: float, least: float) -> int:
 
 
 def apart(one: Priced, other: Priced) -> bool:
-    """Whether draws tell which of two changes gains more."""
+    """Returns whether draws tell which of two changes gains more."""
     below, above = np.quantile(one.gains - other.gains, _ENDS)
     return bool(below > 0.0 or above < 0.0)
-
-
-def described(found: Priced, **more: object) -> Priced:
-    """With other fields of its prediction."""
-    return replace(found, prediction=replace(found.prediction, **more))  # type: ignore[arg-type]

@@ -1,24 +1,24 @@
-"""What if the sequences of a step lay otherwise in its microbatches, and in its replicas.
+"""What a step would take if its sequences lay in other microbatches, or in other replicas.
 
 What passes take by tokens and squares of lengths is known (`diagnosis.lengths`), so a microbatch of other sequences has
-a time. What makes a rank slow stays. What else disturbs passes is not the packing's; later steps have more of it or
-less: a step of other microbatches is longer for it by the same factor. Every step is replayed with its own sequences.
+a time. What makes a rank slow stays. What else disturbs passes has nothing to do with the packing, and other steps have
+more of it or less: a step of other microbatches is longer for it by the same factor. Every step is replayed with its
+own sequences.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.examine import Examined, Price
+from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
-from megaprof.analysis.diagnosis.policy import LEVEL, REPLAYED
 from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.changes import Kind, Prediction, gained
 
 #: Packings that a person may ask for by name.
 BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS = (
@@ -33,8 +33,8 @@ BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS =
 #: Runs of one plan in turns with others differ by as much, as a fraction of the step.
 _RERUN = 0.02
 
-#: What has each host deal sequences by their lengths, read in the versions of docs/hosts; N is tokens of a microbatch.
-#: Megatron-LM's core_v0.16.1 and Megatron-Bridge 0.6.2 have none.
+#: The options with which each host deals sequences by their lengths, read in the versions of docs/hosts. Megatron-LM's
+#: core_v0.16.1 and Megatron-Bridge 0.6.2 have none.
 _SWITCHES = {
     "verl": (
         "trainer.balance_batch=True",
@@ -47,8 +47,9 @@ _SWITCHES = {
 }
 
 Microbatch = tuple[int, ...]
+"""The lengths of its sequences."""
 Step = list[list[Microbatch]]
-"""Lengths by replica and microbatch."""
+"""Microbatches by replica."""
 
 
 @dataclass(frozen=True)
@@ -57,38 +58,38 @@ class Packed:
 
     run: Examined
     """Its steps."""
-    found: Fit
+    costs: Fit
     """What passes take by tokens and squares."""
     work: Floats
     """[t, d, m, 3]: tokens, sequences and squares of its microbatches."""
     steps: tuple[Step, ...]
-    """The sequences of each."""
+    """The sequences of each step."""
     padding: float
     """How many times the tokens of its sequences a microbatch has."""
 
     @property
     def most(self) -> int:
-        """Tokens of a microbatch, at most, that memory was seen to hold."""
-        return max(sum(own) for step in self.steps for replica in step for own in replica)
+        """The most tokens of a microbatch that memory was seen to hold."""
+        return max(sum(microbatch) for step in self.steps for replica in step for microbatch in replica)
 
     def cost(self, length: int) -> float:
-        """Milliseconds of a sequence on all stages, beside what a microbatch takes anyway."""
-        _, per_token, per_square = self.found.cost.sum(axis=(0, 1, 2)).tolist()
+        """Returns milliseconds of a sequence on all stages, beside what a microbatch takes anyway."""
+        _, per_token, per_square = self.costs.cost.sum(axis=(0, 1, 2)).tolist()
         return float(per_token * length * self.padding + per_square * length * length)
 
 
 def packed(run: Examined) -> Packed | None:
-    """None where the sequences of some microbatch were not captured."""
+    """Returns a run with its sequences; None where those of some microbatch were not captured."""
     table = run.table
-    found = fit(run)
-    if found is None or table.work is None:
+    costs = fit(run)
+    if costs is None or table.work is None:
         return None
     t, d, m = table.work.shape[:3]
     if any(place not in table.sequences for place in np.ndindex(t, d, m)):
         return None
     steps = tuple([[table.sequences[i, j, k] for k in range(m)] for j in range(d)] for i in range(t))
-    tokens = sum(sum(own) for step in steps for replica in step for own in replica)
-    return Packed(run, found, table.work, steps, float(table.work[..., 0].sum()) / tokens)
+    tokens = sum(sum(microbatch) for step in steps for replica in step for microbatch in replica)
+    return Packed(run, costs, table.work, steps, float(table.work[..., 0].sum()) / tokens)
 
 
 @dataclass(frozen=True)
@@ -101,75 +102,75 @@ class Laid:
     """[t, d, s, c, k, m]: what every pass takes."""
     replay: Replay
     """Its schedule."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Step, ...]
     """The sequences of each step."""
 
 
 def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | None:
-    """One of `PLANS`, in so many microbatches; None where the sequences cannot lie so without more tokens in a
-    microbatch than any had, or Megatron refuses their number. `FEWER` without a number takes the fewest."""
+    """Returns the run with one of `PLANS`, in so many microbatches; None where the sequences cannot lie so without more
+    tokens in a microbatch than any had, or Megatron refuses their number. `FEWER` without a number takes the fewest."""
     captured = known.run.table.schedule.microbatches
     if name == FEWER and microbatches is None:
         least = max(math.ceil(sum(map(sum, replica)) / known.most) for step in known.steps for replica in step)
-        found = (plan(known, name, count) for count in range(max(least, 1), captured))
-        return next((each for each in found if each is not None), None)
+        fewer = (plan(known, name, count) for count in range(max(least, 1), captured))
+        return next((laid for laid in fewer if laid is not None), None)
     count = microbatches or captured
     steps = [_PLANS[name](known, step, count) for step in known.steps]
     laid = [step for step in steps if step is not None and all(len(replica) == count for replica in step)]
     if len(laid) < len(steps):
         return None
     try:
-        took = relaid(known, laid)
+        took = repacked(known, laid)
     except ValueError:
         return None
     named = replace(took.prediction, packing=name, microbatches=None if count == captured else count)
     return replace(took, prediction=named)
 
 
-def relaid(known: Packed, steps: Sequence[Step]) -> Laid:
-    """The run with the sequences of each step as ``steps`` have them, as many microbatches in all of them. Raises
-    ValueError where Megatron refuses their number."""
+def repacked(known: Packed, steps: Sequence[Step]) -> Laid:
+    """Returns the run with the sequences of each step as ``steps`` have them, as many microbatches in all of them.
+    Raises ValueError where Megatron refuses their number."""
     replay = rescheduled(known.run.replay, known.run.replay.schedule.chunks, len(steps[0][0]))
-    return replace(_predicted(known, _work(known, steps), replay), steps=tuple(steps))
+    prediction, passes = _predicted(known, "packing", _work(known, steps), replay)
+    return Laid(prediction, passes, replay, tuple(steps))
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
-    """The options with which ``framework`` deals sequences by their lengths into microbatches of at most so many tokens
-    on a GPU; None where it has none, or is not known."""
-    found = _SWITCHES.get(framework or "")
-    return None if found is None else tuple(each.format(tokens=tokens) for each in found)
+    """Returns the options with which ``framework`` deals sequences by their lengths into microbatches of at most so
+    many tokens on a GPU; None where it has none, or is not known."""
+    options = _SWITCHES.get(framework or "")
+    return None if options is None else tuple(each.format(tokens=tokens) for each in options)
 
 
 def plans(known: Packed) -> list[Prediction]:
-    """Every plan that is possible, the quickest first, and behind them what no packing can beat."""
+    """Returns every plan that is possible, the quickest first, and behind them what no packing can beat."""
     several = known.work.shape[1] > 1
-    made = [plan(known, name) for name in PLANS if several or name != POOLED]
-    found = [each.prediction for each in made if each is not None]
-    return [*sorted(found, key=lambda each: each.step_ms), even(known)]
+    possible = [plan(known, name) for name in PLANS if several or name != POOLED]
+    predictions = [laid.prediction for laid in possible if laid is not None]
+    return [*sorted(predictions, key=lambda each: each.step_ms), _even(known)]
 
 
-def even(known: Packed) -> Prediction:
+def _even(known: Packed) -> Prediction:
     """The lower bound: all microbatches of a step alike."""
     mean = np.broadcast_to(known.work.mean(axis=(1, 2), keepdims=True), known.work.shape)
-    return replace(_predicted(known, mean, known.run.replay).prediction, kind="even_packing")
+    return _predicted(known, "even_packing", mean, known.run.replay)[0]
 
 
-def _predicted(known: Packed, work: Floats, replay: Replay) -> Laid:
-    """``work`` [t, d, m, 3] of other microbatches."""
-    run, found, state = known.run, known.found, known.run.view.state
+def _predicted(known: Packed, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Floats]:
+    """What microbatches of other ``work`` [t, d, m, 3] would do, and what their passes take."""
+    run, costs, state = known.run, known.costs, known.run.view.state
     n = len(state.passes)
     slow = (run.view.rank * run.view.pace * run.view.peer.max(axis=3))[..., None, None, None]
-    before = known.work
     as_was = run.view.pipelines_ms(run.replay).max(axis=1)
 
     def replayed(replay: Replay, passes: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        own = state.at(rows)
-        longest: Floats = replay.step_ms(passes, entry=own.entry, link=own.link).max(axis=1)
+        steps = state.at(rows)
+        longest: Floats = replay.step_ms(passes, entry=steps.entry, link=steps.link).max(axis=1)
         return longest
 
     def passes(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
         """What they take with these costs, longer by what disturbs the step."""
-        usual = replayed(run.replay, taken(cost, before[rows]) * slow[rows], rows)
+        usual = replayed(run.replay, taken(cost, known.work[rows]) * slow[rows], rows)
         longer = (as_was[rows] / usual)[:, None, None, None, None, None]
         other: Floats = taken(cost, work[rows]) * slow[rows] * longer
         return other
@@ -179,16 +180,14 @@ def _predicted(known: Packed, work: Floats, replay: Replay) -> Laid:
         return shorter
 
     every = np.arange(n)
-    gains = gain(found.cost, every)
-    mean = float(gains.mean())
-    drawn = zip(found.drawn, run.rows, strict=True)
+    gains = gain(costs.cost, every)
+    drawn = zip(costs.drawn, run.rows, strict=True)
     of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
     # Other steps have other sequences; one step alone does not say how others differ.
-    of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(mean)
-    noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(of_cost**2))))
-    error = math.hypot(noise, (run.missed + _RERUN) * run.step_ms, LEVEL * REPLAYED * mean)
-    prediction = Prediction.of("packing", run.step_ms, Price(mean, mean - error, mean + error))
-    return Laid(prediction, passes(found.cost, every), replay)
+    of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(float(gains.mean()))
+    unsure_ms = (run.missed + _RERUN) * run.step_ms
+    found = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, unsure_ms)
+    return found.prediction, passes(costs.cost, every)
 
 
 def _work(known: Packed, steps: Sequence[Step]) -> Floats:
@@ -222,64 +221,57 @@ def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], m
 
 
 def _balanced(known: Packed, step: Step, count: int) -> Step | None:
-    return _each(step, lambda own: _dealt(own, count, known.cost, known.most))
+    return _by_weight(known, step, count, known.cost)
 
 
 def _by_tokens(known: Packed, step: Step, count: int) -> Step | None:
-    return _each(step, lambda own: _dealt(own, count, float, known.most))
+    return _by_weight(known, step, count, float)
 
 
-def _each(step: Step, deal: Callable[[list[int]], list[Microbatch] | None]) -> Step | None:
-    found = []
-    for replica in step:
-        laid = deal([length for own in replica for length in own])
-        if laid is None:
-            return None
-        found.append(laid)
-    return found
+def _by_weight(known: Packed, step: Step, count: int, weight: Callable[[int], float]) -> Step | None:
+    """The sequences of each replica in microbatches of about the same weight."""
+    laid = [_dealt([n for microbatch in replica for n in microbatch], count, weight, known.most) for replica in step]
+    whole = [replica for replica in laid if replica is not None]
+    return whole if len(whole) == len(laid) else None
 
 
 def _pooled(known: Packed, step: Step, count: int) -> Step | None:
     """Microbatches of all sequences, dealt to replicas: the longest first, each to the one that has least."""
-    laid = _dealt([n for replica in step for own in replica for n in own], count * len(step), known.cost, known.most)
+    lengths = [n for replica in step for microbatch in replica for n in microbatch]
+    laid = _dealt(lengths, count * len(step), known.cost, known.most)
     if laid is None:
         return None
+    replicas: Step = [[] for _ in step]
+    for microbatch in _longest_first(known, laid):
+        free = [replica for replica in replicas if len(replica) < count]
+        min(free, key=lambda replica: sum(_takes(known, each) for each in replica)).append(microbatch)
+    return replicas
 
-    def takes(own: Microbatch) -> float:
-        return sum(map(known.cost, own))
 
-    found: Step = [[] for _ in step]
-    for own in sorted(laid, key=takes, reverse=True):
-        free = [replica for replica in found if len(replica) < count]
-        min(free, key=lambda replica: sum(map(takes, replica))).append(own)
-    return found
+def _takes(known: Packed, microbatch: Microbatch) -> float:
+    return sum(map(known.cost, microbatch))
+
+
+def _longest_first(known: Packed, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    return sorted(microbatches, key=lambda microbatch: _takes(known, microbatch), reverse=True)
 
 
 def _ordered(order: Callable[[list[Microbatch]], list[Microbatch]]) -> Callable[[Packed, Step, int], Step | None]:
-    def laid(known: Packed, step: Step, count: int) -> Step | None:
-        return [order(sorted(replica, key=lambda own: sum(map(known.cost, own)), reverse=True)) for replica in step]
-
-    return laid
+    """The captured microbatches in another order, which is made from the one with the longest first."""
+    return lambda known, step, count: [order(_longest_first(known, replica)) for replica in step]
 
 
 def _in_turns(longest_first: list[Microbatch]) -> list[Microbatch]:
-    return list(_alternating(longest_first))
-
-
-def _alternating(longest_first: list[Microbatch]) -> Iterator[Microbatch]:
-    left = list(longest_first)
-    while left:
-        yield left.pop(0)
-        if left:
-            yield left.pop()
+    """The longest, the shortest, the second longest, the second shortest, and so on."""
+    return [longest_first[-(i + 1) // 2 if i % 2 else i // 2] for i in range(len(longest_first))]
 
 
 _PLANS: dict[str, Callable[[Packed, Step, int], Step | None]] = {
     BALANCED: _balanced,
     BY_TOKENS: _by_tokens,
     POOLED: _pooled,
-    LONG_FIRST: _ordered(lambda own: own),
-    LONG_LAST: _ordered(lambda own: own[::-1]),
+    LONG_FIRST: _ordered(list),
+    LONG_LAST: _ordered(lambda longest_first: longest_first[::-1]),
     ALTERNATING: _ordered(_in_turns),
     FEWER: _balanced,
 }

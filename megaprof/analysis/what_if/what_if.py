@@ -22,9 +22,9 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import WAIT, Floats, Table
-from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
-from megaprof.analysis.what_if.changes import Prediction, Priced, apart, captured
+from megaprof.analysis.what_if.changeable import Changeable
+from megaprof.analysis.what_if.changes import Prediction, Priced, apart, baseline
 from megaprof.analysis.what_if.contents import CostFit, Held, fitted
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
 from megaprof.analysis.what_if.memory import in_flight_layers, peaks
@@ -93,13 +93,13 @@ class WhatIf:
     of steps would."""
 
 
-def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None) -> tuple[WhatIf, ByHand | None]:
+def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None) -> tuple[WhatIf, Changeable | None]:
     """Predicts changes of a run; returns what was predicted, and what answers for changes that a person chooses, None
     where ``warnings`` say why. ``memory_limit``: bytes that a stage may have allocated, where that is less than its
     device has."""
     table, state = run.table, run.view.state
     errors = (state.step_ms(run.replay) - table.length) / table.length
-    steps, held = captured(run), _held(table)
+    steps, held = baseline(run), _held(table)
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
         replay_ms=run.replayed_ms,
@@ -132,7 +132,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         return replace(replayed, candidates=tuple(others), warnings=warnings), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     shared = _shared_cores(table)
-    known = ByHand(
+    known = Changeable(
         steps, held, memory, 0.0 if shared is None else _SHARED_CORES, _slower(run, slow), sequences, differ is False
     )
     if table.schedule.stages == 1:

@@ -15,7 +15,7 @@ from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report, TargetReport
-    from megaprof.analysis.what_if.by_hand import ByHand
+    from megaprof.analysis.what_if.changeable import Changeable
 
 EXAMPLES = (
     "megaprof what-if traces --layout 5,3",
@@ -96,7 +96,8 @@ def predicted(
     """What `by_hand.chosen` says of a report's target. Raises CommandError, and UsageError for what has no answer."""
     from megaprof.analysis.report.text.what_if import beside, name_of
     from megaprof.analysis.report.text.words import sentence
-    from megaprof.analysis.what_if.by_hand import NotCaptured, chosen
+    from megaprof.analysis.what_if.by_hand import chosen
+    from megaprof.analysis.what_if.changeable import NotCaptured
     from megaprof.analysis.what_if.layouts import options_of
 
     own, known = _of(report, target, role)
@@ -119,7 +120,7 @@ def predicted(
     )
 
 
-def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetReport, ByHand]:
+def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetReport, Changeable]:
     wanted = [
         (each, known)
         for each, known in zip(report.targets, report.by_hand, strict=True)

@@ -14,7 +14,8 @@ import pytest
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import activations, of_costs
-from megaprof.analysis.what_if.by_hand import ByHand, chosen, moved, split, tried
+from megaprof.analysis.what_if.by_hand import chosen, moved, split
+from megaprof.analysis.what_if.changeable import Changeable, tried
 from megaprof.analysis.what_if.changes import resliced
 from megaprof.analysis.what_if.contents import Cost, CostFit
 from megaprof.analysis.what_if.layouts import check_layout, parse_layout
@@ -45,13 +46,13 @@ def found(report: Report) -> WhatIf:
 
 
 @pytest.fixture(scope="module")
-def known(report: Report) -> ByHand:
+def known(report: Report) -> Changeable:
     (by_hand,) = report.by_hand
     assert by_hand is not None
     return by_hand
 
 
-def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: ByHand) -> None:
+def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: Changeable) -> None:
     as_captured = tried(known, known.captured)
     assert as_captured.prediction.step_ms == pytest.approx(found.measured_ms)
     assert as_captured.prediction.speedup == pytest.approx(1.0)
@@ -59,7 +60,7 @@ def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: ByHand)
     assert as_captured == known.as_captured
 
 
-def test_the_drawn_step_is_the_one_whose_replay_is_nearest_to_the_average(known: ByHand) -> None:
+def test_the_drawn_step_is_the_one_whose_replay_is_nearest_to_the_average(known: Changeable) -> None:
     replayed = known.run.pipelines_ms
     nearest = np.abs(replayed - replayed.mean()).argmin()
     # That another step is as long as the average says nothing of its replay.
@@ -68,7 +69,7 @@ def test_the_drawn_step_is_the_one_whose_replay_is_nearest_to_the_average(known:
     assert drawn.step_ms == pytest.approx(replayed[nearest])
 
 
-def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: ByHand) -> None:
+def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: Changeable) -> None:
     by_kind: dict[str, int] = {}
     for each in found.candidates:
         if each.kind == "microbatches":
@@ -94,7 +95,7 @@ def test_whatever_takes_time_in_predictions_is_told() -> None:
 
 
 def test_the_command_the_tool_and_the_page_say_the_same(
-    directory: Path, report: Report, known: ByHand, capsys: pytest.CaptureFixture[str]
+    directory: Path, report: Report, known: Changeable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = chosen(known, {"layout": "5,4,4,3", "microbatches": "16"}).prediction
     assert mine.layout == "Et*5|t*4|t*4|t*3L"
@@ -124,13 +125,13 @@ def test_the_command_the_tool_and_the_page_say_the_same(
         assert (out, err.count("\n")) == ("", 1)
 
 
-def test_it_survives_the_way_between_processes(known: ByHand) -> None:
+def test_it_survives_the_way_between_processes(known: Changeable) -> None:
     wanted = replace(known.captured, pieces=moved(known.pieces, 0, 3))
-    again: ByHand = pickle.loads(pickle.dumps(known))
+    again: Changeable = pickle.loads(pickle.dumps(known))
     assert tried(again, wanted).prediction == tried(known, wanted).prediction
 
 
-def test_more_microbatches_of_the_same_size_take_longer(known: ByHand) -> None:
+def test_more_microbatches_of_the_same_size_take_longer(known: Changeable) -> None:
     same = replace(known.captured, microbatches=16)
     more = replace(same, same_tokens=False)
     measured = known.measured_ms
@@ -140,7 +141,7 @@ def test_more_microbatches_of_the_same_size_take_longer(known: ByHand) -> None:
 
 
 @pytest.mark.parametrize(("count", "better"), [(4, False), (16, True)])
-def test_steps_of_other_tokens_are_compared_by_token(known: ByHand, count: int, better: bool) -> None:
+def test_steps_of_other_tokens_are_compared_by_token(known: Changeable, count: int, better: bool) -> None:
     found = chosen(known, {"microbatches": str(count), "tokens": "more"}).prediction
     whole = found.step_ms / known.measured_ms
     assert found.step_tokens == count / known.microbatches
@@ -152,11 +153,11 @@ def test_steps_of_other_tokens_are_compared_by_token(known: ByHand, count: int, 
     assert answer(known, {"microbatches": str(count), "tokens": "more"}).change == pytest.approx(1 / found.speedup - 1)
 
 
-def test_a_layout_that_stays_needs_no_flags(known: ByHand) -> None:
+def test_a_layout_that_stays_needs_no_flags(known: Changeable) -> None:
     assert chosen(known, {"microbatches": "16"}).prediction.flags == ()
 
 
-def test_slower_transfers_make_the_step_longer(known: ByHand) -> None:
+def test_slower_transfers_make_the_step_longer(known: Changeable) -> None:
     slow = replace(known.captured, p2p_ms=known.captured.p2p_ms + 5.0)
     assert tried(known, slow).prediction.step_ms > known.measured_ms + 5.0
 
@@ -173,12 +174,12 @@ def test_slower_transfers_make_the_step_longer(known: ByHand) -> None:
         ({"p2p_ms": -1.0}, "number of milliseconds"),
     ],
 )
-def test_what_megatron_refuses_is_refused(known: ByHand, change: dict[str, object], says: str) -> None:
+def test_what_megatron_refuses_is_refused(known: Changeable, change: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         tried(known, replace(known.captured, **change))  # type: ignore[arg-type]
 
 
-def test_the_interleaved_schedule_wants_its_groups_whole(known: ByHand) -> None:
+def test_the_interleaved_schedule_wants_its_groups_whole(known: Changeable) -> None:
     chunks = split(known.pieces, known.stages, 2)
     assert tried(known, replace(known.captured, pieces=chunks)).simulation.schedule.name == "interleaved"
     with pytest.raises(ValueError, match="microbatches=6 leaves 2 in the last group"):

@@ -16,8 +16,9 @@ from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.table import WAIT, Table
 from megaprof.analysis.what_if import packing
-from megaprof.analysis.what_if.by_hand import ByHand, NotCaptured, chosen
-from megaprof.analysis.what_if.changes import captured
+from megaprof.analysis.what_if.by_hand import chosen
+from megaprof.analysis.what_if.changeable import Changeable, NotCaptured
+from megaprof.analysis.what_if.changes import baseline
 from megaprof.analysis.what_if.contents import Held
 from megaprof.analysis.what_if.packing import PLANS, _dealt, packed, plan, plans, switch_of
 from megaprof.analysis.what_if.what_if import what_if
@@ -130,7 +131,7 @@ def test_what_a_processor_was_waited_for_is_not_taken_from_long_microbatches(tab
     known = packed(examine(replace(before, held={WAIT: held})))
     assert known is not None
     usual = np.array([FIXED, PER_TOKEN, PER_SQUARE])
-    assert known.found.cost[:, :, 0] == pytest.approx(np.broadcast_to(usual, (4, 1, 3)), rel=0.02)
+    assert known.costs.cost[:, :, 0] == pytest.approx(np.broadcast_to(usual, (4, 1, 3)), rel=0.02)
     for name in (packing.BALANCED, packing.FEWER):
         found = plan(known, name)
         assert found is not None
@@ -176,7 +177,7 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
     known = packed(run)
     assert known is not None
     held = Held(("Etttttt", "tttt", "ttt", "tttL"), ("layer",) * 16, 4)
-    by_hand = ByHand(captured(run), held, None, sequences=known)
+    by_hand = Changeable(baseline(run), held, None, sequences=known)
     alone = plan(known, packing.BALANCED)
     assert alone is not None
     assert chosen(by_hand, {"packing": "balanced"}).prediction.reach_ms == pytest.approx(alone.prediction.reach_ms)

@@ -1,0 +1,256 @@
+"""A captured run that can be changed: another layout, other microbatches, virtual stages, transfers, or packings.
+
+Whatever is changed is a `Setting`, and `predicted` says what it takes. The report's own candidates and a person's
+choice go the same way, so both say the same number for the same change.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.examine import Price
+from megaprof.analysis.simulation.replay import rescheduled
+from megaprof.analysis.simulation.simulate import Simulation
+from megaprof.analysis.table.table import Floats
+from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction, Priced, baseline, priced
+from megaprof.analysis.what_if.contents import Costs, Held, split
+from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, layers_per_stage, to_flags
+from megaprof.analysis.what_if.memory import Memory, in_flight_layers
+from megaprof.analysis.what_if.packing import Packed, plan
+from megaprof.formats.phrases import counted
+
+MOST_MICROBATCHES = 4096
+_MOST_PASSES = 200_000
+_MOST_P2P_MS = 1e6
+#: No layout is more certain than this, as a fraction of the step: runs of one layout in turns with others differ by as
+#: much (`make bench-whatif`: 1 to 3 %), and one run does not show it.
+RERUN = 0.02
+#: What chunks of another number may cost beyond their layers, as a fraction of the step: a published pair of GPU runs
+#: had a last stage that became 3 % slower with two chunks.
+OTHER_CHUNKS = 0.03
+#: Ways to divide contents, for every draw of them.
+WAYS = 2
+
+
+class NotCaptured(ValueError):
+    """The change makes sense, and the captured files do not tell what it would take."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What may be chosen of a run."""
+
+    pieces: Layout
+    """The layers of every model chunk, in the order in which a microbatch passes them."""
+    microbatches: int
+    """Microbatches of a step."""
+    p2p_ms: float
+    """Milliseconds of one transfer between stages."""
+    same_tokens: bool = True
+    """Whether other microbatches share the tokens of the captured step; else each stays as large as it was."""
+    packing: str | None = None
+    """How the sequences of the step lie in its microbatches, one of `packing.PLANS`; None: as they were captured."""
+
+
+@dataclass(frozen=True)
+class Changeable:
+    """A captured run of which it is known what its chunks hold."""
+
+    run: Baseline
+    """Its steps."""
+    held: Held
+    """Its layout."""
+    memory: Memory | None
+    """What the stages had allocated; None where that was not measured."""
+    shared: float = 0.0
+    """What stages that share cores do to each other's costs, as a fraction of the step."""
+    slower: Floats | float = 1.0
+    """[s]: how many times as long as its peers the slowest rank of a stage takes; 1 where none is slow."""
+    sequences: Packed | None = None
+    """Its sequences; None where they are not known, or all alike."""
+    alike: bool = False
+    """Whether its microbatches are all alike."""
+
+    @property
+    def pieces(self) -> Layout:
+        """The captured layout."""
+        return self.held.pieces
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.held.stages
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.run.replay.schedule.microbatches
+
+    @property
+    def measured_ms(self) -> float:
+        """The measured step."""
+        return self.run.measured_ms
+
+    @property
+    def captured(self) -> Setting:
+        """The run as it was captured."""
+        return Setting(self.pieces, self.microbatches, self.run.p2p_ms)
+
+    @cached_property
+    def as_captured(self) -> Tried:
+        """The captured setting, tried like any other."""
+        return tried(self, self.captured)
+
+    @cached_property
+    def in_flight(self) -> list[int]:
+        """Of every stage the most layers times microbatches whose activations it holds at once."""
+        return in_flight_layers(self.pieces, self.run.replay.schedule)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What layers cost, as estimated."""
+        return split(self.run.content, self.held)
+
+    @cached_property
+    def sure(self) -> Costs:
+        """What layers cost by every draw of steps and microbatches."""
+        return split(self.run.drawn, self.held)
+
+    @cached_property
+    def free(self) -> Costs:
+        """What layers cost by draws that take what the data leave open, too."""
+        return split(np.concatenate([self.run.drawn] * WAYS), self.held, np.random.default_rng(0))
+
+    def change(self, setting: Setting) -> Change:
+        """Returns what ``setting`` changes beside the layout. Raises ValueError where Megatron has no such schedule."""
+        replay = rescheduled(self.run.replay, len(setting.pieces) // self.stages, setting.microbatches)
+        tokens = self.microbatches / setting.microbatches if setting.same_tokens else 1.0
+        return Change(replay, tokens, setting.p2p_ms - self.run.p2p_ms)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a setting would do."""
+
+    setting: Setting
+    """What was chosen."""
+    prediction: Prediction
+    """The step, how uncertain that is, flags and memory."""
+    simulation: Simulation
+    """The pipeline of the captured step that takes about as long as the average one."""
+
+    @property
+    def bubble(self) -> float:
+        """Part of the pipeline in which nothing is computed, average over stages."""
+        return sum(self.simulation.bubble_fraction) / len(self.simulation.bubble_fraction)
+
+    @property
+    def imbalance(self) -> float | None:
+        """The slowest stage's compute over the average stage's; None where nothing is computed."""
+        computed = self.simulation.stage_ms
+        return max(computed) * len(computed) / sum(computed) if sum(computed) else None
+
+
+def predicted(known: Changeable, kind: Kind, setting: Setting) -> Priced:
+    """Predicts a setting whose packing is the captured one. Raises ValueError where Megatron has no such schedule."""
+    pieces, change, captured = setting.pieces, known.change(setting), known.run.replay.schedule
+    other_chunks = OTHER_CHUNKS * (len(pieces) != len(known.pieces))
+    unsure = math.hypot(known.shared, other_chunks) if pieces != known.pieces else 0.0
+    estimated, sure, free = (each.of(pieces) for each in (known.costs, known.sure, known.free))
+    found = priced(known.run, kind, estimated, sure, free, change, math.hypot(unsure, RERUN))
+    schedule = change.replay.schedule
+    fit = None if known.memory is None or change.tokens != 1.0 else known.memory.fit(pieces, schedule)
+    prediction = replace(
+        found.prediction,
+        layout=format_layout(pieces),
+        layers=layers_per_stage(pieces, known.stages),
+        chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
+        microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
+        tokens=change.tokens,
+        activations=1.0 if schedule.forward_only else change.tokens,
+        flags=() if pieces == known.pieces else flags_of(known.held, pieces),
+        in_flight=tuple(in_flight_layers(pieces, schedule)),
+        fits=None if fit is None else fit.fits,
+        needed=None if fit is None else fit.needed,
+    )
+    return replace(found, prediction=prediction)
+
+
+def tried(known: Changeable, wanted: Setting) -> Tried:
+    """Predicts ``wanted``. Raises ValueError where Megatron refuses it, or where it is more than can be answered at
+    once, and NotCaptured."""
+    asked = known
+    if wanted.packing is not None:
+        known, laid = _repacked(known, wanted)
+        wanted = replace(wanted, microbatches=known.microbatches)
+    _check(known, wanted)
+    found = predicted(known, "by_hand", wanted).prediction
+    change = known.change(wanted)
+    if wanted.packing is not None:
+        both = laid if (wanted.pieces, change) == (known.pieces, known.run.as_is) else _sum(asked, laid, found)
+        found = replace(found, step_ms=both.step_ms, speedup=both.speedup, low=both.low, high=both.high)
+    if not wanted.same_tokens:
+        found = found.of_tokens(wanted.microbatches / known.microbatches)
+    found = replace(
+        found,
+        microbatches=None if wanted.microbatches == asked.microbatches else wanted.microbatches,
+        p2p_ms=None if wanted.p2p_ms == asked.captured.p2p_ms else wanted.p2p_ms,
+        packing=wanted.packing,
+    )
+    return Tried(wanted, found, known.run.simulated(known.costs.of(wanted.pieces), change))
+
+
+def _repacked(known: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]:
+    """The run with its sequences otherwise in its microbatches, and what that takes. Raises ValueError."""
+    packing, count, sequences = wanted.packing or "", wanted.microbatches, known.sequences
+    if sequences is None:
+        alike = "all microbatches have as many tokens in sequences as long"
+        why = alike if known.alike else "the lengths of the sequences were not captured"
+        raise NotCaptured(f"packing={packing}: {why}")
+    laid = plan(sequences, packing, None if count == known.microbatches else count)
+    if laid is None:
+        raise ValueError(
+            f"packing={packing}: the sequences cannot lie so in {counted(count, 'microbatch')} of at most "
+            f"{sequences.most} tokens, which is what memory was seen to hold"
+        )
+    return replace(known, run=baseline(sequences.run, laid.passes, laid.replay)), laid.prediction
+
+
+def _sum(known: Changeable, laid: Prediction, beside: Prediction) -> Prediction:
+    """Two changes, of which the second was predicted beside the first: their gains add up, and so do their errors'
+    squares."""
+    gain = known.measured_ms - beside.step_ms
+    below, above = (math.hypot(*(each.reach_ms[end] - each.step_ms for each in (laid, beside))) for end in (0, 1))
+    return Prediction.of("by_hand", known.measured_ms, Price(gain, gain - above, gain + below))
+
+
+def _check(known: Changeable, wanted: Setting) -> None:
+    """Raises ValueError for a setting that nobody can have, or that would take too long to predict."""
+    flat, count = "".join(known.pieces), wanted.microbatches
+    check_layout(wanted.pieces, known.stages, flat.count("t"), flat.count("m"))
+    chunks = len(wanted.pieces) // known.stages
+    if not 1 <= count <= MOST_MICROBATCHES:
+        raise ValueError(f"microbatches={count} must lie between 1 and {MOST_MICROBATCHES}")
+    if known.stages * chunks * count > _MOST_PASSES:
+        raise ValueError(f"{known.stages} stages x {chunks} chunks x {count} microbatches are too many to try by hand")
+    if not 0 <= wanted.p2p_ms <= _MOST_P2P_MS:
+        raise ValueError(f"p2p_ms={wanted.p2p_ms:g} must be a number of milliseconds from 0 on")
+
+
+def flags_of(held: Held, pieces: Layout) -> tuple[str, ...]:
+    """Returns Megatron's flags for a layout; none where no option of Megatron's says it.
+
+    Megatron's even split needs no flag for its layers; said aloud, it replaces a flag that the run has now. A hybrid
+    model has its layout in its pattern, and Megatron refuses the other flags beside that.
+    """
+    if held.hybrid:
+        pattern = held.pattern(pieces)
+        return () if pattern is None else ("--hybrid-layer-pattern", pattern)
+    flags = to_flags(pieces, held.stages)
+    if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
+        return flags
+    return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, held.stages)[0]), *flags)
