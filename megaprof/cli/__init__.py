@@ -23,34 +23,34 @@ from megaprof.version import __version__
 
 #: Each command's module here, and what it does.
 COMMANDS = {
-    "completion": ("completion", "print a script that completes megaprof's commands and options in a shell"),
+    "completion": ("completion", "print a shell script that completes megaprof's commands and options"),
     "demo": ("training.demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
     "diff": ("files.diff", "compare two captures stage by stage"),
-    "export": ("files.export", "write timelines as a Parquet dataset, for a query engine"),
-    "hang": ("files.hang", "say which ranks keep a job waiting, and in which collective, from torch's flight recorder"),
-    "mcp": ("agent.mcp", "answer the questions of an agent: a server of the Model Context Protocol"),
+    "export": ("files.export", "write timelines as a Parquet file, for a query engine"),
+    "hang": ("files.hang", "name the ranks that keep a job waiting, and the collective, from torch's flight recorder"),
+    "mcp": ("agent.mcp", "serve an agent through the Model Context Protocol"),
     "merge": ("files.merge", "put all captured ranks of a step on one Perfetto timeline"),
-    "nsys": ("training.nsys", "print the nsys command line that goes before a training command"),
-    "open": ("files.open", "show a captured step in Perfetto's UI, in the browser"),
-    "patch": ("training.patch", "put the options and the hooks into a host's source, or take them out again"),
-    "report": ("files.report", "report which pipeline stage is slow, and why, from traces and timelines"),
+    "nsys": ("training.nsys", "print the nsys command line to put before a training command"),
+    "open": ("files.open", "open a captured step in Perfetto's UI in the browser"),
+    "patch": ("training.patch", "add megaprof's options and hooks to a host's source, or remove them"),
+    "report": ("files.report", "say which pipeline stage is slow, and why, from traces and timelines"),
     "run": ("training.run", "run a training command with profiling, without editing it"),
-    "status": ("jobs.status", "say what a running job is doing, and whom it waits for when it hangs"),
+    "status": ("jobs.status", "show what a running job is doing, and which rank it waits for when it hangs"),
     "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
-    "tune": ("training.tune", "try the layouts that are predicted to be faster, with your own training command"),
-    "ui": ("files.ui", "show captures and running jobs as pages in the browser"),
-    "what-if": ("files.what_if", "predict what another layout, other microbatches or another packing would do"),
+    "tune": ("training.tune", "run your training command with the layouts that should be faster"),
+    "ui": ("files.ui", "show captures and running jobs in the browser"),
+    "what-if": ("files.what_if", "predict the effect of another layout, other microbatches or another packing"),
     "watch": ("jobs.watch", "show a running job's stages as a live table"),
 }
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 #: What a command's exit code says; docs/exit-codes.md has the same. A code keeps its meaning.
 EXIT_CODES = {
-    0: "The command did what it was asked to.",
-    FAILED: "The input cannot answer, or not all of it was done; one line on standard error says why.",
+    0: "The command did what it was asked to do.",
+    FAILED: "The input is not sufficient, or only part of the work was done; one line on standard error says why.",
     USAGE: "The arguments make no sense; standard error says which.",
-    UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some of its ranks, or all, have died or are silent.",
+    UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some or all of its ranks have died or are silent.",
     INTERRUPTED: "Ctrl-C.",
-    TERMINATED: "SIGTERM; `megaprof tune`: a closed terminal, too.",
+    TERMINATED: "SIGTERM; for `megaprof tune`, also a closed terminal.",
 }
 #: Packages that come with an extra, and the extra.
 _EXTRAS = {
@@ -147,7 +147,7 @@ def parser_of(command: str) -> Parser:
 def _overview() -> Parser:
     """Returns what ``megaprof --help`` shows: every command, with none of their modules imported."""
     parser = Parser("megaprof", "Profiling for Megatron-Core training.")
-    parser.epilog = "megaprof COMMAND --help says more, with examples. megaprof demo is a first look, without a GPU."
+    parser.epilog = "megaprof COMMAND --help has the details, with examples. Try megaprof demo first; it needs no GPU."
     parser.add_argument("--version", action="version", version=f"megaprof {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for name, (_, text) in COMMANDS.items():

@@ -21,8 +21,8 @@ def add_input_option(parser: argparse.ArgumentParser) -> None:
         _OPTION,
         metavar="N",
         type=int,
-        help="read files of up to N MiB, unpacked too [traces: any size; others: a quarter of the memory that is left, "
-        "at least 64]",
+        help="largest file to read, in MiB, also after decompression (default: no limit for traces; for others, a "
+        "quarter of the free memory, but at least 64)",
     )
 
 
@@ -30,7 +30,7 @@ def heed_input_option(arguments: argparse.Namespace) -> None:
     """Do what the option says, in this process and in those that it starts. Raises UsageError."""
     most = arguments.max_input_mib
     if most is not None and most < 1:
-        raise UsageError(f"{_OPTION} {most} is not a number of MiB from 1 on")
+        raise UsageError(f"{_OPTION} {most} must be at least 1 (MiB)")
     inputs.allow(None if most is None else most << 20)
 
 

@@ -118,7 +118,7 @@ class RunningJob:
 def find_job(directory: Path, role: str | None = None) -> RunningJob:
     """Returns the job, or a role's part of it, that writes to `directory`. Raises NoJob."""
     if not directory.is_dir():
-        raise NoJob(f"{directory} is no directory")
+        raise NoJob(f"{directory} is not a directory")
     try:
         found = parts_with_a_run(directory)
     except Unsafe as fault:

@@ -92,7 +92,7 @@ def test_what_a_host_ships(
         assert main(["patch", host, str(root), *arguments]) == 1
         message = capsys.readouterr().err
         assert changed[0] in message
-        assert "not the file that was released" in message
+        assert "not the released file" in message
         assert tree(root) == before
 
 

@@ -13,14 +13,14 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "An MCP client starts this command itself and speaks with it on its standard input and output; docs/agents.md "
-        "says how to add it to one. Its tools are report, what_if, diff, simulate, status and trigger. It opens no "
-        "port and writes no file; trigger makes a running job write its captures."
+        "An MCP client starts this command and talks to it on its standard input and output; docs/agents.md says how "
+        "to add it to a client. Its tools are report, what_if, diff, simulate, status and trigger. It opens no port "
+        "and writes no file; trigger makes a running job write its captures."
     )
     parser.add_argument(
         "--allow-trigger",
         action="store_true",
-        help="let the agent capture without asking; else the client asks its user, and a client that cannot is refused",
+        help="let the agent capture without asking. Otherwise the client must ask its user, or the request is refused",
     )
 
 
@@ -29,6 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megaprof.cli.agent.server import serve
 
     if sys.stdin.isatty():
-        print("megaprof mcp: waits for an MCP client on standard input, not for you (Ctrl-D ends)", file=sys.stderr)
+        print("megaprof mcp: waiting for an MCP client on standard input (Ctrl-D to exit)", file=sys.stderr)
     serve(allow_trigger=arguments.allow_trigger)
     return 0

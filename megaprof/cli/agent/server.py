@@ -28,31 +28,31 @@ from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__
 
 INSTRUCTIONS = f"""Which pipeline stage of a Megatron-Core training run is slow, why, and what to change.
-The directory is the one that the run got as --profile-dir. Start with report (files) or status (a running job).
+The directory is the run's --profile-dir. Start with report (files) or status (a running job).
 An answer is JSON of at most {MOST:,} characters, a summary first. Where something is left out, an object with its path
-under "part" stands in its place: call the same tool again with that part. megaprof://docs/report says what the words
-mean, megaprof://schemas/report what each field is."""
+under "part" is in its place: call the same tool again with that part. megaprof://docs/report explains the words, and
+megaprof://schemas/report the fields."""
 #: What an agent is told when its client has no way to ask the user.
 CANNOT_ASK = (
-    "a capture needs the consent of the user, and this client cannot ask for it (it does not support elicitation); "
+    "a capture needs the consent of the user, but this client cannot ask for it (it does not support elicitation); "
     "megaprof mcp --allow-trigger captures without asking, or the user runs megaprof trigger"
 )
-DECLINED = "the user did not agree; nothing was asked of the job"
+DECLINED = "the user did not agree; no capture was requested"
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _ASKS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
 
-_Directory = Annotated[str, Field(description="directory of traces and timelines, one of them, or s3://...")]
+_Directory = Annotated[str, Field(description="directory of traces and timelines, a single file, or s3://...")]
 _Job = Annotated[str, Field(description="the running job's --profile-dir")]
-_Role = Annotated[str | None, Field(description="whose, where several roles share a job")]
+_Role = Annotated[str | None, Field(description="role, if several share the directory")]
 _Part = Annotated[str, Field(description="a part by its path, such as targets/0/stages; empty: the summary")]
-_Run = Annotated[int | None, Field(description="which run of several in the directory, 1 is the oldest [the newest]")]
+_Run = Annotated[int | None, Field(description="number of the run, if there are several; 1 is the oldest [newest]")]
 _Capture = Annotated[str, Field(description=f"what to capture: {', '.join(TARGETS)}")]
-_Steps = Annotated[int, Field(description="how many steps")]
-_Select = Annotated[str, Field(description="which ranks: per-stage, all, 0,8,16 or coordinates such as pp=2,tp=0")]
-_Timeout = Annotated[float, Field(description="seconds to wait altogether")]
+_Steps = Annotated[int, Field(description="number of steps")]
+_Select = Annotated[str, Field(description="ranks: per-stage, all, 0,8,16 or coordinates such as pp=2,tp=0")]
+_Timeout = Annotated[float, Field(description="longest time for the whole call, in seconds")]
 _Times = Annotated[
     list[list[float | list[float]]],
-    Field(description="milliseconds by [stage][chunk], each one number or one for every microbatch"),
+    Field(description="milliseconds by [stage][chunk]: one number, or one per microbatch"),
 ]
 
 
@@ -135,17 +135,17 @@ def report(directory: _Directory, part: _Part = "", run: _Run = None) -> CallToo
 def what_if(
     directory: _Directory,
     layout: Annotated[str, Field(description="decoder layers of each stage, such as 5,3, or Megatron's layout")] = "",
-    chunks: Annotated[int | None, Field(description="model chunks of every stage")] = None,
-    microbatches: Annotated[int | None, Field(description="microbatches of a step")] = None,
-    packing: Annotated[str, Field(description=f"how the same sequences lie: {', '.join(PLANS)}")] = "",
+    chunks: Annotated[int | None, Field(description="model chunks per stage")] = None,
+    microbatches: Annotated[int | None, Field(description="microbatches per step")] = None,
+    packing: Annotated[str, Field(description=f"how to pack the same sequences: {', '.join(PLANS)}")] = "",
     p2p_ms: Annotated[float | None, Field(description="milliseconds of one transfer between stages")] = None,
-    same_tokens: Annotated[bool, Field(description="whether other microbatches share the tokens of the step")] = True,
-    target: Annotated[str | None, Field(description=f"of which target: {', '.join(TARGETS)} [the first]")] = None,
+    same_tokens: Annotated[bool, Field(description="whether other microbatches share the same tokens")] = True,
+    target: Annotated[str | None, Field(description=f"target: {', '.join(TARGETS)} (default: the first)")] = None,
     role: _Role = None,
     run: _Run = None,
 ) -> CallToolResult:
-    """Predict a change of your own choice from a capture: the JSON of megaprof what-if DIR --json. What is left out
-    stays as it was captured."""
+    """Predict a change of your choice from a capture: the JSON of megaprof what-if DIR --json. Everything that you do
+    not give stays as it was captured."""
     given = {"layout": layout, "chunks": chunks, "microbatches": microbatches, "p2p": p2p_ms, "packing": packing}
     choices = {name: str(value) for name, value in given.items() if value is not None}
     choices["tokens"] = "same" if same_tokens else "more"
@@ -153,31 +153,31 @@ def what_if(
 
 
 def diff(before: _Directory, after: _Directory, part: _Part = "") -> CallToolResult:
-    """Compare two captures (or the JSON files of two reports) stage by stage, and what was predicted with what came:
-    the JSON of megaprof diff A B --json. Parts: targets/0/stages, targets/0/stages/pp=3."""
+    """Compare two captures (or the JSON files of two reports) stage by stage, and the prediction with the result: the
+    JSON of megaprof diff A B --json. Parts: targets/0/stages, targets/0/stages/pp=3."""
     return _answered("diff", partial(answers.of_diff, before, after), part, answers.DETAILS)
 
 
 def status(directory: _Job, role: _Role = None, part: _Part = "") -> CallToolResult:
-    """What a running job is doing, where every rank stands, and whom the others wait for when it appears to hang: the
-    JSON of megaprof status DIR --json. Parts: status (every rank), status/rank=37, status/100:120, culprits."""
+    """Show what a running job is doing, where every rank is, and which rank the others wait for if it appears to hang:
+    the JSON of megaprof status DIR --json. Parts: status (every rank), status/rank=37, status/100:120, culprits."""
     return _answered("status", partial(answers.of_status, directory, role), part, answers.DETAILS)
 
 
 def simulate(
     forward_ms: _Times,
-    microbatches: Annotated[int, Field(ge=1, description="microbatches of a step")],
-    backward_ms: Annotated[_Times | None, Field(description="the same of backwards; null: forward only")] = None,
+    microbatches: Annotated[int, Field(ge=1, description="microbatches per step")],
+    backward_ms: Annotated[_Times | None, Field(description="the same for backwards; null: forward only")] = None,
     schedule: Annotated[
         str | None,
-        Field(description=f"{', '.join(SCHEDULES + SPLIT_SCHEDULES)} [Megatron's choice]"),
+        Field(description=f"{', '.join(SCHEDULES + SPLIT_SCHEDULES)} (default: Megatron's choice)"),
     ] = None,
     p2p_ms: Annotated[float, Field(description="milliseconds of one transfer between stages")] = 0.0,
-    microbatch_group_size: Annotated[int | None, Field(description="of the interleaved schedule")] = None,
+    microbatch_group_size: Annotated[int | None, Field(description="for the interleaved schedule")] = None,
     rendezvous: Annotated[bool, Field(description="whether both ends of an exchange wait for each other")] = False,
     weight_ms: Annotated[
         _Times | None,
-        Field(description=f"for {', '.join(SPLIT_SCHEDULES)}: the half of backwards that makes gradients of weights"),
+        Field(description=f"for {', '.join(SPLIT_SCHEDULES)}: the half of backwards that computes weight gradients"),
     ] = None,
     part: _Part = "",
 ) -> CallToolResult:
@@ -206,7 +206,7 @@ async def trigger(
     select: _Select = SELECT,
     timeout: _Timeout = TIMEOUT,
 ) -> CallToolResult:
-    """Make a running job capture some steps, wait for the files and name them: the JSON of megaprof trigger DIR --json.
+    """Make a running job capture some steps, wait for the files and list them: the JSON of megaprof trigger DIR --json.
     The captured steps take longer than others, so the user is asked first, unless the server was started with
     --allow-trigger. Then read the report."""
     try:
@@ -235,7 +235,7 @@ def ask(
     select: str,
     timeout: float,
 ) -> Elicit[Consent] | CallToolResult:
-    """The question to the user, or the answer of the tool where there is nothing to ask."""
+    """Returns the question for the user, or the tool's answer if there is nothing to ask."""
     able = context.client_capabilities.elicitation if context.client_capabilities else None
     if able is None or (able.form is None and able.url is not None):
         return _failed("trigger", CommandError(CANNOT_ASK))

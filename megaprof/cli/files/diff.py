@@ -21,7 +21,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "directory of captured traces, one of them, or the JSON file of a report"
+    what = "directory of captured traces, a single trace, or the JSON file of a report"
     parser.add_argument("before", metavar="A", type=place, help=what)
     parser.add_argument("after", metavar="B", type=place, help=what)
     parser.add_argument("--json", nargs="?", const="-", choices=("-",), help="print JSON instead of tables")

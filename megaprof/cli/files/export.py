@@ -28,19 +28,19 @@ class ExportAnswer:
     """What was exported: what ``--json`` prints."""
 
     version: int
-    """Of this shape: 2."""
+    """The version of this object: 2."""
     out: str
-    """The file, as it was given."""
+    """The written file, as given on the command line."""
     files: int
-    """Timelines that were read."""
+    """Number of timelines that were read."""
     rows: int
-    """Rows that were written, one for each rank and step."""
+    """Number of rows that were written, one per rank and step."""
     bytes: int
-    """Bytes that were written."""
+    """Size of the written file in bytes."""
     cut: int
-    """Files that end inside a record, as those of a job do that runs or was killed."""
+    """Number of files that end inside a record, as happens if the job is running or was killed."""
     warnings: tuple[str, ...]
-    """What must be known about single files, in sentences."""
+    """Warnings about single files, in sentences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         required=True,
-        help="the file to write, which must not exist",
+        help="file to write, which must not exist yet",
     )
-    parser.add_argument("--run", metavar="NAME", help="name of the run (default: what the job's control file says)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
+    parser.add_argument("--run", metavar="NAME", help="name of the run (default: the name in the job's control file)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_input_option(parser)
 
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     out: Path = arguments.parquet
     if arguments.run is not None and not arguments.run.strip():
-        raise UsageError(f"--run {arguments.run!r} is no name")
+        raise UsageError(f"--run {arguments.run!r} is not a name")
     if not arguments.dir.exists():
         raise CommandError(f"{arguments.dir} does not exist")
     try:
@@ -79,10 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     rows, files = counted(exported.rows, "row"), counted(exported.files, "file")
     say(f"{out}: {rows} from {files}, {out.stat().st_size / 1e6:.1f} MB")
     quoted = str(out.absolute()).replace("'", "''")
-    say(f"A query to begin with, for DuckDB: {_QUERY.format(quoted)}")
+    say(f"A query to start with, for DuckDB: {_QUERY.format(quoted)}")
     if exported.cut:
         cut = counted(exported.cut, "file")
-        say(f"{cut} cut off inside a record, as happens in a job that still runs or was killed")
+        say(f"{cut} cut off inside a record, as happens if the job is still running or was killed")
     for warning in exported.warnings[:_MOST_WARNINGS]:
         say(f"! {warning.text}")
     if len(exported.warnings) > _MOST_WARNINGS:

@@ -23,16 +23,16 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"Exit code: {UNWELL}, something keeps the job waiting; 0, nothing does; 1, there are no dumps."
+    parser.epilog = f"Exit code: {UNWELL} if something keeps the job waiting, 0 if not, 1 if there are no dumps."
     parser.add_argument(
         "dir",
         metavar="DIR",
         type=Path,
-        help="a job's --profile-dir, or a directory of the dumps of one hang, one for each rank, whose names end in "
-        "the rank: pickled as torch's watchdog writes them, or JSON",
+        help="a job's --profile-dir, or a directory with the dumps of one hang: one per rank, with names that end in "
+        "the rank, pickled (as torch's watchdog writes them) or JSON",
     )
-    parser.add_argument("--role", help="whose, where several roles share a --profile-dir")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
+    parser.add_argument("--role", help="role, if several share the --profile-dir")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     job = find_job(directory, role)
     found = hang_of_job(job.in_flight())
     if found is None:
-        raise CommandError(f"no rank of the job in {directory} says that it stands still")
+        raise CommandError(f"no rank of the job in {directory} has reported that it stands still")
     if found.culprits or found.unended:
         return found, []
     view = look_at(job)

@@ -28,62 +28,62 @@ class MergeAnswer:
     """What was merged: what ``--json`` prints."""
 
     version: int
-    """Of this shape: 1."""
+    """The version of this object: 1."""
     file: str
-    """The timeline, as its name was given."""
+    """The written file, as given on the command line."""
     bytes: int
-    """Its size."""
+    """Size of the written file in bytes."""
     target: str
-    """The target of the step that it is, as its files are named."""
+    """Target of the merged step."""
     role: str | None
-    """The role; None without one."""
+    """Role of the merged step; None without one."""
     step: int
-    """The number of the step, or of the first one in its files."""
+    """Number of the step, or of the first one in its files."""
     ranks: tuple[int, ...]
-    """Its ranks, by stage."""
+    """Merged ranks, ordered by stage."""
     left_out: int
-    """How many captured ranks of this step are not in it."""
+    """Number of captured ranks of this step that were left out."""
     events: int
-    """Events in it."""
+    """Number of events."""
     arrows: int
-    """Arrows from sends to receives."""
+    """Number of arrows from sends to receives."""
     clocks: tuple[str, ...]
-    """How far the clocks were off, in sentences."""
+    """How far apart the clocks were, in sentences."""
     warnings: tuple[str, ...]
-    """What must be known about it, in sentences."""
+    """Warnings, in sentences."""
     others: tuple[str, ...]
-    """The captured steps of the same run that were not merged."""
+    """Captured steps of the same run that were not merged."""
     run: int
-    """Which of the runs it is of, from 1, the oldest."""
+    """Number of the run that the step belongs to; 1 is the oldest."""
     runs: int
-    """How many runs have traces there."""
+    """Number of runs with traces in the directory."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source(parser, "directory of captured traces (of nsys, too), or one")
+    add_source(parser, "directory of captured traces or files of nsys, or a single one")
     parser.add_argument(
-        "-o", "--out", metavar="FILE", type=Path, required=True, help="the timeline, gzipped where it ends in .gz"
+        "-o", "--out", metavar="FILE", type=Path, required=True, help="file to write, gzipped if its name ends in .gz"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def add_source(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``DIR``, which is ``what``, and the options that choose from it."""
     parser.add_argument("dir", metavar="DIR", type=place, help=what)
-    parser.add_argument("--target", help="which target, of several (default: train_actor, if it is there)")
-    parser.add_argument("--role", help="which role, of several")
-    parser.add_argument("--step", type=int, help="which step, of several (default: the latest)")
+    parser.add_argument("--target", help="target, if several were captured (default: train_actor, if it was)")
+    parser.add_argument("--role", help="role, if several were captured")
+    parser.add_argument("--step", type=int, help="step, if several were captured (default: the latest)")
     parser.add_argument(
         "--run",
         metavar="N",
         type=int,
-        help="of the N-th run where DIR holds the files of several; 1 is the oldest [the newest]",
+        help="number of the run, if DIR holds several; 1 is the oldest (default: the newest)",
     )
     parser.add_argument(
         "--ranks",
         metavar="SELECTION",
-        help="which ranks: all, per-stage, numbers such as 0,8-15, or coordinates such as pp=*,dp=0 (default: all of "
-        "up to 64, of more the lowest of each stage)",
+        help="ranks: all, per-stage, numbers such as 0,8-15, or coordinates such as pp=*,dp=0 (default: all; if there "
+        "are more than 64, the lowest of each stage)",
     )
     add_input_option(parser)
 
@@ -131,7 +131,7 @@ def say_merged(merged: Merged, command: str) -> None:
         say(of_several(merged.run, merged.runs, command))
     say(
         f"{merged.name}: {_count(len(merged.ranks), 'rank')}, {_count(merged.events, 'event')}, "
-        f"{_count(merged.arrows, 'arrow')} from a send to its receive"
+        f"{_count(merged.arrows, 'arrow')} from sends to receives"
     )
     if merged.left_out:
         say(f"Left out: {_count(merged.left_out, 'rank')} (see --ranks)")

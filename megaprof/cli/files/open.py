@@ -34,10 +34,10 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"The page fetches the trace from this machine, port {PORT}, once, and the command ends. Where no browser can "
-        "be opened, it prints the ssh line and the address to open."
+        f"The page fetches the trace from this machine once, from port {PORT}, and then the command ends. Without a "
+        "browser, the command prints the ssh line and the address to open."
     )
-    add_source(parser, "directory of captured traces, one of them, or a timeline by megaprof merge")
+    add_source(parser, "directory of captured traces, a single trace, or a file that megaprof merge wrote")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,13 +94,13 @@ def _hand_over(path: Path, name: str | None = None) -> None:
             raise CommandError(f"port {PORT} cannot be opened: {fault.strerror or fault}") from None
         raise CommandError(
             f"port {PORT} is in use on this machine (by another megaprof open, or Perfetto's trace_processor), and "
-            f"{PAGE} fetches from no other port; megaprof merge {path} -o FILE writes a file to drag into the page"
+            f"{PAGE} can fetch from no other port. megaprof merge {path} -o FILE writes a file to drag into the page"
         ) from None
     with server:
         _invite(server.server_port, place)
         while not fetched.is_set():
             server.handle_request()
-    say("The page has the whole trace.")
+    say("The page has the complete trace.")
 
 
 class _Server(ThreadingHTTPServer):
@@ -116,9 +116,9 @@ class _Server(ThreadingHTTPServer):
 def _invite(port: int, place: str) -> None:
     address = f"{PAGE}/#!/?url=http://127.0.0.1:{port}{place}&referrer=open_trace_in_ui"
     if browser.opened(address):
-        say(f"Opened in the browser; waiting until the page has fetched the trace (Ctrl-C ends): {address}")
+        say(f"Opened in the browser; waiting until the page has fetched the trace (Ctrl-C to stop): {address}")
         return
-    say("No browser can be opened here. On the machine where yours is:")
+    say("No browser can be opened here. On your own machine, run:")
     say(f"  {browser.forwarding(port)}")
-    say("and open there (Ctrl-C here ends the wait):")
+    say("and open this address there (Ctrl-C here stops waiting):")
     say(f"  {address}")

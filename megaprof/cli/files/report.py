@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "dir",
         metavar="DIR",
         type=place,
-        help="directory of traces, files of nsys and timelines, or one of them; s3://... and the like, too",
+        help="directory of traces, timelines or files of nsys, or a single one; may be remote (s3://...)",
     )
     parser.add_argument(
         "--json",
@@ -52,29 +52,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         type=Path,
-        help="also write one HTML file to send, with a drawing of the pipeline",
+        help="also write the report as one HTML file, with a drawing of the pipeline",
     )
     parser.add_argument(
-        "--open", action="store_true", help="open that HTML file in the browser (without --html: a temporary one)"
+        "--open", action="store_true", help="open the HTML file in the browser (a temporary one without --html)"
     )
     parser.add_argument(
         "--run",
         metavar="N",
         type=int,
-        help="report on the N-th run where DIR holds the files of several; 1 is the oldest [the newest]",
+        help="number of the run, if DIR holds several; 1 is the oldest (default: the newest)",
     )
     parser.add_argument(
         "--workers",
         metavar="N",
-        help="processes that read [one for each processor], or a Ray cluster that is running: 'ray', or its address "
-        "ray://host:10001; its machines must find DIR under the same name",
+        help="number of processes that read files (default: one per processor), or a running Ray cluster: 'ray' or its "
+        "address ray://host:10001. Its machines must find DIR under the same name",
     )
     for axis in _AXES:
         parser.add_argument(
             f"--{axis}",
             metavar="N",
             type=int,
-            help=f"size along {axis}, to name the groups of recordings that megaprof did not make",
+            help=f"{axis} size, to name the process groups in recordings of other profilers",
         )
     add_input_option(parser)
 
@@ -95,10 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.open and page is None:
         lookup = shlex.join(["megaprof", "ui", str(arguments.dir)])
-        print(f"No browser can be opened here. To look at the report from yours: {lookup}", file=sys.stderr)
+        print(f"No browser can be opened here. To see the report in yours: {lookup}", file=sys.stderr)
     elif arguments.open and page is not None and not browser.opened(page.absolute().as_uri()):
         line = browser.fetching(page)
-        print(f"No browser can be opened here. On the machine where yours is: {line}", file=sys.stderr)
+        print(f"No browser can be opened here. On your own machine: {line}", file=sys.stderr)
     return 0
 
 
@@ -134,14 +134,14 @@ def report_directory(
     if fault is not None:
         raise fault
     if json_file is not None:
-        print(f"The same as JSON: {json_file}")
+        print(f"Report as JSON: {json_file}")
     if html_file is not None and not as_json:
-        print(f"The same to send: {html_file}")
+        print(f"Report as one HTML file: {html_file}")
         here = shlex.join(["python3", "-m", "webbrowser", html_file.absolute().as_uri()])
         there = shlex.join(["megaprof", "ui", str(directory)])
-        print(f"To look at it: {here if browser.is_here() else there}")
+        print(f"To open it: {here if browser.is_here() else there}")
         if not browser.is_here():
-            print(f"Or where your browser is: {browser.fetching(html_file)}")
+            print(f"Or copy it to your own machine: {browser.fetching(html_file)}")
     return report
 
 
@@ -149,7 +149,7 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
     given = {axis: getattr(arguments, axis) for axis in _AXES if getattr(arguments, axis) is not None}
     for axis, size in given.items():
         if size < 1:
-            raise UsageError(f"--{axis} {size} is not a number of ranks from 1 on")
+            raise UsageError(f"--{axis} {size} must be at least 1")
     return given
 
 
@@ -158,7 +158,7 @@ def _workers(arguments: argparse.Namespace) -> Workers | None:
     if given is None or given == "ray" or given.startswith("ray://"):
         return given
     if not given.isdecimal() or int(given) < 1:
-        raise UsageError(f"--workers {given} is neither a number from 1 on, nor ray, nor ray://host:port")
+        raise UsageError(f"--workers {given} must be a number of at least 1, ray, or ray://host:port")
     return int(given)
 
 

@@ -23,12 +23,12 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "It answers on 127.0.0.1 only, and only whoever has the address that it prints. It changes nothing; with "
-        "--allow-trigger the live page can make a running job capture. Ctrl-C ends it."
+        "The server listens on 127.0.0.1 only and answers only with the address that it prints. It changes nothing, "
+        "except that with --allow-trigger the live page can make a running job capture. Ctrl-C ends it."
     )
-    parser.add_argument("dir", metavar="DIR", type=Path, help="a --profile-dir, or a directory with several below it")
-    parser.add_argument("--port", type=int, metavar="N", help=f"the port [the first free one from {PORT} on]")
-    parser.add_argument("--allow-trigger", action="store_true", help="let the live page ask for captures")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a --profile-dir, or a directory that contains several")
+    parser.add_argument("--port", type=int, metavar="N", help=f"port (default: the first free one from {PORT} on)")
+    parser.add_argument("--allow-trigger", action="store_true", help="let the live page make a running job capture")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     add_input_option(parser)
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.port is not None and not 0 <= arguments.port < 1 << 16:
         raise UsageError(f"--port {arguments.port} is not a number from 0 to 65535")
     if not arguments.dir.is_dir():
-        raise CommandError(f"{arguments.dir} is no directory")
+        raise CommandError(f"{arguments.dir} is not a directory")
     os.scandir(arguments.dir).close()  # one that is closed to this user is said here, and not on every page
     if arguments.dir.resolve() == Path(arguments.dir.resolve().anchor):
         raise CommandError(f"{arguments.dir} is the whole file system; name the directory that holds the captures")
@@ -71,7 +71,7 @@ def _invite(arguments: argparse.Namespace, address: str, port: int, private: Pat
     if not arguments.no_open and browser.is_here() and browser.opened(_entrance(address, private)):
         print("Opened in the browser; Ctrl-C ends the server.", flush=True)
         return
-    print("From another machine, first there (then open the address there, too; Ctrl-C here ends the server):")
+    print("On your own machine, run this, then open the address there (Ctrl-C here ends the server):")
     print(f"  {browser.forwarding(port)}", flush=True)
 
 

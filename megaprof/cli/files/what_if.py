@@ -24,53 +24,60 @@ EXAMPLES = (
 )
 _HELP = {
     "layout": ("LAYOUT", "decoder layers of each stage, such as 5,3, or Megatron's --pipeline-model-parallel-layout"),
-    "chunks": ("N", "model chunks of every stage"),
-    "microbatches": ("N", "microbatches of a step"),
-    "p2p": ("MS", "milliseconds of one transfer between stages"),
-    "tokens": ("same|more", "whether other microbatches share the tokens of the step, or stay as large [same]"),
+    "chunks": ("N", "model chunks per stage"),
+    "microbatches": ("N", "microbatches per step"),
+    "p2p": ("MS", "duration of one transfer between stages, in milliseconds"),
+    "tokens": (
+        "same|more",
+        "with --microbatches: keep the tokens of the step (same), or the size of a microbatch (more) (default: same)",
+    ),
     "packing": (
         "PLAN",
-        "how the same sequences lie in microbatches: balanced, tokens (equally many), pooled (of all replicas), "
-        "long-first, long-last, alternating, fewer",
+        "how to pack the same sequences: balanced, tokens (equally many per microbatch), pooled (over all replicas), "
+        "long-first, long-last, alternating, fewer (microbatches)",
     ),
 }
 
 
 @dataclass(frozen=True)
 class WhatIfAnswer:
-    """What a chosen change of a target would do. What was not chosen stays as it was captured."""
+    """What a chosen change would do to a target. Everything else stays as it was captured."""
 
     target: str
-    """What ran, such as ``train_actor``."""
+    """The target, such as ``train_actor``."""
     role: str | None
-    """The model's role, where it has one."""
+    """The model's role; None without one."""
     what: str
-    """The change in words."""
+    """The change, in words."""
     measured_ms: float
     """The measured step in milliseconds."""
     microbatches: int
-    """Of a step, with the change."""
+    """Microbatches per step, with the change."""
     prediction: Prediction
     """The step with the change."""
     bubble: float
-    """Part of the pipeline in which nothing is computed, average over stages, with the change."""
+    """Fraction of the step in which a stage computes nothing, averaged over stages, with the change."""
     imbalance: float | None
-    """The slowest stage's compute over the average stage's, likewise; null where nothing is computed."""
+    """Compute of the slowest stage / of the average stage, with the change; None if nothing is computed."""
     host_options: tuple[str, ...] | None
-    """The flags as the host that trained takes them; null where it takes the flags themselves."""
+    """The change as options of the host that trained; None if that host takes Megatron's flags."""
     caveats: tuple[str, ...]
-    """What the prediction rests on, what it needs of memory, and which steps it is of where the report's are others, in
-    sentences."""
+    """What the prediction rests on, its memory, and its steps if they are not the report's, in sentences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=place, help="directory of captured traces, or s3://... and the like")
+    parser.add_argument("dir", metavar="DIR", type=place, help="directory of captured traces; may be remote (s3://...)")
     for name, (value, text) in _HELP.items():
         parser.add_argument(f"--{name}", metavar=value, default="", help=text)
-    parser.add_argument("--target", metavar="NAME", help="of which target [the first that can be changed]")
-    parser.add_argument("--role", metavar="NAME", help="of which role's")
-    parser.add_argument("--run", metavar="N", type=int, help="of which run; 1 is the oldest [the newest]")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--target", metavar="NAME", help="target (default: the first that can be changed)")
+    parser.add_argument("--role", metavar="NAME", help="role, if several were captured")
+    parser.add_argument(
+        "--run",
+        metavar="N",
+        type=int,
+        help="number of the run, if DIR holds several; 1 is the oldest (default: the newest)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_input_option(parser)
 
 
@@ -128,14 +135,14 @@ def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetRep
     ]
     if not wanted:
         held = ", ".join(" ".join(filter(None, each.key)) for each in report.targets) or "none"
-        raise UsageError(f"there is no such target; those that were captured: {held}")
+        raise UsageError(f"there is no such target; captured: {held}")
     for each, known in wanted:
         if known is not None:
             return each, known
     own = wanted[0][0]
     advice = own.advice.text if own.advice else "nothing was captured"
     why = next((each.text for each in (own.withheld, *own.what_if.warnings) if each is not None), advice)
-    raise CommandError(f"nothing can be changed here: {why}")
+    raise CommandError(f"nothing can be predicted: {why}")
 
 
 def in_words(found: WhatIfAnswer) -> list[str]:

@@ -32,33 +32,33 @@ _WAIT_SECONDS = 5.0
 EXAMPLES = (
     "megaprof status traces",
     "megaprof status traces --json | jq .now.imbalance",
-    "megaprof status traces --hang-after 1800   # a job that saves checkpoints for long",
+    "megaprof status traces --hang-after 1800   # if checkpoints take up to half an hour",
 )
 
 
 @dataclass(frozen=True)
 class WaitedFor:
-    """A rank that the others wait for, or that has fallen silent."""
+    """A rank that the others wait for, or that has gone silent."""
 
     rank: int
-    """Its number."""
+    """Global rank."""
     silent: bool
-    """Whether it gives no sign of life."""
+    """True if the rank gives no sign of life."""
     gone: bool
-    """Whether its process does not exist any more."""
+    """True if its process no longer exists."""
     waiting: int
-    """How many ranks wait for it."""
+    """Number of ranks that wait for it."""
     for_s: float
-    """For how many seconds it has not moved or, if it is silent, not been heard of."""
+    """Seconds since it last moved or, if it is silent, since its last sign of life."""
 
 
 class RankNow(RankStatus, frozen=True, kw_only=True):
-    """What a rank wrote last, and what follows from it."""
+    """The last status that a rank wrote, and what follows from it."""
 
     step: int | None
-    """The last step that has begun."""
+    """Number of the last step that has begun; None before the first one."""
     still_s: float
-    """For how many seconds it has not moved."""
+    """Seconds since it last moved."""
 
 
 @dataclass(frozen=True)
@@ -68,49 +68,49 @@ class StatusAnswer:
     version: int
     """The version of this object: 1."""
     state: State
-    """One word for all of it."""
+    """State of the whole job."""
     reason: str | None
-    """Why nothing is to be expected of the job any more; None while it answers."""
+    """Why the job no longer answers; None while it does."""
     run: str
-    """A random name of this run: another run in the same directory has another name."""
+    """Random name of this run; other runs in the same directory have other names."""
     role: str | None
-    """Whose model it is; None without roles."""
+    """Role of the model; None without roles."""
     ranks: int
-    """How many ranks the job has."""
+    """Number of ranks in the job."""
     sizes: ParallelSizes
     """The parallel sizes of the job."""
     running_s: float
-    """For how many seconds it has been running."""
+    """Seconds since the job started."""
     heard: tuple[int, ...]
-    """The ranks that gave a sign of life lately."""
+    """Ranks that recently gave a sign of life."""
     off: tuple[int, ...]
-    """The ranks where profiling is off since a fault."""
+    """Ranks on which profiling is off after a fault."""
     now: Summary
-    """The figures computed from the statuses."""
+    """Figures of the job and its stages."""
     still_s: float
-    """For how many seconds no rank has moved, where the job appears to hang; else 0."""
+    """Seconds since any rank moved, if the job appears to hang; otherwise 0."""
     stuck: tuple[int, ...]
-    """The ranks that have not moved for a long time."""
+    """Ranks that have not moved for a long time."""
     culprits: tuple[WaitedFor, ...]
-    """The ranks that the job waits for, those that keep most others waiting first."""
+    """Ranks that the job waits for, starting with the one that keeps the most others waiting."""
     collectives: Hang | None
-    """Which collectives it waits in; None where it runs, or its ranks do not say."""
+    """Collectives that the job waits in; None if it runs, or if its ranks have not written them."""
     slow: SlowRanks | None
-    """The ranks that are slower than their peers; None if there are none."""
+    """Ranks that are slower than their peers; None if there are none."""
     waits: dict[int, float]
-    """The ranks that wait for a processor core, the one that waits longest first, and for which part of the time."""
+    """Fraction of the time for which each rank waits for a processor core, the longest first."""
     status: tuple[RankNow, ...]
     """Every rank whose status could be read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"Exit code: 0, the job runs, or starts; {UNWELL}, it appears to hang, or some of its ranks, or all, have died "
-        "or are silent; 1, there is no job, or it has ended; 2, the arguments make no sense."
+        f"Exit code: 0 if the job runs or is starting; {UNWELL} if it appears to hang, or some or all of its ranks "
+        "have died or are silent; 1 if there is no job, or it has ended; 2 if the arguments make no sense."
     )
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
-    parser.add_argument("--role", help="whose, where several roles share a save directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every rank, in place of text")
+    parser.add_argument("--role", help="role, if several share the --profile-dir")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every rank instead of text")
     parser.add_argument(
         "--wait",
         type=float,
@@ -123,17 +123,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=STUCK_SECONDS,
         metavar="S",
-        help="a job hangs when no rank has moved for so many seconds, for five of its steps, and for three of its "
-        "looks (default: %(default)g; give more where it saves checkpoints for longer)",
+        help="a job hangs if no rank has moved for this many seconds, for five of its steps, and for three of its "
+        "looks (default: %(default)g). Increase it if saving a checkpoint takes longer",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print it. Raises CommandError where there is no job any more that could be asked."""
     if not arguments.wait >= 0:
-        raise UsageError(f"--wait {arguments.wait:g} is not a number of seconds")
+        raise UsageError(f"--wait {arguments.wait:g} is not a valid number of seconds")
     if not arguments.hang_after > 0:
-        raise UsageError(f"--hang-after {arguments.hang_after:g} is not a number of seconds")
+        raise UsageError(f"--hang-after {arguments.hang_after:g} is not a valid number of seconds")
     view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     if arguments.json:
         print_json(answer(view))

@@ -32,16 +32,20 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
     parser.add_argument("--target", required=True, help=f"what to capture: {' | '.join(TARGETS)}")
-    parser.add_argument("--steps", type=int, default=STEPS, help="how many steps (default: %(default)s)")
-    parser.add_argument("--select", default=SELECT, help="which ranks, as in --profile-select (default: %(default)s)")
-    parser.add_argument("--role", help="whose, where several roles share a job")
+    parser.add_argument("--steps", type=int, default=STEPS, help="number of steps (default: %(default)s)")
+    parser.add_argument("--select", default=SELECT, help="ranks, as in --profile-select (default: %(default)s)")
+    parser.add_argument("--role", help="role, if several share the --profile-dir")
     parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT, metavar="S", help="seconds to wait altogether (default: %(default)g)"
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="S",
+        help="longest time for the whole command, in seconds (default: %(default)g)",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object in place of the files, also where nothing was captured",
+        help="print one JSON object instead of the file names, even if nothing was captured",
     )
     for option in fields(ProfileConfig):
         if option.name != "tool" and option.name not in OPTIONS:

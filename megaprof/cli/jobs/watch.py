@@ -28,17 +28,17 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
-    parser.add_argument("--role", help="whose, where several roles share a save directory")
-    parser.add_argument("--once", action="store_true", help="print the table once and end")
+    parser.add_argument("--role", help="role, if several share the --profile-dir")
+    parser.add_argument("--once", action="store_true", help="print the table once and exit")
     parser.add_argument(
-        "--every", type=float, metavar="S", help="seconds between two looks (default: the job's own interval)"
+        "--every", type=float, metavar="S", help="seconds between two updates (default: the job's own interval)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the table until the job ends or Ctrl-C is pressed."""
     if arguments.every is not None and not 0 < arguments.every <= TIMEOUT_MAX:
-        raise UsageError(f"--every {arguments.every:g} is not a number of seconds")
+        raise UsageError(f"--every {arguments.every:g} is not a valid number of seconds")
     from rich.console import Console
     from rich.live import Live
 

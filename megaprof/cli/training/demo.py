@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
     from megaprof.testing import GPTWorkload
 
-DESCRIPTION = """Train a small real Megatron-Core GPT over gloo on this machine's CPU, no GPU needed, with its layers
-split unevenly on purpose; capture six training steps and six log-prob passes on one rank per pipeline stage; and
-report which stage is slow and which layout would be faster. With --live the job runs on until Ctrl-C, to be watched and
-asked for captures from another shell."""
+DESCRIPTION = """Train a small but real Megatron-Core GPT on this machine's CPU, with its layers deliberately split
+unevenly. Capture six training steps and six log-prob passes on one rank per pipeline stage, and report which stage is
+slow and which layout would be faster. With --live, the job runs until Ctrl-C, so that you can watch it and make it
+capture from another shell."""
 #: Steps that warm up and are not captured, where there are more.
 _WARM_UP = 3
 #: Steps of each target that are captured at least, where there are as many: one alone may be disturbed, and nothing
@@ -48,50 +48,48 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = (
-        "Exit code: 0, the report was printed, also when Ctrl-C ended a --live job; 1, a rank failed; 2, the arguments "
-        f"make no sense; {INTERRUPTED}, Ctrl-C before the job ran, or twice; {TERMINATED}, SIGTERM. No rank is left "
-        "behind."
+        "Exit code: 0 if the report was printed, also after Ctrl-C in a --live job; 1 if a rank failed; 2 if the "
+        f"arguments make no sense; {INTERRUPTED} for Ctrl-C before the job ran, or twice; {TERMINATED} for SIGTERM. No "
+        "rank is left running."
     )
-    parser.add_argument(
-        "--live", action="store_true", help="run on until Ctrl-C, with a timeline and captures on demand"
-    )
+    parser.add_argument("--live", action="store_true", help="run until Ctrl-C, with a timeline and captures on demand")
     parser.add_argument(
         "--fault",
         choices=tuple(faults.FAULTS),
-        help=f"let something go wrong: {'; '.join(f'{name}, {what}' for name, what in faults.FAULTS.items())}. With "
-        f"--live from step {faults.FIRST_STEP} on",
+        help=f"make something go wrong: {'; '.join(f'{name}: {what}' for name, what in faults.FAULTS.items())}. With "
+        f"--live, from step {faults.FIRST_STEP} on",
     )
-    parser.add_argument("--pp", type=int, default=None, help="pipeline stages (default: 2, with slow-link 3)")
+    parser.add_argument("--pp", type=int, default=None, help="pipeline stages (default: 2; with slow-link, 3)")
     parser.add_argument(
-        "--dp", type=int, default=None, help="replicas, a multiple of --ep (default: --ep, with slow-rank twice that)"
+        "--dp", type=int, default=None, help="replicas, a multiple of --ep (default: --ep; with slow-rank, twice that)"
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (default: 1)")
-    parser.add_argument("--vpp", type=int, default=None, help="model chunks per stage: the interleaved schedule")
+    parser.add_argument("--vpp", type=int, default=None, help="model chunks per stage, for the interleaved schedule")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel size; more than 1 makes the layers MoE")
     parser.add_argument("--layers", type=int, default=8, help="transformer layers (default: 8)")
     parser.add_argument(
         "--layout",
         default=None,
-        help="layers of every chunk, e.g. 4,4 (with --vpp: first chunks of all stages, then second chunks); "
-        "'balanced' for the same everywhere (default: most of them on stage 0, on purpose; with --fault evenly)",
+        help="layers of every chunk, e.g. 4,4 (with --vpp: the first chunks of all stages, then the second chunks), or "
+        "'balanced' (default: most layers on stage 0, on purpose; with --fault, balanced)",
     )
-    parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a step (default: 8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches per step (default: 8)")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: 256)")
-    parser.add_argument("--seq-length", type=int, default=128, help="tokens in a sequence (default: 128)")
+    parser.add_argument("--seq-length", type=int, default=128, help="tokens per sequence (default: 128)")
     parser.add_argument(
         "--steps",
         type=int,
         default=None,
-        help=f"training steps, of which all but at most the first {_WARM_UP} are captured (default: {_STEPS}); with "
-        "--live without end",
+        help=f"training steps; all except up to {_WARM_UP} at the start are captured (default: {_STEPS}; with --live, "
+        "no limit)",
     )
     parser.add_argument("--out", type=Path, default=None, help="new directory for traces and report")
     parser.add_argument(
         "--time-limit",
         type=float,
         default=None,
-        help=f"seconds until the ranks are killed (default: {_TIME_LIMIT:g}); with --live until the job ends (default: "
-        "none)",
+        help=f"seconds until the ranks are killed (default: {_TIME_LIMIT:g}); with --live, until the job ends "
+        "(default: none)",
     )
 
 
@@ -119,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         return TERMINATED
     report = report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
     if not args.live and (more := _wanted(report)):
-        print(f"To capture as many steps as it takes to tell, add --steps {args.steps + more} to this command.")
+        print(f"To capture enough steps for an answer, add --steps {args.steps + more} to this command.")
     return 0
 
 
@@ -152,7 +150,7 @@ def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, ti
             )
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
-            raise CommandError(f"a rank failed (see above); what was captured is in {out}") from None
+            raise CommandError(f"a rank failed (see above); the captured files are in {out}") from None
 
 
 def workload_of(args: argparse.Namespace) -> GPTWorkload:
@@ -194,7 +192,7 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.time_limit is not None and not args.time_limit > 0:
-        raise ValueError(f"--time-limit {args.time_limit:g}: must be a number of seconds above 0")
+        raise ValueError(f"--time-limit {args.time_limit:g}: must be more than 0 seconds")
     ranks = args.pp * args.tp * (args.dp or args.ep)
     if ranks > _MOST_RANKS:
         given = {name: getattr(args, name) for name in ("pp", "tp", "ep", "dp")}

@@ -13,7 +13,7 @@ SLOW_RANK, SLOW_LINK, HANG = "slow-rank", "slow-link", "hang"
 FAULTS = {
     SLOW_RANK: "the layers of the last rank take at least twice as long",
     SLOW_LINK: "exchanges between the last two stages are delayed",
-    HANG: "the last rank stops in a forward, and all wait for it; with --live only",
+    HANG: "the last rank stops in a forward, and the others wait for it (--live only)",
 }
 #: The step of a live job that is the first with a fault, so that something healthy comes before it.
 FIRST_STEP = 5
@@ -32,9 +32,9 @@ def check(fault: str, workload: GPTWorkload, *, live: bool, steps: int | None) -
     """Raises ValueError for a fault that this shape cannot show."""
     given = f"--fault {fault}"
     if fault == HANG and not live:
-        raise ValueError(f"{given}: needs --live, since a job that hangs captures nothing")
+        raise ValueError(f"{given}: needs --live, because a hanging job captures nothing")
     if live and steps is not None and steps <= FIRST_STEP:
-        raise ValueError(f"{given} with --steps {steps}: it begins with step {FIRST_STEP}; must be more steps")
+        raise ValueError(f"{given} with --steps {steps}: the fault begins at step {FIRST_STEP}; use more steps")
     replicas = workload.dp or workload.ep
     if fault == SLOW_RANK and replicas < 2 * workload.ep:
         raise ValueError(

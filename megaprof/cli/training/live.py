@@ -64,7 +64,7 @@ def run(
             ran, *_ = run_ranks(run_rank, workload.world_size, *arguments, timeout=math.inf, env=env, on_line=heard)
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
-            raise CommandError(f"a rank failed (see above); what was recorded is in {out}") from None
+            raise CommandError(f"a rank failed (see above); the recorded files are in {out}") from None
         except (KeyboardInterrupt, SystemExit):
             _say_how_to_report(out, ending)
             raise
@@ -121,23 +121,23 @@ def _wait_for_answers(directory: Path) -> None:
 def _introduce(out: Path, fault: str | None) -> None:
     """What a user does now."""
     directory = str(out.absolute())
-    print(f"It runs, and writes to {directory}")
+    print(f"The job is running and writes to {directory}")
     if fault is not None:
         print(f"Fault: {fault}.")
     print("Try in another shell:")
     for about, line in (
-        ("the stages, as the job runs", ["watch", directory]),
+        ("shows the stages while the job runs", ["watch", directory]),
         ("captures two steps, for a report", ["trigger", directory, "--target", "train_actor"]),
-        ("where every rank stands, and whom the others wait for", ["status", directory]),
+        ("shows where every rank is, and which rank the others wait for", ["status", directory]),
     ):
         print(f"  {shlex.join([*_program(), *line])}\n      {about}")
-    print("Ctrl-C ends it, and prints the report.", flush=True)
+    print("Ctrl-C ends the job and prints the report.", flush=True)
 
 
 def _say_how_to_report(out: Path, ending: _Ending) -> None:
     """Where no report is printed of a job that ran."""
     if ending.begun:
-        print(f"What was recorded: {shlex.join([*_program(), 'report', str(out)])}", file=sys.stderr, flush=True)
+        print(f"To see what was recorded: {shlex.join([*_program(), 'report', str(out)])}", file=sys.stderr, flush=True)
 
 
 def _program() -> list[str]:
@@ -167,7 +167,7 @@ def _ending(stop: Path) -> Iterator[_Ending]:
         ending.signal = ending.signal or number
         if ending.begun and not stop.exists():
             stop.touch()
-            print("Ending after this step; once more ends it at once.", file=sys.stderr, flush=True)
+            print("Ending after this step; press again to end at once.", file=sys.stderr, flush=True)
             return
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)  # nothing interrupts the killing of the ranks

@@ -18,8 +18,8 @@ from megaprof.recorders import nsys_command as nsys
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
-DESCRIPTION = """Print the 'nsys profile' command line for a configuration: the same --profile-... options (or
-MEGAPROF_ variables) as the training gets. In use:
+DESCRIPTION = """Print the 'nsys profile' command line for a configuration. Give it the same --profile-... options (or
+MEGAPROF_ variables) as the training. For example:
 torchrun ... --no-python $(megaprof nsys --profile-...) python train.py ... --profile-..."""
 
 EXAMPLES = ("megaprof nsys --profile-tool nsys --profile-target train_actor --profile-dir traces",)
@@ -27,26 +27,28 @@ EXAMPLES = ("megaprof nsys --profile-tool nsys --profile-target train_actor --pr
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("-o", "--output", help="nsys's own --output (default: a file per rank in --profile-dir)")
+    parser.add_argument("-o", "--output", help="--output of nsys (default: one file per rank in --profile-dir)")
     parser.add_argument(
         "--shutdown",
         action="store_true",
-        help="end nsys, not the training, after the last window of a process (recommended: files appear as it runs)",
+        help="end nsys, but not the training, after the last window of a process (recommended: files come early)",
     )
-    parser.add_argument("--models", type=int, default=1, help="models with hooks in a process, for --shutdown")
+    parser.add_argument(
+        "--models", type=int, default=1, help="number of models with hooks in a process, for --shutdown (default: 1)"
+    )
     parser.add_argument(
         "--capture",
         choices=nsys.CAPTURES,
         default=nsys.CAPTURES[0],
-        help="what opens a window: cudaProfilerStart, or an NVTX range, which needs no CUDA [cudaProfilerApi]",
+        help="what opens a window: cudaProfilerStart, or an NVTX range, which needs no CUDA (default: cudaProfilerApi)",
     )
     parser.add_argument(
         "--ray",
         nargs="?",
         const="all",
         choices=("all", "worker", "controller"),
-        help="print Ray's runtime environments for workers and controller as JSON, ready to use, or the nsight options "
-        "of one of them alone",
+        help="print Ray runtime environments for workers and controller as JSON, or only the nsight options of one of "
+        "them",
     )
     add_profile_args(parser)
 
@@ -66,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
 def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
     """Returns what is asked for. Raises ValueError."""
     if args.ray == "all" and args.output is not None:
-        raise ValueError("--output is one name, and --ray prints two environments: give --ray worker or controller")
+        raise ValueError(
+            "--output is one name, but --ray prints two environments: use --ray worker or --ray controller"
+        )
     controller = worker = {}
     if args.ray in ("controller", "all"):
         controller = _accepted(nsys.controller_options(config, output=args.output))
@@ -75,7 +79,7 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
         worker = _accepted(nsys.options(config, output=args.output, **given))
     if args.ray is None:
         if "%q{RANK}" in worker["output"] and "RANK" not in os.environ:
-            _note("RANK is not set here: nsys needs it when it starts, so put this behind torchrun, or give --output")
+            _note("RANK is not set here. nsys needs it when it starts: put this after torchrun, or give --output")
         return " ".join(map(_quoted, ["nsys", "profile", *(f"--{name}={value}" for name, value in worker.items())]))
     made: dict[str, Any] = {"worker": {"nsight": worker}, "controller": controller}
     if args.ray == "all":
@@ -88,9 +92,9 @@ def _accepted(options: dict[str, str]) -> dict[str, str]:
     """Returns the options that the nsys of this machine knows, and names the others."""
     unknown = nsys.refused(options)
     if unknown is None:
-        _note("there is no nsys on PATH here, so nobody knows whether it takes all of these options")
+        _note("there is no nsys on PATH, so these options could not be checked")
     for name in unknown or ():
-        _note(f"left out --{name}={options[name]}: the nsys here does not know it")
+        _note(f"left out --{name}={options[name]}, which this nsys does not know")
     return {name: value for name, value in options.items() if name not in (unknown or ())}
 
 
@@ -101,7 +105,10 @@ def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
-        _note(f"make {directory} before the job starts, where it runs; here that fails: {fault.strerror or fault}")
+        _note(
+            f"create {directory} where the job runs, before it starts; it cannot be created here: "
+            f"{fault.strerror or fault}"
+        )
 
 
 def _note(line: str) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from megaprof.cli import CommandError, UsageError
 from megaprof.integrations.patch_files import MISSING, ORIGINAL, OTHER, PATCHED, Patch, known_hosts, patches_of
 
-DESCRIPTION = """Add --profile-target and its friends, and the install_hooks call, to a host's own source: only added
-lines, and only in a version whose checksums are known. Most hosts need no patch: see megaprof run."""
+DESCRIPTION = """Add megaprof's options and the call of install_hooks to a host's own source. This only adds lines, and
+only to versions whose checksums are known. Most hosts need no patch: see megaprof run."""
 
 EXAMPLES = (
     "megaprof patch megatron-lm ~/Megatron-LM --check",
@@ -21,10 +21,14 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.add_argument("host", metavar="HOST", help=", ".join(known_hosts()))
-    parser.add_argument("directory", metavar="DIR", type=Path, help="its checkout, or the site-packages it is in")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="the host's checkout, or the site-packages that contains it"
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="change nothing: say which version it is, and if patched")
-    what.add_argument("--revert", action="store_true", help="take the patch out again, to the byte")
+    what.add_argument(
+        "--check", action="store_true", help="change nothing; print the version, and whether it is patched"
+    )
+    what.add_argument("--revert", action="store_true", help="remove the patch and restore every byte")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.host not in known_hosts():
         raise UsageError(f"{args.host}: no such host; known: {', '.join(known_hosts())}")
     if not args.directory.is_dir():
-        raise CommandError(f"{args.directory}: is not a directory")
+        raise CommandError(f"{args.directory} is not a directory")
     patch, root = find(args.host, args.directory)
     states = set(patch.states(root).values())
     name = f"{patch.host} {patch.version} in {root}"
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         elif args.revert:
             _say(name, "reverted", patch.revert(root), "it is not patched")
         else:
-            _say(name, "patched", patch.apply(root), "it is patched already")
+            _say(name, "patched", patch.apply(root), "it is already patched")
     except OSError as fault:
         raise CommandError(f"{fault.filename or root}: {fault.strerror}; nothing was changed") from None
     return 0
@@ -73,7 +77,7 @@ def find(host: str, directory: Path) -> tuple[Patch, Path]:
     )
 
 
-_WORDS = {MISSING: "missing", OTHER: "not the file that was released"}
+_WORDS = {MISSING: "missing", OTHER: "not the released file"}
 
 
 def _say(name: str, done: str, paths: list[str], nothing: str) -> None:

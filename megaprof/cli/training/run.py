@@ -17,9 +17,9 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.config.arguments import add_profile_args, config_from_args
 from megaprof.config.options import flag
 
-DESCRIPTION = """Run COMMAND with profiling, without editing it: a launcher (torchrun, srun, ray job submit, bash),
-a Python script, or -m and a module. The hooks go in when it asks Megatron-Core for its schedule, in whichever process
-that happens. Under torchrun itself: torchrun ... -m megaprof run --profile-target ... -- pretrain_gpt.py ..."""
+DESCRIPTION = """Run COMMAND with profiling, without editing it. COMMAND is a launcher (torchrun, srun, ray job submit,
+bash), a Python script, or -m and a module. The hooks are installed in each process that asks Megatron-Core for its
+schedule. It also works under torchrun: torchrun ... -m megaprof run --profile-target ... -- pretrain_gpt.py ..."""
 
 EXAMPLES = (
     "megaprof run --profile-target train_actor --profile-dir traces --profile-select per-stage -- torchrun train.py",
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ray-runtime-env",
         action="store_true",
-        help="run nothing: print the runtime_env that does the same in every worker of a Ray cluster, as JSON",
+        help="run nothing; print a runtime_env as JSON that does the same in every worker of a Ray cluster",
     )
     add_profile_args(parser)
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command:
         raise UsageError(
-            f"no command; put it behind '--', e.g. megaprof run {flag('target')} train_actor {flag('dir')} traces "
+            f"no command; put it after '--', e.g. megaprof run {flag('target')} train_actor {flag('dir')} traces "
             "-- torchrun ... pretrain_gpt.py ..."
         )
     if not config.enabled:
@@ -77,7 +77,7 @@ def resolve(command: list[str]) -> tuple[str, list[str]]:
         return sys.executable, [sys.executable, *_interpreter_options(), *command]
     program = shutil.which(first)
     if program is None:
-        raise UsageError(f"{first}: neither a program on the PATH nor a Python script that exists")
+        raise UsageError(f"{first}: neither a program on the PATH nor an existing Python script")
     return program, command
 
 

@@ -20,10 +20,10 @@ from megaprof.tune import state, trial, tuning, words
 from megaprof.tune.command import Saves, without_saving
 from megaprof.tune.state import Trial, Tuning
 
-DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout of its layers would be faster, run
-COMMAND again with that, and so on, until no layout is surely 1 % faster. COMMAND takes Megatron-LM's options, or those
-of another host in that one's spelling, on its own command line; it runs without saving checkpoints. Interrupted, the
-same command line goes on where it was."""
+DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout would be faster, run it again with
+that layout, and so on, until no layout is certainly 1 % faster. The layout options of Megatron-LM, or of another
+supported host, must be on the command line of COMMAND itself. Checkpoints are not saved. If interrupted, run the same
+command line again to continue."""
 
 EXAMPLES = (
     "megaprof tune --out tuned -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...",
@@ -36,33 +36,35 @@ _TRIALS, _STEPS, _TIME_LIMIT = 4, 20, 1800.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.usage = "megaprof tune [--trials N] [--steps N] [--out DIR] [--next [DIR]] -- COMMAND [ARGUMENT ...]"
-    parser.add_argument("--trials", type=int, help=f"runs of COMMAND at most, the first included (default: {_TRIALS})")
-    parser.add_argument("--steps", type=int, help=f"training steps that each run measures (default: {_STEPS})")
     parser.add_argument(
-        "--out", type=Path, default=Path("tuned"), help="directory of trials and result (default: tuned)"
+        "--trials", type=int, help=f"maximum number of runs of COMMAND, including the first (default: {_TRIALS})"
+    )
+    parser.add_argument("--steps", type=int, help=f"training steps to measure in each run (default: {_STEPS})")
+    parser.add_argument(
+        "--out", type=Path, default=Path("tuned"), help="directory for the trials and the result (default: tuned)"
     )
     parser.add_argument(
         "--time-limit",
         type=float,
         default=_TIME_LIMIT,
-        help=f"seconds until a run that has not made its steps is ended (default: {_TIME_LIMIT:g})",
+        help=f"seconds after which an unfinished run is ended (default: {_TIME_LIMIT:g})",
     )
     parser.add_argument(
         "--saving-off",
         metavar="WORDS",
-        help="words that keep COMMAND from saving checkpoints, put at its end; '' if it saves none",
+        help="words to append to COMMAND so that it saves no checkpoints; '' if it saves none",
     )
     parser.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        help="what a rank may have allocated on its GPU (60GiB): no layout is tried that is predicted to need more "
-        "(default: what the GPU has)",
+        help="largest allocation of a rank on its GPU (60GiB): layouts that should need more are not tried (default: "
+        "the GPU's memory)",
     )
     parser.add_argument(
         "--depth",
         action="store_true",
-        help="where no layout gains any more, also try half as many pipeline stages, on the same ranks and with the "
-        "same global batch, which changes more than any trial before it shows",
+        help="when no layout gains any more, also try half as many pipeline stages on the same ranks, with the same "
+        "global batch. Its prediction is less certain",
     )
     parser.add_argument(
         "--next",
@@ -70,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=Path(),
         type=Path,
         metavar="DIR",
-        help="run nothing: read what the last printed command wrote (to DIR, where it was moved there), and print the "
-        "next command to submit",
+        help="run nothing; read what the last printed command wrote (from DIR, if you moved it), and print the next "
+        "command to submit",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
@@ -82,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
     found = _begun(args)
     if processes := trial.running(args.out):
         numbers = ", ".join(map(str, processes))
-        raise CommandError(f"--out {args.out}: a trial still runs, in processes {numbers}: wait for them, or end them")
+        raise CommandError(
+            f"--out {args.out}: a trial is still running, in processes {numbers}: wait for them, or end them"
+        )
     resolve(list(found.command))
     try:
         without_saving(found.command, found.saving_off)
@@ -103,24 +107,24 @@ def _begun(args: argparse.Namespace) -> Tuning:
     for name in ("trials", "steps", "time_limit"):
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0")
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be more than 0")
     typed = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     try:
         before = state.load(args.out)
     except state.NoState as fault:
         raise CommandError(f"{args.out / state.NAME} {fault}") from None
     if before is None and args.out.exists() and any(args.out.iterdir()):
-        raise UsageError(f"--out {args.out}: must be a new or an empty directory, or one of megaprof tune")
+        raise UsageError(f"--out {args.out}: must be a new or empty directory, or one that megaprof tune wrote")
     other = before is not None and bool(typed) and tuple(typed) != before.command
     anew = before is not None and (before.stopped == "not_measured" or (other and not before.measured))
     if anew and typed:
         before = None
     if before is None and not typed:
         raise UsageError(
-            "no command; put it behind '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
+            "no command; put it after '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
         )
     if before is not None and other:
-        raise UsageError(f"--out {args.out}: has trials of another command: {shlex.join(before.command)}")
+        raise UsageError(f"--out {args.out}: contains trials of another command: {shlex.join(before.command)}")
     limit = _memory_limit(args.memory_limit)
     off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if before is None:
@@ -128,7 +132,7 @@ def _begun(args: argparse.Namespace) -> Tuning:
     for name, value in (("steps", args.steps), ("saving_off", off), ("memory_limit", limit)):
         if value not in (None, getattr(before, name)):
             option = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{option}: the trials in --out {args.out} have another one")
+            raise UsageError(f"{option}: the trials in --out {args.out} used another value")
     before = replace(before, trials=(), result=None) if anew else tuning.resumed(before, args.out)
     depth = args.depth or before.depth
     return replace(before, most_trials=args.trials or before.most_trials, depth=depth, stopped=None, reason=None)
@@ -174,8 +178,8 @@ def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
         place = args.out / waiting.directory
         if not place.is_dir():
             raise CommandError(
-                f"{place}: no such directory; the command of trial {waiting.number} has not run yet. If it ended "
-                "before it wrote anything, make the directory: the trial has failed then"
+                f"{place}: no such directory; the command of trial {waiting.number} has not run yet. If it failed "
+                "before it wrote anything, create the directory to count the trial as failed"
             )
         found = tuning.completed(found, waiting, place)
         _say_over(found.trials[waiting.number - 1])
@@ -183,7 +187,7 @@ def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
     state.store(args.out, found)
     if (trial_now := found.pending) is not None:
         then = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
-        print(f"Trial {trial_now.number} ({trial_now.what}); when it is over: {then}", file=sys.stderr)
+        print(f"Trial {trial_now.number} ({trial_now.what}). When it has ended, run: {then}", file=sys.stderr)
         print(_to_submit(trial_now, args.out))
     return found
 
@@ -205,7 +209,7 @@ def _show(found: Tuning, args: argparse.Namespace) -> None:
     from rich.console import Console
 
     words.show(found, Console(highlight=False))
-    print(f"The same to send: {args.out / 'report.html'}")
+    print(f"Result as one HTML file: {args.out / 'report.html'}")
 
 
 def _say_begun(trial_now: Trial) -> None:
@@ -220,5 +224,5 @@ def _say_over(trial_now: Trial) -> None:
         print(f"  {trial_now.outcome}: {trial_now.why}", file=sys.stderr, flush=True)
     else:
         steps = counted(trial_now.steps or 0, "step")
-        print(f"  {words.milliseconds(trial_now.step_ms)} ms a step, over {steps}", file=sys.stderr)
+        print(f"  {words.milliseconds(trial_now.step_ms)} ms per step, over {steps}", file=sys.stderr)
         print(f"  {trial_now.verdict}", file=sys.stderr, flush=True)

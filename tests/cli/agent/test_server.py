@@ -255,7 +255,7 @@ def test_a_server_that_may_capture_asks_nobody_and_says_what_is_missing(job: Job
         result = ask(conversation, allow_trigger=True)
     found = json.loads(text(result))
     check("trigger", found)
-    assert result.is_error, "not all of it was done"
+    assert result.is_error, "only part of the work was done"
     assert (found["captured"], found["reason"]) == (1, "rank 1: too late")
 
 

@@ -31,7 +31,7 @@ def test_what_was_written_is_printed(job: Path, tmp_path: Path) -> None:
     [
         (["{job}"], 2, "--parquet"),
         (["{job}", "--parquet", "{job}"], 2, "exists"),
-        (["{job}", "--parquet", "{tmp}/x", "--run", " "], 2, "--run ' ' is no name"),
+        (["{job}", "--parquet", "{tmp}/x", "--run", " "], 2, "--run ' ' is not a name"),
         (["{tmp}/nowhere", "--parquet", "{tmp}/x"], 1, "does not exist"),
         (["{tmp}/empty", "--parquet", "{tmp}/x"], 1, "holds no timeline"),
         (["{job}", "--parquet", "{tmp}/file/x"], 1, "cannot be written"),

@@ -25,7 +25,7 @@ def test_what_was_merged_and_how_far_clocks_were_off_is_printed(traces, tmp_path
     run = megaprof("merge", traces, "-o", out)
     assert (run.returncode, run.stderr) == (0, "")
     assert "train_actor step 5: 2 ranks" in run.stdout
-    assert "6 arrows from a send to its receive" in run.stdout
+    assert "6 arrows from sends to receives" in run.stdout
     assert "host node-1: clock 40.0" in run.stdout
     assert "Not merged (see --target, --role, --step): evaluate step 2" in run.stdout
     assert len({e["pid"] for e in json.loads(out.read_text())["traceEvents"]}) == 2

@@ -88,7 +88,7 @@ def test_a_step_is_merged_and_handed_to_the_page_once(
         out, err = process.communicate(timeout=30)
     assert {event["pid"] for event in events} == {1, 2}
     assert (process.returncode, err) == (0, "")
-    assert "The page has the whole trace." in out
+    assert "The page has the complete trace." in out
 
 
 def test_a_merged_timeline_is_handed_over_as_it_is(
@@ -157,7 +157,7 @@ def test_the_page_is_opened_where_a_browser_is(tmp_path: Path) -> None:
         time.sleep(0.05)  # the command does not wait for a browser to end
     page = Path(unquote(note.read_text().removeprefix("file://")))
     assert "Stage 0 holds 6 layers" in page.read_text()
-    assert f"To look at it: python3 -m webbrowser file://{page}" in run.stdout
+    assert f"To open it: python3 -m webbrowser file://{page}" in run.stdout
     page.unlink()
     page.parent.rmdir()
 
@@ -172,7 +172,7 @@ def test_without_a_browser_the_scp_line_is_said_and_json_stays_json(tmp_path: Pa
     assert "scp " in run.stderr
     run = megaprof("report", tmp_path / "traces", "--html", page, **NONE)
     assert (run.returncode, run.stderr) == (0, "")
-    assert f"To look at it: megaprof ui {tmp_path / 'traces'}\n" in run.stdout
+    assert f"To open it: megaprof ui {tmp_path / 'traces'}\n" in run.stdout
     assert run.stdout.count(browser.fetching(page)) == 1
     scratch = tmp_path / "scratch"
     scratch.mkdir()

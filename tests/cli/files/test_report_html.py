@@ -24,7 +24,7 @@ def test_the_page_is_written_beside_the_report_and_may_be_replaced(traces, tmp_p
     for _ in range(2):
         run = megaprof("report", traces, "--html", out)
         assert (run.returncode, run.stderr) == (0, "")
-        assert f"The same to send: {out}" in run.stdout
+        assert f"Report as one HTML file: {out}" in run.stdout
         assert "Stage 0 holds 6 layers" in out.read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.html", "traces"]
 

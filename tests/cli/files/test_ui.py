@@ -99,7 +99,7 @@ def test_the_browser_is_not_started_with_the_token(tmp_path: Path, starting: lis
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["nowhere"], 1, "nowhere is no directory"),
+        (["nowhere"], 1, "nowhere is not a directory"),
         (["/"], 1, "the whole file system"),
         ([".", "--port", "99999"], 2, "--port 99999 is not a number from 0 to 65535"),
     ],

@@ -179,7 +179,7 @@ def test_it_waits_while_the_job_starts_up(tmp_path: Path, capsys: pytest.Capture
 def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["status", "--help"])
-    assert "3, it appears to hang" in " ".join(capsys.readouterr().out.split())
+    assert "3 if it appears to hang" in " ".join(capsys.readouterr().out.split())
 
 
 WITHOUT_A_TRAINER = """
@@ -234,7 +234,7 @@ def test_one_look_as_json(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert [stage["gradients_ms"] for stage in look["now"]["stages"]] == [1.0, 1.0]
     assert (look["now"]["slowest_stage"], look["now"]["imbalance"]) == (0, pytest.approx(40 / 35))
     assert main(["watch", str(job.directory), "--every", "inf"]) == 2
-    assert "--every inf is not a number of seconds" in capsys.readouterr().err
+    assert "--every inf is not a valid number of seconds" in capsys.readouterr().err
 
 
 def test_nothing_captured_is_json_too(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,8 +73,8 @@ def test_a_demo_captures_and_reports_what_it_was_told_to_build(
     assert str(out) in stdout.replace("\n", "")
     assert len(list(out.glob("*.pt.trace.json.gz"))) == 4
     assert "<title>megaprof: " in (out / "report.html").read_text()
-    assert f"The same to send: {out / 'report.html'}" in stdout.replace("\n", "")
-    assert "To look at it: " in stdout
+    assert f"Report as one HTML file: {out / 'report.html'}" in stdout.replace("\n", "")
+    assert "To open it: " in stdout
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     assert [target["target"] for target in report["targets"]] == ["train_actor", "train_log_probs"]
     for target in report["targets"]:
@@ -114,7 +114,7 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
             "--pp 1: there is no link; --pp must be at least 2",
         ),
         (["--fault", "slow-link", "--vpp", "2"], "--fault slow-link with --vpp 2: exchanges overlap"),
-        (["--fault", "hang", "--live"], "--fault hang with --steps 2: it begins with step 5"),
+        (["--fault", "hang", "--live"], "--fault hang with --steps 2: the fault begins at step 5"),
         (["--fault", "hang", "--live", "--steps", "9", "--pp", "1"], "--fault hang with one rank"),
         (["--out", "."], "--out ."),
     ],
@@ -224,7 +224,7 @@ def test_a_job_that_hangs_ends_and_says_where_its_files_are(tmp_path: Path) -> N
     with live(tmp_path, "--fault", "hang") as job:
         job.until("Fault: rank 1 (stage 1) stops in microbatch 2 of step 5, and the others wait for it.")
         assert job.end(signal.SIGTERM) == 143
-        (hint,) = [line for line in job.errors if line.startswith("What was recorded: ")]
+        (hint,) = [line for line in job.errors if line.startswith("To see what was recorded: ")]
     assert hint.split()[-2] == "report"
 
 
@@ -246,9 +246,9 @@ def test_ranks_that_do_not_end_are_killed_by_a_second_ctrl_c(tmp_path: Path) -> 
         for rank in set(_marked(job.token)) - {job.process.pid}:
             os.kill(rank, signal.SIGSTOP)
         job.process.send_signal(signal.SIGINT)
-        job.until("once more ends it at once", errors=True)
+        job.until("press again to end at once", errors=True)
         assert job.end() == 130
-        assert [line for line in job.errors if line.startswith("What was recorded: ")]
+        assert [line for line in job.errors if line.startswith("To see what was recorded: ")]
 
 
 @pytest.mark.slow
