@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.samples import Spread
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.depth import half_as_deep

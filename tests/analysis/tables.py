@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megaprof.analysis.diagnosis import averages
+from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import Key, find_timelines, read_fleet
-from megaprof.analysis.stages.consistency import counted
-from megaprof.analysis.stages.stages import TargetStages, order
+from megaprof.analysis.table.counted import counted
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import table_of_calls

@@ -7,11 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megaprof.analysis.fleet.reading import INDEX_BITS, Series
-from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.consistency import Counted, opened_apart
-from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import (
+from megaprof.analysis.diagnosis.stages import (
     BUBBLE_PARTS,
     LONGEST,
     ONE_CLOCK,
@@ -22,6 +18,10 @@ from megaprof.analysis.stages.stages import (
     imbalance,
     without_ranges,
 )
+from megaprof.analysis.fleet.reading import INDEX_BITS, Series
+from megaprof.analysis.notes import Note
+from megaprof.analysis.samples import Spread
+from megaprof.analysis.table.counted import Counted, opened_apart
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.trace.calls import GROUPS, Call, grouped
 from megaprof.analysis.trace.groups import INSIDE, parallel_of

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import of_both
 from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
-from megaprof.analysis.stages.samples import MAD
+from megaprof.analysis.samples import MAD
 from megaprof.analysis.table.modules import EMBEDDING, LOSS, measured
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
 

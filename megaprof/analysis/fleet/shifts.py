@@ -20,7 +20,7 @@ from megaprof.analysis.fleet.trends import (
     moving_median,
     shifts,
 )
-from megaprof.analysis.stages.samples import MAD
+from megaprof.analysis.samples import MAD
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from megaprof.analysis.stages.samples import MAD, MEDIAN_ERROR
+from megaprof.analysis.samples import MAD, MEDIAN_ERROR
 
 #: By how much a level must exceed another one, as a fraction of that.
 EXCESS = 0.10

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.lengths import Lengths
+from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.text.what_if import name_of, worth_showing
 from megaprof.analysis.report.text.words import number, percent
-from megaprof.analysis.stages.samples import Spread, mean_of
-from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.samples import Spread, mean_of
 from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf

@@ -14,12 +14,12 @@ import math
 from collections.abc import Iterable
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.diagnosis.stages import Stage
 from megaprof.analysis.report.diff import QUANTITIES, Diff, Difference, Kept, Side, StageDiff, TargetDiff, TargetSide
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.what_if import name_of
-from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import Stage
+from megaprof.analysis.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout
 from megaprof.analysis.what_if.what_if import layout_of

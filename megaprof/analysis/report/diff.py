@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megaprof.analysis.diagnosis.stages import Basis
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.stages import Basis
 from megaprof.parallel.topology import ParallelSizes
 
 QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
+from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.notes import Note
@@ -24,7 +25,6 @@ from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as text
 from megaprof.analysis.report.text.notes import said, told
-from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill

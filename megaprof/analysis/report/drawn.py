@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from megaprof.analysis.clocks.exchanges import aligned
+from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.events import call_of
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.report.text.notes import clause, of_clocks
 from megaprof.analysis.simulation.simulate import Simulation
-from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.analysis.trace.passes import Pass

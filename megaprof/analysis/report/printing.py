@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megaprof.analysis.diagnosis.stages import Stage
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.sentences import Finding
 from megaprof.analysis.report.text.words import layers, some
-from megaprof.analysis.stages.stages import Stage
 
 STYLES = {"slow": "bold red", "open": "", "fine": "green"}
 

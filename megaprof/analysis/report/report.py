@@ -12,6 +12,7 @@ from typing import NamedTuple
 from megaprof.analysis.diagnosis import averages
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
+from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
 from megaprof.analysis.foreign.facts import facts_of
@@ -20,8 +21,7 @@ from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text.notes import told
-from megaprof.analysis.stages.consistency import counted
-from megaprof.analysis.stages.stages import TargetStages, order
+from megaprof.analysis.table.counted import counted
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import table_of_calls

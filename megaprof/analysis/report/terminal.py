@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.fleet_terminal import show_over_the_run
 from megaprof.analysis.report.foreign_terminal import show_foreign
@@ -38,8 +39,7 @@ from megaprof.analysis.report.text.words import (
     with_spread,
     within,
 )
-from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.samples import Spread
 from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.trace.nsys.files import is_nsys
 from megaprof.analysis.what_if.what_if import WhatIf

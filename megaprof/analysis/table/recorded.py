@@ -18,9 +18,9 @@ from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.consistency import warming_up
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
+from megaprof.analysis.table.counted import warming_up
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import Peak, together

@@ -10,9 +10,9 @@ import numpy as np
 from megaprof.analysis.clocks.exchanges import Meeting, aligned, meetings
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.consistency import OPENED, Counted, opened_apart
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share, parts
+from megaprof.analysis.table.counted import OPENED, Counted, opened_apart
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.calls import Call, ModuleKey, grouped

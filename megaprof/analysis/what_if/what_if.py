@@ -16,10 +16,10 @@ import numpy as np
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.samples import Spread
 from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import WAIT, Floats, Table
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts

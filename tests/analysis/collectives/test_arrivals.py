@@ -16,7 +16,7 @@ from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.samples import Spread
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format

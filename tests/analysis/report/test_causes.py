@@ -13,10 +13,10 @@ import pytest
 from megaprof.analysis.diagnosis.averages import _NOTHING
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Price
+from megaprof.analysis.diagnosis.stages import ChunkTimes, TargetStages
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import causes, evidence
-from megaprof.analysis.stages.stages import ChunkTimes, TargetStages
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

@@ -16,7 +16,7 @@ from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import advised
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 from tests.analysis.exchanging import exchanging, write

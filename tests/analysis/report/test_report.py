@@ -15,7 +15,7 @@ from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import name_of
-from megaprof.analysis.stages.samples import mean_of
+from megaprof.analysis.samples import mean_of
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds, pipeline, plain_stage
 

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from megaprof.analysis.diagnosis.averages import _NOTHING
+from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.text import sentences, what_if
-from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import Advice, WhatIf
 from megaprof.parallel.topology import ParallelSizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaprof.analysis.report.text import words
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.samples import Spread
 from megaprof.formats.metadata import ModelChunk
 
 

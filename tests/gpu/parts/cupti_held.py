@@ -33,7 +33,7 @@ class _Said(logging.Handler):
 
 def run(work: Path, cpu: bool) -> Found:
     if cpu:
-        return Found(skipped="tests/analysis/stages/test_unseen.py rehearses it, with synthetic traces")
+        return Found(skipped="tests/analysis/diagnosis/test_unseen.py rehearses it, with synthetic traces")
     library = loaded("libcupti.so")
     if library is None:
         return Found(skipped="torch brings no CUPTI of its own that could be held before Kineto holds it")

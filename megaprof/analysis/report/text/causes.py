@@ -6,13 +6,13 @@ from pathlib import Path
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps, when
 from megaprof.analysis.report.text.sentences import Finding, trigger
 from megaprof.analysis.report.text.words import counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.report.text.words import stages as stages_in_words
-from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.table.table import WAIT
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill

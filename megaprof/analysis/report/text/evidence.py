@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from megaprof.analysis.diagnosis.diagnose import Cause
+from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.text.words import (
     INSIDE,
     both,
@@ -16,7 +17,6 @@ from megaprof.analysis.report.text.words import (
     ranks,
     stages,
 )
-from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.table.table import WAIT
 from megaprof.formats.metadata import ModelChunk
 

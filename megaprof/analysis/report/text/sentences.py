@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megaprof.analysis.diagnosis.stages import Basis, TargetStages
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, number, percent, spans, steps
-from megaprof.analysis.stages.stages import Basis, TargetStages
 from megaprof.formats.job.standstill import Standing, Standstill
 
 #: A report on more targets begins with a table of them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.samples import Spread
 from megaprof.formats.metadata import ModelChunk
 from megaprof.formats.phrases import ago as ago
 from megaprof.formats.phrases import counted as counted

@@ -1,4 +1,4 @@
-"""Samples of one quantity, summed up."""
+"""Several samples of one quantity, summed up."""
 
 from __future__ import annotations
 

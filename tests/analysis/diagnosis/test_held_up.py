@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.stages.samples import mean_of
+from megaprof.analysis.samples import mean_of
 from tests.analysis.altered import reported
 from tests.analysis.scenarios import Scenario
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaprof.analysis.diagnosis.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, Literal
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.samples import Spread, mean_of
+from megaprof.analysis.samples import Spread, mean_of
 from megaprof.analysis.trace.calls import WHOLE_STEP, grouped
 from megaprof.formats.metadata import ModelChunk, WithoutRange
 from megaprof.parallel.topology import ParallelSizes
