@@ -22,7 +22,7 @@ from megaprof.capture.this_rank import ThisRank, moved
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
 from megaprof.config.per_role import checked_role
-from megaprof.control.listener import Listener, listen
+from megaprof.control.listener import Listener
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.megatron import patch_megatron
@@ -170,8 +170,6 @@ def _install(
         profiler.enter(session, _with_schedules if pipeline else _without_schedules)
         if config.listens:
             handle._listener = _listen(session, here.layout, store.writer, store.local)
-            if handle._listener is not None:
-                session.at_end.append(handle._listener.close)
     return handle
 
 
@@ -241,21 +239,26 @@ def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, A
 def _listen(session: Session, layout: WorldLayout | None, writer: Writer, directory: str) -> Listener | None:
     """Start to answer requests in ``directory``; the lowest rank also watches the job, and the last one its scalars,
     since Megatron-LM keeps its writers there."""
-    listener = listen(session, layout, writer, directory)
-    if listener is None:
+    listener = Listener(session, layout, writer, directory)
+    if not listener.start(profiler.background):
         return None
+    session.at_end.append(listener.close)
     config, coords = session.config, session.coords
-    leads, last = coords.rank == 0, coords.rank == coords.sizes.world - 1
-    if leads or last:
-        overview = Overview(config, leads=leads, role=session.role)
-        listener.follow(overview, overview.close)
-        if leads and (config.trigger_step_time is not None or config.trigger_imbalance is not None):
-            watchdog = Watchdog(config)
-            listener.follow(watchdog)
-            if config.trigger_imbalance is not None:
-                overview.want(lambda summary: watchdog.see(summary.imbalance))
-    listener.start(profiler.background)
+    watchdog = None
+    if coords.rank == 0 and (config.trigger_step_time is not None or config.trigger_imbalance is not None):
+        watchdog = Watchdog(config, listener)
+        _repeat(session, watchdog.look, listener.every)
+    if coords.rank in (0, coords.sizes.world - 1):
+        overview = Overview(config, listener, coords, session.role, None if watchdog is None else watchdog.see)
+        _repeat(session, overview.look, overview.every)
+        session.at_end.append(overview.close)
     return listener
+
+
+def _repeat(session: Session, task: Callable[[], None], every: float) -> None:
+    """Runs a task on the background thread, every so many seconds until the session ends."""
+    profiler.background.add(task, every)
+    session.at_end.append(partial(profiler.background.remove, task))
 
 
 def _config(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:

@@ -433,7 +433,7 @@ def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, mo
         "hooks.megatron.patch_schedules",
         "install.registry.adapt",
         "capture.profiler.AtExit.arm",
-        "install.listen",
+        "install.Listener",
     ],
 )
 def test_hooks_that_cannot_go_in_leave_nothing_behind(
@@ -444,7 +444,7 @@ def test_hooks_that_cannot_go_in_leave_nothing_behind(
 
     before = hooked_objects()
     monkeypatch.setattr(f"megaprof.{where}", broken)
-    handle = install_hooks(one_rank.chunks, on(tmp_path, on_demand=where == "install.listen"))
+    handle = install_hooks(one_rank.chunks, on(tmp_path, on_demand=where == "install.Listener"))
     assert not handle.active
     assert all(hooked_objects()[name] is before[name] for name in before)
     assert caplog.text.count("installing the hooks failed") == 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,24 +37,6 @@ if TYPE_CHECKING:
 
 #: How long the end of a job waits for its last status, in seconds.
 _END_SECONDS = 2.0
-_MOST_COMPLAINTS = 8
-
-
-def listen(
-    session: Session,
-    layout: WorldLayout | None,
-    writer: Writer,
-    directory: str | os.PathLike[str],
-) -> Listener | None:
-    """Returns a listener for `session`, not started yet; None if another session of this process already has one
-    there."""
-    listener = Listener(session, layout, writer, directory)
-    if listener.path in process.answers:
-        logger.warning(
-            "megaprof: another model of this process already answers in %s; give install_hooks a role", listener.path
-        )
-        return None
-    return listener
 
 
 class Listener:
@@ -70,11 +51,12 @@ class Listener:
         *,
         every: float | None = None,
     ) -> None:
-        """`every`: seconds between two looks, `interval` of the world unless given."""
+        """`every`: `interval` of the world unless given."""
         coords = session.coords
         self._session = session
         self._background: Background | None = None
-        self._every = interval(coords.sizes.world) if every is None else every
+        self.every = interval(coords.sizes.world) if every is None else every
+        """Seconds between two looks."""
         self._directory = Path(os.path.abspath(directory))
         self._part = places.part(session.role)
         self.path = places.path_of(self._directory, self._part)
@@ -82,27 +64,28 @@ class Listener:
         self._leads = coords.rank == 0
         self._coords = coords
         self._probed: os.stat_result | None = None
-        self._reporter = Reporter(session, self._every)
-        self._own = RunRecord.new(coords, layout, session.config.target, session.role, self._every)
+        self._reporter = Reporter(session, self.every)
+        self._own = RunRecord.new(coords, layout, session.config.target, session.role, self.every)
         self._run: RunRecord | None = None
         self._ousted = False
         self._standstill = StandstillWriter(coords)
         self._captures = Captures(session, writer, self._directory, self._reporter, leads=self._leads)
-        self._followers: list[Callable[[Listener], None]] = []
-        self._at_end: list[Callable[[], None]] = []
         self._complained: set[str] = set()
         self.closed = False
+        """True once it looks no more: the job has ended, or others could write to its directory."""
 
-    def start(self, background: Background) -> None:
-        """Looks every now and then on the thread of `background`."""
+    def start(self, background: Background) -> bool:
+        """Looks every now and then on the thread of `background`. Returns False, and does nothing, if another session
+        of this process has a listener in the same directory."""
+        if self.path in process.answers:
+            logger.warning(
+                "megaprof: another model of this process already answers in %s; give install_hooks a role", self.path
+            )
+            return False
         self._background = background
         process.answers[self.path] = self
-        background.add(self.look, self._every)
-
-    def follow(self, task: Callable[[Listener], None], at_end: Callable[[], None] = lambda: None) -> None:
-        """Calls `task` after each look while there is a run, and `at_end` at the end of it."""
-        self._followers.append(task)
-        self._at_end.append(at_end)
+        background.add(self.look, self.every)
+        return True
 
     @property
     def job(self) -> RunningJob | None:
@@ -131,13 +114,6 @@ class Listener:
             self._complain(f"the control directory {self.path} does not answer: {fault.strerror or fault}")
         except Unsafe as fault:
             self._refuse(str(fault))
-            return
-        for task in list(self._followers) if self._run is not None else ():
-            try:
-                task(self)
-            except Exception as fault:  # what follows must not end what it follows
-                self._followers.remove(task)
-                logger.error("megaprof: %s is off: %r", type(task).__name__, fault, exc_info=True)
 
     def _opened(self) -> Directory:
         control, self._probed = places.open_own(self._directory, self._part, self._probed)
@@ -221,8 +197,6 @@ class Listener:
             del process.answers[self.path]
 
     def _say_goodbye(self) -> None:
-        for task in self._at_end:
-            task()
         self._captures.end()
         with suppress(OSError, Unsafe), self._opened() as control:
             with suppress(OSError):
@@ -237,12 +211,10 @@ class Listener:
         if self._background is not None:
             self._background.remove(self.look)
         self._captures.withdraw(reason)
-        for task in self._at_end:
-            task()
         logger.warning("megaprof: %s; profiling on demand and status are off, training goes on", reason)
 
     def _complain(self, message: str) -> None:
-        if message not in self._complained and len(self._complained) < _MOST_COMPLAINTS:
+        if message not in self._complained:
             self._complained.add(message)
             logger.warning("megaprof: %s; training goes on", message)
 

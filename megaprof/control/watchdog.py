@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from megaprof.control.listener import Listener
 
 
-#: The usual step time is the median of so many samples at most, one per look, and of so many at least.
+#: The usual step time is the median of the step times at the last looks: at most so many, and at least so many.
 _HISTORY = 4096
 _LEAST = 30
-#: How many looks in a row must see something before a capture is asked for.
+#: A change counts when this many looks in a row see it.
 _IN_A_ROW = 3
+#: Steps that are captured.
 STEPS = 2
 
 
@@ -34,86 +35,88 @@ class Watchdog:
     its disk.
     """
 
-    def __init__(self, config: ProfileConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: ProfileConfig, listener: Listener, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
+        self._listener = listener
         self._clock = clock
         self._target = TRAIN_ACTOR if TRAIN_ACTOR in config.target else config.target[0]
         # A train_overall window lasts from one training step to the next: those are what is counted and timed.
         self._timed = TRAIN_ACTOR if self._target == TRAIN_OVERALL else self._target
-        self._samples: deque[float] = deque(maxlen=_HISTORY)
-        self._slow = 0
-        self._uneven = self._even = 0
-        self._known_uneven = False
-        self._imbalance: float | None = None
+        self._step_times: deque[float] = deque(maxlen=_HISTORY)
         self._calls = -1
+        self._slow_looks = 0
+        self._imbalance: float | None = None
+        self._uneven_looks = self._even_looks = 0
+        self._uneven_is_known = False
         self._not_before = 0.0
         self._requester: Requester | None = None
 
-    def __call__(self, listener: Listener) -> None:
+    def look(self) -> None:
+        """Looks once at the step time, and asks for a capture if that, or the imbalance of the stages, is unusual."""
+        if self._listener.closed:
+            return
         if self._requester is not None:
             self._go_on(self._requester)
             return
-        reason = self._slow_steps(listener) or self._uneven_stages()
-        if reason is not None and self._clock() >= self._not_before and not listener.busy:
-            self._ask(listener, reason)
+        reason = self._slow_steps() or self._uneven_stages()
+        if reason is not None and self._clock() >= self._not_before and not self._listener.busy:
+            self._ask(reason)
 
     def see(self, imbalance: float | None) -> None:
         """Notes the latest imbalance of the stages; None if it is not known."""
         threshold = self._config.trigger_imbalance
         self._imbalance = imbalance
         if threshold is None or imbalance is None:
-            self._uneven = self._even = 0
-            return
-        over = imbalance > threshold
-        self._uneven, self._even = (self._uneven + 1, 0) if over else (0, self._even + 1)
-        if self._even >= _IN_A_ROW:
-            self._known_uneven = False
+            self._uneven_looks = self._even_looks = 0
+        elif imbalance > threshold:
+            self._uneven_looks, self._even_looks = self._uneven_looks + 1, 0
+        else:
+            self._uneven_looks, self._even_looks = 0, self._even_looks + 1
+            if self._even_looks >= _IN_A_ROW:
+                self._uneven_is_known = False
 
-    def _slow_steps(self, listener: Listener) -> str | None:
+    def _slow_steps(self) -> str | None:
+        """Returns what is slow about the last steps, for people; None if nothing is."""
         factor = self._config.trigger_step_time
-        calls, milliseconds = listener.step_time(self._timed)
+        calls, milliseconds = self._listener.step_time(self._timed)
         # A captured step is slow by itself, and without a new step there is nothing new to see.
-        if factor is None or milliseconds is None or listener.busy or calls == self._calls:
+        if factor is None or milliseconds is None or self._listener.busy or calls == self._calls:
             return None
         self._calls = calls
-        usual = statistics.median(self._samples) if len(self._samples) >= _LEAST else None
-        self._samples.append(milliseconds)
+        usual = statistics.median(self._step_times) if len(self._step_times) >= _LEAST else None
+        self._step_times.append(milliseconds)
         if usual is None or milliseconds <= factor * usual:
-            self._slow = 0
+            self._slow_looks = 0
             return None
-        self._slow += 1
-        if self._slow < _IN_A_ROW:
+        self._slow_looks += 1
+        if self._slow_looks < _IN_A_ROW:
             return None
         return f"steps take {milliseconds:.0f} ms, {milliseconds / usual:.2f} times the usual {usual:.0f} ms"
 
     def _uneven_stages(self) -> str | None:
-        if self._uneven < _IN_A_ROW or self._known_uneven or self._imbalance is None:
+        """Returns how uneven the stages are, for people; None if they are even, or if that is captured already."""
+        if self._uneven_looks < _IN_A_ROW or self._uneven_is_known or self._imbalance is None:
             return None
         return f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
 
-    def _ask(self, listener: Listener, reason: str) -> None:
+    def _ask(self, reason: str) -> None:
         self._not_before = self._clock() + self._config.trigger_cooldown
-        self._slow = self._uneven = 0
-        job = listener.job
+        self._slow_looks = self._uneven_looks = 0
+        job = self._listener.job
         if job is None:
             return
         try:
             by = f"the job itself, as {reason}"
-            request = new_request(job.run, self._target, role=job.run.role, steps=STEPS, by=by)
-            requester = Requester(job, request)
+            requester = Requester(job, new_request(job.run, self._target, role=job.run.role, steps=STEPS, by=by))
             requester.submit()
         except Refused as refusal:
             logger.warning("megaprof: %s, but a capture is not possible: %s", reason, refusal)
             return
         self._requester = requester
-        logger.warning("megaprof: %s: capturing %d steps (%s)", reason, STEPS, request.id)
-
-    def _captured(self) -> None:
-        """From now on, what was captured counts as usual."""
-        self._samples.clear()
-        self._known_uneven = True
+        logger.warning("megaprof: %s: capturing %d steps (%s)", reason, STEPS, requester.request.id)
 
     def _go_on(self, requester: Requester) -> None:
+        """Follows a request up to its files."""
         outcome = requester.advance()
         if outcome is None:
             return
@@ -127,3 +130,8 @@ class Watchdog:
         logger.warning(
             "megaprof: captured step %s on %d ranks (%s)%s", steps, outcome.captured, outcome.request, missing
         )
+
+    def _captured(self) -> None:
+        """What was captured counts as usual from now on."""
+        self._step_times.clear()
+        self._uneven_is_known = True

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
+from megaprof.formats.job.run import RunRecord
 from megaprof.metrics import sinks
-from megaprof.metrics.figures import Summary, summarise
+from megaprof.metrics.figures import summarise
+from megaprof.parallel.topology import RankCoords
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener
-    from megaprof.formats.job.run import RunRecord
 
 
-#: Ranks that one look reads; of a larger world others each time, evenly from all of it.
+#: Ranks that one look reads. In a larger world each look reads others, evenly from all of it.
 MOST_RANKS = 1024
 #: Status files that are read a second, at most.
 READ_RATE = 50
@@ -25,58 +26,62 @@ LEAST_SECONDS = 10.0
 
 
 class Overview:
-    """Follows the listener of the lowest rank, and that of the last one, where Megatron-LM keeps its writers.
+    """Gives a summary of the job to every sink, on the background thread of the lowest and of the last rank: the last
+    one is where Megatron-LM keeps its writers.
 
     It reads nothing while nobody wants to know. A sink that fails is left alone from then on.
     """
 
-    def __init__(self, config: ProfileConfig, *, leads: bool, role: str | None, every: float | None = None) -> None:
-        self._config = config
-        self._leads = leads
+    def __init__(
+        self,
+        config: ProfileConfig,
+        listener: Listener,
+        coords: RankCoords,
+        role: str | None,
+        see: Callable[[float | None], None] | None = None,
+    ) -> None:
+        """`see` is called with the imbalance of the stages at each look, None if it is not known."""
+        self._listener = listener
+        self.every = max(LEAST_SECONDS, min(coords.sizes.world, MOST_RANKS) / READ_RATE)
+        """Seconds from one look to the next."""
         self._role = role
-        self._every = every
-        self._due = 0.0
+        self._see = see
         self._looks = 0
         self._broken: set[str] = set()
-        self._prometheus = (
-            sinks.Prometheus(config.prometheus, role) if leads and config.prometheus is not None else None
-        )
+        writes = config.prometheus is not None and coords.rank == 0
+        self._prometheus = sinks.Prometheus(str(config.prometheus), role) if writes else None
         self._otel: sinks.OpenTelemetry | None = None
-        self._wanted: list[Callable[[Summary], None]] = []
 
-    def want(self, consumer: Callable[[Summary], None]) -> None:
-        """Give each summary to `consumer` as well, which does not raise."""
-        self._wanted.append(consumer)
-
-    def __call__(self, listener: Listener) -> None:
-        job, now = listener.job, time.monotonic()
-        if job is None or now < self._due:
+    def look(self) -> None:
+        """Reads the statuses of all ranks, or of some, and hands their summary on."""
+        job = self._listener.job
+        if job is None or self._listener.closed:
             return
-        self._due = now + (self._every or max(LEAST_SECONDS, min(job.run.world, MOST_RANKS) / READ_RATE))
-        found = [(name, sink) for name, sink in self._sinks() if name not in self._broken]
-        if not found and not self._wanted:
+        working = [(name, sink) for name, sink in self._sinks() if name not in self._broken]
+        if not working and self._see is None:
             return
         statuses = job.statuses(self._ranks(job.run))
         self._looks += 1
-        fresh = [status for status in statuses.values() if not status.late(time.time())]
-        summary = summarise(job.run, fresh)
-        for name, sink in found:
+        summary = summarise(job.run, [status for status in statuses.values() if not status.late(time.time())])
+        for name, sink in working:
             try:
                 sink(summary)
             except Exception as fault:  # the host's writer, or its disk
                 self._broken.add(name)
                 logger.warning("megaprof: no scalars to %s any more: %r", name, fault)
-        for consumer in self._wanted:
-            consumer(summary)
+        if self._see is not None:
+            self._see(summary.imbalance)
 
     def close(self) -> None:
+        """Ends what keeps a summary."""
         if self._otel is not None:
             self._otel.close()
 
     def _sinks(self) -> list[tuple[str, sinks.Sink]]:
-        found = list(sinks.host_sinks(self._role))
+        """Returns the sinks that there are now, by name."""
+        there = list(sinks.host_sinks(self._role))
         if self._prometheus is not None:
-            found.append(("Prometheus", self._prometheus))
+            there.append(("Prometheus", self._prometheus))
         if self._otel is None and "OpenTelemetry" not in self._broken:
             try:
                 meter = sinks.meter()
@@ -85,17 +90,15 @@ class Overview:
                 self._broken.add("OpenTelemetry")
                 logger.warning("megaprof: no scalars to OpenTelemetry: %r", fault)
         if self._otel is not None:
-            found.append(("OpenTelemetry", self._otel))
-        return found
+            there.append(("OpenTelemetry", self._otel))
+        return there
 
     def _ranks(self, run: RunRecord) -> list[int]:
-        """All, or every n-th one of each stage, beginning with another one each time."""
+        """Returns all ranks, or in a large world every n-th one of each stage, beginning with another one each time."""
         stride = math.ceil(run.world / MOST_RANKS)
-        layout = run.layout
+        layout, sizes = run.layout, run.sizes
         if stride == 1 or layout is None:
             return list(range(self._looks % stride, run.world, stride))
-        per_stage = run.world // run.sizes.pp
-        sizes = run.sizes
-        chosen = range(self._looks % stride, per_stage, stride)
+        chosen = range(self._looks % stride, run.world // sizes.pp, stride)
         places = ((i % sizes.tp, i // sizes.tp % sizes.cp, i // sizes.tp // sizes.cp) for i in chosen)
         return [layout.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for tp, cp, dp in places for pp in range(sizes.pp)]

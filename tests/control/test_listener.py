@@ -88,7 +88,7 @@ class Job:
 
 @pytest.fixture
 def job(one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(Listener, "start", lambda self, background: None)
+    monkeypatch.setattr(Listener, "start", lambda self, background: True)
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="none", on_demand=True)
     with install_hooks(one_rank.chunks, config) as handle:
         yield Job(one_rank, handle)
@@ -351,7 +351,7 @@ def test_somebody_removes_the_directory_or_a_part_of_it(job: Job, what: str) -> 
 def test_a_directory_that_does_not_answer_at_first(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Listener, "start", lambda self, background: None)
+    monkeypatch.setattr(Listener, "start", lambda self, background: True)
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="none", on_demand=True)
     with install_hooks(one_rank.chunks, config) as handle:
         listener = handle._listener
@@ -432,7 +432,7 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
 def test_a_window_of_the_jobs_own_is_not_disturbed(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Listener, "start", lambda self, background: None)
+    monkeypatch.setattr(Listener, "start", lambda self, background: True)
     config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), steps="0", on_demand=True)
     with install_hooks(one_rank.chunks, config) as handle:
         job = Job(one_rank, handle)
@@ -448,7 +448,7 @@ def test_a_window_of_the_jobs_own_that_fails_is_all_that_is_lost(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeline, the status, the next window and a capture that is asked for later go on."""
-    monkeypatch.setattr(Listener, "start", lambda self, background: None)
+    monkeypatch.setattr(Listener, "start", lambda self, background: True)
     start, starts = TorchRecorder.start, itertools.count()
 
     def unwell_at_first(recorder: TorchRecorder, window: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,35 +20,35 @@ def config(tmp_path: Path, **options: Any) -> ProfileConfig:
 class Job:
     """A listener as far as the watchdog looks at it, and the requests that it would make."""
 
-    def __init__(self, watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.busy = False
+    def __init__(self, options: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.busy = self.closed = False
         self.captures = True
         self.job = None
         self.asked: list[str] = []
-        self._watchdog = watchdog
+        self.time = 0.0
+        listener: Any = self
+        self.watchdog = Watchdog(options, listener, clock=lambda: self.time)
         self._now = (0, 0.0)
-        monkeypatch.setattr(watchdog, "_ask", self._ask)
+        monkeypatch.setattr(self.watchdog, "_ask", self._ask)
 
     def step_time(self, target: str) -> tuple[int, float | None]:
         """As a session counts: by the schedule's calls, so that nothing is ever called train_overall."""
         return (0, None) if target == "train_overall" else self._now
 
-    def _ask(self, listener: Any, reason: str) -> None:
+    def _ask(self, reason: str) -> None:
         self.asked.append(reason)
-        self._watchdog._not_before = self._watchdog._clock() + self._watchdog._config.trigger_cooldown
+        self.watchdog._not_before = self.time + self.watchdog._config.trigger_cooldown
         if self.captures:
-            self._watchdog._captured()
+            self.watchdog._captured()
 
     def steps(self, milliseconds: float, count: int) -> None:
         for _ in range(count):
             self._now = (self._now[0] + 1, milliseconds)
-            self._watchdog(self)  # type: ignore[arg-type]
+            self.watchdog.look()
 
 
 def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = SimpleNamespace(time=0.0)
-    watchdog = Watchdog(config(tmp_path, trigger_step_time=1.5, trigger_cooldown=600), clock=lambda: now.time)
-    job = Job(watchdog, monkeypatch)
+    job = Job(config(tmp_path, trigger_step_time=1.5, trigger_cooldown=600), monkeypatch)
     job.captures = False
     job.steps(300, 5)  # a cold start is not what is usual
     job.steps(100, 60)
@@ -59,7 +58,7 @@ def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pyt
     assert job.asked == []
     job.steps(160, 10)
     assert job.asked == ["steps take 160 ms, 1.60 times the usual 100 ms"]
-    now.time = 601.0
+    job.time = 601.0
     job.busy = True
     job.steps(170, 10)
     job.busy = False
@@ -67,7 +66,7 @@ def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pyt
     job.captures = True
     job.steps(170, 3)
     assert len(job.asked) == 2
-    now.time = 1300.0
+    job.time = 1300.0
     job.steps(170, 5000)
     assert len(job.asked) == 2, "that is captured, and is the usual now"
     job.steps(300, 3)
@@ -76,23 +75,21 @@ def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pyt
 
 def test_a_trigger_on_train_overall_goes_by_the_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ProfileConfig(target=("train_overall",), dir=str(tmp_path), on_demand=True, trigger_step_time=1.5)
-    job = Job(watchdog := Watchdog(options), monkeypatch)
+    job = Job(options, monkeypatch)
     job.steps(100, 60)
     job.steps(160, 5)
     assert job.asked == ["steps take 160 ms, 1.60 times the usual 100 ms"]
-    assert watchdog._target == "train_overall", "what is captured then"
+    assert job.watchdog._target == "train_overall", "what is captured then"
 
 
 def test_uneven_stages_ask_once_until_they_have_been_even(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = SimpleNamespace(time=0.0)
-    watchdog = Watchdog(config(tmp_path, trigger_imbalance=1.3, trigger_cooldown=600), clock=lambda: now.time)
-    job = Job(watchdog, monkeypatch)
+    job = Job(config(tmp_path, trigger_imbalance=1.3, trigger_cooldown=600), monkeypatch)
 
     def see(*imbalances: float | None) -> None:
         for imbalance in imbalances:
-            watchdog.see(imbalance)
+            job.watchdog.see(imbalance)
             job.steps(100, 1)
-            now.time += 10
+            job.time += 10
 
     see(1.4, 1.4, 1.2, 1.4, 1.4, None, 1.4, 1.4)
     assert job.asked == []

@@ -268,18 +268,18 @@ def test_a_writer_that_fails_is_left_alone(
             self.tried += 1
             raise OSError(28, "No space left on device")
 
-    writer, now = Full(), [0.0]
+    writer = Full()
     fresh = replace(status(0, 40.0), time=time.time())
     host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
-    monkeypatch.setattr("megaprof.metrics.overview.time.monotonic", lambda: now[0])
     prometheus = tmp_path / "megaprof.prom"
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), on_demand=True, prometheus=str(prometheus))
-    overview = Overview(config, leads=True, role=None)
-    listener = types.SimpleNamespace(job=types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh}))
+    listener: Any = types.SimpleNamespace(
+        job=types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh}), closed=False
+    )
+    overview = Overview(config, listener, LAYOUT.coords(0), None)
     for _ in range(3):
-        now[0] += 60
-        overview(listener)  # type: ignore[arg-type]
+        overview.look()
         assert prometheus.exists()
         prometheus.unlink()
     assert writer.tried == 1
