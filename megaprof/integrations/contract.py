@@ -1,7 +1,7 @@
-"""The one contract of all hosts: a `Host` is what a framework tells megaprof that megaprof cannot see for itself.
+"""The contract that all hosts share: a `Host` says what megaprof cannot see for itself in a framework.
 
 Each file of this room that is named after a host ends with its ``HOST``; `megaprof.integrations.registry` lists them.
-Nothing of a host is imported, and nothing of it is changed but the functions in ``HOST.hooks``, which are wrapped in
+Nothing of a host is imported, and nothing of it is changed except that the functions in ``HOST.hooks`` are wrapped in
 place: megaprof reads the arguments of their calls.
 """
 
@@ -28,48 +28,43 @@ if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
 
-def unknown() -> None:
-    """What a host says that does not know."""
-    return None
-
-
 @dataclass(frozen=True)
 class Facts:
-    """What holds inside one call of a host's function. The defaults say nothing that is not known already."""
+    """What holds inside one call of a host's function. The defaults add nothing to what is known."""
 
     role: str | None = None
-    """Whose work it is (actor, ref, critic, ...)."""
+    """The role whose work it is (actor, ref, critic, ...)."""
     iteration: int | Callable[[], int | None] | None = None
-    """The number under which ``--profile-steps`` names the calls of the schedule inside: that of their training step.
-    A function where it changes during the call; it is asked when the schedule is called."""
+    """The number by which ``--profile-steps`` selects the schedule's calls inside: that of their training step. A
+    function if it changes during the call; it is called when the schedule is."""
     host_step: int | None = None
-    """The step of the host's own loop, which training, log-probs and evaluation share. None: ``iteration``."""
+    """The step of the host's own loop, which training, log-probs and evaluation share; None if it is ``iteration``."""
     evaluation: bool = False
-    """True: forward-only passes inside are evaluation and not log-probs."""
+    """True if forward-only passes inside are evaluation and not log-probs."""
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One function of a host, and what can be read from a call of it."""
+    """One function of a host, and what a call of it says."""
 
     module: str
-    """The module it is defined in."""
+    """The module that defines it."""
     function: str
     """Its name there: ``train``, or ``Class.method``."""
     read: Callable[[Mapping[str, Any]], Facts] = lambda arguments: Facts()
-    """Gets the call's arguments by name."""
+    """Takes the call's arguments, by name."""
     context: bool = False
-    """True: the function returns a context manager, and the facts hold inside that rather than inside the call."""
+    """True if the function returns a context manager, and the facts hold inside that instead of inside the call."""
     ends: Literal["step", "job"] | None = None
-    """What is over when the call is: a step of the host in this process, or the whole job, which this process runs.
-    Files are finished then, because what follows may end their processes without warning (see ``over``)."""
+    """What ends with the call: a step of the host in this process, or the whole job, which this process runs. Files are
+    finished then, because their processes may be killed without warning afterwards (see ``over``)."""
     batch: Batch | None = None
-    """The function runs the microbatches of a step by itself, without Megatron's schedule; None: it does not."""
+    """How the function runs the microbatches of a step without Megatron's schedule; None if it does not."""
 
 
 @dataclass(frozen=True)
 class Writers:
-    """Where the host sends scalars of its own on this rank; None: nowhere."""
+    """The places where the host writes its own scalars on this rank; None for each that it does not have."""
 
     tensorboard: Any | None = None
     """A TensorBoard ``SummaryWriter``."""
@@ -81,22 +76,24 @@ class Writers:
 
 @dataclass(frozen=True)
 class Host:
-    """One host framework. What it has nothing to say about keeps its default."""
+    """One host framework. Only ``name``, ``package`` and ``hooks`` must be given."""
 
     name: str
-    """As in ``patches/`` and ``docs/hosts/``."""
+    """Its name, as in ``patches/`` and ``docs/hosts/``."""
     package: str
-    """The package that is loaded where it runs."""
+    """A package that is loaded if and only if it runs."""
     hooks: tuple[Hook, ...]
-    """Its functions that say more about the calls inside them."""
-    arguments: Callable[[], Any | None] = unknown
-    """Its parsed command line, for `megaprof.install_hooks` without a configuration; None before it is parsed."""
-    config: Callable[[], ProfileConfig | None] = unknown
-    """What its own profiling settings ask of megaprof by name. Raises ValueError for what cannot be honoured."""
-    iteration: Callable[[], int | None] = unknown
-    """The number of the running training step, where no hook around the call tells it."""
+    """Its functions that say something about the calls inside them."""
+    arguments: Callable[[], Any | None] = lambda: None
+    """Returns its parsed command line, for `megaprof.install_hooks` without a configuration; None before it is
+    parsed."""
+    config: Callable[[], ProfileConfig | None] = lambda: None
+    """Returns what its own profiling settings ask of megaprof by name. Raises ValueError for what cannot be
+    honoured."""
+    iteration: Callable[[], int | None] = lambda: None
+    """Returns the number of the running training step, for hosts whose hooks do not."""
     writers: Callable[[], Writers] = Writers
-    """Where it sends its scalars, now."""
+    """Returns where it writes its scalars now."""
 
 
 _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)
@@ -104,13 +101,13 @@ _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=No
 
 
 def install_as_asked() -> None:
-    """Installs the hooks that a host's own settings, which have turned up, ask for."""
+    """Installs the hooks that a host's own settings ask for, once they are known."""
     armed.install()
 
 
 def over(what: Literal["step", "capture", "job", "attempt"]) -> None:
-    """Finishes windows and files, for as long as that takes, and logs what fails: a host's step in this process is
-    over, or the ``capture`` (nothing more will be captured), or the ``job``, in the process that runs it, or a failed
+    """Finishes windows and files, for as long as that takes, and logs what fails. What is over: a ``step`` of the host
+    in this process, the ``capture`` (nothing more will be captured), the ``job`` that this process runs, or a failed
     ``attempt`` (the call that has just ended, which the host makes once more)."""
     try:
         if what == "job":
@@ -126,18 +123,20 @@ def over(what: Literal["step", "capture", "job", "attempt"]) -> None:
 
 
 def iteration() -> int | None:
-    """The number of the pass that the caller is about to run, as the innermost hook around it has it, or None."""
+    """Returns the number of the pass that the caller is about to run, from the innermost hook around it that says one;
+    None if none does."""
     found = _iteration.get()
     return found() if callable(found) else found
 
 
-#: Returns the step of the host's own loop, as the innermost hook around the caller has it, or None: then training, log-
-#: probs, evaluation and annotated work belong to the step of their number.
+#: Returns the step of the host's own loop, from the innermost hook around the caller that says one. None if none does:
+#: then training, log-probs, evaluation and annotated work belong to the step of their number.
 host_step: Callable[[], int | None] = _host_step.get
 
 
 def apply(hooks: tuple[Hook, ...], patches: Patches) -> None:
-    """Wrap the functions of ``hooks`` that are loaded. A function of another name in this version stays unknown."""
+    """Wraps the functions of ``hooks`` that are loaded. Those that this version of the host does not have are left
+    out."""
     for hook in hooks:
         owner: Any = sys.modules.get(hook.module)
         *classes, name = hook.function.split(".")
@@ -150,7 +149,7 @@ def apply(hooks: tuple[Hook, ...], patches: Patches) -> None:
 
 
 def callers() -> Iterator[FrameType]:
-    """The frames around whoever asks, its own first, then outwards."""
+    """Yields the frame of the caller, and then the frames around it, outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -159,7 +158,7 @@ def callers() -> Iterator[FrameType]:
 
 @contextmanager
 def inside(facts: Facts, message: str) -> Iterator[None]:
-    """Everything of ``facts`` for the code inside; with a role also a range, as ``megaprof.annotate`` writes it."""
+    """Makes ``facts`` hold for the code inside; a role also gets a range, as with ``megaprof.annotate``."""
     with ExitStack() as stack:
         if facts.iteration is not None:
             stack.callback(_iteration.reset, _iteration.set(facts.iteration))

@@ -15,22 +15,21 @@ _RL = "megatron.rl.rl_utils"
 
 
 def _arguments() -> Any | None:
-    """Its parsed arguments, or None where its trainer is not loaded or has not parsed them yet."""
+    """Returns its parsed arguments; None if its trainer is not loaded or has not parsed them yet."""
     return _global("_GLOBAL_ARGS")
 
 
 def _iteration() -> int | None:
-    """The number of the running training iteration: ``train()`` keeps it in ``args.curr_iteration``.
-
-    It continues across a resume, which is what --profile-step-start counts in, too. None outside ``train()``.
+    """Returns the number of the running training iteration, which ``train()`` keeps in ``args.curr_iteration``; None
+    outside ``train()``. It continues across a resume, like the numbers of --profile-step-start.
     """
     value = getattr(_arguments(), "curr_iteration", None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _writers() -> Writers:
-    """TensorBoard's and W&B's exist on the last rank only; the meter is that of its telemetry (nemo-lens, head of
-    August 2026), on the ranks that export."""
+    """Returns its writers. Those of TensorBoard and W&B exist on the last rank only; the meter is that of its telemetry
+    (nemo-lens, head of August 2026), on the ranks that export."""
     telemetry = _global("_GLOBAL_TELEMETRY_HANDLE")
     return Writers(
         tensorboard=_global("_GLOBAL_TENSORBOARD_WRITER"),
@@ -59,8 +58,8 @@ class _LogProbs:
 
 
 def _again(arguments: Mapping[str, Any]) -> Facts:
-    """A step overflowed its stash of experts' activations, or their budget, and runs once more without it (0.18
-    on)."""
+    """Notes that a step overflowed its stash of experts' activations, or their budget, and runs once more without it
+    (0.18 on)."""
     over("attempt")
     return Facts()
 

@@ -1,4 +1,4 @@
-"""ms-swift's Megatron trainers: the trainer's iteration, and whose log-probs are computed.
+"""ms-swift's Megatron trainers: their iteration, and the role whose log-probs they compute.
 
 ms-swift computes log-probs without Megatron's schedule, so such a pass is annotated work and never a
 ``train_log_probs`` step. Evaluation is known by the name of its function, ``evaluate``.
@@ -26,7 +26,7 @@ _CONTENTS = {"stack": "with_stack", "memory": "profile_memory", "shapes": "recor
 
 
 def config_of(args: Any) -> ProfileConfig:
-    """The ProfileConfig of ms-swift's arguments with the patch: ``--enable_profiler``, ``--profiler_tool``,
+    """Returns the ProfileConfig of ms-swift's arguments with the patch: ``--enable_profiler``, ``--profiler_tool``,
     ``--profiler_target``, ``--profiler_save_path``, ``--profiler_ranks``, ``--profiler_contents`` and
     ``--profiler_steps``.
 

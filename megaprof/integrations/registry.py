@@ -1,4 +1,4 @@
-"""All hosts, and what they say together. A new host is a file of this room and a name in ``HOSTS``."""
+"""All hosts, and what they know together. A new host is a file of this room and a name in ``HOSTS``."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ HOSTS: tuple[Host, ...] = (
     megatron_lm.HOST,
 )
 HOOKS = tuple(hook for host in HOSTS for hook in host.hooks)
-#: How the hosts number their steps, of those that do so outside of their hooks: every step asks them.
-_NUMBERS = tuple(host.iteration for host in HOSTS if host.iteration is not contract.unknown)
 MODULES = frozenset(hook.module for hook in HOOKS)
 
 
 def adapt(patches: Patches, module: str | None = None) -> None:
-    """Wrap what is loaded of all hosts, or of one module of theirs."""
+    """Wraps the functions of all hosts that are loaded, or those of one module."""
     contract.apply(tuple(hook for hook in HOOKS if module in (None, hook.module)), patches)
 
 
 def framework() -> str | None:
-    """The name of the host that runs in this process; None for a trainer of somebody's own."""
+    """Returns the name of the host that runs in this process; None for a trainer of somebody's own."""
     return next((host.name for host in HOSTS if host.package in sys.modules), None)
 
 
 def arguments() -> Any | None:
-    """The parsed command line of the host that is loaded, or None."""
+    """Returns the parsed command line of the host that is loaded, or None."""
     return next((found for host in HOSTS if (found := host.arguments()) is not None), None)
 
 
@@ -48,13 +46,11 @@ def config() -> ProfileConfig | None:
 
 
 def iteration() -> int | None:
-    """The number of the training step that the caller is in, whichever host it is, or None."""
+    """Returns the number of the training step that the caller is in, whichever host it is, or None."""
     number = contract.iteration()
-    if number is None:
-        for number_of in _NUMBERS:
-            if (number := number_of()) is not None:
-                break
-    return number
+    if number is not None:
+        return number
+    return next((found for host in HOSTS if (found := host.iteration()) is not None), None)
 
 
 def writers() -> Writers:

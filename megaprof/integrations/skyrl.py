@@ -1,8 +1,8 @@
-"""SkyRL: the role by the worker's class, the global step that travels with the batch, and its own profiler's settings.
+"""SkyRL: roles by the worker's class, the global step that travels with the batch, and its own profiler's settings.
 
-Ray takes the worker classes' methods while their module is loading: wrapping them afterwards would come too late, and
-would have the driver send them to its workers by value. What they call is wrapped instead, and the worker found among
-its callers.
+Ray takes the worker classes' methods while their module is loading. Wrapping them afterwards would be too late, and
+would make the driver send them to its workers by value. So what they call is wrapped, and the worker is found among the
+callers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SAME = ("activities", "record_shapes", "profile_memory", "with_stack", "with_fl
 
 
 def config_of(policy: Any) -> ProfileConfig:
-    """The ProfileConfig of ``trainer.policy`` with the patch: ``megatron_config.megaprof`` and the environment, and for
-    what they leave open, the fields of ``torch_profiler_config`` that differ from their defaults.
+    """Returns the ProfileConfig of ``trainer.policy`` with the patch: ``megatron_config.megaprof`` and the environment
+    count first, then the fields of ``torch_profiler_config`` that differ from their defaults.
 
     Without a target of megaprof's the fields are for SkyRL's own profiler. Raises ValueError for what cannot be
-    honoured, ``enable`` beside a target among it.
+    honoured, such as ``enable`` beside a target.
     """
     from megaprof.config.options import SCHEDULE, ProfileConfig, options, set_in
 
@@ -68,20 +68,20 @@ def config_of(policy: Any) -> ProfileConfig:
 
 
 def _forward(arguments: Mapping[str, Any]) -> Facts:
-    """Log-probs, of the policy or of the reference. The policy's may come in mini-batches: all of a step have its
-    number, and the first of them is the one that is captured."""
+    """Reads log-probs, of the policy or of the reference. The policy's may come in mini-batches: all of a step have its
+    number, and the first of them is captured."""
     return _worker(arguments["self"])
 
 
 def _forward_backward(arguments: Mapping[str, Any]) -> Facts:
-    """All mini-batches of a global step have its number, as log-probs do. Forward only, it is the evaluation of an SFT
-    run."""
+    """Reads a mini-batch: all of a global step have its number, as log-probs do. Forward only, it is the evaluation of
+    an SFT run."""
     return replace(_worker(arguments["self"]), evaluation=bool(arguments.get("forward_only")))
 
 
 def _plain(role: str) -> Callable[[Mapping[str, Any]], Facts]:
-    """Returns what a worker without Megatron (``strategy=fsdp``) knows of its batch, as above. A forward pass with a
-    loss is the evaluation of an SFT run."""
+    """Returns how to read a batch of a worker without Megatron (``strategy=fsdp``). A forward pass with a loss is the
+    evaluation of an SFT run."""
 
     def read(arguments: Mapping[str, Any]) -> Facts:
         number = (getattr(arguments["data"], "metadata", None) or {}).get("global_step")
@@ -91,12 +91,13 @@ def _plain(role: str) -> Callable[[Mapping[str, Any]], Facts]:
 
 
 def _send_step(arguments: Mapping[str, Any]) -> Facts:
-    """In the trainer's process: batches for log-probs get the global step, as SkyRL gives it to those for training."""
+    """Gives batches for log-probs the global step, in the trainer's process, as SkyRL gives it to those for
+    training."""
     return _number(arguments["data_fwd_pass"], arguments["self"].global_step)
 
 
 def _send_sft_step(arguments: Mapping[str, Any]) -> Facts:
-    """The same for the batches of an SFT run."""
+    """Gives the batches of an SFT run their step."""
     return _number(arguments["batch"], arguments["step"])
 
 

@@ -1,4 +1,4 @@
-"""slime: its roles, its training step, and its own profiling options.
+"""slime: its roles, its training steps, and its own profiling options.
 
 Shortest way in, no edit: ``--custom-megatron-init-path megaprof.autoload.slime.init`` and ``MEGAPROF_DIR``.
 """
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
 _MODEL = "slime.backends.megatron_utils.model"
 
-#: Defaults of slime's parser for options that mean the same as ours. Whoever reads the parsed arguments needs them, to
-#: tell a default from a wish.
+#: Defaults of slime's parser for options that mean the same as ours: they tell a default from what the user typed.
 DEFAULTS = {
     "profile_target": ["train_overall"],
     "profile_ranks": [0],
     "profile_step_start": 10,
     "profile_step_end": 12,
 }
-#: The variables of slime's pull request 1879, which mean the same as ours.
+#: The variables of slime's pull request 1879, and our options of the same meaning.
 VARIABLES = {
     "SLIME_PROFILE_ALL_RANKS": "all_ranks",
     "SLIME_PROFILE_RECORD_SHAPES": "record_shapes",
@@ -37,8 +36,8 @@ VARIABLES = {
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` with slime's own variables as ours, which come first. Raises ValueError for a value that is neither true
-    nor false."""
+    """Returns ``env`` with slime's own variables as ours; where both are set, ours count. Raises ValueError for a value
+    that is neither true nor false."""
     from megaprof.config.options import variable
     from megaprof.config.readers import boolean
 
@@ -49,19 +48,21 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def config_of(args: argparse.Namespace) -> ProfileConfig:
-    """The ProfileConfig of slime's arguments with the patch, and of the environment, slime's own variables included."""
+    """Returns the ProfileConfig of slime's arguments with the patch, and of the environment with slime's own
+    variables."""
     from megaprof.config.arguments import config_from_args
 
     return config_from_args(args, environment(os.environ))
 
 
 def _train(arguments: Mapping[str, Any]) -> Facts:
-    """``train(rollout_id, model, ..., num_microbatches, ...)``: a step for each entry of ``num_microbatches``."""
+    """Reads ``train(rollout_id, model, ..., num_microbatches, ...)``: a step for each entry of ``num_microbatches``."""
     return Facts(role=_role(arguments), iteration=partial(_step, arguments), host_step=arguments["rollout_id"])
 
 
 def _forward_only(arguments: Mapping[str, Any]) -> Facts:
-    """``store_prefix`` says whose weights are loaded: ``ref_``, ``teacher_``; empty for the model's own role."""
+    """Reads ``forward_only``, whose ``store_prefix`` says whose weights are loaded: ``ref_``, ``teacher_``; empty for
+    the model's own role."""
     rollout = _local("rollout_id")
     return Facts(
         role=arguments.get("store_prefix", "").rstrip("_") or _role(arguments),
@@ -71,14 +72,14 @@ def _forward_only(arguments: Mapping[str, Any]) -> Facts:
 
 
 def _step(arguments: Mapping[str, Any]) -> Any:
-    """The number that slime logs as ``train/step``, of the training step or of the log-probs for it. Both functions
-    count a rollout's steps in a variable of their own, ``step_id``."""
+    """Returns the number that slime logs as ``train/step``, of the training step or of the log-probs for it. Both
+    functions count a rollout's steps in a variable of their own, ``step_id``."""
     step = _local("step_id")
     return None if step is None else arguments["rollout_id"] * len(arguments["num_microbatches"]) + step
 
 
 def _local(name: str) -> int | None:
-    """The variable ``name`` of the innermost caller that has a number in it."""
+    """Returns the variable ``name`` of the innermost caller that has a number in it."""
     for frame in callers():
         if name in frame.f_code.co_varnames and isinstance(value := frame.f_locals.get(name), int):
             return value

@@ -19,7 +19,7 @@ import pytest
 
 from megaprof import ProfileConfig
 from megaprof.autoload import slime as slime_entry
-from megaprof.integrations import registry, skyrl, slime, verl
+from megaprof.integrations import registry, skyrl, slime, verl, verl_settings
 from megaprof.integrations.contract import Facts
 from megaprof.runtime.armed import armed
 from tests.integrations.driving import host_environment, skip_without_packages
@@ -239,7 +239,7 @@ def critic(**profiler: Any) -> Any:
 @pytest.mark.usefixtures("unsettled")
 def test_verl_profiles_when_its_trainer_says_so() -> None:
     worker = critic()
-    assert facts("train_batch", worker).iteration == verl._NO_STEP
+    assert facts("train_batch", worker).iteration == verl_settings.NO_STEP
     config = registry.config()
     assert config is not None
     assert (config.role_select, str(config.selector("critic"))) == ("critic=0", "0")

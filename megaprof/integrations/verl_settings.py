@@ -1,0 +1,210 @@
+"""verl's own profiling settings, translated: what its hydra configuration asks of a profiler, as a `ProfileConfig`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megaprof.config import readers
+from megaprof.config.options import ProfileConfig, variable
+
+#: The value of ``global_profiler.tool`` that hands verl's settings to megaprof.
+TOOL = "megaprof"
+#: verl's own tools, by name, and ours. With ``megaprof`` the tool is that of ``MEGAPROF_TOOL``, or torch, and
+#: ``tool_config.torch`` has the options of a trace.
+_TOOLS = {"torch": "torch", "nsys": "nsys", "torch_memory": "memory"}
+_CONTENTS = {"shapes": "record_shapes", "memory": "profile_memory", "stack": "with_stack"}
+#: For each role whose work runs Megatron's schedule, the path of its profiler settings.
+_PROFILERS = {
+    "actor": "actor_rollout_ref.actor.profiler",
+    "ref": "actor_rollout_ref.ref.profiler",
+    "critic": "critic.profiler",
+    "reward": "reward_model.profiler",
+}
+#: The rollout does not run Megatron's schedule, but it works in the same worker (up to 0.6): with ``discrete`` it has a
+#: file of its own.
+_ROLLOUT = "actor_rollout_ref.rollout.profiler"
+#: The number of a step that verl's trainer does not profile. verl counts from 1, and never gets there.
+NO_STEP = 2**31 - 1
+_ANY_STEP = range(NO_STEP)
+
+
+def config_of_job(whole: Any) -> ProfileConfig | None:
+    """Returns what a job's whole configuration asks of megaprof; None unless it names megaprof as its tool. Raises
+    ValueError like `config_from`."""
+    if _get(whole, "global_profiler.tool") == TOOL:
+        return config_from(whole)
+    if _get(whole, "profiler.tool") == TOOL:  # an SFT run
+        return _from_profilers(_ANY_STEP, {"profiler": whole["profiler"]})
+    return None
+
+
+def config_of_worker(worker: Any) -> ProfileConfig | None:
+    """Returns what the configuration of a worker asks of megaprof; None unless it names megaprof as its tool. Raises
+    ValueError like `config_from`."""
+    own: Any = getattr(worker, "config", None)
+    whole = own._get_root() if hasattr(own, "_get_root") else {}
+    if "global_profiler" in whole:
+        return config_of_job(whole)
+    if _get(own, "profiler_config.tool") != TOOL:
+        return None
+    # A worker that was given its own profiler's settings alone, and is told when to profile.
+    path = _PROFILERS["critic"] if _get(own, "model_type") == "value_model" else "profiler"
+    return _from_profilers(_ANY_STEP, {path: own.profiler_config})
+
+
+def config_from(config: Any) -> ProfileConfig:
+    """Returns what verl's whole configuration asks of its profiler, whichever tool it names.
+
+    ``config`` is the hydra tree, or mappings and objects in its shape. Profiling is off without a tool, steps or an
+    enabled role. What verl has no setting for is read from the ``MEGAPROF_*`` environment. Raises ValueError for what
+    cannot be honoured, with the setting, its value and what would be valid.
+    """
+    if _get(config, "global_profiler.profile_continuous_steps", False):
+        raise ValueError(
+            "global_profiler.profile_continuous_steps: True is not valid: a file of megaprof's holds one step; valid: "
+            "False"
+        )
+    profilers = {path: found for path in _PROFILERS.values() if (found := _get(config, path)) is not None}
+    return _from_profilers(_get(config, "global_profiler.steps"), profilers, _get(config, _ROLLOUT))
+
+
+def _from_profilers(steps: Any, profilers: Mapping[str, Any], rollout: Any = None) -> ProfileConfig:
+    """Returns what profiler settings ask for. ``profilers``: those of each role, by path; ``rollout``: those of the
+    rollout."""
+    enabled = {path: found for path, found in profilers.items() if _get(found, "enable", False)}
+    if steps is not None and not isinstance(steps, range):
+        steps = _numbers("global_profiler.steps", steps)
+    tool = _one(enabled, "tool")
+    if not steps or tool is None:
+        return ProfileConfig()
+    tools = _tools(tool)
+    section = "tool_config." + (tool if tool != TOOL else "torch")
+    path = _one(enabled, "save_path")
+    discrete = bool(_one(enabled, f"{section}.discrete", False))
+    # By default verl has one file for all the work of a process in a step. A timeline has no windows.
+    separate = discrete or tools == ("timeline",)
+    given: dict[str, Any] = {
+        "target": ("train_actor", "train_log_probs") if separate else ("train_overall",),
+        "dir": None if path is None else readers.directory("global_profiler.save_path", path),
+        "steps": f"{steps.start}:{steps.stop}" if isinstance(steps, range) else ",".join(map(str, steps)),
+        "tool": tools,
+        "discrete": discrete,
+    }
+    given |= _chosen_ranks(profilers, rollout if discrete else None)
+    if "torch" in tools:
+        given |= _torch(enabled, section)
+    elif tool == TOOL and (contents := _one(enabled, f"{section}.contents")):
+        raise ValueError(
+            f"{section}.contents: {list(contents)} has no effect with {variable('tool')} {' '.join(tools)}; valid: []"
+        )
+    command = _one(enabled, "finish_hook_cmd")
+    if command is not None:
+        given |= {"on_finish": _finish(enabled, tool, command), "on_finish_when": "end"}
+    return ProfileConfig.from_values(given)
+
+
+def _tools(tool: str) -> tuple[str, ...]:
+    """Returns our tools for verl's tool. Raises ValueError if it and ``MEGAPROF_TOOL`` contradict each other."""
+    if tool != TOOL and tool not in _TOOLS:
+        raise ValueError(
+            f"global_profiler.tool: {tool!r} is not valid for megaprof; valid: {', '.join((TOOL, *_TOOLS))}"
+        )
+    name = variable("tool")
+    asked = readers.tools(name, os.environ[name]) if name in os.environ else None
+    if tool == TOOL:
+        return asked or ("torch",)
+    if asked not in (None, (_TOOLS[tool],)):
+        raise ValueError(
+            f"global_profiler.tool: {tool!r} and {name}={os.environ[name]} contradict each other; valid: one of them, "
+            f"or global_profiler.tool={TOOL}"
+        )
+    return (_TOOLS[tool],)
+
+
+def _chosen_ranks(profilers: Mapping[str, Any], rollout: Any) -> dict[str, str]:
+    """Returns the options that select the ranks of each role or, without roles, of the one model of an SFT run."""
+    if profilers.keys().isdisjoint(_PROFILERS.values()):
+        return {"select": next(_ranks(path, found) for path, found in profilers.items()) or "0"}
+    named = {role: _ranks(path, profilers[path]) for role, path in _PROFILERS.items() if path in profilers}
+    if rollout is not None:
+        named["rollout"] = _ranks(_ROLLOUT, rollout)
+    chosen = [f"{role}={ranks}" for role, ranks in named.items() if ranks is not None]
+    return {"role_select": ";".join(chosen)} if chosen else {}
+
+
+def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
+    schedule = _one(enabled, f"{section}.schedule")
+    for name in ("active", "skip_first", "wait", "warmup") if schedule is not None else ():
+        value, valid = _get(schedule, name, 0), (0, 1) if name == "active" else (0,)
+        if value not in valid:
+            raise ValueError(
+                f"{section}.schedule.{name}: {value!r} is not valid for megaprof, which captures the first mini-batch "
+                f"of a step; valid: {', '.join(map(str, valid))}"
+            )
+    contents = list(_one(enabled, f"{section}.contents") or ())
+    known = ("cpu", "cuda", *_CONTENTS)
+    for word in contents:
+        if word not in known:
+            raise ValueError(f"{section}.contents: unknown {word!r}; valid: {', '.join(known)}")
+    # verl records CPU activity whatever is listed, and CUDA activity where nothing is.
+    activities = ("cpu", "cuda") if "cuda" in contents or not contents else ("cpu",)
+    return {"activities": activities} | {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
+
+
+def _ranks(path: str, profiler: Any) -> str | None:
+    """Returns a role's value for --profile-role-select; None if verl's list of ranks is empty, which is its default."""
+    ranks = profiler.get("ranks", ()) if isinstance(profiler, Mapping) else getattr(profiler, "ranks", ())
+    if not _get(profiler, "enable", False) or ranks is None:
+        return "none"
+    ranks = _numbers(f"{path}.ranks", ranks)
+    if _get(profiler, "all_ranks", False):
+        if ranks:
+            raise ValueError(f"{path}.all_ranks: True and {path}.ranks: {ranks} contradict each other; valid: one")
+        return "all"
+    return ",".join(map(str, ranks)) or None
+
+
+def _finish(enabled: Mapping[str, Any], tool: str, command: str) -> str:
+    """Returns verl's command, with the variables that verl sets for it."""
+    for name in ("finish_hook_all_ranks", "finish_hook_ranks"):
+        value = _one(enabled, name)
+        if value:
+            raise ValueError(
+                f"{name}: {value!r} is not valid for megaprof, which runs finish_hook_cmd on the ranks that capture; "
+                "valid: unset"
+            )
+    known = f'VERL_PROFILE_SAVE_PATH="$PROFILED_DIR" VERL_PROFILE_TOOL={tool} VERL_PROFILE_RANK="$RANK"'
+    return f"export {known}; {command}"
+
+
+def _one(enabled: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Returns the setting ``name`` that all enabled roles share: a process has one profiler, whatever its roles."""
+    values = {path: _get(profiler, name, default) for path, profiler in enabled.items()}
+    for path, value in values.items():
+        first = next(iter(values))
+        if value != values[first]:
+            raise ValueError(
+                f"{path}.{name}: {value!r} is not valid beside {first}.{name}: {values[first]!r}; valid: the same for "
+                "all enabled roles"
+            )
+    return next(iter(values.values()), default)
+
+
+def _numbers(name: str, values: Iterable[Any]) -> list[int]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}: {values!r} is not valid; valid: a list of whole numbers of at least 0")
+    numbers = list(values)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f"{name}: {number!r} in {numbers} is not valid; valid: whole numbers of at least 0")
+    return numbers
+
+
+def _get(node: Any, path: str, default: Any = None) -> Any:
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
+        if node is None or node == "???":  # OmegaConf's way to say that a value is missing
+            return default
+    return node
