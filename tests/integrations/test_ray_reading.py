@@ -80,5 +80,5 @@ def test_without_a_cluster_one_line_says_so(
     assert said.count("\n") == 1
     for wrong in ("0", "-1", "many", "raysomething"):
         assert main(["report", str(tmp_path), f"--workers={wrong}"]) == 2
-        assert f"--workers {wrong} is neither" in capsys.readouterr().err
+        assert f"--workers {wrong} must be" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--workers", "1"]) == 0
