@@ -226,7 +226,7 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
     """
     try:
-        from megaprof.parallel.topology import NoGrid, coords_from_parallel_state, has_groups
+        from megaprof.parallel.process_groups import NoGrid, coords_from_parallel_state, has_groups
 
         if pipeline and not has_groups() and groups is None:
             armed.asked_too_early = True

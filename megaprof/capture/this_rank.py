@@ -10,16 +10,13 @@ from megaprof.capture.compat import check_daemon, check_model
 from megaprof.capture.lines import say_start, selected
 from megaprof.config.options import ProfileConfig
 from megaprof.parallel.chunks import language_model
-from megaprof.parallel.topology import (
-    ParallelSizes,
-    RankCoords,
-    WorldLayout,
-    coords_from_groups,
+from megaprof.parallel.process_groups import (
     coords_from_parallel_state,
     has_groups,
-    layout_from_groups,
-    layout_from_parallel_state,
+    place_from_groups,
+    place_from_parallel_state,
 )
+from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.runtime.logs import logger, show_lines
 
 
@@ -98,8 +95,8 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
         if not has_groups():
             groups = groups or (getattr(language_model(models[0]), "pg_collection", None) if models else None)
             if groups is not None:
-                return coords_from_groups(groups, chunks), layout_from_groups(groups, chunks)
-        return coords_from_parallel_state(chunks), layout_from_parallel_state(chunks)
+                return place_from_groups(groups, chunks)
+        return place_from_parallel_state(chunks)
     import torch.distributed as dist
 
     joined = dist.is_available() and dist.is_initialized()

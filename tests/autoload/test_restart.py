@@ -12,7 +12,7 @@ from megaprof.autoload import arming
 from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
 from megaprof.formats.job.status import RankStatus
-from megaprof.parallel.topology import coords_from_parallel_state
+from megaprof.parallel.process_groups import coords_from_parallel_state
 from megaprof.runtime.armed import armed
 from tests.control import places
 from tests.parallel.test_topology import megatron

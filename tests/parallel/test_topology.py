@@ -18,18 +18,13 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megaprof.parallel.topology import (
-    AXES,
-    DEFAULT_ORDER,
+from megaprof.parallel.process_groups import (
     NoGrid,
-    ParallelSizes,
-    RankCoords,
-    WorldLayout,
-    coords_from_groups,
     coords_from_parallel_state,
-    layout_from_groups,
-    layout_from_parallel_state,
+    place_from_groups,
+    place_from_parallel_state,
 )
+from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, RankCoords, WorldLayout
 
 ORDERS = ["-".join(order) for order in permutations(DEFAULT_ORDER.split("-"))]
 
@@ -87,7 +82,7 @@ def test_every_rank_has_megatrons_coordinates(world: int, sizes: dict[str, int],
     for rank in range(world):
         with megatron(rank, world, order, **sizes):
             assert coords_from_parallel_state() == layout.coords(rank)
-            found = layout_from_parallel_state()
+            _, found = place_from_parallel_state()
             assert found is not None
         assert list(found) == list(layout)
 
@@ -125,7 +120,7 @@ def test_an_uninitialised_parallel_state_is_a_value_error() -> None:
     with pytest.raises(ValueError, match=r"not initialised, .* call parallel_state.initialize_model_parallel"):
         coords_from_parallel_state()
     with pytest.raises(ValueError, match="not initialised"):
-        layout_from_parallel_state()
+        place_from_parallel_state()
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
@@ -136,8 +131,9 @@ def test_a_models_own_process_groups_say_the_same(order: str) -> None:
     for rank in range(16):
         with megatron(rank, 16, order, tp=2, pp=2, cp=2, ep=2):
             own = groups.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp"])
-            assert coords_from_groups(own) == coords_from_parallel_state()
-            assert list(layout_from_groups(own) or ()) == list(layout_from_parallel_state() or ())
+            by_groups, by_state = place_from_groups(own), place_from_parallel_state()
+            assert by_groups[0] == by_state[0]
+            assert list(by_groups[1] or ()) == list(by_state[1] or ())
 
 
 @pytest.mark.parametrize(("sizes", "laid_out"), [({"tp": 2, "pp": 2}, True), ({"tp": 2, "cp": 2}, False)])
@@ -150,10 +146,10 @@ def test_ranks_that_spread_weights_are_data_parallel(sizes: dict[str, int], laid
     for rank in range(16):
         with megatron(rank, 16, remat=2, **sizes):
             own = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp", "gtp_remat"])
-            coords, layout = coords_from_parallel_state(), layout_from_parallel_state()
-            assert coords_from_groups(own) == coords
+            coords, layout = place_from_parallel_state()
+            assert place_from_groups(own) == (coords, layout)
             assert coords.sizes.world == 16
-            assert (layout is not None) == (layout_from_groups(own) is not None) == laid_out
+            assert (layout is not None) == laid_out
             assert layout is None or layout.coords(rank) == coords
             seen.add((coords.tp, coords.pp, coords.cp, coords.dp))
     assert len(seen) == 16
@@ -163,11 +159,11 @@ def test_groups_that_are_no_grid_are_refused_with_the_reason() -> None:
     with megatron(1, 8, tp=2, pp=2):
         group = parallel_state.get_tensor_model_parallel_group()
         with pytest.raises(NoGrid, match=r"make 16 ranks .*, and the job has 8"):
-            coords_from_groups(SimpleNamespace(tp=group, pp=group, cp=group, dp=group))
+            place_from_groups(SimpleNamespace(tp=group, pp=group, cp=group, dp=group))
         with pytest.raises(NoGrid, match="lack cp, dp"):
-            coords_from_groups(SimpleNamespace(tp=group, pp=group))
+            place_from_groups(SimpleNamespace(tp=group, pp=group))
         with pytest.raises(NoGrid, match=r"several modules .*this rank runs images, language.*groups=p2p_communicator"):
-            coords_from_groups(SimpleNamespace(module_pgs={"images": None, "language": None}))
+            place_from_groups(SimpleNamespace(module_pgs={"images": None, "language": None}))
 
 
 def modules(dims: str = "tp-cp-dp-pp", gap: int = 0, **shapes: tuple[int, ...]) -> SimpleNamespace:
@@ -197,8 +193,8 @@ def test_modules_that_follow_each_other_are_one_grid(
     for rank in range(16):
         with megatron(rank, 16):
             given = modules(dims, images=images, language=language)
-            found.append(coords_from_groups(given))
-            layout = layout_from_groups(given)
+            coords, layout = place_from_groups(given)
+            found.append(coords)
         assert list(layout or ()) == list(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order) if order else ())
     places = {(each.pp, each.tp, each.dp) for each in found}
     assert (len(places), {each.sizes.pp for each in found}) == (16, {4})
@@ -216,7 +212,7 @@ def test_modules_that_follow_each_other_are_one_grid(
 )
 def test_modules_that_are_no_one_grid_are_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
     with megatron(0, 8), pytest.raises(NoGrid, match=reason):
-        coords_from_groups(modules(**given))
+        place_from_groups(modules(**given))
 
 
 def test_modules_side_by_side_are_refused() -> None:
@@ -224,13 +220,13 @@ def test_modules_side_by_side_are_refused() -> None:
         given = modules(images=(1, 1, 2, 1), sounds=(1, 1, 2, 1), language=(1, 1, 2, 2))
         given.topology = {"images": ["language"], "sounds": ["language"], "language": []}
         with pytest.raises(NoGrid, match="one behind the other"):
-            coords_from_groups(given)
+            place_from_groups(given)
 
 
 def test_a_world_that_is_no_grid_has_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     with megatron(1, 8, tp=2):
         monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: dist.group.WORLD)
-        assert layout_from_parallel_state() is None
+        assert place_from_parallel_state()[1] is None
 
 
 @st.composite

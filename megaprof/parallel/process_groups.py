@@ -1,0 +1,210 @@
+"""Where this rank stands, as Megatron's process groups have it, and the layout of the world that explains them.
+
+Nothing here communicates: groups know their members.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from itertools import permutations
+from typing import Any
+
+from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, RankCoords, WorldLayout
+
+
+class NoGrid(ValueError):
+    """The process groups of this rank are no grid over all ranks of the job."""
+
+
+def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
+    """Returns this rank's coordinates and the world's layout by a model's own process groups: megatron-core's
+    ``ProcessGroupCollection`` (0.14+), for a job that may have no `parallel_state`.
+
+    `chunks` and the layout are as in `place_from_parallel_state`; unknown chunks are 1. Raises NoGrid, naming what is
+    missing, for groups that are not one grid over all ranks. Groups of several modules do not say how these follow each
+    other: their ``MultiModulePipelineCommunicator`` does, and is taken in the place of groups (`_chain`).
+    """
+    import torch.distributed as dist
+
+    if hasattr(groups, "module_to_grid_map"):
+        return _chain(groups)
+    if hasattr(groups, "module_pgs"):
+        modules = ", ".join(groups.module_pgs)
+        raise NoGrid(
+            f"the pipeline consists of several modules with process groups of their own (this rank runs {modules}), "
+            "which do not say how the modules follow each other: give install_hooks the pipeline's communicator, "
+            "groups=p2p_communicator"
+        )
+    found = {axis: getattr(groups, axis, None) for axis in ("tp", "pp", "cp", "ep", "dp")}
+    found = {axis: group for axis, group in found.items() if group is not None}
+    lacking = {"tp", "pp", "cp", "dp"} - found.keys()
+    if lacking:
+        raise NoGrid(f"the model's process groups lack {', '.join(sorted(lacking))}, so ranks have no coordinates")
+    expert_tp = getattr(groups, "expt_tp", None)
+    count = {axis: dist.get_world_size(group) for axis, group in found.items()}
+    place = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in found.items()}
+    remat = getattr(groups, "gtp_remat", None)
+    if remat is not None:
+        # Its ranks have data of their own, and are neighbours in what `parallel_state` calls the data-parallel group.
+        place["dp"] = place["dp"] * dist.get_world_size(remat) + dist.get_rank(remat)
+        count["dp"] *= dist.get_world_size(remat)
+    sizes = ParallelSizes(vpp=chunks or 1, etp=0 if expert_tp is None else dist.get_world_size(expert_tp), **count)
+    if sizes.world != dist.get_world_size():
+        raise NoGrid(
+            f"the model's process groups make {sizes.world} ranks (tp={sizes.tp} cp={sizes.cp} dp={sizes.dp} "
+            f"pp={sizes.pp}), and the job has {dist.get_world_size()}"
+        )
+    coords = RankCoords(rank=dist.get_rank(), sizes=sizes, **place)
+    lines = {axis: getattr(groups, axis, None) for axis in AXES}
+    whole = dist.get_world_size(lines["dp"]) == sizes.dp
+    return coords, _layout(coords, lines if whole else lines | {"dp": None})
+
+
+def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
+    """Returns this rank's place, and the world's layout, in a pipeline of several modules that run one behind the other.
+
+    Each module lies on a ``HyperCommGrid`` of its own, behind the ranks of the one before it. Where all are equally
+    wide, they are one grid, in which ``pp`` counts through the stages of all modules, as the schedule does
+    (``MultiModulePipelineCommunicator.total_stages``, megatron-core 0.19). The layout is None where ``pp`` is not the
+    slowest axis of a grid. Raises NoGrid, with the reason, for modules that do not follow each other so.
+    """
+    import torch.distributed as dist
+
+    grids: Mapping[str, Any] = communicator.module_to_grid_map
+    names = sorted(grids, key=lambda name: grids[name].rank_offset)
+    follow = {name: list(communicator.topology.get(name, ())) for name in names}
+    shapes = {name: dict(zip(grids[name].dim_names, grids[name].shape, strict=True)) for name in names}
+    behind, rank, world = 0, dist.get_rank(), dist.get_world_size()
+    for name, after in zip(names, [*names[1:], None], strict=True):
+        if follow[name] != ([] if after is None else [after]):
+            raise NoGrid(f"the modules {', '.join(names)} do not run one behind the other, so they are no one pipeline")
+        if grids[name].rank_offset != behind:
+            raise NoGrid(f"the module {name} does not begin behind the ranks of the one before it")
+        behind += grids[name].size
+    widths = {
+        name: {axis: size for axis, size in shape.items() if axis != "pp" and size > 1}
+        for name, shape in shapes.items()
+    }
+    if any(width != widths[names[0]] for width in widths.values()):
+        shown = "; ".join(
+            f"{name}: {' '.join(f'{axis}={size}' for axis, size in width.items()) or 'one rank a stage'}"
+            for name, width in widths.items()
+        )
+        raise NoGrid(f"the modules' grids are not equally wide ({shown}), so ranks have no coordinates in common")
+    width = widths[names[0]]
+    if not width.keys() <= {"tp", "cp", "dp"} or behind != world:
+        raise NoGrid(
+            f"the modules' grids have {behind} ranks along {', '.join([*width, 'pp'])}, and the job has {world}; only "
+            "tp, cp, dp and pp of all ranks are known"
+        )
+    own = next(name for name in names if rank < grids[name].rank_offset + grids[name].size)
+    place, left = dict.fromkeys(AXES, 0), rank - grids[own].rank_offset
+    for axis, size in shapes[own].items():
+        left, position = divmod(left, size)
+        if size > 1:
+            place[axis] = position
+    stages = {name: shape.get("pp", 1) for name, shape in shapes.items()}
+    place["pp"] += sum(stages[name] for name in names[: names.index(own)])
+    coords = RankCoords(rank=rank, sizes=ParallelSizes(pp=sum(stages.values()), **width), **place)
+    orders = [[axis for axis, size in shape.items() if size > 1] for shape in shapes.values()]
+    slowest = all("pp" not in order or order[-1] == "pp" for order in orders)
+    return coords, WorldLayout(coords.sizes, "-".join([*width, "pp"])) if slowest else None
+
+
+def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
+    """Returns this rank's coordinates as megatron-core's `parallel_state` has them, taken as they are.
+
+    `chunks` is the number of model chunks on this rank, where the caller knows it (`len(model)`); otherwise
+    Megatron's virtual pipeline size. ValueError if `initialize_model_parallel` has not run.
+    """
+    from megatron.core import parallel_state as ps
+
+    if not _parallel_state_ready():
+        raise ValueError(
+            "megatron-core's parallel_state is not initialised, and the model has no process groups of its own: call "
+            "parallel_state.initialize_model_parallel(...) before install_hooks(model), and give it the model"
+        )
+    import torch.distributed as dist
+
+    tp = ps.get_tensor_model_parallel_world_size()
+    sizes = ParallelSizes(
+        tp=tp,
+        pp=ps.get_pipeline_model_parallel_world_size(),
+        cp=ps.get_context_parallel_world_size(),
+        ep=ps.get_expert_model_parallel_world_size(),
+        dp=ps.get_data_parallel_world_size(with_context_parallel=False),
+        vpp=chunks or ps.get_virtual_pipeline_model_parallel_world_size() or 1,
+        etp=ps.get_expert_tensor_parallel_world_size() or tp,
+    )
+    return RankCoords(
+        rank=dist.get_rank(),
+        pp=ps.get_pipeline_model_parallel_rank(),
+        tp=ps.get_tensor_model_parallel_rank(),
+        cp=ps.get_context_parallel_rank(),
+        ep=ps.get_expert_model_parallel_rank(),
+        dp=ps.get_data_parallel_rank(with_context_parallel=False),
+        sizes=sizes,
+    )
+
+
+def place_from_parallel_state(chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
+    """Returns this rank's coordinates, as `coords_from_parallel_state` does, and the whole world's layout, from this
+    rank's process groups; None where no order explains them.
+
+    Megatron does not keep the order it was given, but the distance between a group's members is the axis's stride,
+    and the strides decide every coordinate. None means a world that is not one grid, for instance a separate encoder
+    pipeline (0.12), a rank offset, or weights that are spread over data-parallel ranks beside context parallelism
+    (``gtp_remat``, 0.19).
+    """
+    coords = coords_from_parallel_state(chunks)
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+
+    if coords.sizes.world != dist.get_world_size():
+        return coords, None
+    groups = {
+        "tp": ps.get_tensor_model_parallel_group(),
+        "pp": ps.get_pipeline_model_parallel_group(),
+        "cp": ps.get_context_parallel_group(),
+        "ep": ps.get_expert_model_parallel_group(),
+        "dp": ps.get_data_parallel_group(with_context_parallel=False),
+    }
+    if any(isinstance(group, list) for group in groups.values()):  # several encoder pipelines meet in this rank (0.12)
+        return coords, None
+    return coords, _layout(coords, groups)
+
+
+def _layout(own: RankCoords, groups: Mapping[str, Any]) -> WorldLayout | None:
+    """Returns the layout in which the groups of `own` are the lines through it; None where no order explains them."""
+    import torch.distributed as dist
+
+    members = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items() if group is not None}
+    for order in permutations(DEFAULT_ORDER.split("-")):
+        try:
+            layout = WorldLayout(own.sizes, "-".join(order))
+        except ValueError:
+            continue
+        if all(_line(layout, own, axis) == ranks for axis, ranks in members.items()):
+            return layout
+    return None
+
+
+def _line(layout: WorldLayout, own: RankCoords, axis: str) -> list[int]:
+    """Returns the ranks on the axis through `own`: what Megatron's group of that axis must contain."""
+    stride, size, position = layout.strides[axis], getattr(own.sizes, axis), getattr(own, axis)
+    return [own.rank + (other - position) * stride for other in range(size)]
+
+
+def has_groups() -> bool:
+    """Returns whether Megatron's global process groups exist. Imports nothing of it."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    return parallel_state is not None and _parallel_state_ready()
+
+
+def _parallel_state_ready() -> bool:
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+
+    # The groups outlive destroy_process_group() when destroy_model_parallel() was not called: ask for both.
+    return dist.is_available() and dist.is_initialized() and bool(ps.model_parallel_is_initialized())
