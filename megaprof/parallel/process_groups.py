@@ -62,7 +62,7 @@ def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoord
 
 
 def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
-    """Returns this rank's place, and the world's layout, in a pipeline of several modules that run one behind the other.
+    """Returns this rank's place and the world's layout where several modules, one behind the other, are the pipeline.
 
     Each module lies on a ``HyperCommGrid`` of its own, behind the ranks of the one before it. Where all are equally
     wide, they are one grid, in which ``pp`` counts through the stages of all modules, as the schedule does

@@ -1,4 +1,4 @@
-"""What comes between the steps of a trial: the optimizer, and all else that the training loop does."""
+"""The time between the steps of a trial: the optimizer, and everything else that the training loop does."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megaprof.formats import timeline as format
 
 
 def between_ms(directory: Path, target: str) -> float | None:
-    """Returns milliseconds from the end of a step to the beginning of the next one, as its median on the rank on which
-    it is shortest: the others wait for that one, too. None where no rank made two steps."""
-    found = []
+    """Returns milliseconds from the end of a step to the beginning of the next one: the median on the rank with the
+    shortest gap, since the gaps of other ranks include waiting for it. None if no rank made two steps."""
+    medians = []
     for path in find_timelines(directory):
         with suppress(format.UnreadableTimeline):
             timeline = format.read_timeline(path)
-            own = [number for number, each in enumerate(timeline.metadata) if each.target == target]
-            steps = timeline.steps[np.isin(timeline.steps["metadata"], own)]
+            of_target = [number for number, each in enumerate(timeline.metadata) if each.target == target]
+            steps = timeline.steps[np.isin(timeline.steps["metadata"], of_target)]
             begins = steps["start_ns"].astype(np.int64)
             ends = begins + steps["duration"].astype(np.int64) * 1000
             if len(steps) > 1:
-                found.append(float(np.median(begins[1:] - ends[:-1])) / 1e6)
-    return min(found, default=None)
+                medians.append(float(np.median(begins[1:] - ends[:-1])) / 1e6)
+    return min(medians, default=None)

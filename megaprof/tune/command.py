@@ -1,7 +1,7 @@
-"""A training command: its words with another layout in them, and without what saves checkpoints or tracks a run.
+"""The words of a training command, rewritten: with another layout, or without saving checkpoints or tracking the run.
 
-Two spellings are known: ``--name value`` (Megatron-LM, ms-swift) and ``name=value`` (Hydra: Megatron-Bridge, verl,
-SkyRL). The words of another layout come in the host's own spelling from `what_if.layouts.options_of`.
+Options are spelled ``--name value`` (Megatron-LM, ms-swift) or ``name=value`` (Hydra: Megatron-Bridge, verl, SkyRL).
+`what_if.layouts.options_of` spells a layout as the host does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.config.options import variable
 
-#: Megatron-LM's options that say where layers are. A layout takes the place of all of them.
+#: Megatron-LM's options that place layers. A layout replaces all of them.
 PLACING = (
     "--pipeline-model-parallel-layout",
     "--decoder-first-pipeline-num-layers",
@@ -20,9 +20,9 @@ PLACING = (
     "--account-for-loss-in-pipeline-split",
     "--num-virtual-stages-per-pipeline-rank",
 )
-#: Megatron-LM's older word for the last one, which no layout is written with.
+#: The older option for the last of them; no layout is written with it.
 _OLDER = "--num-layers-per-virtual-pipeline-stage"
-#: What turns saving off, by the option that a host saves by: nothing where the option need only go.
+#: The words that turn saving off, by the option that makes a host save; none if it is enough to remove the option.
 _SAVING: dict[str, tuple[str, ...]] = {
     "--save": (),  # Megatron-LM, megatron/training/checkpointing.py: without it nothing is saved
     # Megatron-Bridge, CheckpointConfig; its recipes write for TensorBoard by default.
@@ -42,20 +42,20 @@ _TRACKING = ("--tensorboard-dir", "--wandb-project")
 
 
 class Saves(ValueError):
-    """Nothing says that the command saves no checkpoint; the message says what to do."""
+    """The command may save checkpoints, and nothing says how to turn that off; the message says what to do."""
 
 
 def without_saving(command: Sequence[str], instead: Sequence[str] | None = None) -> list[str]:
-    """Returns the words of ``command`` that save no checkpoint, and by which Megatron-LM tracks no run; with
-    ``instead``, with these words at its end.
+    """Returns the words of ``command`` such that it saves no checkpoint and Megatron-LM tracks no run, followed by
+    ``instead``: words of the user's that turn saving off.
 
-    Raises Saves where neither the words nor ``instead`` say how.
+    Raises Saves if neither the command nor ``instead`` says how to turn saving off.
     """
-    words, found = list(command), instead is not None
+    words, turned_off = list(command), instead is not None
     for option, off in _SAVING.items():
         if _has(words, option):
-            words, found = [*_without(words, {_name(each) for each in (option, *off)}), *off], True
-    if not found and not _has(words, _MEGATRON_LM):
+            words, turned_off = [*_without(words, {_name(each) for each in (option, *off)}), *off], True
+    if not turned_off and not _has(words, _MEGATRON_LM):
         raise Saves(
             f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
             f"command of Megatron-LM, which would have {_MEGATRON_LM}. Give the words that turn saving off with "
@@ -64,12 +64,12 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
     return _without(words, set(map(_name, _TRACKING))) + list(instead or ())
 
 
-def relaid(
+def with_layout(
     command: Sequence[str], flags: Sequence[str], framework: str | None, role: str | None, stages: int
 ) -> list[str]:
-    """Returns the words of ``command`` with ``flags``, which are Megatron-LM's for so many ``stages``, in the place of
-    those that place layers now, and of options that both have. ``framework`` and ``role``: whose spelling that is, as
-    traces name them."""
+    """Returns the words of ``command`` with another layout. ``flags``, Megatron-LM's for a pipeline of ``stages``,
+    replace the options that place layers now, and options that both have. They are spelled for ``framework`` and
+    ``role``, as traces name them."""
     words = list(options_of(framework, role, flags, stages) or flags)
     placing = {_name(each) for each in (*PLACING, _OLDER, *filter(_names_an_option, words))}
     for flag in PLACING:
@@ -83,7 +83,7 @@ def _has(words: Iterable[str], option: str) -> bool:
 
 
 def _without(words: Sequence[str], names: set[str]) -> list[str]:
-    """Yields the words without options of these names, and without their values."""
+    """Returns the words without the options of these names and their values."""
     kept: list[str] = []
     dropped = None
     for word in words:
@@ -106,5 +106,6 @@ def _names_an_option(word: str) -> bool:
 
 
 def _name(word: str) -> str:
-    """An option's name as hosts compare them: ``--num-layers`` of ``--num_layers=3``, ``a.b-c`` of ``++a.b_c=3``."""
+    """Returns an option's name as hosts compare names: ``--num-layers`` for ``--num_layers=3``, ``a.b-c`` for
+    ``++a.b_c=3``."""
     return word.partition("=")[0].lstrip("+").replace("_", "-")

@@ -1,4 +1,4 @@
-"""What a trial was measured to take, and what to try next by its report's what-if."""
+"""Reads what a trial measured, and chooses what to try next from what its report predicts."""
 
 from __future__ import annotations
 
@@ -19,41 +19,36 @@ from megaprof.tune import trial as runs
 from megaprof.tune.between import between_ms
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 
-#: A change is tried where it surely gains this part of the step.
+#: A layout is tried if it certainly gains this fraction of the step.
 LEAST = 0.01
 #: Standard errors from the middle to the ends of a 90 % interval.
 _TO_ENDS = 1.645
 _GIB = 1 << 30
 
 
-def measured(trial: Trial, directory: Path, memory_limit: int | None = None, first: Trial | None = None) -> Trial:
-    """Returns ``trial`` with what its timelines in ``directory`` say. ``memory_limit``: bytes that a stage may have
-    allocated, where that is less than its device has; ``first``: the trial of the command as it was given."""
+def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None, first: Trial | None = None) -> Trial:
+    """Returns ``trial`` with what its timelines in ``directory`` say. ``memory_limit``: bytes that a stage may
+    allocate, if that is less than its device has; ``first``: the trial of the command as it was given."""
     try:
         report = analyze(directory, memory_limit=memory_limit)
     except NothingToReport as fault:
         return replace(trial, outcome="failed", why=str(fault))
     both = zip(report.targets, report.by_hand, strict=True)
     target, known = next((each for each in both if each[0].measured.target == runs.TARGET), (None, None))
-    step = None if target is None else target.measured.step_time_ms
-    if target is None or step is None:
-        why = (
-            "no training step was recorded whole"
-            if target is None
-            else target.withheld.text
-            if target.withheld
-            else "it has no step time"
-        )
-        return replace(trial, outcome="failed", why=why)
+    if target is None:
+        return replace(trial, outcome="failed", why="no training step was recorded whole")
+    step = target.measured.step_time_ms
+    if step is None:
+        return replace(trial, outcome="failed", why=target.withheld.text if target.withheld else "it has no step time")
     layout, between = target.what_if.layout, between_ms(directory, runs.TARGET)
-    more = 0.0
+    more_between = 0.0
     if first is not None and first.stages not in (None, target.measured.sizes.pp):
-        more = (between or 0.0) - (first.between_ms or 0.0)
-    found = replace(
+        more_between = (between or 0.0) - (first.between_ms or 0.0)
+    measured = replace(
         trial,
         layout=layout,
         stages=target.measured.sizes.pp,
-        step_ms=_interval(step).plus(more),
+        step_ms=_interval(step).plus(more_between),
         between_ms=between,
         steps=step.count,
         memory=target.what_if.allocated,
@@ -64,20 +59,21 @@ def measured(trial: Trial, directory: Path, memory_limit: int | None = None, fir
     )
     unlike = trial.proposal and _unlike(trial.proposal, layout, target.measured.microbatches)
     if unlike:
-        return replace(found, outcome="not_as_asked", why=unlike, step_ms=None)
-    proposed = partial(_proposal, target.what_if, found, step.mean, more)
+        return replace(measured, outcome="not_as_asked", why=unlike, step_ms=None)
+    proposed = partial(_proposal, target.what_if, measured, step.mean, more_between)
     fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
     proposals = tuple(proposed(each) for each in sorted(fitting, key=lambda one: -one.low))
     half = None if known is None else _half_as_deep(known)
     deep = proposed(half) if isinstance(half, Prediction) else half
-    found = replace(found, outcome="measured", next=proposals, half_as_deep=deep)
-    if memory_limit is None or found.memory is None or max(found.memory) <= memory_limit:
-        return found
-    return replace(found, outcome="above_limit", why=f"a stage had more than {memory_limit / _GIB:.4g} GiB allocated")
+    measured = replace(measured, outcome="measured", next=proposals, half_as_deep=deep)
+    if memory_limit is None or measured.memory is None or max(measured.memory) <= memory_limit:
+        return measured
+    why = f"a stage had more than {memory_limit / _GIB:.4g} GiB allocated"
+    return replace(measured, outcome="above_limit", why=why)
 
 
 def _unlike(asked: Proposal, layout: str | None, microbatches: int | None) -> str | None:
-    """Why a run is another one than was asked for; None where nothing says that it is."""
+    """Returns why a run is not the one that was asked for; None if nothing contradicts it."""
     if layout is not None and layout != asked.layout:
         return f"it ran with layout {layout} and not {asked.layout}: the command does not take the options"
     if None not in (asked.microbatches, microbatches) and microbatches != asked.microbatches:
@@ -89,22 +85,23 @@ def _unlike(asked: Proposal, layout: str | None, microbatches: int | None) -> st
 
 
 def best_proposal(tuning: Tuning) -> Proposal | None:
-    """Returns what to try next: of all layouts that were predicted and not tried, what has the best lower end; where
-    none gains `LEAST` over the best trial at its lower end, of half as many stages, where they may be tried; else None.
-    Of two predictions of one layout the more certain one counts. Where no trial keeps the limit of memory, whatever is
-    predicted to keep it gains."""
-    found = _best(tuning, (each for trial in tuning.measured for each in trial.next))
-    if found is None and tuning.depth:
-        found = _best(tuning, (each for trial in tuning.measured if isinstance(each := trial.half_as_deep, Proposal)))
-    return found
+    """Returns what to try next: of all layouts that were predicted and not tried, the one with the best lower end. If
+    none gains `LEAST` over the best trial at its lower end, half as many stages, if they may be tried; else None.
+
+    Of two predictions of one layout the more certain one counts. If no trial keeps the memory limit, any layout that is
+    predicted to keep it counts as a gain."""
+    best = _best(tuning, (each for trial in tuning.measured for each in trial.next))
+    if best is None and tuning.depth:
+        best = _best(tuning, (each for trial in tuning.measured if isinstance(each := trial.half_as_deep, Proposal)))
+    return best
 
 
 def _best(tuning: Tuning, proposals: Iterable[Proposal]) -> Proposal | None:
     best = tuning.best
     surest: dict[_Which, Proposal] = {}
     for each in _untried(tuning, proposals):
-        known = surest.get(_which(each))
-        if known is None or _width(each) < _width(known):
+        other = surest.get(_which(each))
+        if other is None or _width(each) < _width(other):
             surest[_which(each)] = each
     first = min(surest.values(), key=lambda each: each.step_ms.high, default=None)
     if first is None or best is None or best.step_ms is None:
@@ -113,8 +110,8 @@ def _best(tuning: Tuning, proposals: Iterable[Proposal]) -> Proposal | None:
 
 
 def steps_that_tell(tuning: Tuning) -> int:
-    """Returns by how many steps a repetition of the best trial would be longer to tell of layouts whether they gain,
-    where none surely does; 0 where it was run again, or would be longer than the trials that are left together."""
+    """Returns how many more steps a repetition of the best trial needs to tell whether layouts gain, when none
+    certainly does; 0 if it was repeated already, or would take longer than all remaining trials together."""
     best = tuning.best
     if best is None or tuning.repeated(best):
         return 0
@@ -123,7 +120,7 @@ def steps_that_tell(tuning: Tuning) -> int:
 
 
 _Which: TypeAlias = tuple[int | None, str]
-"""A layout does not say how many stages it is of: the same pieces may be chunks of fewer."""
+"""Stages and layout: the same pieces may be chunks of fewer stages."""
 
 
 def _which(each: Proposal) -> _Which:
@@ -131,8 +128,8 @@ def _which(each: Proposal) -> _Which:
 
 
 def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
-    """What may still be tried of them: no layout of a trial, and none that needs as much memory on every stage as one
-    that ran out of it."""
+    """Returns the proposals that may still be tried: no layout of a trial, and none that needs at least as much memory
+    on every stage as one that ran out of it."""
     asked = [(each.proposal, each.outcome) for each in tuning.trials if each.proposal is not None]
     tried = {_which(each) for each, _ in asked}
     tried |= {(each.stages, each.layout) for each in tuning.trials if each.layout is not None}
@@ -145,14 +142,14 @@ def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
 
 
 def _needs(each: Proposal, memory: tuple[int, ...]) -> bool:
-    """Whether it is predicted to need so much memory on every stage, of as many."""
-    own = each.memory or ()
-    return len(own) == len(memory) and all(need >= known for need, known in zip(own, memory, strict=True))
+    """Returns whether a proposal, of as many stages, is predicted to need at least ``memory`` on each of them."""
+    needed = each.memory or ()
+    return len(needed) == len(memory) and all(need >= least for need, least in zip(needed, memory, strict=True))
 
 
-def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more: float, each: Prediction) -> Proposal:
-    """``step_ms`` of the trial is what a change may shorten, ``more`` what else counts."""
-    predicted, deep = _predicted(each, step_ms).plus(more), each.kind == "depth"
+def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float, each: Prediction) -> Proposal:
+    """``step_ms``: the part of the trial's step that a change may shorten; ``more_between``: what was added to it."""
+    predicted, deep = _predicted(each, step_ms).plus(more_between), each.kind == "depth"
     if deep:
         between = trial.between_ms or 0.0
         predicted = Interval(predicted.value + between / 2, predicted.low, predicted.high + between)
@@ -171,18 +168,18 @@ def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more: float, each: 
 
 
 def _half_as_deep(known: Changeable) -> Prediction | str:
-    """What is predicted of half as many stages, or why nothing is."""
+    """Returns the prediction of half as many stages, or why there is none."""
     try:
-        found = half_as_deep(known)
+        half = half_as_deep(known)
     except ValueError as reason:
         return str(reason)
-    if found.fits is False:
-        return f"a stage of half as many would need {max(found.needed or ()) / _GIB:.4g} GiB"
-    return found
+    if half.fits is False:
+        return f"a stage of half as many would need {max(half.needed or ()) / _GIB:.4g} GiB"
+    return half
 
 
 def _predicted(each: Prediction, measured_ms: float) -> Interval:
-    """The step by how many times as fast it is, from the step time that trials are compared by."""
+    """Returns the predicted step, from the measured step that trials are compared by and the predicted speedup."""
     return Interval(measured_ms / each.speedup, measured_ms / each.high, measured_ms / each.low)
 
 

@@ -1,6 +1,6 @@
-"""What tuning has found so far: the command, its trials, and why it stopped. The file of it is the result, too.
+"""The state of a tuning: the command, its trials so far, and why it stopped. Its file, report.json, is also the result.
 
-It is written whole after every change, so an interrupted tuning goes on from it.
+The file is written whole after every change, so that an interrupted tuning continues from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from megaprof.analysis.what_if.changeable import RERUN
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
-from megaprof.tune.command import relaid
+from megaprof.tune.command import with_layout
 from megaprof.version import __version__
 
 NAME = "report.json"
@@ -25,7 +25,7 @@ Why = Literal["nothing_left", "trials_spent", "not_measured"]
 
 
 class NoState(ValueError):
-    """The file is not of megaprof tune; the message completes ``it ...``."""
+    """The file was not written by megaprof tune; the message completes ``it ...``."""
 
 
 @dataclass(frozen=True)
@@ -33,108 +33,109 @@ class Interval:
     """A number with its 90 % interval."""
 
     value: float
-    """What is likeliest."""
+    """The most likely value."""
     low: float
     """The lower end."""
     high: float
     """The upper end."""
 
     def plus(self, more: float) -> Interval:
-        """Returns this with so much more."""
+        """Returns the interval moved up by ``more``."""
         return Interval(self.value + more, self.low + more, self.high + more)
 
     def over(self, other: Interval) -> Interval:
-        """Returns this divided by ``other``, two steps above 0 that were measured in a run each."""
+        """Returns this step divided by ``other``; each was measured in a run of its own and is above 0."""
         value = self.value / other.value
         below = hypot(1 - self.low / self.value, other.high / other.value - 1, RERUN)
         above = hypot(self.high / self.value - 1, 1 - other.low / other.value, RERUN)
         return Interval(value, value * max(1 - below, 0.0), value * (1 + above))
 
     def holds(self, other: Interval) -> bool:
-        """Whether both can be the same number."""
+        """Returns whether the two intervals overlap, so that both may be the same number."""
         return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A change that was predicted to gain something."""
+    """A layout to try, and what it was predicted to take."""
 
     what: str
-    """In words."""
+    """The layout in words."""
     layout: str
-    """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
+    """The layout as Megatron's ``--pipeline-model-parallel-layout`` writes it."""
     flags: tuple[str, ...]
-    """Megatron-LM's options for it, in the place of all that place layers."""
+    """Megatron-LM's options for it; they replace all options that place layers."""
     step_ms: Interval
     """The predicted step, in milliseconds."""
     against: int
-    """The trial that it was predicted from."""
+    """The number of the trial that it was predicted from."""
     stages: int
-    """The pipeline's stages, which ``flags`` do not say."""
+    """Pipeline stages, which ``flags`` do not say."""
     memory: tuple[int, ...] | None = None
-    """Bytes that each stage is predicted to have allocated at its peak; None where memory was not measured."""
+    """Bytes that each stage is predicted to allocate at its peak; None where memory was not measured."""
     more_steps: int = 0
-    """How many more steps of that trial would tell whether it gains; 0 where that is known, or no number would."""
+    """How many more steps of that trial would tell whether it gains; 0 if that is known, or if no number of steps would
+    tell."""
     microbatches: int | None = None
-    """Microbatches of each replica, where that is to be seen in the trial."""
+    """Microbatches that each replica must run in the trial; None where they stay."""
     assumes: tuple[str, ...] = ()
-    """What the prediction takes for granted, in clauses."""
+    """What the prediction assumes, in clauses."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The command with one layout. ``outcome`` is None while it runs, or waits to be run."""
+    """One run of the command, with one layout."""
 
     number: int
-    """From 1, which is the command as it was given."""
+    """Its number; 1 is the command as it was given."""
     command: tuple[str, ...]
-    """All of its words."""
+    """The words that are run."""
     directory: str
-    """Where its timelines and what it printed are, as seen from the directory of the tuning."""
+    """The directory of its timelines and its output, relative to that of the tuning."""
     proposal: Proposal | None = None
-    """Why it was tried; None for the command as it was given."""
+    """What it tries; None for the command as it was given."""
     outcome: Outcome | None = None
-    """What became of it."""
+    """How it ended; None while it waits or runs."""
     why: str | None = None
-    """Why it was not measured."""
+    """The reason for an outcome other than ``measured``."""
     layout: str | None = None
-    """The layout that it had."""
+    """The layout that ran."""
     stages: int | None = None
-    """The pipeline's stages."""
+    """Pipeline stages that ran."""
     step_ms: Interval | None = None
-    """The measured step, in milliseconds; of another depth than the first trial's with what comes more between steps
-    than in that one."""
+    """The measured step, in milliseconds. If the depth is not that of the first trial, the time by which the gap
+    between steps is longer than there is added."""
     between_ms: float | None = None
-    """Milliseconds between a step's end and the next one's beginning; None where no two steps were recorded."""
+    """Milliseconds from the end of a step to the beginning of the next one; None if no two steps were recorded."""
     steps: int | None = None
-    """How many steps that is the average of."""
+    """The number of steps that were averaged."""
     memory: tuple[int, ...] | None = None
     """Bytes that each stage had allocated at its peak; None where that was not measured."""
     framework: str | None = None
     """The host, as traces name it."""
     role: str | None = None
-    """Whose model it is; None without roles."""
+    """The role of its model; None without roles."""
     verdict: str | None = None
-    """What its report says first."""
+    """The first sentence of its report."""
     says: str | None = None
-    """What its report says of other layouts."""
+    """The advice of its report on other layouts."""
     next: tuple[Proposal, ...] = ()
-    """What was predicted from it, the best lower end first."""
+    """The layouts predicted from it, the best lower end first."""
     half_as_deep: Proposal | str | None = None
-    """What was predicted from it of half as many stages, or why nothing was; None where nothing at all was."""
+    """The prediction of half as many stages, or the reason that there is none; None where nothing was predicted."""
     again: int | None = None
-    """The trial that it repeats. The quicker one of both counts: other work can make a step only longer."""
+    """The number of the trial that it repeats. The faster of the two counts: other work can only make a step longer."""
     more_steps: int = 0
-    """How many steps it measures beyond those of the others, to tell what the one that it repeats left open."""
+    """How many steps it measures beyond those of other trials, to decide what the trial that it repeats left open."""
 
     @property
     def what(self) -> str:
-        """What it tries, in words."""
+        """The layout that it tries, in words."""
         return ("as given" if self.proposal is None else self.proposal.what) + ", again" * (self.again is not None)
 
     @property
     def as_predicted(self) -> bool | None:
-        """Whether the measured step can be the predicted one; None where one of them is missing."""
+        """Whether the measured step agrees with the predicted one; None if one of them is missing."""
         if self.proposal is None or self.step_ms is None:
             return None
         return self.proposal.step_ms.holds(self.step_ms)
@@ -142,16 +143,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """What the trials came to."""
+    """The outcome of all trials."""
 
     trial: int
-    """The quickest one."""
+    """The number of the fastest trial."""
     speedup: Interval
-    """How many times as fast it is as the first one."""
+    """How many times as fast as the first trial it is."""
     command: tuple[str, ...]
-    """Its command as a user runs it: it saves what the given one saves."""
+    """Its command for the user, which saves what the given one saves."""
     as_predicted: tuple[int, int]
-    """How many predictions held, and of how many."""
+    """How many predictions agreed with the measured step, and how many there were."""
 
 
 @dataclass(frozen=True)
@@ -161,82 +162,82 @@ class Tuning:
     command: tuple[str, ...]
     """The command as it was given."""
     steps: int
-    """Steps that a trial measures."""
+    """Steps that each trial measures."""
     most_trials: int
-    """Trials at most, the first one included."""
+    """The most trials, including the first."""
     saving_off: tuple[str, ...] | None = None
-    """Words that turn saving off, where the user gave some."""
+    """Words that turn saving off, if the user gave some."""
     memory_limit: int | None = None
-    """Bytes that a stage may have allocated; None: what its device has."""
+    """Bytes that a stage may allocate; None: the memory of its device."""
     depth: bool = False
-    """Whether half as many stages may be tried, too."""
+    """Whether half as many stages may be tried."""
     trials: tuple[Trial, ...] = ()
-    """In their order."""
+    """All trials, in order."""
     stopped: Why | None = None
-    """Why there are no more; None while it goes on."""
+    """Why it stopped; None while it goes on."""
     reason: str | None = None
-    """The same in words, where ``stopped`` alone does not tell."""
+    """The reason in words, where ``stopped`` alone does not say it."""
     result: Result | None = None
-    """What they came to; None before the first one is measured."""
+    """The outcome so far; None before the first trial is measured."""
     version: str = field(default=__version__)
-    """Of megaprof."""
+    """The version of megaprof."""
 
     @property
     def measured(self) -> tuple[Trial, ...]:
-        """The trials that have a step time; of a trial and its repetition the quicker one."""
-        found = dict[int, Trial]()
+        """The trials with a step time; of a trial and its repetition, the faster one."""
+        fastest = dict[int, Trial]()
         for trial in (each for each in self.trials if each.step_ms is not None):
             number = trial.again or trial.number
-            found[number] = min(found.get(number, trial), trial, key=_step)
-        return tuple(found.values())
+            fastest[number] = min(fastest.get(number, trial), trial, key=_step)
+        return tuple(fastest.values())
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the shortest step, of those that keep the limit of memory; None where there is none."""
+        """The trial with the shortest step among those within the memory limit; None if there is none."""
         kept = [trial for trial in self.measured if trial.outcome != "above_limit"]
         return min(kept, key=_step, default=None)
 
     @property
     def pending(self) -> Trial | None:
-        """The trial that has begun and has no outcome."""
+        """The trial that waits or runs."""
         return next((trial for trial in self.trials if trial.outcome is None), None)
 
     def changed(self, command: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
-        """Returns the words of ``command``, a way to write the given one, with a change."""
+        """Returns the words of ``command``, the given one or a variant of it, with the layout of ``proposal``."""
         first = self.trials[0]
         same = proposal.stages == first.stages
         depth = () if same else ("--pipeline-model-parallel-size", str(proposal.stages))
-        return tuple(relaid(command, (*depth, *proposal.flags), first.framework, first.role, proposal.stages))
+        return tuple(with_layout(command, (*depth, *proposal.flags), first.framework, first.role, proposal.stages))
 
     def repeated(self, trial: Trial) -> bool:
-        """Whether a trial was run again, or is a repetition."""
+        """Returns whether ``trial`` was run again, or is itself a repetition."""
         return trial.again is not None or any(each.again == trial.number for each in self.trials)
 
     def having(self, trial: Trial) -> Tuning:
-        """Returns it with this trial, in the place of the one with its number, and with the result of all."""
+        """Returns the tuning with ``trial``, in the place of the trial with its number, and with the new result."""
         others = [each for each in self.trials if each.number != trial.number]
-        found = replace(self, trials=tuple(sorted([*others, trial], key=lambda each: each.number)))
-        return replace(found, result=_result(found))
+        tuning = replace(self, trials=tuple(sorted([*others, trial], key=lambda each: each.number)))
+        return replace(tuning, result=_result(tuning))
 
 
 def _step(trial: Trial) -> float:
     return trial.step_ms.value if trial.step_ms else 0.0
 
 
-def _result(found: Tuning) -> Result | None:
-    best, first = found.best, next((each for each in found.measured if each.proposal is None), None)
+def _result(tuning: Tuning) -> Result | None:
+    best, first = tuning.best, next((each for each in tuning.measured if each.proposal is None), None)
     if best is None or best.step_ms is None or first is None or first.step_ms is None:
         return None
-    told = [each.as_predicted for each in found.measured if each.as_predicted is not None]
-    command, speedup = found.command, Interval(1.0, 1.0, 1.0)
+    agreed = [each.as_predicted for each in tuning.measured if each.as_predicted is not None]
+    command, speedup = tuning.command, Interval(1.0, 1.0, 1.0)
     if best.proposal is not None:
-        command = found.changed(found.command, best.proposal)
+        command = tuning.changed(tuning.command, best.proposal)
         speedup = first.step_ms.over(best.step_ms)
-    return Result(best.number, speedup, command, (sum(told), len(told)))
+    return Result(best.number, speedup, command, (sum(agreed), len(agreed)))
 
 
 def load(directory: Path) -> Tuning | None:
-    """Returns what was found before; None where nothing was. Raises NoState."""
+    """Returns the tuning in ``directory``; None if there is none. Raises NoState."""
     file = directory / NAME
     if not file.exists():
         return None
@@ -247,6 +248,6 @@ def load(directory: Path) -> Tuning | None:
 
 
 def store(directory: Path, tuning: Tuning) -> None:
-    """Write it. Raises OSError, and leaves the file of before then."""
+    """Writes the tuning. If that fails, raises OSError and leaves the previous file in place."""
     with appearing(directory / NAME) as file:
         file.write(msgspec.json.format(msgspec.json.encode(tuning), indent=1))

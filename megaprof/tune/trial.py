@@ -1,8 +1,7 @@
-"""One trial: the user's command runs for some steps with a timeline of every rank, and is ended.
+"""Runs one trial: the user's command, with a timeline of every rank, until it has made enough steps.
 
-It is ended once every rank has made its steps, with the launcher's own signal (SIGTERM, which torchrun hands on), and
-what is left after a while with SIGKILL: only processes that have the trial's directory in their environment, which
-nobody else has.
+Once every rank has made its steps, the command gets SIGTERM, which torchrun hands on; what still runs after a while
+gets SIGKILL. Only processes with the trial's directory in their environment are killed, which no others have.
 """
 
 from __future__ import annotations
@@ -16,33 +15,34 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megaprof.autoload.arming import environment
 from megaprof.config.options import ProfileConfig, variable
 from megaprof.control.job import NoJob, find_job
 from megaprof.formats.job.status import RankStatus
 
-#: What is captured: training steps, by timelines, which need no profiler and so cost nothing that would be measured.
+#: The captured target. Timelines need no profiler, so recording them does not change what is measured.
 TARGET = "train_actor"
 LOG = "output.log"
-#: Steps before those that are measured: the analysis leaves out what warms up, and these make room for it.
+#: Steps before the measured ones, which make room for the warm-up that the analysis leaves out.
 WARM_UP = 3
-#: Seconds that a command has to end after SIGTERM: megaprof writes its files for up to 20 of them.
+#: Seconds that a command has to end after SIGTERM; megaprof writes its files for up to 20 of them.
 _GRACE = 40.0
 _LOOK = 0.5
 #: Bytes of the end of a log in which an error is looked for.
 _READ = 1 << 18
-#: Whose line it is, as torch and launchers put it in front.
+#: The prefix that torch and launchers put before a rank's line.
 _LABEL = r"(\[rank\d+\]:)?\s*([\w.-]+: )?"
-#: A line that begins with an error's name: the end of a traceback, argparse's ``program: error: ``, a script's own
-#: ``error: ``. The first one has the cause: other ranks and the launcher tell only later that a rank has ended.
+#: A line that begins with the name of an error: the end of a traceback, argparse's ``program: error: ``, a script's own
+#: ``error: ``. The first one is the cause: other ranks and the launcher report later that a rank has ended.
 _RAISED = re.compile(rf"^{_LABEL}[\w.-]*([Ee]rror|Exception)(: |$)")
-#: A traceback that begins amid a line, down to its error: who writes words before it has caught that. Megatron-Bridge
-#: tells so of all that it cannot import.
+#: A traceback that begins in the middle of a line, down to its error: a program that prints words before a traceback
+#: has caught the error. Megatron-Bridge does so for everything that it cannot import.
 _CAUGHT = re.compile(rf"^(?!{_LABEL}Traceback \().*Traceback \(most recent call last\):\n([ \t].*\n)*.*$", re.MULTILINE)
-#: What our own messages begin with; none is why a command failed.
+#: The beginning of megaprof's own messages; none of them is why a command failed.
 _OURS = "megaprof: "
-#: Torch's and the kernel's words for memory that ran out.
+#: How torch and the kernel say that memory ran out.
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot allocate memory")
 
 
@@ -50,24 +50,23 @@ _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot alloc
 class Ended:
     """How a trial ended."""
 
-    outcome: str
-    """``enough``: all ranks made their steps; ``exited``: the command ended before; ``out_of_memory``;
+    outcome: Literal["enough", "exited", "out_of_memory", "time_limit"]
+    """``enough``: all ranks made their steps; ``exited``: the command ended before that; ``out_of_memory``;
     ``time_limit``."""
     code: int | None = None
-    """The command's exit code, where it ended by itself."""
+    """The command's exit code, if it ended by itself."""
     last_line: str | None = None
-    """What it printed of an error before anything ended it, where it failed; its last line where it ended by itself
-    and printed of none."""
+    """The error that a failed command printed; its last line if it ended by itself and printed no error."""
 
 
 def config_of(directory: Path) -> ProfileConfig:
-    """Returns what a trial records. Raises ValueError."""
+    """Returns the configuration of a trial. Raises ValueError."""
     return ProfileConfig(target=(TARGET,), tool=("timeline",), dir=str(directory))
 
 
 def apart(directory: Path) -> dict[str, str]:
-    """Returns the environment that keeps a trial in ``directory`` out of the user's runs: W&B, whose ``disabled`` keeps
-    nothing, and TensorBoard of verl and SkyRL."""
+    """Returns the environment that keeps a trial in ``directory`` out of the user's runs in W&B, and in the TensorBoard
+    of verl and SkyRL."""
     return {"WANDB_MODE": "disabled", "TENSORBOARD_DIR": str(directory / "tensorboard")}
 
 
@@ -78,10 +77,10 @@ def run(
     time_limit: float,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Ended:
-    """Run ``command`` until every rank has made ``steps`` steps behind `WARM_UP`; ``directory`` is new, and gets the
-    timelines and what the command prints. ``advance(steps)`` is called as it goes on.
+    """Runs ``command`` until every rank has made ``steps`` steps after `WARM_UP`. Its timelines and output go to
+    ``directory``, which is new. ``advance(steps)`` is called as steps are made.
 
-    Whatever ends this function ends the command, too. Raises OSError where it cannot be started.
+    However this function ends, the command ends, too. Raises OSError if it cannot be started.
     """
     env = environment(config_of(directory), os.environ) | apart(directory)
     with (directory / LOG).open("wb") as log:
@@ -90,7 +89,7 @@ def run(
         )
         try:
             ended = _watched(process, directory, steps + WARM_UP, time.monotonic() + time_limit, advance)
-            return _explained(ended, directory / LOG)  # before `_end`, of which the command may print, too
+            return _explained(ended, directory / LOG)  # before `_end`, which may make the command print, too
         finally:
             _end(process, directory)
 
@@ -110,7 +109,7 @@ def _watched(
 
 
 def _steps(directory: Path) -> int:
-    """Returns how many steps every rank has made."""
+    """Returns how many steps the slowest rank has made."""
     try:
         job = find_job(directory)
     except NoJob:
@@ -142,26 +141,25 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def running(directory: Path) -> list[int]:
-    """Returns the processes of trials in ``directory`` or below it, by what they have in their environment (Linux;
-    elsewhere none)."""
+    """Returns the processes of trials in ``directory`` or below it, by their environment (on Linux; elsewhere none)."""
     marks = [f"{variable('dir')}={directory.absolute()}{end}".encode() for end in ("\0", "/")]
-    found = []
+    processes = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            own = environ.read_bytes()
-            if any(mark in own for mark in marks):
-                found.append(int(environ.parent.name))
-    return found
+            variables = environ.read_bytes()
+            if any(mark in variables for mark in marks):
+                processes.append(int(environ.parent.name))
+    return processes
 
 
 def _explained(ended: Ended, log: Path) -> Ended:
-    """Returns the trial's end with the reason that the command printed."""
+    """Returns how the trial ended, with the reason that the command printed."""
     if ended.outcome == "enough":
         return ended
     lines = [line.strip() for line in _CAUGHT.sub("", _tail(log)).splitlines() if line.strip() and _OURS not in line]
-    told = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
-    if told is not None:
-        return Ended("out_of_memory", ended.code, told)
+    ran_out = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+    if ran_out is not None:
+        return Ended("out_of_memory", ended.code, ran_out)
     last = lines[-1] if lines and ended.outcome == "exited" else None
     return Ended(ended.outcome, ended.code, next(filter(_RAISED.search, lines), last))
 
@@ -170,6 +168,3 @@ def _tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _READ))
         return file.read().decode("utf-8", "replace")
-
-
-__all__ = ["LOG", "TARGET", "WARM_UP", "Ended", "apart", "config_of", "run", "running"]

@@ -1,22 +1,24 @@
-"""The loop: a trial, what it teaches, the next one; until nothing is predicted to gain, or no trial is left."""
+"""The loop of a tuning: runs a trial, reads what it measured, chooses the next one; until no layout is predicted to
+gain, or no trial is left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from megaprof.tune import trial as runs
 from megaprof.tune.command import without_saving
-from megaprof.tune.proposals import best_proposal, measured, steps_that_tell
+from megaprof.tune.proposals import as_measured, best_proposal, steps_that_tell
 from megaprof.tune.state import Trial, Tuning, store
 
-#: Is told of a trial.
-Told = Callable[[Trial], None]
+TrialListener: TypeAlias = Callable[[Trial], None]
 
 
 def resumed(tuning: Tuning, directory: Path) -> Tuning:
-    """Returns ``tuning`` with each trial to be run again that was not measured, and whose directory was deleted."""
+    """Returns ``tuning`` in which every trial that was not measured, and whose directory was deleted, waits to run
+    again."""
     for each in tuning.trials:
         if each.outcome is not None and each.step_ms is None and not (directory / each.directory).exists():
             waiting = Trial(each.number, each.command, each.directory, each.proposal)
@@ -25,9 +27,9 @@ def resumed(tuning: Tuning, directory: Path) -> Tuning:
 
 
 def upcoming(tuning: Tuning, directory: Path) -> Tuning:
-    """Returns ``tuning`` with the trial to run as its pending one, or stopped, with the reason.
+    """Returns ``tuning`` with the next trial to run as its pending one, or stopped, with the reason.
 
-    A pending trial whose directory exists was interrupted: it gets another one, and what is in that stays.
+    A pending trial whose directory exists was interrupted: it gets a new directory, and the old one stays.
     Raises `command.Saves`.
     """
     waiting = tuning.pending
@@ -65,15 +67,20 @@ def _again(trial: Trial, number: int, directory: Path, more_steps: int = 0) -> T
 
 
 def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
-    """Returns ``tuning`` with what the files in ``directory`` say of its pending ``trial``."""
-    return tuning.having(measured(trial, directory, tuning.memory_limit, tuning.trials[0]))
+    """Returns ``tuning`` with what the files in ``directory`` say about its pending ``trial``."""
+    return tuning.having(as_measured(trial, directory, tuning.memory_limit, tuning.trials[0]))
 
 
 def run(
-    tuning: Tuning, directory: Path, time_limit: float, begun: Told, advance: Callable[[int], None], over: Told
+    tuning: Tuning,
+    directory: Path,
+    time_limit: float,
+    begun: TrialListener,
+    advance: Callable[[int], None],
+    over: TrialListener,
 ) -> Tuning:
-    """Run trials until it stops, each at most ``time_limit`` seconds. ``directory`` has the file of what was found at
-    any time. Raises `command.Saves` before the first trial, and OSError where the command cannot be started."""
+    """Runs trials until the tuning stops, each for at most ``time_limit`` seconds. The state in ``directory`` is always
+    up to date. Raises `command.Saves` before the first trial, and OSError if the command cannot be started."""
     while True:
         tuning = upcoming(tuning, directory)
         store(directory, tuning)
@@ -86,9 +93,9 @@ def run(
         steps = tuning.steps + trial.more_steps
         ended = runs.run(trial.command, place.absolute(), steps, time_limit, advance)
         tuning = completed(tuning, trial, place)
-        found = tuning.trials[trial.number - 1]
-        if ended.outcome != "enough" and (found.steps or 0) < steps:
-            tuning = tuning.having(_failed(found, ended, time_limit))
+        measured = tuning.trials[trial.number - 1]
+        if ended.outcome != "enough" and (measured.steps or 0) < steps:
+            tuning = tuning.having(_failed(measured, ended, time_limit))
         over(tuning.trials[trial.number - 1])
 
 
@@ -103,6 +110,6 @@ def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
 
 
 def _free(directory: Path, number: int) -> str:
-    """A name for the directory of a trial that does not exist yet."""
+    """The name of a new directory for a trial."""
     names = (f"trial-{number}" + (f".{again}" if again > 1 else "") for again in range(1, 1000))
     return next(name for name in names if not (directory / name).exists())

@@ -1,4 +1,4 @@
-"""What tuning found, for people: one sentence, the trials as a table, the command to run. Terminal and HTML."""
+"""A tuning for people, in the terminal and as HTML: one sentence, the trials as a table, the command to run."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ COLUMNS = ("trial", "layout", "step, ms", "predicted, ms", "GiB", "predicted, Gi
 
 
 def sentence(tuning: Tuning) -> str:
-    """What came of it."""
-    found = tuning.result
-    if found is None and tuning.measured:
+    """Returns the outcome."""
+    result = tuning.result
+    if result is None and tuning.measured:
         return "No trial keeps the limit of memory."
-    if found is None:
+    if result is None:
         return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
-    held, of = found.as_predicted
+    held, of = result.as_predicted
     inside = f"; {held} of {counted(of, 'prediction')} inside the interval" if of else ""
-    if found.command == tuning.command:
+    if result.command == tuning.command:
         if not of:
             return "Nothing gained: no other layout was tried."
         tried = counted(len(tuning.measured), "layout")
         return f"Nothing gained: the command as it was given is the quickest of {tried} tried{inside}."
-    best, first = tuning.trials[found.trial - 1], tuning.trials[0]
-    gained = f"{ratio(found.speedup)} times as fast: {best.what}{inside}."
+    best, first = tuning.trials[result.trial - 1], tuning.trials[0]
+    gained = f"{ratio(result.speedup)} times as fast: {best.what}{inside}."
     if best.stages is None or best.stages == first.stages:
         return gained
     return (
@@ -53,10 +53,10 @@ def sentence(tuning: Tuning) -> str:
 
 
 def stopped(tuning: Tuning) -> str | None:
-    """Why there are no more trials; None while there are."""
+    """Returns why there are no more trials; None while there are."""
     if tuning.stopped == "nothing_left":
-        told = tuning.reason or "no other layout is surely 1 % faster", _depth(tuning)
-        return " ".join(words.sentence(each) for each in told if each)
+        reasons = tuning.reason or "no other layout is surely 1 % faster", _depth(tuning)
+        return " ".join(words.sentence(reason) for reason in reasons if reason)
     if tuning.stopped == "trials_spent":
         return (
             f"All {counted(tuning.most_trials, 'trial')} are spent, and another layout is predicted to be faster still."
@@ -65,7 +65,8 @@ def stopped(tuning: Tuning) -> str | None:
 
 
 def _depth(tuning: Tuning) -> str | None:
-    """Why half as many stages were not tried from the best trial, a clause; None where they were, or may not be."""
+    """Returns why half as many stages were not tried from the best trial, as a clause; None if they were, or may not
+    be."""
     half = tuning.best.half_as_deep if tuning.best and tuning.depth else None
     if isinstance(half, str):
         return f"the depth stays: {half}"
@@ -75,11 +76,10 @@ def _depth(tuning: Tuning) -> str | None:
 
 
 def rows(tuning: Tuning) -> list[tuple[str, ...]]:
-    """The heads of a table, and a row for every trial. A column of `COLUMNS` in which no trial has anything is left
-    out."""
-    known = list(_rows(tuning))
-    filled = [any(cell != words.ABSENT for cell in column) for column in zip(*known, strict=True)]
-    return [tuple(compress(row, filled)) for row in (COLUMNS, *known)]
+    """Returns the head of a table, and a row for every trial, without the columns in which no trial has anything."""
+    every = list(_rows(tuning))
+    filled = [any(cell != words.ABSENT for cell in column) for column in zip(*every, strict=True)]
+    return [tuple(compress(row, filled)) for row in (COLUMNS, *every)]
 
 
 def _rows(tuning: Tuning) -> Iterator[tuple[str, ...]]:
@@ -98,28 +98,28 @@ def _rows(tuning: Tuning) -> Iterator[tuple[str, ...]]:
 
 
 def command_line(tuning: Tuning) -> str | None:
-    """The best command, for a shell; None where the given one is the best."""
-    found = tuning.result
-    return None if found is None or found.command == tuning.command else shlex.join(found.command)
+    """Returns the best command, for a shell; None if the given one is the best."""
+    result = tuning.result
+    return None if result is None or result.command == tuning.command else shlex.join(result.command)
 
 
 def milliseconds(step: Interval | None) -> str:
-    """With its interval."""
+    """Returns a step with its interval."""
     return words.ABSENT if step is None else words.within(step.value, (step.low, step.high))
 
 
 def most(memory: tuple[int, ...] | None) -> str:
-    """The most that a stage has, in GiB."""
+    """Returns the memory of the largest stage in GiB."""
     return words.ABSENT if memory is None else f"{max(memory) / (1 << 30):.1f}"
 
 
 def ratio(gained: Interval) -> str:
-    """How many times as fast, with the interval."""
+    """Returns a speedup with its interval."""
     return words.speedup(gained.value, (gained.low, gained.high))
 
 
 def show(tuning: Tuning, console: Console) -> None:
-    """Print it."""
+    """Prints a tuning."""
     heading(console, "Tuning")
     heads, *filled = rows(tuning)
     made = table()
@@ -141,13 +141,13 @@ def show(tuning: Tuning, console: Console) -> None:
 
 
 def failures(tuning: Tuning) -> list[str]:
-    """Why trials were not measured, a line each; not again what `sentence` tells."""
-    told = [trial for trial in tuning.trials if trial.why and trial.why != tuning.reason]
-    return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in told]
+    """Returns a line for each trial that was not measured, with the reason, unless `sentence` says it."""
+    failed = [trial for trial in tuning.trials if trial.why and trial.why != tuning.reason]
+    return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in failed]
 
 
 def assumed(tuning: Tuning) -> list[str]:
-    """What the predictions that were tried take for granted, a line each with those that do."""
+    """Returns a line for each assumption of the predictions that were tried, with the trials that it is about."""
     about: dict[str, list[str]] = {}
     for trial in tuning.trials:
         for clause in trial.proposal.assumes if trial.proposal and trial.again is None else ():
@@ -156,7 +156,7 @@ def assumed(tuning: Tuning) -> list[str]:
 
 
 def page(tuning: Tuning) -> str:
-    """The same as one HTML file that loads nothing and runs no script."""
+    """Returns a tuning as one HTML file that loads nothing and runs no script."""
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     css = static("report.css")
     heads, *filled = rows(tuning)
@@ -176,6 +176,6 @@ def page(tuning: Tuning) -> str:
 
 
 def _outcome(trial: Trial) -> str:
-    told = {True: "as predicted", False: "not as predicted", None: None}[trial.as_predicted]
-    known = None if trial.outcome == "measured" and told else _OUTCOMES[trial.outcome]
-    return ", ".join(filter(None, (known, told)))
+    predicted = {True: "as predicted", False: "not as predicted", None: None}[trial.as_predicted]
+    outcome = None if trial.outcome == "measured" and predicted else _OUTCOMES[trial.outcome]
+    return ", ".join(filter(None, (outcome, predicted)))

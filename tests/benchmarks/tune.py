@@ -137,7 +137,7 @@ def _say(tried: state.Trial) -> None:
 def _measured(case: Case, layout: str, place: Path, steps: int) -> float:
     place.mkdir(parents=True)
     trial.run(case.command(layout), place.absolute(), steps, 300.0)
-    found = proposals.measured(state.Trial(1, (), str(place)), place)
+    found = proposals.as_measured(state.Trial(1, (), str(place)), place)
     if found.step_ms is None:
         raise SystemExit(f"{layout}: {found.why}")
     return found.step_ms.value

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaprof.tune.command import Saves, relaid, without_saving
+from megaprof.tune.command import Saves, with_layout, without_saving
 
 VERL = [
     "trainer.save_freq=-1",
@@ -77,8 +77,8 @@ PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
 def test_a_layout_takes_the_place_of_another(
     words: list[str], flags: tuple[str, ...], framework: str | None, after: list[str]
 ) -> None:
-    assert relaid(words, flags, framework, None, 2) == after
+    assert with_layout(words, flags, framework, None, 2) == after
 
 
 def test_a_final_command_saves_what_the_given_one_saves() -> None:
-    assert relaid([*LM, "--save", "ckpt"], FIRST_5, None, None, 2) == [*LM, "--save", "ckpt", *FIRST_5]
+    assert with_layout([*LM, "--save", "ckpt"], FIRST_5, None, None, 2) == [*LM, "--save", "ckpt", *FIRST_5]
