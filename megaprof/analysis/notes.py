@@ -46,36 +46,36 @@ Kind = Literal[
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing that must be known about the numbers. Facts that its kind does not have are left out."""
+    """One note about the numbers. Facts that its kind does not have are left out."""
 
     kind: Kind
-    """What it says."""
+    """What the note says."""
     files: tuple[str, ...] = ()
-    """Names of files."""
+    """File names."""
     stages: tuple[int, ...] = ()
     """Stages, by pipeline rank."""
     ranks: tuple[int, ...] = ()
     """Global ranks."""
     steps: tuple[int, ...] = ()
-    """Steps, by number."""
+    """Step numbers."""
     layers: tuple[int, ...] = ()
-    """Layers, by number."""
+    """Layer numbers."""
     names: tuple[str, ...] = ()
     """Groups of ranks (``tp``, ...), hosts, clocks, modules, or kinds of passes."""
     count: int = 0
-    """How many there are, or a number."""
+    """A number, such as how many there are."""
     of: int = 0
-    """Of how many, or beside how many."""
+    """The total that ``count`` belongs to, or a number to compare it with."""
     ms: tuple[float, ...] = ()
     """Milliseconds."""
     factor: float = 0  # msgspec leaves out what is the default, and a float of another process is not
-    """How many times as much, or which part."""
+    """A ratio or a fraction."""
     said: str = ""
-    """What a file, the system or Megatron says of it."""
+    """What a file, the system or Megatron says."""
     why: Note | None = None
-    """The reason."""
+    """Reason."""
     text: str = ""
-    """The same as a clause."""
+    """The note as a clause."""
 
 
 #: Notes that say the same of so many files stand one by one.

@@ -17,20 +17,20 @@ MEDIAN_ERROR = 1.2533
 
 @dataclass(frozen=True)
 class Spread:
-    """Some samples of one quantity, in the unit of that."""
+    """Statistics of some samples of one quantity, in the unit of that quantity."""
 
     mean: float
-    """Their average."""
+    """Average."""
     median: float
-    """The middle one."""
+    """Median."""
     min: float
-    """The smallest one."""
+    """Smallest sample."""
     max: float
-    """The largest one."""
+    """Largest sample."""
     stdev: float
-    """Standard deviation of these samples; 0 of one."""
+    """Standard deviation of the samples; 0 for a single one."""
     count: int
-    """How many there are."""
+    """Number of samples."""
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread | None:

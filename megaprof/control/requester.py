@@ -44,19 +44,19 @@ class Outcome:
     version: int
     """The version of this object: 1."""
     request: str
-    """The id of the request."""
+    """Id of the request."""
     target: str
-    """The target that was asked for."""
+    """Requested target."""
     role: str | None
-    """The role that was asked for; None if none was named."""
+    """Requested role; None if none was named."""
     selected: tuple[int, ...]
-    """The ranks that were asked, by number."""
+    """Requested ranks."""
     captured: int
-    """How many of them captured."""
+    """Number of ranks that captured."""
     steps: tuple[int, ...]
-    """The numbers of the captured steps."""
+    """Numbers of the captured steps."""
     files: tuple[str, ...]
-    """What was written, below the save directory as it was given."""
+    """Written files, below the save directory as it was given."""
     reason: str | None
     """Why not every selected rank captured the steps; None if all did."""
 

@@ -24,20 +24,20 @@ Many = msgspec.Meta(max_length=MOST)
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """What one model chunk consists of. A field is None where the model did not say."""
+    """The contents of one model chunk. A field is None if the model does not say."""
 
     embedding: bool | None = None
-    """Whether it holds the embedding."""
+    """True if it holds the embedding."""
     layers: Count | None = None
-    """Number of transformer layers, T5's encoder layers included."""
+    """Number of transformer layers, including T5's encoder layers."""
     layer_numbers: tuple[Count | None, ...] | None = None
     """Megatron's number of each layer, from 1 in the encoder and in the decoder."""
     mtp: Count | None = None
     """Number of multi-token prediction layers."""
     loss: bool | None = None
-    """Whether it holds the output layer and the loss."""
+    """True if it holds the output layer and the loss."""
     kinds: tuple[str, ...] | None = None
-    """The kind of each layer: ``dense``, ``moe``, ``encoder``, or its class."""
+    """Kind of each layer: ``dense``, ``moe``, ``encoder``, or its class."""
 
 
 @dataclass(frozen=True)

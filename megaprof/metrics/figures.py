@@ -35,40 +35,39 @@ class SlowRanks:
     """Ranks of one stage that are slower than its other ranks."""
 
     ranks: tuple[int, ...]
-    """Their numbers, the slowest first."""
+    """Slow ranks, the slowest first."""
     stage: int
-    """Their stage."""
+    """Stage of these ranks."""
     ratio: float
-    """Compute of the slowest one over that of its peers."""
+    """Compute of the slowest one / that of its peers."""
     peer: int
-    """One of the stage's other ranks, as slow as most of them."""
+    """A typical other rank of the stage."""
 
 
 @dataclass(frozen=True)
 class StageFigures:
-    """One pipeline stage now; None is what cannot be known."""
+    """One pipeline stage now. A field is None if it is not known."""
 
     pp: int
-    """Which one."""
+    """Pipeline rank."""
     ranks: int
-    """How many of its ranks were heard."""
+    """Number of its ranks that answered."""
     step: int | None
-    """The last step of any of them."""
+    """Last step of any of them."""
     step_ms: float | None
-    """How long a step takes, in milliseconds: median of its ranks."""
+    """Duration of a step in milliseconds: median of its ranks."""
     compute_ms: float | None
-    """What it computes in a step, in milliseconds: median of its ranks, without slow ones."""
+    """Compute per step in milliseconds: median of its ranks, without slow ones."""
     gradients_ms: float | None
-    """How long it finalises gradients in a step, with waiting for other ranks in it, in milliseconds: median of its
-    ranks."""
+    """Time per step to finalise gradients, including waiting for other ranks, in milliseconds: median of its ranks."""
     imbalance: float | None
-    """Its compute over the mean of all stages."""
+    """Compute of this stage / mean of all stages."""
     slowest_rank: int | None
-    """The rank that computes longest."""
+    """Rank that computes longest."""
     slowest_ms: float | None
-    """For how long that computes, in milliseconds."""
+    """Compute of that rank in milliseconds."""
     peers_ms: float | None
-    """For how long its peers compute, in milliseconds: the median of the stage's other ranks; None without any."""
+    """Median compute of the stage's other ranks in milliseconds; None without any."""
 
     @property
     def above_peers(self) -> float:
@@ -78,28 +77,28 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class Summary:
-    """The whole job now; None is what cannot be known (no timeline is kept, or no step has been finished)."""
+    """The whole job now. A field is None if it is not known: there is no timeline, or no step has finished."""
 
     target: str | None
-    """What the steps are of."""
+    """Target of the steps."""
     step: int | None
-    """The last step of any rank."""
+    """Last step of any rank."""
     stages: tuple[StageFigures, ...]
-    """Every stage of which a rank was heard, in order."""
+    """Stages with at least one known rank, in order."""
     step_ms: float | None
-    """How long a step takes, in milliseconds: median of all ranks."""
+    """Duration of a step in milliseconds: median of all ranks."""
     imbalance: float | None
-    """Compute of the slowest stage over the mean of all stages."""
+    """Compute of the slowest stage / mean of all stages."""
     slowest_stage: int | None
-    """Which stage that is."""
+    """Pipeline rank of that stage."""
     bubble_fraction: float | None
-    """Part of a step in which the median stage waits for others."""
+    """Fraction of a step for which the median stage waits for others."""
     straggler: int | None
-    """The rank that computes longest compared with its peers, the other ranks of its stage."""
+    """Rank that computes longest compared with its peers, the other ranks of its stage."""
     straggler_ratio: float | None
-    """Its compute over the median of its peers."""
+    """Compute of that rank / median of its peers."""
     recent: int | None = None
-    """Of how many steps, the last ones of every rank, the medians are."""
+    """Number of steps behind these medians, the last ones of every rank."""
 
     @property
     def slow_stage(self) -> int | None:

@@ -36,17 +36,17 @@ class Awaited:
     """An operation that does not end."""
 
     operation: str
-    """As torch names it: ``all_reduce``, ``_all_gather_base``, ``send``."""
+    """Name in torch: ``all_reduce``, ``_all_gather_base``, ``send``."""
     number: int | None
-    """Its place among the collectives of the group; None of an exchange."""
+    """Number among the collectives of the group; None for an exchange."""
     group: str
-    """The group as Megatron describes it, such as ``TENSOR_MODEL_PARALLEL_GROUP``; its name where nobody does."""
+    """Megatron's description of the group, such as ``TENSOR_MODEL_PARALLEL_GROUP``; its name if there is none."""
     ranks: tuple[int, ...]
-    """The group's ranks."""
+    """Ranks of the group."""
     sizes: tuple[tuple[int, ...], ...]
-    """Shapes of its inputs on the rank that waits, in elements."""
+    """Shapes of its inputs on the waiting rank."""
     since: float
-    """When the first rank that waits called it, in seconds since 1970."""
+    """When the first waiting rank called it, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -54,44 +54,45 @@ class Culprit:
     """A rank that keeps others waiting."""
 
     rank: int
-    """Its number."""
+    """Global rank."""
     stage: int | None
-    """Its place in its pipeline group; None where the dumps do not say."""
+    """Position in its pipeline group; None if the dumps do not say."""
     why: Why
-    """``absent``: it did not call what others called. ``no_dump``: neither, as far as the dumps show, for it left none.
-    ``stuck``: it called what others have finished, and does not finish it. ``not_begun``: others began the operation,
-    and its device did not. ``differs``: it called something else, or another size, in this place. ``crossed``: it and
-    others wait for each other, for they call the operations of two groups in different orders."""
+    """``absent``: it did not call what others called. ``no_dump``: the same, as far as the dumps show, and it left no
+    dump. ``stuck``: it does not finish what others have finished. ``not_begun``: others began the operation, but its
+    device did not. ``differs``: it called something else, or with another size. ``crossed``: it and others wait for
+    each other, because they call the operations of two groups in different orders."""
     awaited: Awaited
-    """What others wait in, of several operations the first; ``stuck``, ``not_begun``: what it does not finish."""
+    """The first operation that others wait in; for ``stuck`` and ``not_begun``, the operation that it does not finish.
+    """
     waiting: tuple[int, ...]
-    """The ranks that wait for it, in this operation or in another."""
+    """Ranks that wait for it, in this operation or in another."""
     instead: str | None
-    """What it called in this place, and its sizes: ``differs`` alone."""
+    """For ``differs``: what it called instead, with its sizes."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What the dumps of a job say. This is the JSON of ``megaprof hang``."""
+    """What the dumps of a job show. This is the JSON of `megaprof hang`."""
 
     version: int
-    """Of this shape: 1."""
+    """The version of this object: 1."""
     ranks: tuple[int, ...]
-    """The ranks that left a dump."""
+    """Ranks that left a dump."""
     missing: tuple[int, ...]
-    """The ranks of their groups that left none."""
+    """Other ranks of their groups, which left none."""
     culprits: tuple[Culprit, ...]
-    """The ranks that keep the job waiting, the longest first."""
+    """Ranks that keep the job waiting, the longest first."""
     behind: int
-    """How many other ranks have something that does not end."""
+    """Number of other ranks with an operation that does not end."""
     unended: tuple[Awaited, ...]
-    """Operations that keep the job waiting although all ranks of their group have called them, and none has anything to
-    end before: a device of one of them, or what connects them."""
+    """Operations that keep the job waiting although all ranks of their group have called them and have nothing to
+    finish before: a device of one of them, or the network between them, is at fault."""
     warnings: tuple[Note, ...]
-    """What must be known about the dumps."""
+    """Notes about the dumps."""
     outside: tuple[Standing, ...] = ()
-    """The ranks that others wait for outside of collectives, where these keep nobody waiting: what the statuses of a
-    running job say."""
+    """Ranks that others wait for outside of collectives, from the statuses of a running job; only if no collective
+    keeps anyone waiting."""
 
 
 def hang_of(paths: Iterable[Path]) -> Hang:

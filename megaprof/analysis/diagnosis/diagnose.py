@@ -20,80 +20,82 @@ from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that costs time. What has no such place is None, or empty."""
+    """Something that costs time. Places that do not apply are None or empty."""
 
     kind: str
     """``layers``, ``slow_rank``, ... (docs/report.md)."""
     price: Price
-    """What the step would gain without it on average over all steps, dearer causes being mended."""
+    """What the step would gain without this cause, averaged over all steps, with more expensive causes already fixed.
+    """
     share: float
-    """The part of the steps in which it is there."""
+    """Fraction of the steps in which it is present."""
     while_ms: float
-    """What it costs in those."""
+    """What it costs in these steps."""
     steps: int
-    """How many steps were looked at."""
+    """Number of steps that were examined."""
     since: int | None
-    """The step from which on it is there nearly always, and before it hardly ever or hardly; None otherwise."""
+    """First step from which it is almost always present, after being rarely or never present; None otherwise."""
     stage: int | None = None
-    """The stage that it is on."""
+    """Stage that it is on."""
     stages: tuple[int, ...] = ()
-    """All of them, where there are several."""
+    """All stages that it is on, if there are several."""
     chunk: int | None = None
-    """The model chunk of that stage, counted from 0."""
+    """Model chunk of that stage, from 0."""
     ranks: tuple[int, ...] = ()
-    """The ranks that it is on. Several: ranks that wait for each other, one of which it is; of ``processor_wait`` all
-    that wait for a core, the one that waits longest first."""
+    """Ranks that it is on. Several ranks mean that they wait for each other and one of them is slow; for
+    ``processor_wait``, all ranks that wait for a core, the longest first."""
     hosts: tuple[str, ...] = ()
-    """Their hosts."""
+    """Hosts of these ranks."""
     link: tuple[int, int] | None = None
     """The two stages that exchange."""
     group: str | None = None
-    """The process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
+    """Process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """``forward_ms``, ``backward_ms`` of one microbatch, where a stage has its own excess. While it is there:
-    ``factor`` of a slow rank against its peers, undisturbed, of the longest microbatch or replica against the average;
-    ``explained``, ``explained_low`` and ``explained_high``: the part of what microbatches or replicas differ by that
-    the lengths of their sequences explain, with its 90 % interval; ``expert_tokens`` of a slow rank or stage in a
-    captured step, ``usual_expert_tokens`` of the others, and ``explained``, the part of its slowness that these can
-    explain at most; ``transfer_ms`` of a slow link and ``usual_ms`` of
-    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection; ``waited_ms`` for a
-    processor core, by the rank that waited longest, and where that is the reason ``usual_waited_ms`` by the others:
-    these are of a step, inside passes and between them, and averages over all steps."""
+    """Further facts. For a stage with its own excess, ``forward_ms`` and ``backward_ms`` of one microbatch. While the
+    cause is present: ``factor`` of a slow rank over its peers, undisturbed, or of the longest microbatch or replica
+    over the average; ``explained``, ``explained_low`` and ``explained_high``: the fraction of the difference between
+    microbatches or replicas that the lengths of their sequences explain, with its 90 % interval; for a slow rank or
+    stage in a captured step, ``expert_tokens``, ``usual_expert_tokens`` of the others, and in ``explained`` the
+    largest fraction of its slowness that these can explain; ``transfer_ms`` of a slow link and ``usual_ms`` of the
+    others; ``late_ms`` of a late entry; ``longest_ms`` of garbage collection; ``waited_ms`` for a processor core by
+    the rank that waited longest and, if that is the reason, ``usual_waited_ms`` by the others. These two are per
+    step, inside passes and between them, averaged over all steps."""
     more_steps: int = 0
-    """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does, and where no report
-    looks at so many."""
+    """Number of further steps that would show whether it costs `policy.LEAST`; 0 if it certainly does, or if that would
+    take too many."""
     reason: str | None = None
-    """Why microbatches or replicas differ: ``data``, the lengths of their sequences; ``machine``, which these do not
-    explain. Why a rank or a stage is slow: ``expert_load``, the tokens that its experts got; ``machine``. Why one is
-    slow, or late: ``processor_wait``, it waits for a processor core. None where that is not known."""
+    """Why microbatches or replicas differ: ``data`` (the lengths of their sequences) or ``machine`` (not explained by
+    these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts), ``processor_wait`` (it waits
+    for a processor core) or ``machine``. Why a rank is late: ``processor_wait``. None if not known."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a step loses, in milliseconds."""
+    """Where a step loses time, in milliseconds."""
 
     step_ms: float
-    """The average step."""
+    """Average step."""
     steps: int
-    """How many it rests on."""
+    """Number of steps it is based on."""
     replayed_ms: float
-    """The same, replayed from its passes."""
+    """The same step, replayed from its passes."""
     causes: tuple[Cause, ...]
-    """What surely costs enough, in the order of mending: the dearest of what is left is next, and each price is beside
-    those before it, so no millisecond is told twice. One that hides another may gain little by itself and stands first.
-    """
+    """Causes that certainly cost enough, in the order in which to fix them: each is the most expensive of what is left,
+    and its price assumes that those before it are fixed, so no millisecond counts twice. A cause that hides another
+    one may gain little alone, and comes first."""
     perhaps: tuple[Cause, ...]
-    """What may, if more steps were recorded."""
+    """Causes that may cost enough; more steps would tell."""
     rest_ms: float
-    """What passes of single microbatches took beyond all of that: nobody can name it."""
+    """Time that single passes took beyond all of these, without a known reason."""
     closing_ms: float = 0.0
-    """What closing other windows added to the average step; it is taken out of all of these."""
+    """Time that closing other windows added to the average step; all other numbers are without it."""
     lengths: Lengths | None = None
-    """The sequences of the microbatches, and what they explain; None where they are not known of all."""
+    """Sequence lengths of the microbatches, and what they explain; None if they are not known for all."""
     sure: bool = True
-    """Whether nothing else can cost enough: every interval ends below, and ``clocks``."""
+    """True if certainly nothing else costs enough: the interval of every other term ends below the limit, and
+    ``clocks`` is true."""
     clocks: bool = True
-    """Whether the clocks of the stages can be compared: without that late entries and exchanges have no price."""
+    """True if the clocks of the stages can be compared. Otherwise late entries and exchanges have no price."""
 
 
 def diagnose(run: Examined) -> Diagnosis:

@@ -28,11 +28,11 @@ class Price:
     """Milliseconds of a step, with a 90 % interval."""
 
     ms: float
-    """What is likeliest."""
+    """Most likely value."""
     low: float
-    """The lower end of the interval."""
+    """Lower end of the interval."""
     high: float
-    """Its upper end."""
+    """Upper end of the interval."""
 
 
 @dataclass(frozen=True)

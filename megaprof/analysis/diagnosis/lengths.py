@@ -31,34 +31,34 @@ _ROUNDS, _ALIKE = 12, 1e-3
 
 @dataclass(frozen=True)
 class PassCost:
-    """What the passes of one kind, of one chunk, take: the sum of three parts, each with its standard error."""
+    """What passes of one kind, of one chunk, take: a sum of three parts, each with its standard error."""
 
     stage: int
-    """Its stage."""
+    """Stage."""
     chunk: int
-    """Its chunk there."""
+    """Model chunk on that stage."""
     kind: str
     """``forward`` or ``backward``."""
     fixed_ms: float
-    """Milliseconds of every microbatch."""
+    """Milliseconds per microbatch."""
     tokens_ms: float
-    """Milliseconds of 1,024 tokens."""
+    """Milliseconds per 1,024 tokens."""
     squares_ms: float
-    """Milliseconds of a sequence of 1,024 tokens, for its square alone."""
+    """Additional milliseconds for the square of a sequence of 1,024 tokens."""
     errors_ms: tuple[float, float, float]
-    """Of these three."""
+    """Standard errors of these three."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """How much of what some passes differ by their lengths explain."""
+    """How much of the difference between some passes is explained by their lengths."""
 
     share: float
-    """The part of the variance."""
+    """Fraction of the variance."""
     low: float
-    """The lower end of its 90 % interval."""
+    """Lower end of its 90 % interval."""
     high: float
-    """The upper end."""
+    """Upper end of its 90 % interval."""
 
     @property
     def reason(self) -> str | None:
@@ -68,24 +68,25 @@ class Explained:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The sequences of a run's microbatches, and what they explain."""
+    """Sequence lengths of a run's microbatches, and what they explain."""
 
     source: str
-    """Where their lengths are from, one of `megaprof.formats.steps.work.SOURCES`."""
+    """Source of the lengths, one of `megaprof.formats.steps.work.SOURCES`."""
     tokens: tuple[float, float]
-    """Of a microbatch, from the smallest to the largest."""
+    """Smallest and largest number of tokens in a microbatch."""
     sequences: tuple[float, float]
-    """Likewise."""
+    """Smallest and largest number of sequences in a microbatch."""
     squares: float
-    """How many times the mean sum of squares the longest microbatch of a step has, on average."""
+    """Sum of squared lengths in the longest microbatch of a step / the mean, averaged over steps."""
     tokens_ratio: float
-    """The same of tokens."""
+    """The same for tokens."""
     explained: Explained
-    """What microbatches differ by within a step."""
+    """How much of the difference between microbatches of a step they explain."""
     costs: tuple[PassCost, ...]
-    """What passes take by them."""
+    """What passes take for tokens and sequences."""
     drawn: tuple[tuple[float, float, float], ...]
-    """Some microbatches: sum of squares, milliseconds of their passes on average over stages, and by their lengths."""
+    """Some microbatches: sum of squares, milliseconds of their passes averaged over stages, and the same as predicted
+    from their lengths."""
 
 
 @dataclass(frozen=True)

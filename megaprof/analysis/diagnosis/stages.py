@@ -30,78 +30,78 @@ BUBBLE_PARTS = ("warmup_ms", "steady_ms", "cooldown_ms")
 
 @dataclass(frozen=True)
 class ChunkTimes:
-    """One model chunk of a stage: what it holds, and what a pass over it takes."""
+    """One model chunk of a stage: what it holds, and how long its passes take."""
 
     chunk: int
-    """Its number on the stage, from 0."""
+    """Number of the chunk on the stage, from 0."""
     holds: ModelChunk | None
-    """Its layers and what is beside them; None where the traces do not say."""
+    """Layers and other contents; None if the traces do not say."""
     forward_ms: Spread | None
     """Milliseconds of a forward without exposed communication and, on a GPU, without waiting for the host."""
     backward_ms: Spread | None
-    """The same of a backward."""
+    """The same for a backward."""
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives of one group in passes, from when its ranks came to them. The rank that comes last makes the
-    others wait; what is left is the transfer."""
+    """The collectives of one group inside passes, split by when its ranks arrive: the last rank makes the others
+    wait, and the rest is transfer."""
 
     waiting_ms: Spread | None
-    """Until the last rank of the group came."""
+    """Time until the last rank of the group arrives."""
     transferring_ms: Spread | None
-    """From then on."""
+    """Time from then on."""
     reason: Literal["arrivals_unknown", "durations_unknown", "computed_beside"] | None
-    """Why a number is missing: of no step it is known when all ranks came; torch does not say how long they ran; passes
-    compute beside them."""
+    """Why a number is missing: in no step are all arrivals known; torch does not say how long collectives ran; passes
+    compute at the same time."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage, by one of its ranks. The `Spread` of a quantity is over steps, in milliseconds per step where
-    nothing else is said; None where the recording does not allow it. The times of a step add up to it."""
+    """One pipeline stage, measured on one of its ranks. A `Spread` is over steps, in milliseconds per step unless noted
+    otherwise; None if the recording does not allow it. The times of a step add up to the step."""
 
     pp: int
-    """Its pipeline rank."""
+    """Pipeline rank."""
     ranks: tuple[int, ...]
-    """Whose times these are, by global numbers: one rank, or all where no passes are known."""
+    """Global ranks that these times are from: one rank, or all if no passes are known."""
     chunks: tuple[ChunkTimes, ...]
-    """Its model chunks."""
+    """Model chunks of the stage."""
     forward_ms: Spread | None
-    """All forwards of a step, without exposed communication and waiting for the host."""
+    """All forwards of a step, without exposed communication and without waiting for the host."""
     backward_ms: Spread | None
     """All backwards of a step, likewise."""
     compute_ms: Spread | None
-    """Both, and combined passes, likewise."""
+    """Forwards, backwards and combined passes together, likewise."""
     exposed_ms: dict[str, Spread | None]
-    """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``, and ``unknown`` where the
-    recording does not tell the group. None for a group that the unknown part may be of."""
+    """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``, and ``unknown`` if the
+    recording does not tell the group. None for a group that the unknown part may belong to."""
     bubble_ms: Spread | None
-    """Waiting for other stages, and for replicas that are slower: what compute, exposed communication,
-    ``gradients_ms`` and ``host_bound_ms`` leave of the step."""
+    """Waiting for other stages and for slower replicas: what is left of the step after compute, exposed communication,
+    ``gradients_ms`` and ``host_bound_ms``."""
     bubble_fraction: float | None
-    """The part of the step that this is, from 0 to 1."""
+    """Bubble as a fraction of the step, from 0 to 1."""
     forward_per_microbatch_ms: Spread | None
-    """Milliseconds of one microbatch's forward on all chunks of the stage, over microbatches too."""
+    """Forward of one microbatch on all chunks of the stage, in milliseconds; over microbatches as well as steps."""
     backward_per_microbatch_ms: Spread | None
-    """The same of its backward."""
+    """The same for its backward."""
     dp_tail_ms: Spread | None
-    """Of ``exposed_ms``, the data-parallel part behind the last pass of all stages and replicas."""
+    """Part of ``exposed_ms.dp`` that comes after the last pass of all stages and replicas."""
     pp_waiting_ms: Spread | None
-    """Of the time in exchanges, what was waiting for the neighbour; the bubble contains it."""
+    """Part of the time in exchanges that was waiting for the neighbour; included in the bubble."""
     gradients_ms: Spread | None
-    """What the step goes on for behind the last pass of all, without the communication that ``dp_tail_ms`` has; None
-    where the two are not told apart, and all of it is communication."""
+    """Part of the step after the last pass that is not in ``dp_tail_ms``; None if the two cannot be separated, and all
+    of it counts as communication."""
     host_bound_ms: Spread | None
-    """Inside passes, where the GPU idled because nothing was launched; None on a CPU."""
+    """Time inside passes in which the GPU was idle because nothing was launched; None on a CPU."""
     modules_ms: dict[str, Spread]
-    """Milliseconds of every pass through a module, by its label and the kind of pass."""
+    """Milliseconds of every pass through a module, by the module's label and the kind of pass."""
     bubble_split: dict[str, Spread | None] = field(default_factory=partial(dict.fromkeys, BUBBLE_PARTS))
-    """The bubble's parts, each of `BUBBLE_PARTS`."""
+    """Parts of the bubble, by the names in `BUBBLE_PARTS`."""
     host_ms: dict[str, Spread | None] = field(default_factory=dict)
-    """On a GPU trace the host's time in ``forward`` and ``backward``."""
+    """For a GPU trace, the host's time in ``forward`` and ``backward``."""
     collectives: dict[str, Collectives] = field(default_factory=dict)
-    """From timelines: those of ``tp``, ``ep`` and ``cp``, where there are several ranks."""
+    """From timelines: collectives of ``tp``, ``ep`` and ``cp``, if these have several ranks."""
 
 
 @dataclass(frozen=True)
@@ -113,34 +113,34 @@ class TargetStages:
     role: str | None
     """``actor``, ``ref``, ...; None without roles."""
     sizes: ParallelSizes
-    """The parallel sizes of the job."""
+    """Parallel sizes of the job."""
     schedule: str | None
-    """``1f1b``, ``interleaved``, ...; None where the traces do not say."""
+    """``1f1b``, ``interleaved``, ...; None if the traces do not say."""
     forward_only: bool
-    """Whether there is no backward."""
+    """True if there is no backward."""
     microbatches: int | None
-    """Microbatches per step: of several numbers the one that most steps of replicas have, which alone count; None where
-    the recording does not say."""
+    """Microbatches per step. If steps or replicas differ, the most frequent number, and only those count. None if the
+    recording does not say."""
     steps: tuple[int, ...]
-    """The captured steps, ascending."""
+    """Captured steps, ascending."""
     step_time_ms: Spread | None
-    """Milliseconds of a step; None where no step is whole."""
+    """Duration of a step in milliseconds; None if no step is complete."""
     step_time_basis: Basis
-    """How that was measured: from the first stage's start to the last stage's end (``one_clock``), or, without a common
-    clock, as the longest stage's own range (``longest_stage``)."""
+    """How the step was measured: from the first stage's start to the last stage's end (``one_clock``) or, without a
+    common clock, as the range of the longest stage (``longest_stage``)."""
     stages: tuple[Stage, ...]
-    """By pipeline rank; those that were captured."""
+    """Captured stages, by pipeline rank."""
     unjudgeable: Note | None
-    """Why no stage may be called slow; None where one may."""
+    """Why no stage can be called slow; None if one can."""
     warnings: tuple[Note, ...]
     """What is missing, and why."""
     imbalance: float | None = None
-    """Compute of the slowest stage over the average over stages; None without a pipeline, and where that of a stage is
-    not known or ``unjudgeable`` says why."""
+    """Compute of the slowest stage / average stage; None without a pipeline, if a stage's compute is unknown, or if
+    ``unjudgeable`` says why."""
     slow_ranks: tuple[Stage, ...] = ()
-    """What slow ranks took that ``stages`` are not of: of each its stage with the times of this rank alone."""
+    """Times of slow ranks, which ``stages`` leaves out: for each, its stage with the times of this rank only."""
     framework: str | None = None
-    """The host that trained; None for another one."""
+    """Host that trained; None for others."""
 
     @property
     def passes(self) -> tuple[str, ...]:

@@ -50,63 +50,63 @@ class StageFleet:
     """One stage on all its ranks."""
 
     pp: int
-    """Its pipeline rank."""
+    """Pipeline rank."""
     ranks: int
-    """How many of its ranks have a timeline."""
+    """Number of its ranks with a timeline."""
     compute: Percentiles | None
-    """Milliseconds per step, over all steps of all ranks; None without steps."""
+    """Percentiles of compute per step over all steps of all ranks, in milliseconds; None without steps."""
     compute_ms: tuple[float | None, ...]
-    """Milliseconds per step of its median rank, by bucket."""
+    """Compute per step of the median rank in milliseconds, by bucket."""
     shifts: tuple[Shift, ...]
-    """When that changed compared with the other stages."""
+    """Changes of the level compared with the other stages."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank whose data end before the others' do."""
+    """A rank whose data end before those of the others."""
 
     rank: int
-    """Its global number."""
+    """Global rank."""
     stage: int
-    """Its pipeline rank."""
+    """Pipeline rank."""
     host: str | None
-    """The machine that it ran on."""
+    """Host of the rank."""
     last_step: int
-    """Its last step."""
+    """Last step with data."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What of a run there are timelines of."""
+    """The part of a run that the timelines cover."""
 
     ranks: int
-    """How many ranks have a timeline."""
+    """Number of ranks with a timeline."""
     missing: tuple[int, ...]
-    """The other ranks of the world, by number."""
+    """Ranks without one."""
     ended: tuple[Ended, ...]
     """Ranks whose data end early."""
     steps: tuple[int, int]
-    """The first and the last step of any rank."""
+    """First and last step of any rank."""
     calls: int
-    """Schedule calls of all steps."""
+    """Number of schedule calls in all steps."""
     left_out: int
-    """Steps of a rank, at most, that do not count: a window was open in them, or they failed."""
+    """Largest number of steps of a rank that do not count, because a window was open or they failed."""
     again: int
-    """Steps of a rank, at most, that ran twice."""
+    """Largest number of steps of a rank that ran twice."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long a step took, on its longest rank."""
+    """Durations of steps, on the slowest rank."""
 
     step: Percentiles | None
-    """Milliseconds, over all single steps."""
+    """Percentiles over all single steps, in milliseconds."""
     step_ms: tuple[float | None, ...]
     """Milliseconds, by bucket."""
     step_shifts: tuple[Shift, ...]
-    """When that changed its level."""
+    """Changes of the level."""
     drift: float | None
-    """By which fraction it grows over the run; None where that may be chance."""
+    """Fraction by which steps became slower over the run; None if that may be chance."""
     single: SingleSteps
     """Single slow steps."""
 
@@ -118,9 +118,9 @@ class Synchronisation:
     synchronisation_ms: tuple[float | None, ...] = ()
     """Milliseconds per step, by bucket."""
     synchronisation_shifts: tuple[Shift, ...] = ()
-    """When that became slower on all stages."""
+    """When it became slower on all stages."""
     stage_synchronisation: tuple[tuple[int, Shift], ...] = ()
-    """When that became slower on a single stage, with its pipeline rank."""
+    """When it became slower on a single stage, with its pipeline rank."""
 
     @property
     def median_ms(self) -> float | None:
@@ -131,29 +131,29 @@ class Synchronisation:
 
 @dataclass(frozen=True)
 class Fleet:
-    """One target and role on all its ranks, over the whole run. By bucket: one value for every stretch of steps, None
-    where there is none."""
+    """One target and role on all ranks, over the whole run. By bucket: one value per stretch of steps, None if there is
+    none."""
 
     target: str
     """What was captured: ``train_actor``, ..."""
     role: str | None
     """``actor``, ``ref``, ...; None without roles."""
     sizes: ParallelSizes
-    """The parallel sizes of the job."""
+    """Parallel sizes of the job."""
     coverage: Coverage
-    """Ranks and steps that there are."""
+    """Ranks and steps with data."""
     width: int
     """Steps per bucket."""
     buckets: tuple[int, ...]
-    """The first step of each bucket."""
+    """First step of each bucket."""
     times: StepTimes
-    """How long steps took."""
+    """Durations of steps."""
     stages: tuple[StageFleet, ...]
-    """By pipeline rank."""
+    """Stages, by pipeline rank."""
     synchronisation: Synchronisation
-    """How long gradient synchronisation took."""
+    """Gradient synchronisation."""
     clock: Literal["host", "device"]
-    """Whose times the timelines have: ``device`` where they are the GPU's."""
+    """Clock of the timelines: ``device`` if the times are the GPU's."""
     standstills: tuple[Standstill, ...] = ()
     """Steps in which the job stood still, or in the middle of which it ended; they count for no time."""
 

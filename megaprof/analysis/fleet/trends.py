@@ -41,16 +41,16 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of many times, in milliseconds."""
+    """Percentiles of many times, in milliseconds."""
 
     p50: float
-    """Half of them are below."""
+    """Median."""
     p95: float
-    """95 % of them are below."""
+    """95 % of the times are below."""
     p99: float
-    """99 % of them are below."""
+    """99 % of the times are below."""
     max: float
-    """The longest one."""
+    """Longest time."""
 
     @classmethod
     def of(cls, values: Floats) -> Percentiles:
@@ -79,13 +79,13 @@ class Shift:
     """A time that changed its level."""
 
     step: int
-    """The first step on the new level."""
+    """First step on the new level."""
     until: int | None
-    """The last one; None where it stayed there."""
+    """Last step on it; None if the level stayed."""
     before_ms: float
     """Milliseconds before."""
     after_ms: float
-    """Milliseconds since then."""
+    """Milliseconds from then on."""
 
     @property
     def change(self) -> float:
@@ -95,14 +95,14 @@ class Shift:
 
 @dataclass(frozen=True)
 class SingleSteps:
-    """Steps that took much longer than those around them, as for checkpoints or garbage collection."""
+    """Steps that took much longer than those around them, as checkpoints and garbage collection do."""
 
     count: int
-    """How many."""
+    """Number of such steps."""
     worst: tuple[tuple[int, float], ...]
-    """The worst ones, and how many times as long as those around they took."""
+    """The worst of them, and how many times as long they took as the steps around them."""
     every: int | None
-    """How many steps lie between them; None where that is not always the same."""
+    """Number of steps between them; None if it varies."""
 
 
 def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:

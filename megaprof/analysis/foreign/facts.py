@@ -25,15 +25,15 @@ class Exposed:
     """Communication of one kind while nothing computed."""
 
     operation: str
-    """For instance ``allreduce``."""
+    """For example ``allreduce``."""
     group: str
-    """Its process group; ``?`` where the recording does not say it."""
+    """Process group; ``?`` if the recording does not say."""
     axis: str | None
-    """``tp``, ``pp``, ``cp``, ``ep`` or ``dp``, where its description or its ranks say so."""
+    """``tp``, ``pp``, ``cp``, ``ep`` or ``dp``, if the description or the ranks say so."""
     calls: int
-    """How many kernels."""
+    """Number of kernels."""
     ms: float
-    """Milliseconds in which nothing computed beside it."""
+    """Milliseconds in which nothing computed at the same time."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,25 @@ class RankFacts:
     """One rank, from the first activity of its GPU to the last."""
 
     file: str
-    """The name of its file."""
+    """Name of the file."""
     rank: int | None
-    """Global rank; None where nothing says it."""
+    """Global rank; None if not known."""
     rank_from: str
-    """What says it, or how else the process is called."""
+    """Source of the rank, or another name of the process."""
     span_ms: float
-    """From the first activity of the GPU to the last."""
+    """Milliseconds from the first activity of the GPU to the last."""
     steps: int
-    """Steps that the profiler marked (``ProfilerStep#n``)."""
+    """Number of steps that the profiler marked (``ProfilerStep#n``)."""
     step_ms: float | None
-    """Their median, on the host; None without any."""
+    """Their median on the host; None without any."""
     compute_ms: float
-    """How long something else than communication ran."""
+    """Milliseconds in which something other than communication ran."""
     exposed: tuple[Exposed, ...]
     """Communication while nothing computed, the longest first."""
     idle_ms: float
-    """How long nothing ran."""
+    """Milliseconds in which nothing ran."""
     host_bound_ms: float
-    """The part of that at whose beginning nothing that had been launched was left to run."""
+    """Part of the idle time that began with nothing launched left to run."""
 
     @property
     def exposed_ms(self) -> float:
@@ -69,34 +69,34 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class Late:
-    """Who comes last to the collectives of one group."""
+    """The rank that comes last to the collectives of one group."""
 
     group: str
-    """The process group."""
+    """Process group."""
     operation: str
-    """Its operation."""
+    """Operation."""
     matched: int
-    """Collectives that all recorded ranks of the group have."""
+    """Number of collectives that all recorded ranks of the group have."""
     rank: int
-    """The rank that came last most often: its kernel was the shortest, since all end together."""
+    """Rank that came last most often: its kernel was the shortest, since all end together."""
     times: int
-    """How often."""
+    """How often it came last."""
     waited_ms: float
-    """Milliseconds that the others' kernels took longer there: the median, of the others and of those collectives."""
+    """How much longer the others' kernels took in these collectives: the median, in milliseconds."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Everything in some recordings without ranges of ours."""
+    """What recordings without megaprof's ranges show."""
 
     ranks: tuple[RankFacts, ...]
-    """In order of rank."""
+    """Ranks, in order."""
     late: tuple[Late, ...]
-    """Of groups that several recordings share."""
+    """Groups that several recordings share."""
     warnings: tuple[Note, ...]
     """What cannot be told, and why."""
     stages: tuple[StageFacts, ...] = ()
-    """Of the pipeline, from its exchanges; none where these do not tell any."""
+    """Stages of the pipeline, from its exchanges; empty if these do not show any."""
 
 
 def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = None) -> Foreign:

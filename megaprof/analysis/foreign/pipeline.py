@@ -32,28 +32,28 @@ _MOST_MICROBATCHES = 1 << 16
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One stage; times in milliseconds, medians over microbatches and steps."""
+    """One stage. Times are in milliseconds, medians over microbatches and steps."""
 
     stage: int
-    """Its place in the pipeline group."""
+    """Position in the pipeline group."""
     stages: int
-    """How many there are."""
+    """Number of stages."""
     ranks: tuple[int, ...]
     """Recorded ranks on it."""
     steps: int
-    """Steps that were looked at, of all these ranks."""
+    """Number of steps examined, over all these ranks."""
     microbatches: int
-    """In each step."""
+    """Microbatches per step."""
     forward_ms: float | None
-    """Computation of a forward; None where no exchange parts it from a backward, as on the last stage."""
+    """Computation of a forward; None if no exchange separates it from a backward, as on the last stage."""
     backward_ms: float | None
     """Computation of a backward, likewise."""
     microbatch_ms: float | None
     """Computation of one forward and one backward."""
     exchange_ms: float
-    """In a step: waiting for neighbours and transfers, while nothing computed."""
+    """Waiting for neighbours and transfers per step, while nothing computed."""
     step_ms: float
-    """A step on the host, or the whole recording without any."""
+    """A step on the host, or the whole recording if it has no steps."""
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity before and after; None where a capture does not have it."""
+    """One quantity before and after; None if a capture does not have it."""
 
     before: float | None
-    """Milliseconds per step, the mean."""
+    """Milliseconds per step in the first capture, mean."""
     after: float | None
-    """The same in the second capture."""
+    """Milliseconds per step in the second capture, mean."""
     change: float | None
-    """``after`` over ``before``, minus 1."""
+    """``after`` / ``before`` - 1."""
     beyond_spread: bool | None
-    """Whether it changed by more than it varies anyway; None where too few samples tell."""
+    """True if it changed by more than it usually varies; None if there are too few samples."""
 
 
 @dataclass(frozen=True)
@@ -30,70 +30,69 @@ class StageDiff:
     """One stage of both captures, or of one of them."""
 
     pp: int
-    """Its pipeline rank."""
+    """Pipeline rank."""
     layers_before: str | None
-    """Its layers in words (``emb+6``); None for a stage that is only in the second capture."""
+    """Layers in the first capture, in words (``emb+6``); None if only the second capture has the stage."""
     layers_after: str | None
-    """The same in the second capture."""
+    """Layers in the second capture, likewise."""
     changes: dict[str, Difference]
-    """By quantity: `QUANTITIES`."""
+    """Differences by quantity: `QUANTITIES`."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A layout that was predicted from the first capture, and what the second one measured."""
+    """A layout that the first capture predicted, and what the second one measured."""
 
     what: str
     """The layout in words."""
     layout: str
-    """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
+    """The layout as in Megatron's ``--pipeline-model-parallel-layout``."""
     predicted_ms: float
-    """Milliseconds of the step that was predicted, on the machine as the first capture found it."""
+    """Predicted step in milliseconds, on the machine as it was in the first capture."""
     expected_ms: float | None
-    """The same on the machine as the second capture found it: with layers as quick, and as much lost to disturbances,
-    as there. None where a capture does not tell what an undisturbed layer takes."""
+    """The same on the machine as it was in the second capture: with layers as fast and disturbances as large as there.
+    None if a capture does not show the cost of an undisturbed layer."""
     uncertain_ms: float | None
-    """By how much that may be off: half of its 90 % interval."""
+    """Uncertainty of that: half of its 90 % interval."""
     measured_ms: float
-    """Milliseconds of the step that it took, without what closing other windows added to it, as predictions are."""
+    """Measured step in milliseconds, like predictions without what closing other windows added."""
     before_ms: float
-    """The same of the first capture."""
+    """The same for the first capture."""
     predicted: float
-    """The predicted speedup."""
+    """Predicted speedup."""
     low: float
-    """The lower end of its 90 % interval."""
+    """Lower end of its 90 % interval."""
     high: float
-    """The upper end."""
+    """Upper end of its 90 % interval."""
     measured: float
-    """The step before over the step after, whatever changed it."""
+    """Step before / step after, whatever changed it."""
     error: float | None
-    """``expected_ms`` over ``measured_ms``, minus 1."""
+    """``expected_ms`` / ``measured_ms`` - 1."""
     inside: bool | None
-    """Whether ``measured_ms`` is within ``uncertain_ms`` of ``expected_ms``; None where nothing was predicted, because
-    the interval spans quicker and slower, and where what the machine changed is less certain than what was predicted.
-    """
+    """True if ``measured_ms`` is within ``uncertain_ms`` of ``expected_ms``. None if the predicted interval reaches
+    from slower to faster, or if the change of the machine is less certain than the prediction."""
 
 
 @dataclass(frozen=True)
 class TargetSide:
-    """What must be known of a target in one capture, besides its times."""
+    """Notes on a target in one capture, besides its times."""
 
     verdict: str
-    """What costs most, in a few words."""
+    """What costs the most, in a few words."""
     schedule: str | None
-    """Megatron's schedule; None where the traces do not say."""
+    """Megatron's schedule; None if the traces do not say."""
     microbatches: int | None
-    """Microbatches per step; None where steps differ or the traces do not say."""
+    """Microbatches per step; None if steps differ or the traces do not say."""
     sizes: ParallelSizes
-    """The parallel sizes of its job."""
+    """Parallel sizes of the job."""
     step_time_basis: Basis
-    """From when to when a step is measured."""
+    """How a step is measured."""
     basis: str | None
-    """Of which steps the causes and predictions are, a clause, where these are others than those of the tables."""
+    """Which steps the causes and predictions are about, if not those of the tables; a clause."""
     withheld: Note | None
-    """Why no cause of lost time is named; None where causes are looked for."""
+    """Why no cause is named; None if causes are looked for."""
     warnings: tuple[Note, ...]
-    """What the capture's report warns of."""
+    """Warnings of the capture's report."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +104,18 @@ class TargetDiff:
     role: str | None
     """``actor``, ...; None without roles."""
     before: TargetSide
-    """What must be known of the first capture."""
+    """Notes on the first capture."""
     after: TargetSide
-    """The same of the second."""
+    """Notes on the second capture."""
     step_time: Difference
-    """The time of a step."""
+    """Duration of a step."""
     stages: tuple[StageDiff, ...]
-    """By pipeline rank."""
+    """Stages, by pipeline rank."""
     layer: Difference | None
-    """What a microbatch takes in a decoder layer that nothing disturbs, forward and backward, whatever the layout: only
-    another machine, load or setting changes it. None where a capture does not tell."""
+    """Undisturbed forward and backward of a microbatch in a decoder layer. No layout changes it, only another machine,
+    load or setting. None if a capture does not show it."""
     prediction: Kept | None
-    """What the first capture predicted of the second one's layout; None where it did not."""
+    """What the first capture predicted for the second one's layout; None if it predicted nothing."""
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -127,23 +126,23 @@ class TargetDiff:
 
 @dataclass(frozen=True)
 class Side:
-    """What must be known of one capture as a whole."""
+    """Notes on one capture as a whole."""
 
     unpaired: tuple[tuple[str, str | None], ...]
-    """The targets, with their roles, that the other capture does not have: they are not compared."""
+    """Targets and roles that only this capture has; they are not compared."""
     of_several: str | None
-    """That its directory holds other runs, and how to see one, a sentence; None where there is one run."""
+    """A sentence that says that its directory holds other runs, and how to see them; None if there is one run."""
     warnings: tuple[Note, ...]
-    """About single files."""
+    """Warnings about single files."""
 
 
 @dataclass(frozen=True)
 class Diff:
-    """Two captures, target by target."""
+    """Two captures, compared target by target."""
 
     before: Side
-    """What must be known of the first capture."""
+    """Notes on the first capture."""
     after: Side
-    """The same of the second."""
+    """Notes on the second capture."""
     targets: tuple[TargetDiff, ...]
-    """Those that both captures have."""
+    """Targets that both captures have."""

@@ -45,32 +45,32 @@ class NotAReport(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetReport(TargetStages):
-    """One target and role: its stages, what they lose, and what would be faster."""
+    """One target and role: its stages, where they lose time, and what would be faster."""
 
     diagnosis: Diagnosis | None
-    """Why time is lost, the dearest cause first; None where ``withheld`` says why."""
+    """Why time is lost, the most expensive cause first; None if ``withheld`` says why not."""
     withheld: Note | None
     """Why there is no diagnosis."""
     slowest_stage: int | None
-    """The stage that costs most by what it holds or computes; None where none does."""
+    """Stage that costs the most time by what it holds or computes; None if no stage does."""
     captured: bool
-    """Whether the diagnosis is of the captured steps, and not of timelines."""
+    """True if the diagnosis is about the captured steps, False if it is about timelines."""
     what_if: WhatIf
     """What would be faster."""
     fleet: Fleet | None
     """The whole run on all ranks; None without timelines."""
     findings: tuple[sentences.Finding, ...]
-    """The verdict in sentences, the dearest cause first."""
+    """The verdict in sentences, the most expensive cause first."""
     advice: sentences.Finding | None
-    """What to change to, or why to nothing, in a sentence; None where nothing was predicted."""
+    """What to change to, or why to change nothing, in a sentence; None if nothing was predicted."""
     capture: sentences.Finding | None
-    """How as many steps are captured as would tell what is open above; None where no more of them would."""
+    """How to capture enough steps to settle what is open; None if more steps would not help."""
     ends: tuple[sentences.Finding, ...]
     """Where the run stood still, and which ranks' data end early, in sentences; empty without timelines."""
     changes: tuple[sentences.Finding, ...]
-    """What took longer from some step of the run on, in sentences; empty without timelines."""
+    """What became slower during the run, and since when, in sentences; empty without timelines."""
     notes: tuple[str, ...]
-    """What else must be known about the numbers of the whole run, in sentences."""
+    """Notes about the numbers of the whole run, in sentences."""
 
     @classmethod
     def of(
@@ -148,25 +148,25 @@ class TargetReport(TargetStages):
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """What the JSON of a report holds."""
+    """The JSON of a report."""
 
     version: str = __version__
-    """The version of megaprof that wrote it."""
+    """Version of megaprof that wrote the report."""
     source: str
-    """The directory or file that was read."""
+    """Directory or file that was read."""
     run: int = 1
-    """Which of the runs it is about, from 1, the oldest; a run that went on from a checkpoint is the same."""
+    """Number of the reported run; 1 is the oldest. A run that continued from a checkpoint keeps its number."""
     runs: int = 1
-    """How many runs have files there."""
+    """Number of runs with files in the directory."""
     targets: tuple[TargetReport, ...]
-    """One for every target, role and set of parallel sizes."""
+    """One entry per target, role and set of parallel sizes."""
     warnings: tuple[Note, ...]
-    """About single files."""
+    """Warnings about single files."""
     standstill: Standstill | None = None
-    """Where the job stands still, or stood when it was killed in the middle of a step, by its status files; None where
-    it runs, or ended as jobs do, or nobody looked."""
+    """The step in which the job stands still, or stood when it was killed, from its status files; None if it runs, if
+    it ended normally, or if there are no status files."""
     foreign: Foreign | None = None
-    """What recordings tell that hold no ranges of ours; None where there are ranges."""
+    """What recordings without megaprof's ranges show; None if there are ranges."""
 
     @classmethod
     def from_json(cls, content: bytes) -> Document:

@@ -34,49 +34,48 @@ Kind = Literal["layout", "chunks", "depth", "balanced", "microbatches", "packing
 
 @dataclass(frozen=True)
 class Prediction:
-    """One change of the run and what it would take."""
+    """One change of the run, and the predicted step."""
 
     kind: Kind
     """What is changed."""
     step_ms: float
-    """The predicted step in milliseconds."""
+    """Predicted step in milliseconds."""
     speedup: float
-    """Measured step / predicted step; where that has other tokens (``step_tokens``), the same of what a token takes."""
+    """Measured step / predicted step; if the number of tokens changes (``step_tokens``), the same per token."""
     low: float
-    """The lower end of the speedup's 90 % interval."""
+    """Lower end of the speedup's 90 % interval."""
     high: float
-    """Its upper end."""
+    """Upper end of the speedup's 90 % interval."""
     layout: str | None = None
-    """The layout as Megatron's ``--pipeline-model-parallel-layout`` writes it; None where a change has none of its own.
-    """
+    """Layout as in Megatron's ``--pipeline-model-parallel-layout``; None if the change has no layout of its own."""
     layers: tuple[int, ...] = ()
-    """Decoder layers that each stage holds in ``layout``; empty without one."""
+    """Decoder layers of each stage in ``layout``; empty without one."""
     chunks: int | None = None
-    """Model chunks per stage, where these are more or fewer; else None."""
+    """Model chunks per stage, if their number changes; otherwise None."""
     microbatches: int | None = None
-    """Microbatches of a step, where these are more or fewer; else None."""
+    """Microbatches per step, if their number changes; otherwise None."""
     tokens: float = 1.0
-    """How many times the tokens of a captured microbatch each one has."""
+    """Tokens of a microbatch / tokens of a captured microbatch."""
     step_tokens: float = 1.0
-    """How many times the tokens of the captured step it has."""
+    """Tokens of the step / tokens of the captured step."""
     p2p_ms: float | None = None
-    """Milliseconds of a transfer between stages, where these take another time; else None."""
+    """Milliseconds of a transfer between stages, if that changes; otherwise None."""
     packing: str | None = None
-    """How the same sequences lie in microbatches, one of `packing.PLANS`; None: as they were captured."""
+    """How the same sequences are packed, one of `packing.PLANS`; None: as captured."""
     flags: tuple[str, ...] = ()
-    """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it, and
-    where layers stay."""
+    """Megatron's arguments for this change, which replace all arguments that place layers; empty if no argument does
+    it, or if layers stay."""
     in_flight: tuple[int, ...] | None = None
-    """The most layers times microbatches whose activations each stage holds at once; None where that stays."""
+    """Largest number of layers times microbatches whose activations each stage holds at once; None if unchanged."""
     activations: float = 1.0
-    """How many times the activations of a captured microbatch each one holds until its backward pass."""
+    """Activations per microbatch / those of a captured microbatch, held until its backward."""
     fits: bool | None = None
-    """Whether the devices have the memory for it; None where none was measured."""
+    """True if the devices have enough memory; None if memory was not measured."""
     needed: tuple[int, ...] | None = None
-    """Bytes that each stage would have allocated at its peak; None where memory was not measured."""
+    """Bytes that each stage would allocate at its peak; None if memory was not measured."""
     more_steps: int = 0
-    """How many more captured steps would show whether it gains `policy.LEAST`; 0 where it surely does, or does not, and
-    where no number of steps would."""
+    """Number of further steps that would show whether it gains `policy.LEAST`; 0 if that is certain either way, or if
+    no number would."""
 
     @classmethod
     def of(cls, kind: Kind, measured_ms: float, gain: Price, more_steps: int = 0) -> Prediction:

@@ -119,30 +119,30 @@ class Costs:
 
 @dataclass(frozen=True)
 class Cost:
-    """One microbatch through one layer."""
+    """Cost of one microbatch in one layer."""
 
     forward_ms: float
-    """Milliseconds of its forward."""
+    """Milliseconds of the forward."""
     backward_ms: float = 0.0
-    """Milliseconds of its backward."""
+    """Milliseconds of the backward."""
 
 
 @dataclass(frozen=True)
 class CostFit:
-    """What each kind of layer costs, and what that rests on."""
+    """The cost of each kind of layer, and what it is based on."""
 
     by_kind: dict[str, Cost]
     """Cost by kind (``dense``, ``moe``, ..., ``embedding``, ``mtp``, ``loss``)."""
     kinds: tuple[str, ...]
-    """Of the model's decoder layers, in order."""
+    """Kinds of the model's decoder layers, in order."""
     residual: float
-    """The largest deviation from a chunk's measured time, as a fraction of it."""
+    """Largest deviation from a chunk's measured time, as a fraction of that time."""
     from_ranges: bool
-    """Whether ranges of single layers say them; else only the times of whole chunks do."""
+    """True if the costs come from ranges of single layers, False if they come from whole chunks."""
     assumptions: tuple[Assumption, ...]
-    """What the times could not say: ``kinds_alike``, all kinds of layers are taken to cost the same; ``ends_hidden``,
-    layers, embedding and loss are not told apart, because no chunk holds layers alone; ``mtp_like_layer``, an MTP layer
-    is taken to cost as much as a decoder layer."""
+    """What the times do not show: ``kinds_alike``: all kinds of layers are assumed to cost the same; ``ends_hidden``:
+    layers, embedding and loss cannot be separated, because no chunk holds only layers; ``mtp_like_layer``: an MTP
+    layer is assumed to cost as much as a decoder layer."""
 
 
 def fitted(costs: Costs) -> CostFit:

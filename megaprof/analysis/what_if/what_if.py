@@ -41,56 +41,56 @@ Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_bett
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Replay and predictions of one target. A field is None where ``warnings`` say why."""
+    """The replay and the predictions of one target. A field is None if ``warnings`` say why."""
 
     replay_ms: float | None = None
-    """Milliseconds of the replayed step."""
+    """Replayed step in milliseconds."""
     replay_error: Spread | None = None
     """(replayed - measured) / measured step, one sample per step."""
     measured_ms: float | None = None
-    """Milliseconds of the measured step."""
+    """Measured step in milliseconds."""
     outside_ms: float | None = None
-    """The part of both that lies behind the pipeline and is kept as measured."""
+    """Part of both that comes after the pipeline and is kept as measured."""
     rendezvous: bool | None = None
-    """Whether exchanges were replayed as a rendezvous, see `megaprof.simulate`: what comes closer to the step."""
+    """True if exchanges were replayed as a rendezvous (see `megaprof.simulate`); the choice that fits the step better.
+    """
     p2p_ms: float | None = None
     """Milliseconds of one transfer."""
     layout: str | None = None
-    """The captured layout, as Megatron writes it."""
+    """Captured layout, as Megatron writes it."""
     allocated: tuple[int, ...] | None = None
-    """Bytes that each stage had allocated at its peak; None where that was not measured."""
+    """Bytes that each stage had allocated at its peak; None if not measured."""
     allowed: tuple[int, ...] | None = None
-    """Bytes that each stage may have allocated; None where that is not known."""
+    """Bytes that each stage may allocate; None if not known."""
     in_flight: tuple[int, ...] | None = None
-    """The most layers times microbatches whose activations each stage holds at once, all 0 in a forward-only pass; None
-    where the files do not say what the stages hold."""
+    """Largest number of layers times microbatches whose activations each stage holds at once; 0 in forward-only passes.
+    None if the files do not say what the stages hold."""
     costs: CostFit | None = None
-    """What each kind of layer costs."""
+    """Cost of each kind of layer."""
     candidates: tuple[Prediction, ...] = ()
-    """The predictions."""
+    """All predictions."""
     best: Prediction | None = None
-    """The candidate to change to: the lower end of what it gains is above 2 %. None when there is no such."""
+    """Candidate to change to, whose speedup is certainly above 2 % (by the lower end); None without one."""
     quickest: Prediction | None = None
-    """The quickest other layout with as many chunks, whether it surely gains or not; None where none was compared."""
+    """Fastest other layout with as many chunks, whether its gain is certain or not; None if none was compared."""
     advice: Advice | None = None
-    """What to do: ``change`` to ``best``. Or why nothing is to be changed: ``no_other`` layout exists; ``none_fits``,
-    ``quickest`` needs more memory than there is; ``open``, ``more_steps`` would tell; ``unsure``, no number of steps
-    would; ``none_better``. None where nothing was predicted."""
+    """``change``: change to ``best``. Otherwise, why not to change: ``no_other`` layout exists; ``none_fits``:
+    ``quickest`` needs too much memory; ``open``: ``more_steps`` would tell; ``unsure``: no number of steps would
+    tell; ``none_better``. None if nothing was predicted."""
     packings: tuple[Prediction, ...] = ()
-    """The same sequences in other microbatches, the quickest first, and behind them what no packing can beat; empty
-    where microbatches do not differ, or their sequences were not captured."""
+    """The same sequences packed differently, the fastest first, followed by the bound that no packing can beat; empty
+    if microbatches do not differ or their sequences were not captured."""
     most_tokens: int | None = None
-    """Tokens of the sequences of a microbatch, at most, that memory was seen to hold; no packing above has more."""
+    """Largest number of tokens in a microbatch that memory is known to hold; no packing above uses more."""
     warnings: tuple[Note, ...] = ()
     """Why something is missing."""
     host_options: tuple[str, ...] | None = None
-    """The flags of ``best`` in the host's own options; None where there is no such, and where the host takes the flags.
-    """
+    """Flags of ``best`` as options of the host; None if there are none, or if the host takes the flags."""
     alike: tuple[str, ...] = ()
-    """Layouts that cannot be told apart from ``best`` by what was captured."""
+    """Layouts that the captured data cannot distinguish from ``best``."""
     more_steps: int = 0
-    """How many more steps would show whether the quickest layout gains 2 %; 0 where that is known, and where no number
-    of steps would."""
+    """Number of further steps that would show whether the fastest layout gains 2 %; 0 if that is known, or if no number
+    would."""
 
 
 def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None) -> tuple[WhatIf, Changeable | None]:

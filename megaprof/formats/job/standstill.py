@@ -17,18 +17,18 @@ FIRST_STEP_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank that the others waited for, and where it stood."""
+    """A rank that the others waited for, and where it was."""
 
     rank: int
-    """Its global rank."""
+    """Global rank."""
     stage: int
-    """Its pipeline rank."""
+    """Pipeline rank."""
     phase: str | None = None
-    """The label of the range that it was in, such as ``forward``; None where that is not known."""
+    """Label of the range that it was in, such as ``forward``; None if not known."""
     microbatch: int | None = None
-    """The microbatch of that range."""
+    """Microbatch of that range."""
     chunk: int | None = None
-    """The model chunk of that range."""
+    """Model chunk of that range."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Standstill:
     """A step in which the job stood still, or in the middle of which it ended."""
 
     step: int
-    """Its number."""
+    """Number of the step."""
     seconds: float
-    """For how long nothing moved; 0 where the job ended while it moved."""
+    """Seconds for which nothing moved; 0 if the job ended while it moved."""
     waited_for: tuple[Standing, ...]
-    """The ranks that the others waited for, by number; empty where that is not known."""
+    """Ranks that the others waited for; empty if not known."""
     waiting: int
-    """How many ranks waited."""
+    """Number of ranks that waited."""
     outcome: Literal["went_on", "last", "unfinished", "lasts"]
-    """``went_on``: other steps followed; ``last``: the step ended, and none followed; ``unfinished``: the job ended in
-    the middle of it; ``lasts``: the job still stands there."""
+    """``went_on``: other steps followed. ``last``: the step ended, and none followed. ``unfinished``: the job ended in
+    the middle of it. ``lasts``: the job is still there."""

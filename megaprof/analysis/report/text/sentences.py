@@ -51,18 +51,18 @@ _TIED = " (with tied embeddings the first and the last stage wait for each other
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a report says."""
+    """One statement of a report."""
 
     kind: str
-    """What it is about: ``slow_stage``, ``slow_rank``, ``layers``, ..."""
+    """Subject: ``slow_stage``, ``slow_rank``, ``layers``, ..."""
     severity: Literal["slow", "open", "fine"]
-    """``slow``: something is; ``fine``: nothing is; ``open``: that is not known, or this only explains."""
+    """``slow``: something is slow. ``fine``: nothing is. ``open``: not known, or only an explanation."""
     text: str
-    """One sentence or several; the last one ends in a colon where a command follows."""
+    """One or more sentences; the last one ends in a colon if a command follows."""
     command: str | None = None
-    """A command to run, or flags to use, quoted for a shell."""
+    """Command to run, or flags to use, quoted for a shell."""
     host_command: str | None = None
-    """The flags in the host's own options, with its name in front; None where it takes the flags."""
+    """The flags as options of the host, after its name; None if the host takes the flags."""
 
     @property
     def plain(self) -> str:
