@@ -1,42 +1,42 @@
-# Every target sets up what it needs in .venv: `make demo` and `make test` need only Python and a package index.
+# Every target sets up what it needs in .venv. `make demo` and `make test` need only Python and a package index.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MEGATRON_CORE ?= megatron-core==0.16.1
-# The versions that the suite runs on besides MEGATRON_CORE: the oldest and the newest. 0.14.0 and 0.15.3 work as well.
+# Other versions that the suite runs on: the oldest and the newest. 0.14.0 and 0.15.3 also work.
 MATRIX ?= 0.12.3 0.19.2
 BIN := .venv/bin
-# What is imported is compiled then, and never what is not: most of an environment.
+# Modules are compiled when they are first imported; most of an environment never is.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
-# Tests start real jobs, and machines are shared: what fails is run once more, and the summary says RERUN. A name that
-# comes back there is a defect.
+# Tests start real jobs on shared machines. So a failed test runs once more, and the summary says RERUN. If the same name
+# keeps coming back there, the test or megaprof has a defect.
 RUN := -m pytest --reruns 1 -raR
 PYTEST := $(BIN)/python $(RUN)
-# So many files of tests at once; JOBS= for one. More only with cores to spare: most tests start two ranks of their own.
+# Number of test files to run at once; JOBS= for one. Increase it only with cores to spare: most tests start two ranks.
 JOBS ?= 2
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
-# Our sources and the tests are compiled once, and not again in every process of a test.
+# Compile our sources and the tests once, and not again in every process of a test.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
     bench bench-arrivals bench-capture bench-closing bench-overhead bench-packing bench-replay bench-report bench-scale bench-timeline bench-truth bench-tune bench-whatif clean docs
 
-# In an environment with only what it needs, of which torch is most; in .venv where that is there already.
+# Uses an environment with only what it needs (mostly torch), or .venv if that exists.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
 
 demo: $(DEMO)/ready
 	$(DEMO)/bin/megaprof demo $(ARGS)
 	@echo "For the commands above, put megaprof on the path:  . $(DEMO)/bin/activate"
 
-# Minutes; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
+# Takes minutes. Longer tests are in test-slow, and tests that need a host's packages in test-hosts.
 test: .venv/ready
 	$(PYTEST) $(SHARED) -m "not slow and not hosts" $(ARGS)
 
-# 5 is pytest's word for no tests: ARGS may choose none. tests/nsys has a target of its own.
+# pytest exits with 5 if ARGS chooses no tests. tests/nsys has its own target.
 test-slow: .venv/ready
 	$(PYTEST) $(SHARED) -m "slow and not hosts" --ignore=tests/nsys $(ARGS) || [ $$? = 5 ]
 
-# The quick tests of what touches megatron-core, on other versions of it. `make test-mcore-0.14.0 QUICK=` runs the slow
-# tests too.
+# The quick tests that touch megatron-core, on other versions of it. `make test-mcore-0.14.0 QUICK=` also runs the slow
+# ones.
 ON_EACH := $(addprefix tests/,capture hooks integration parallel/test_topology.py parallel/test_schedules.py \
     testing/test_gpt.py test_install.py)
 QUICK ?= -m "not slow"
@@ -45,38 +45,38 @@ test-matrix: $(MATRIX:%=test-mcore-%)
 test-mcore-%: .venv/mcore-%/ready
 	.venv/mcore-$*/bin/python $(RUN) $(SHARED) $(QUICK) $(ARGS) $(ON_EACH)
 
-# HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
+# HTA, TensorBoard's plugin and Perfetto open what megaprof writes. Perfetto's trace processor needs Node.js.
 test-viewers: .venv/viewers/ready
 	.venv/viewers/bin/python $(RUN) $(ARGS) tests/viewers
 
-# The pages of `megaprof ui` in a real browser. Skips with a reason where there is no Chromium; axe-core comes from npm.
+# The pages of `megaprof ui` in a real browser. Skipped with a reason if there is no Chromium; axe-core comes from npm.
 test-ui: .venv/ui/ready
 	.venv/ui/bin/python $(RUN) $(ARGS) tests/browser
 
-# The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
-# is skipped, and says so.
+# The hosts' own code. Wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. Tests for which
+# something is missing are skipped with a reason.
 #
-# Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, verl on it, and the model
-# that needs triton), on that.
+# Runs on MEGATRON_CORE, and then the tests that need a newer megatron-core (Megatron-Bridge, verl with it, the model that
+# needs triton) on 0.19.2.
 test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
 	.venv/hosts/bin/python $(RUN) -m hosts $(ARGS) tests/integrations tests/trainers \
 	    --ignore=tests/trainers/on_ray || [ $$? = 5 ]
 	.venv/hosts-0.19.2/bin/python $(RUN) $(ARGS) tests/integrations/test_megatron_bridge.py \
 	    "tests/hooks/test_real_models.py::test_the_report_says_what_was_built[hybrid]" tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
 
-# Whole trainers that start a Ray of their own: minutes each, and several GB of memory. By hand: CI has no room for them.
+# Whole trainers that start their own Ray. Each takes minutes and several GB of memory, so CI does not run them.
 SLIME := tests/trainers/on_ray/test_slime_train.py
 test-trainers: .venv/trainers-0.19.2/ready .venv/trainers-slime/ready
 	.venv/trainers-0.19.2/bin/python $(RUN) $(ARGS) tests/trainers/on_ray --ignore=$(SLIME) || [ $$? = 5 ]
 	.venv/trainers-slime/bin/python $(RUN) $(ARGS) $(SLIME) || [ $$? = 5 ]
 
-# The real Nsight Systems, which needs no GPU for NVTX ranges. Skips with a reason where Debian's package cannot be had.
+# The real Nsight Systems, which needs no GPU for NVTX ranges. Skipped with a reason if Debian's package is unavailable.
 test-nsys: .venv/ready
 	[ -x .venv/nsys/bin/nsys ] || tests/nsys/install.sh .venv/nsys $(BIN)/python || true
 	$(PYTEST) $(ARGS) tests/nsys
 
-# The documentation site, in build/site. A link that leads nowhere, or a page that nothing leads to, is an error.
-# With static pages of real reports in gallery/; RANKS=16384 makes the largest job of them that large.
+# The documentation site, in build/site, with example reports in gallery/. A broken link, or a page without a link to it,
+# is an error. RANKS=16384 makes the largest example that large.
 docs: .venv/docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
 	.venv/docs/bin/python -m tests.gallery build/site/gallery --ranks $(or $(RANKS),2048)
@@ -95,8 +95,8 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A wheel and a source distribution, in dist/: the same bytes for the same commit. The time is the commit's, or 1980, and
-# what a debugger would read of the C file names the directory that it was built in.
+# A wheel and a source distribution in dist/, with the same bytes for the same commit: times are the commit's (or 1980),
+# and debug information is left out because it contains the build directory.
 dist: export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),315532800)
 dist: export CFLAGS := -g0
 dist: .venv/ready
@@ -109,7 +109,7 @@ dist: .venv/ready
 	$(BIN)/python $(INSTALL) "$(TORCH)" "$(MEGATRON_CORE)" --editable ".[dev]"
 	touch $@
 
-# torch's own index has it without CUDA, which is several GB.
+# torch's own index has a build without CUDA, which would be several GB.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LEAN := .venv/demo/bin/python $(INSTALL)
 
@@ -122,7 +122,7 @@ LEAN := .venv/demo/bin/python $(INSTALL)
 
 .PRECIOUS: .venv/mcore-%/ready
 
-# An environment of its own for each version, above .venv: it sees torch and the tools there, and its own megatron-core.
+# One environment per version on top of .venv: it uses torch and the tools from there, and its own megatron-core.
 .venv/mcore-%/ready: .venv/ready
 	$(BIN)/python -m venv .venv/mcore-$*
 	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
@@ -132,7 +132,7 @@ LEAN := .venv/demo/bin/python $(INSTALL)
 	    "megatron-core==$*" $(if $(filter 0.17.% 0.18.% 0.19.%,$*),einops triton)
 	touch $@
 
-# One for the viewers, which bring half of Jupyter along.
+# One for the viewers, which install half of Jupyter.
 .venv/viewers/ready: .venv/ready
 	$(BIN)/python -m venv .venv/viewers
 	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
@@ -141,7 +141,7 @@ LEAN := .venv/demo/bin/python $(INSTALL)
 	.venv/viewers/bin/python $(INSTALL) --editable ".[viewers]" "$(TORCH)"
 	touch $@
 
-# One for the browser's driver, and axe-core beside it where npm is.
+# One for the browser's driver, and for axe-core if npm is installed.
 .venv/ui/ready: .venv/ready
 	$(BIN)/python -m venv .venv/ui
 	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
@@ -152,7 +152,7 @@ LEAN := .venv/demo/bin/python $(INSTALL)
 	    tar -xzf "$$(npm pack --silent axe-core@4)" package/axe.min.js; fi
 	touch $@
 
-# One for the hosts, which bring half of Hugging Face along.
+# One for the hosts, which install half of Hugging Face.
 .venv/hosts/ready: .venv/ready
 	$(BIN)/python -m venv .venv/hosts
 	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
@@ -163,14 +163,14 @@ LEAN := .venv/demo/bin/python $(INSTALL)
 
 DOCS := print(*p['options.extras_require']['docs'].split())
 
-# One for the documentation, which reads the sources; its gallery runs the report, which needs no torch.
+# One for the documentation, which reads the sources. The gallery runs the report, which needs no torch.
 .venv/docs/ready: setup.cfg Makefile
 	$(PYTHON) -m venv .venv/docs
 	.venv/docs/bin/python $(INSTALL) \
 	    $$($(PYTHON) -c "import configparser as c; p = c.ConfigParser(); p.read('setup.cfg'); $(DOCS)")
 	touch $@
 
-# Over the one before it, with the megatron-core that Megatron-Bridge needs and the transformers that verl names.
+# On top of .venv/hosts, with the megatron-core that Megatron-Bridge needs and the transformers that verl requires.
 .venv/hosts-0.19.2/ready: .venv/hosts/ready
 	$(BIN)/python -m venv .venv/hosts-0.19.2
 	base=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
@@ -181,7 +181,7 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	.venv/hosts-0.19.2/bin/python $(INSTALL) transformers==5.9.0
 	touch $@
 
-# And over that one, with what trainers on Ray import beside.
+# On top of that one, with what trainers on Ray also import.
 .venv/trainers-0.19.2/ready: .venv/hosts-0.19.2/ready
 	$(BIN)/python -m venv .venv/trainers-0.19.2
 	base=$$(.venv/hosts-0.19.2/bin/python -c "import site; print(site.getsitepackages()[0])"); \
@@ -191,7 +191,7 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	    TransferQueue==0.1.11 cachetools==8.0.1 pybase64==1.5.1 pyzmq==27.3.0 zstandard==0.25.0
 	touch $@
 
-# slime refuses NumPy 2, as later releases of pyarrow do NumPy 1, and is made for the older megatron-core.
+# slime refuses NumPy 2, later releases of pyarrow refuse NumPy 1, and slime is made for the older megatron-core.
 .venv/trainers-slime/ready: .venv/hosts/ready
 	$(BIN)/python -m venv .venv/trainers-slime
 	base=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
@@ -201,9 +201,9 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	    numpy==1.26.4 pyarrow==20.0.0
 	touch $@
 
-# Everything that needs a GPU, on a machine that has one; see docs/gpu.md. PYTHON_GPU: an interpreter with CUDA's torch,
-# from an image perhaps that has nothing else. `make gpu-packages` puts what else it needs into build/gpu, here or on
-# another machine, for the Python of that image: build/gpu travels with the checkout, and PYTHONPATH=build/gpu names it.
+# Everything that needs a GPU, on a machine that has one; see docs/gpu.md. PYTHON_GPU is an interpreter with CUDA's torch,
+# perhaps from an image that has nothing else. `make gpu-packages`, here or on another machine, puts the other packages
+# into build/gpu for the Python of that image. Copy build/gpu with the checkout, and set PYTHONPATH=build/gpu.
 PYTHON_GPU ?= $(BIN)/python
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/ready)
 	$(PYTHON_GPU) setup.py --quiet build_ext --inplace || true
@@ -216,7 +216,7 @@ gpu-packages:
 	    $(foreach each,2_28 2_27 2_17 2_24,--platform manylinux_$(each)_x86_64) --platform manylinux2014_x86_64 \
 	    "$(MEGATRON_CORE)" fsspec isal jinja2 markdown-it-py markupsafe mdurl msgspec nvtx pygments rich
 
-# Figures that the documentation gives, each from one command; the last line of output is JSON.
+# The figures of docs/benchmarks.md, each from one command; the last line of output is JSON.
 bench: bench-arrivals bench-capture bench-closing bench-overhead bench-packing bench-replay bench-report bench-timeline bench-scale bench-truth bench-tune bench-whatif
 
 bench-arrivals: .venv/ready
@@ -249,11 +249,11 @@ bench-tune: .venv/ready
 bench-whatif: .venv/ready
 	$(BIN)/python -m tests.benchmarks.whatif $(ARGS)
 
-# One pipeline of it: make bench-truth ARGS="--seed 20261122 --only 17 --keep DIR"
+# For one pipeline: make bench-truth ARGS="--seed 20261122 --only 17 --keep DIR"
 bench-truth: .venv/ready
 	$(BIN)/python -m tests.benchmarks.truth $(ARGS)
 
-# 16,384 ranks; a quick one: make bench-scale ARGS="--ranks 1024"
+# 16,384 ranks; for a quick run: make bench-scale ARGS="--ranks 1024"
 bench-scale: .venv/ready
 	$(BIN)/python -m tests.benchmarks.scale $(ARGS)
 

@@ -61,9 +61,9 @@ def write(docs: Path) -> None:
 def _page(schema: dict[str, Any]) -> Iterator[str]:
     yield "# The JSON of a report"
     yield ""
-    yield "`megaprof report DIR --json FILE` writes it ([schema](schemas/report.json)). It is made from the classes"
-    yield "of the report by `make schemas`. Every field is always there, null where its value is not known;"
-    yield "a `Note` has the facts of its kind."
+    yield "Every field that `megaprof report DIR --json FILE` writes ([schema](schemas/report.json)); the top level is"
+    yield "`Document`. A field is always there, and null if its value is not known. Only a `Note` leaves out the facts that"
+    yield "its kind does not have. `make schemas` generates this page from the classes of the report."
     for name, each in schema["$defs"].items():
         yield ""
         yield f"## {name}"

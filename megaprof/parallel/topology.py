@@ -25,20 +25,25 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How many ways a run is parallel along each axis. All are counts >= 1; ValueError otherwise.
+    """The parallel sizes of a run. Each is at least 1; ValueError otherwise.
 
-    `dp` is Megatron's data-parallel size without context parallelism, `vpp` the model chunks per rank (1 = no virtual
-    pipeline), `etp` the expert tensor-parallel size, which is `tp` when left out. Prefer `of`, which also checks that
-    the sizes fit a world.
+    Prefer `of`, which also checks that the sizes fit a world.
     """
 
     tp: int = 1
+    """Tensor-parallel size."""
     pp: int = 1
+    """Number of pipeline stages."""
     cp: int = 1
+    """Context-parallel size."""
     ep: int = 1
+    """Expert-parallel size."""
     dp: int = 1
+    """Megatron's data-parallel size, without context parallelism."""
     vpp: int = 1
+    """Model chunks per rank; 1 means no virtual pipeline."""
     etp: int = 0
+    """Expert tensor-parallel size; 0 stands for ``tp``."""
 
     def __post_init__(self) -> None:
         if self.etp == 0:
