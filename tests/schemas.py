@@ -62,8 +62,8 @@ def _page(schema: dict[str, Any]) -> Iterator[str]:
     yield "# The JSON of a report"
     yield ""
     yield "Every field that `megaprof report DIR --json FILE` writes ([schema](schemas/report.json)); the top level is"
-    yield "`Document`. A field is always there, and null if its value is not known. Only a `Note` leaves out the facts that"
-    yield "its kind does not have. `make schemas` generates this page from the classes of the report."
+    yield "`Document`. A field is always there, and null if its value is not known. Only a `Note` leaves out the facts"
+    yield "that its kind does not have. `make schemas` generates this page from the classes of the report."
     for name, each in schema["$defs"].items():
         yield ""
         yield f"## {name}"
