@@ -78,31 +78,21 @@ class Dispatcher:
         if not contained("reading the clock of the timeline", self.drop, fault):
             raise fault
 
-    def begin(self, facts: CallFacts) -> bool:
-        """True when the call is recorded. ``end`` must follow in any case."""
+    def begin(self, facts: CallFacts) -> RecordedCall | None:
+        """Returns the call if it is recorded, else None. ``end`` must follow in any case."""
         if process.urgent:
             self.settle()
         session = self._session_of(facts.chunks)
-        if session is None:
-            return False
-        call = session.begin(facts)
-        if call is None:
-            return False
-        self._recording = session, call
-        self._now(call if call.ranged or call.line is not None else None)
-        return True
-
-    def spent(self, nanoseconds: int) -> None:
-        """What it took to begin the call."""
-        call = self.call
-        if call is not None and call.line is not None:
-            call.line.own = nanoseconds
+        call = None if session is None else session.begin(facts)
+        if session is not None and call is not None:
+            self._recording = session, call
+            self._now(call if call.ranged or call.line is not None else None)
+        return call
 
     def end(self, *, failed: bool) -> None:
         """The call is over, recorded or not; ``failed``: by an exception of the host's."""
         self._now(None)
-        if self.of_this_call or self.close_modules is not None:
-            self.put_back()
+        self.put_back()
         if self._dropped:
             self._abandon()
         if self._recording is not None:

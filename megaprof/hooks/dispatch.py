@@ -23,12 +23,12 @@ def stepped(
     original: Callable[..., Any],
     dispatcher: Dispatcher,
     facts_of: Callable[[tuple[Any, ...], dict[str, Any]], CallFacts],
-    prepare: Callable[[CallFacts], None],
+    prepare: Callable[[RecordedCall], None],
 ) -> Callable[..., Any]:
     """``original``, which runs all microbatches of a step, as a call that may be recorded.
 
-    ``facts_of(args, kwargs)`` says what the call is; ``prepare`` is called before one that is recorded, and puts in
-    what is replaced until it ends. A fault of ours is contained; an exception of ``original`` passes unchanged.
+    ``facts_of(args, kwargs)`` says what the call is. ``prepare`` gets each call that is recorded before it starts, and
+    puts in what is replaced until it ends. A fault of ours is contained; an exception of ``original`` passes unchanged.
     """
 
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
@@ -39,10 +39,11 @@ def stepped(
             try:
                 dispatcher.inside = threading.get_ident()
                 entered = time.perf_counter_ns()
-                facts = facts_of(args, kwargs)
-                if dispatcher.begin(facts):
-                    prepare(facts)
-                dispatcher.spent(time.perf_counter_ns() - entered)
+                call = dispatcher.begin(facts_of(args, kwargs))
+                if call is not None:
+                    prepare(call)
+                    if call.line is not None:
+                        call.line.own = time.perf_counter_ns() - entered
             except BaseException as fault:  # not `Contained`, which every step would pay for
                 if not contained("looking at a step", dispatcher.drop, fault):
                     raise

@@ -22,9 +22,6 @@ _COUNTS = "tokens_per_expert"
 
 def patch_experts(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     """Note what the experts of ``chunks`` get, until the call ends."""
-    call = dispatcher.call
-    if call is None or not call.ranged:
-        return
     for chunk in chunks:
         compiled = compiled_in(chunk)
         for owner, method, name in sites(chunk, parts=True):

@@ -28,11 +28,11 @@ def patch_models(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     """Note what the models of ``chunks`` are given, until the call ends. A model that torch.compile compiles is left
     alone: another ``forward`` would be compiled again."""
     for chunk in chunks:
-        model = innermost(chunk)
-        if is_compiled(chunk) or is_compiled(model):
+        model = dispatcher.unwrapped(chunk)
+        if is_compiled(model) or (chunk is not model and is_compiled(chunk)) or not hasattr(model, "__dict__"):
             continue
         for method in _METHODS:
-            if callable(getattr(model, method, None)) and hasattr(model, "__dict__"):
+            if hasattr(type(model), method):  # what a module lacks, `torch.nn.Module.__getattr__` takes long to say
                 dispatcher.of_this_call.shadow(model, method, partial(_watched, dispatcher))
 
 

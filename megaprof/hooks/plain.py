@@ -42,15 +42,15 @@ def _facts(batch: Batch, signature: inspect.Signature, args: tuple[Any, ...], kw
     return _plain(batch.model(args[0]), None, forward_only=batch.forward_only(arguments))
 
 
-def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], facts: CallFacts) -> None:
+def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: RecordedCall) -> None:
     """Until the call ends, its forwards and backwards are passes."""
     import torch
 
-    passes, model = _Passes(dispatcher, facts), facts.chunks[0]
+    passes, model = _Passes(dispatcher, call.facts), call.facts.chunks[0]
     patch_plain_model(dispatcher, model)  # first: its pass is around it
     owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
     dispatcher.of_this_call.shadow(owner, name, passes.forward)
-    if not facts.forward_only:
+    if not call.facts.forward_only:
         dispatcher.of_this_call.apply(torch.autograd, "backward", passes.backward)
 
 
@@ -133,7 +133,7 @@ class PlainSteps:
         """A step starts. One that was not ended had failed."""
         self.end(failed=True)
         self._passes.microbatch = 0
-        self._recorded = self._dispatcher.begin(self._facts)
+        self._recorded = self._dispatcher.begin(self._facts) is not None
         if self._recorded:
             with Contained("looking at a model", self._dispatcher.drop):
                 patch_plain_model(self._dispatcher, self._facts.chunks[0])

@@ -20,7 +20,7 @@ from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.models import patch_models
 from megaprof.hooks.modules import patch_modules
 from megaprof.parallel.chunks import innermost
-from megaprof.recorders.call import CallFacts
+from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.runtime.isolation import Contained
 from megaprof.runtime.patching import Patches
 
@@ -76,31 +76,31 @@ def _captures() -> bool:
 def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     """``label`` names the schedule; None: ``original`` is ``FullCudaGraphWrapper.__call__``, which holds one."""
 
-    def facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
-        return _facts(label, args[0] if label is None else None, kwargs)
+    def prepare(call: RecordedCall) -> None:
+        chunks = call.facts.chunks
+        patch_finalize(dispatcher, chunks)
+        patch_models(dispatcher, chunks)
+        if call.ranged:
+            if dispatcher.level in ("layer", "module"):
+                patch_modules(dispatcher, chunks)
+            patch_experts(dispatcher, chunks)
 
-    def prepare(facts: CallFacts) -> None:
-        patch_finalize(dispatcher, facts.chunks)
-        patch_models(dispatcher, facts.chunks)
-        if dispatcher.level in ("layer", "module"):
-            patch_modules(dispatcher, facts.chunks)
-        patch_experts(dispatcher, facts.chunks)
-
-    return stepped(original, dispatcher, facts, prepare)
+    return stepped(original, dispatcher, partial(_facts, label), prepare)
 
 
-def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> CallFacts:
-    """The schedules take keyword arguments only (0.12 to 0.19), and so does the graph wrapper."""
+def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
+    """The schedules take keyword arguments only (0.12 to 0.19), and so does the graph wrapper, behind itself."""
     model = kwargs.get("model")
     forward_only = bool(kwargs.get("forward_only", False))
     caller = _caller() if forward_only else None
     graph = None
-    if graph_wrapper is not None:
+    if label is None:
+        (graph_wrapper,) = args
         label = SCHEDULES.get(getattr(graph_wrapper.forward_backward_func, "__name__", ""), "unknown")
         graph = _graph_phase(graph_wrapper, "validation" if forward_only else "training")
     chunks = tuple(model) if isinstance(model, (list, tuple)) else (model,)
     return CallFacts(
-        schedule=label or "unknown",
+        schedule=label,
         forward_only=forward_only,
         evaluation=forward_only and (evaluating() or caller in _EVALUATIONS),
         training=caller == _TRAINING and not evaluating(),
@@ -112,7 +112,7 @@ def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> Cal
     )
 
 
-def _sub_samples(label: str | None, chunks: tuple[Any, ...]) -> bool:
+def _sub_samples(label: str, chunks: tuple[Any, ...]) -> bool:
     """Returns whether forwards are of sub-samples, of which each rank has as many as the data of the step make (hybrid
     context parallelism, 0.16 to 0.19): the number of microbatches says nothing about them."""
     return label == "no_pipelining" and bool(

@@ -70,7 +70,7 @@ typedef struct {
 
 static PyTypeObject TapeType, GateType, HookType, MarkerType;
 static PyObject *handle_name; /* the attribute of torch's event that the runtime knows it by */
-static PyObject *boundaries_name, *padded_name, *version_name, *shape_name;
+static PyObject *boundaries_name, *padded_name, *version_name, *shape_name, *wrapped_name;
 
 static int64_t
 nanoseconds(void)
@@ -713,6 +713,21 @@ hook_bind(PyObject *self, PyObject *instance, PyObject *owner)
     return PyMethod_New(self, instance);
 }
 
+/* Whatever else is asked of a hook, its original answers: a hook looks like the function that it stands for, and needs
+ * no functools.wraps, which takes longer than all else that is done to put one in. */
+static PyObject *
+hook_getattro(Hook *self, PyObject *name)
+{
+    PyObject *value = PyObject_GenericGetAttr((PyObject *)self, name);
+    if (value != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return value;
+    if (self->original == NULL) /* it is being freed */
+        return NULL;
+    PyErr_Clear();
+    return PyUnicode_Compare(name, wrapped_name) == 0 ? Py_NewRef(self->original)
+                                                      : PyObject_GetAttr(self->original, name);
+}
+
 static PyGetSetDef hook_getset[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -732,6 +747,7 @@ static PyTypeObject HookType = {
     .tp_vectorcall_offset = offsetof(Hook, vectorcall),
     .tp_dictoffset = offsetof(Hook, dict),
     .tp_descr_get = hook_bind,
+    .tp_getattro = (getattrofunc)hook_getattro,
     .tp_getset = hook_getset,
 };
 
@@ -986,7 +1002,7 @@ PyInit__tape(void)
     if (PyType_Ready(&TapeType) || PyType_Ready(&GateType) || PyType_Ready(&HookType) || PyType_Ready(&MarkerType))
         return NULL;
     if (!named(&boundaries_name, "cu_seqlens_q") || !named(&padded_name, "cu_seqlens_q_padded") ||
-        !named(&version_name, "_version") || !named(&shape_name, "shape"))
+        !named(&version_name, "_version") || !named(&shape_name, "shape") || !named(&wrapped_name, "__wrapped__"))
         return NULL;
     if (!named(&handle_name, "cuda_event"))
         return NULL;

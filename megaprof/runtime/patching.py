@@ -11,6 +11,8 @@ from megaprof.runtime.logs import logger
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 _INHERITED = object()
+#: Objects whose attributes are set by ``setattr``: their ``__dict__`` is a read-only view.
+_NAMESPACES = type, ModuleType
 
 
 class Patches:
@@ -43,7 +45,9 @@ class Patches:
         """
         own = vars(instance)
         bound = getattr(instance, name)
-        replacement = functools.wraps(bound)(wrap(bound))
+        replacement = wrap(bound)
+        if not hasattr(replacement, "__wrapped__"):  # a hook in C looks like what it wraps by itself
+            functools.update_wrapper(replacement, bound)
         self._applied.append((instance, name, own.get(name, _INHERITED), replacement))
         own[name] = replacement
 
@@ -58,7 +62,7 @@ class Patches:
             if present is replacement:
                 if original is _INHERITED:
                     del vars(owner)[name]
-                elif isinstance(owner, type | ModuleType):
+                elif isinstance(owner, _NAMESPACES):
                     setattr(owner, name, original)
                 else:
                     vars(owner)[name] = original
