@@ -35,16 +35,17 @@ _COLORS = "an ARGB integer, one of NVTX's names (red, green, blue, ...), or matp
 
 
 class annotate:
-    """Decorator, with and without arguments, and context manager.
+    """Names a range in traces. Use it as a decorator, with or without arguments, or as a context manager.
 
-    ``role``: whose work it is (actor, ref, critic, rollout, ...). ``message``: the range's name, by default the
-    function's qualified name. ``color``, ``domain`` and ``category`` go to NVTX; the domain is ``megaprof`` by default.
+    ``role`` is the role that does the work (actor, ref, critic, rollout, ...). ``message`` is the name of the range;
+    the default is the function's qualified name. ``color``, ``domain`` and ``category`` are passed to NVTX; the
+    default domain is ``megaprof``.
 
-    Functions, methods (also static and class methods), coroutine functions, generators and asynchronous generators are
-    wrapped as what they are. A coroutine's range lasts from its first step to its end, waiting included; a generator
-    has a range for each time that it runs, since what happens between belongs to its consumer. Exceptions pass through
-    unchanged. For arguments that could not be honoured, decorating raises ValueError; a block, which may stand in the
-    training loop, says it once in the log and does without them.
+    It can wrap functions, methods (also static and class methods), coroutine functions, generators and asynchronous
+    generators. The range of a coroutine lasts from its first step to its end, including waiting. A generator has a
+    range for each time that it runs, since its consumer's work happens in between. Exceptions pass through unchanged.
+    Invalid arguments raise ValueError when a function is decorated. In a ``with`` block, which may be in the training
+    loop, they are logged once and ignored.
     """
 
     def __new__(cls, message: Any = None, **options: Any) -> Any:

@@ -24,11 +24,11 @@ HOLDING = ("record_shapes", "with_flops", "with_stack")
 
 
 def check_offload(config: ProfileConfig | None = None, *, strategy: str, cpu_offload: bool, colocated: bool) -> None:
-    """For hosts that know how they offload: raises ValueError for what would crash the training under a window.
+    """Raises ValueError if the way in which a host offloads models would crash training during a window.
 
-    ``strategy`` is the host's name for it (``fsdp``, ``fsdp2``, ``megatron``, ...); ``cpu_offload`` is true where FSDP2
-    offloads by itself (``CPUOffloadPolicy``), ``colocated`` where models share GPUs and take turns on them. Without
-    ``config``, any profiling is assumed; with one, only what it records matters.
+    ``strategy`` is the host's name for it (``fsdp``, ``fsdp2``, ``megatron``, ...). ``cpu_offload`` is true if FSDP2
+    offloads by itself (``CPUOffloadPolicy``), and ``colocated`` is true if models take turns on shared GPUs. With
+    ``config``, only what it records matters; without it, anything might be recorded.
     """
     if not strategy.strip().lower().startswith("fsdp") or cpu_offload or not colocated:
         return

@@ -101,10 +101,10 @@ class Work:
 
 
 class role:
-    """``with role("ref"): ...``: what runs inside is the work of that role.
+    """Marks the code inside ``with role("ref"): ...`` as the work of that role.
 
-    Steps are counted per target and role. Nested scopes: the innermost one counts. A name that is not a non-empty
-    string is said once in the log and left out: training goes on.
+    Steps are counted per target and role. If scopes are nested, the innermost one counts. A name that is not a
+    non-empty string is logged once and ignored, and training continues.
     """
 
     __slots__ = ("_name",)
@@ -130,7 +130,7 @@ class role:
 
 @contextmanager
 def evaluation() -> Iterator[None]:
-    """Forward-only passes inside are evaluation, not log-probs. Not needed inside a function named ``evaluate``."""
+    """Marks forward-only passes inside as evaluation. Not needed inside a function named ``evaluate``."""
     token = _evaluates.set(True)
     try:
         yield

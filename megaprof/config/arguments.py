@@ -24,11 +24,11 @@ _HOST_PROFILERS = {"profile": "--profile", "use_pytorch_profiler": "--use-pytorc
 
 
 def add_profile_args(parser: _Parser) -> _Parser:
-    """Add megaprof's options to ``parser`` and return it, as Megatron's ``extra_args_provider`` expects.
+    """Adds megaprof's options to ``parser`` and returns it, as Megatron's ``extra_args_provider`` expects.
 
-    An option that the host already defines is left to the host and honoured: ``--profile-target`` (slime),
-    ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` (Megatron-LM). Values are checked by
-    ``ProfileConfig``, so every mistake is a ValueError and none a ``SystemExit`` half-way through a launcher.
+    An option that the host already defines stays the host's, and megaprof uses it: ``--profile-target`` (slime),
+    ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` (Megatron-LM). ``ProfileConfig`` checks the
+    values, so a mistake is a ValueError and never a ``SystemExit`` in the middle of a launcher.
     """
     taken = parser._option_string_actions
     shared = [destination(f.name) for f in options() if flag(f.name) in taken]
@@ -69,10 +69,10 @@ def _told(option: Field[Any]) -> str:
 
 
 def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | None = None) -> ProfileConfig:
-    """The ProfileConfig of a parsed namespace (or any object with its attributes).
+    """Returns the ProfileConfig of a parsed namespace, or of any object with its attributes.
 
-    A flag beats the environment, which beats the default. Raises ValueError for a value that is not valid, for
-    megaprof options without a target, and when the host's own profiler is switched on as well.
+    A flag overrides the environment, which overrides the default. Raises ValueError for an invalid value, for options
+    of megaprof without a target, and if the host's own profiler is also on.
     """
     env = os.environ if env is None else env
     host = _HostOptions(args)

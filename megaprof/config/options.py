@@ -231,7 +231,7 @@ class ProfileConfig:
             self._check()
 
     def named(self, name: str) -> str:
-        """The option of field ``name`` as the user spelled it, for messages."""
+        """Returns the option of field ``name`` as the user spelled it, for messages."""
         return self.names.get(name, flag(name))
 
     @property
@@ -240,54 +240,55 @@ class ProfileConfig:
 
     @property
     def windowed(self) -> bool:
-        """False when nothing but the timeline records."""
+        """False if only the timeline records."""
         return self.tool != (TIMELINE,)
 
     @property
     def timed(self) -> bool:
-        """True when every step goes into a timeline."""
+        """True if every step goes into a timeline."""
         return TIMELINE in self.tool
 
     @property
     def listens(self) -> bool:
-        """True when captures can be asked for while the job runs."""
+        """True if captures can be requested while the job runs."""
         return self.on_demand or self.timed
 
     @property
     def never(self) -> bool:
-        """True when the configuration itself asks for no step at all."""
+        """True if the configuration never records anything by itself."""
         return self.steps_are_none and not self.timed and not self.on_demand
 
     @property
     def steps_are_none(self) -> bool:
-        """True when no step is captured unless somebody asks for it while the job runs."""
+        """True if no step is captured unless somebody requests it while the job runs."""
         targets = (*self.target, ANNOTATED) if self.discrete else self.target
         plans = (self.plan(target, role) for target in targets for role in (None, *self.roles))
         return self.enabled and all(plan == StepList(()) for plan in plans)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that have ranks or steps of their own."""
+        """The roles with their own ranks or steps."""
         return tuple(dict.fromkeys((*self._role_ranks, *self._role_steps)))
 
     def selector(self, role: str | None = None) -> Selector | None:
-        """The ranks that capture ``role``, None for no rank. No ranks for the role: those for all; neither: rank 0."""
+        """Returns the ranks that capture ``role``; None for no rank. Without ranks for the role, those for all;
+        without any, rank 0."""
         ranks = None if role is None else self._role_ranks.get(role)
         if ranks is None:
             return _selector("0" if self.select is None else self.select, self.named("select"))
         return _selector(ranks, self.select_option(role))
 
     def select_option(self, role: str | None = None) -> str:
-        """The option that names the ranks of ``role``, as the user spelled it."""
+        """Returns the option that names the ranks of ``role``, as the user spelled it."""
         return f"{self.named('role_select')} {role}" if role in self._role_ranks else self.named("select")
 
     @property
     def timeline_selector(self) -> Selector | None:
-        """The ranks that keep a timeline, None for no rank."""
+        """The ranks that keep a timeline; None for no rank."""
         return _selector(self.timeline_select, self.named("timeline_select")) if self.timed else None
 
     def plan(self, target: str, role: str | None = None) -> Plan:
-        """The steps of ``target`` that are captured when ``role`` runs it."""
+        """Returns the steps of ``target`` that are captured when ``role`` runs it."""
         if role is not None and (steps := self._role_steps.get(role)) is not None:
             return parse_step_list(steps, str(self.role_steps), self.named("role_steps"))
         if self.steps == BY_SCHEDULE:
@@ -407,7 +408,7 @@ class ProfileConfig:
         )
 
     def to_env(self) -> dict[str, str]:
-        """The ``MEGAPROF_*`` variables that ``from_env`` reads this configuration back from, wherever it runs."""
+        """Returns the ``MEGAPROF_*`` variables from which `from_env` makes the same configuration."""
         given = {option.name: getattr(self, option.name) for option in options()}
         return {
             variable(name): " ".join(value) if isinstance(value, tuple) else str(value)
@@ -417,16 +418,16 @@ class ProfileConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ProfileConfig:
-        """The configuration that ``MEGAPROF_*`` variables describe. Raises ValueError as the class does."""
+        """Returns the configuration that ``MEGAPROF_*`` variables describe. Raises ValueError."""
         return cls.from_values({}, env)
 
     @classmethod
     def from_values(
         cls, flags: Mapping[str, Any], env: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
     ) -> ProfileConfig:
-        """``flags`` (field name to value, only what was given) over the environment over the defaults.
+        """Returns the configuration of ``flags`` (field name to value), the environment and the defaults, in this order.
 
-        ``names``: how the user spelled those of ``flags`` that are not flags, for messages. Raises ValueError.
+        ``names`` says how the user spelled those of ``flags`` that are not flags, for messages. Raises ValueError.
         """
         env = os.environ if env is None else env
         names = names or {}

@@ -78,7 +78,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True)
 class Place:
-    """One global rank and its coordinates along each axis, all counted from 0: what a file's name says of a rank."""
+    """A global rank and its coordinates along each axis, all counted from 0."""
 
     rank: int
     """Global rank."""
@@ -96,18 +96,19 @@ class Place:
 
 @dataclass(frozen=True)
 class RankCoords(Place):
-    """A rank's place with the sizes that its coordinates are counted in."""
+    """A rank's place, and the parallel sizes that its coordinates refer to."""
 
     sizes: ParallelSizes
-    """How many ways the run is parallel along each axis."""
+    """Parallel sizes of the run."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the coordinates by name and `sizes` as a nested dict."""
+        """Returns plain data for JSON: the coordinates by name, and `sizes` as a nested dict."""
         return {**vars(self), "sizes": dict(vars(self.sizes))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankCoords:
-        """The reverse of `as_dict`. Unknown keys are ignored; what is missing or impossible is a ValueError."""
+        """Returns the coordinates in `data`, as `as_dict` makes it. Ignores unknown keys; raises ValueError for missing
+        or impossible values."""
         sizes = ParallelSizes(**_numbers(data, "sizes", [*ParallelSizes.__match_args__], least=1))
         coords = _numbers({"coords": data}, "coords", ["rank", *AXES], least=0)
         for axis in AXES:
@@ -118,11 +119,11 @@ class RankCoords(Place):
 
 @dataclass(frozen=True)
 class WorldLayout:
-    """Every rank's coordinates, computed from the sizes and Megatron's rank order: O(1) per rank.
+    """Computes the coordinates of any rank from the sizes and Megatron's rank order, in constant time.
 
-    `order` names the axes from the fastest to the slowest, as `initialize_model_parallel(order=...)` takes it; a name
-    may be missing where its size is 1. Megatron-LM uses the default, or `tp-cp-ep-pp-dp` with
-    `--use-tp-pp-dp-mapping`. ValueError for an order, or for sizes, that Megatron refuses.
+    `order` names the axes from the fastest to the slowest, as in `initialize_model_parallel(order=...)`; an axis of
+    size 1 may be missing. Megatron-LM uses the default, or `tp-cp-ep-pp-dp` with `--use-tp-pp-dp-mapping`. Raises ValueError
+    for an order or sizes that Megatron refuses.
     """
 
     sizes: ParallelSizes
@@ -152,7 +153,7 @@ class WorldLayout:
         object.__setattr__(self, "strides", strides)
 
     def coords(self, rank: int) -> RankCoords:
-        """The coordinates of one global rank. ValueError outside the world."""
+        """Returns the coordinates of a global rank. Raises ValueError outside the world."""
         if not 0 <= rank < self.sizes.world:
             raise ValueError(f"rank {rank} is outside the world of {self.sizes.world} ranks")
         sizes, strides = self.sizes, self.strides
@@ -167,7 +168,7 @@ class WorldLayout:
         )
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The global rank at a place of the decoder grid. ValueError for a coordinate outside its axis."""
+        """Returns the global rank at a place of the decoder grid. Raises ValueError for one outside its axis."""
         rank = 0
         for axis, value in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
             size = getattr(self.sizes, axis)

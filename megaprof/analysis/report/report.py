@@ -58,19 +58,25 @@ def analyze(
     sizes: Mapping[str, int] | None = None,
     memory_limit: int | None = None,
 ) -> Report:
-    """Report on every trace and timeline under a directory (or on one file), on this machine or where fsspec finds it
-    (``s3://bucket/traces``).
+    """Reports on every trace and timeline under a directory, or on a single file.
 
-    Stages come from traces, and for targets without any from the last steps of their timelines; timelines also tell of
-    the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`), or the Ray
-    cluster that does (``ray``, ``ray://host:10001``), whose machines must find the files under the same names;
-    ``progress(done, files)`` is called as they are done; ``run``: which run, where the files of several lie there, from
-    1, the newest by default; ``memory_limit``: bytes that a stage may have allocated in a layout that is advised, where
-    that is less than its device has. A file that cannot be used becomes a warning of the report.
+    Stages come from traces or, for targets without traces, from timelines. Timelines also show the whole run. A file
+    that cannot be used becomes a warning of the report. If no file contains megaprof's ranges, the report shows what
+    these recordings do contain (`foreign`).
 
-    Where no file holds ranges of ours, the report is what `foreign` recordings tell; ``sizes`` (``tp``, ``pp``, ``cp``,
-    ``ep``) names their process groups.
-    Raises NothingToReport when no file can be, NoSuchRun, and NoCluster.
+    Args:
+        source: A directory or file, local or at an address that fsspec supports (``s3://bucket/traces``).
+        workers: The number of processes that read files (see `reading.read_all`), or a Ray cluster (``ray``,
+            ``ray://host:10001``) whose machines find the files under the same names.
+        progress: Called as ``progress(done, files)``.
+        run: The number of the run, if there are several; 1 is the oldest, and the newest is the default.
+        sizes: Parallel sizes (``tp``, ``pp``, ``cp``, ``ep``) that name the process groups in foreign recordings.
+        memory_limit: Bytes that a stage may allocate in an advised layout, if that is less than its device has.
+
+    Raises:
+        NothingToReport: No file can be used.
+        NoSuchRun: There is no run with that number.
+        NoCluster: The Ray cluster cannot be used.
     """
     path = place(source)
     if isinstance(workers, str):

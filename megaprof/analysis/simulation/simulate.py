@@ -24,12 +24,12 @@ class Simulation:
     """One replayed step."""
 
     step_ms: float
-    """Milliseconds from the first pass's start to the last pass's end over all stages."""
+    """Milliseconds from the start of the first pass to the end of the last pass, over all stages."""
     bubble_fraction: tuple[float, ...]
-    """Of every stage: the fraction of the step in which it computes nothing, exchanges included; 0.0 when the step
+    """For every stage: the fraction of the step in which it computes nothing, including exchanges; 0.0 if the step
     takes no time."""
     stage_ms: tuple[float, ...]
-    """Of every stage: milliseconds in which it computes."""
+    """For every stage: milliseconds in which it computes."""
     schedule: PipelineSchedule
     """The schedule that was replayed."""
     _replay: Replay = field(repr=False, compare=False)
@@ -38,7 +38,7 @@ class Simulation:
 
     @cached_property
     def events(self) -> tuple[Pass[float], ...]:
-        """Every pass, stage by stage in the order in which the stage runs them; times since the start of the step.
+        """Every pass, by stage and in the order in which the stage runs them, with times since the start of the step.
 
         Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward``, ``backward`` or ``weight``),
         ``start_ms`` and ``end_ms``.
@@ -65,21 +65,31 @@ def simulate(
     rendezvous: bool = False,
     weight_ms: Times | None = None,
 ) -> Simulation:
-    """Replay one step of a pipeline schedule.
+    """Replays one step of a pipeline schedule.
 
-    ``forward_ms``, ``backward_ms``: milliseconds as ``[stage][chunk]``, or ``[stage][chunk][microbatch]``;
-    ``backward_ms`` None replays a forward-only pass. ``schedule``: one of `schedules.SCHEDULES`, which are Megatron's
-    own, or of `schedules.SPLIT_SCHEDULES`; None chooses as Megatron does. The latter are ``zb_h1`` and, with two chunks
-    a stage of which the second ones go back from the last stage to the first, ``zbv`` and ``dualpipev``. They need
-    ``weight_ms``, the time of the half of a backward that makes the gradients of weights; ``backward_ms`` is that of
-    the other half. ``p2p_ms``: one transfer between neighbouring stages, and from the last stage's chunk to the first
-    stage's next. ``microbatch_group_size``: see `PipelineSchedule.checked`. ``rendezvous``: the second of the two
-    models of exchanges in `megaprof.analysis.simulation.replay`.
+    For example, two stages with a forward of 30 and 10 ms, a backward of 60 and 20 ms, and 8 microbatches:
+    ``simulate([[30.0], [10.0]], [[60.0], [20.0]], 8).step_ms``.
+
+    Args:
+        forward_ms: Milliseconds as ``[stage][chunk]`` or ``[stage][chunk][microbatch]``.
+        backward_ms: The same for backwards. None replays a forward-only pass.
+        microbatches: Microbatches per step.
+        schedule: One of `schedules.SCHEDULES` (Megatron's own) or `schedules.SPLIT_SCHEDULES`, which split each
+            backward: ``zb_h1`` and, with two chunks per stage of which the second ones run from the last stage back to
+            the first, ``zbv`` and ``dualpipev``. None chooses as Megatron does.
+        p2p_ms: Milliseconds of one transfer between neighbouring stages, and from the last stage's chunk to the first
+            stage's next one.
+        microbatch_group_size: For the interleaved schedule; see `PipelineSchedule.checked`.
+        rendezvous: True if both ends of an exchange wait for each other, as in the second of the two models of
+            `megaprof.analysis.simulation.replay`.
+        weight_ms: For schedules that split the backward: the half that computes weight gradients. ``backward_ms`` is
+            then the other half.
 
     Raises:
-        ValueError: times of the wrong shape, negative or not finite; a schedule that Megatron or torch refuses (for
-            ``rendezvous`` also the interleaved schedule on 2 stages, and those that split the backward, where exchanges
-            overlap); ``weight_ms`` where the schedule does not split the backward, or none where it does.
+        ValueError: Times have the wrong shape, or are negative or not finite. Megatron or torch refuses the schedule.
+            ``rendezvous`` is true for the interleaved schedule on 2 stages, or for a schedule that splits the backward
+            (their exchanges overlap). ``weight_ms`` is given for a schedule that does not split the backward, or
+            missing for one that does.
     """
     stages, chunks = _shape("forward_ms", forward_ms)
     times = {"forward_ms": forward_ms}
