@@ -425,7 +425,7 @@ class ProfileConfig:
     def from_values(
         cls, flags: Mapping[str, Any], env: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
     ) -> ProfileConfig:
-        """Returns the configuration of ``flags`` (field name to value), the environment and the defaults, in this order.
+        """Returns the configuration of ``flags`` (field name to value), the environment and the defaults.
 
         ``names`` says how the user spelled those of ``flags`` that are not flags, for messages. Raises ValueError.
         """

@@ -122,8 +122,8 @@ class WorldLayout:
     """Computes the coordinates of any rank from the sizes and Megatron's rank order, in constant time.
 
     `order` names the axes from the fastest to the slowest, as in `initialize_model_parallel(order=...)`; an axis of
-    size 1 may be missing. Megatron-LM uses the default, or `tp-cp-ep-pp-dp` with `--use-tp-pp-dp-mapping`. Raises ValueError
-    for an order or sizes that Megatron refuses.
+    size 1 may be missing. Megatron-LM uses the default, or `tp-cp-ep-pp-dp` with `--use-tp-pp-dp-mapping`. Raises
+    ValueError for an order or sizes that Megatron refuses.
     """
 
     sizes: ParallelSizes
