@@ -13,11 +13,10 @@ from typing import Any
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.store import Store
 from megaprof.artifacts.writer import Writer
-from megaprof.capture.agenda import HostNumbers
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
-from megaprof.capture.session import Session
+from megaprof.capture.session import Numbers, Session
 from megaprof.capture.this_rank import ThisRank, moved
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
@@ -26,7 +25,7 @@ from megaprof.control.listener import Listener
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.megatron import patch_megatron
-from megaprof.integrations import contract, registry
+from megaprof.integrations import registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.topology import RankCoords, WorldLayout
@@ -163,8 +162,7 @@ def _install(
     store = _store(config, here.coords) if here.records(config) else None
     if store is None:
         return inert
-    numbers = HostNumbers(iteration or registry.iteration, contract.iteration, iteration or contract.host_step)
-    session = _session(config, here, models, store, role, numbers)
+    session = _session(config, here, models, store, role, partial(registry.numbers, given=iteration))
     session.handle = handle = Handle(config, role, session)
     with Contained("installing the hooks", partial(_undo, session)):
         profiler.enter(session, _with_schedules if pipeline else _without_schedules)
@@ -184,7 +182,7 @@ def _session(
     models: tuple[Any, ...] | None,
     store: Store,
     role: str | None,
-    numbers: HostNumbers,
+    numbers: Numbers,
 ) -> Session:
     """Returns a session with its parts. Raises ValueError where a recorder cannot run in this process."""
     framework, timeline = registry.framework(), None

@@ -368,7 +368,7 @@ def test_a_window_that_fails_fails_alone(
         assert len(said) == 2
         assert "train_actor step 2 is not captured" in said[0]
         assert said[1].startswith("megaprof ends: 1 window captured")
-        assert "train_actor: step 2-3 was not captured: it could not" in said[1]
+        assert "train_actor: steps 2-3 were not captured: it could not" in said[1]
 
 
 def test_a_fault_inside_a_range_is_contained(one_rank: Any, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:

@@ -1,74 +1,36 @@
 """Which calls get a window: a function of the configuration and of the calls so far. No recorder, no clock, no log.
 
-At a call the session asks three things: whether the open window goes on (`Agenda.goes_on`), which windows are wanted
-(`Agenda.wanted`), and, when the call ends, whether its window ends with it (`Agenda.is_complete`).
+Each call that begins is one question to `Agenda.begins`: does the open window close, or take the step in, and which
+windows are to open? Three answers come back later: a window has its file, has failed, or could not open.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import (
-    ANNOTATED,
-    TRAIN_ACTOR,
-    TRAIN_LOG_PROBS,
-    TRAIN_OVERALL,
-    Plan,
-    Schedule,
-)
+from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, Schedule
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
     from megaprof.recorders import Recorder
 
-TargetRole = tuple[str, "str | None"]
-"""Target and role: what calls are counted by."""
-
-StepNumber = Callable[[], "int | None"]
-"""Returns the host's number of the running step, None where the host has none."""
-
-#: Steps that may wait for a free call; beyond that the oldest is given up, and said at the end.
+#: Steps that may wait for a free call; beyond that the oldest is given up, which is said at the end of the run.
 _MOST_OWED = 1000
-
-
-@dataclass(frozen=True)
-class HostNumbers:
-    """How the host numbers its steps."""
-
-    iteration: StepNumber
-    """Numbers training steps and annotated work."""
-    pass_iteration: StepNumber
-    """Numbers log-prob passes. A host numbers its iterations, not its forward-only passes: several share a number, and
-    the first of them is the one that can be captured."""
-    host_step: StepNumber
-    """Numbers the step of the host's own loop, which all of them share; without an answer it is that of `iteration`."""
-
-    def of(self, target: str) -> tuple[int | None, int | None]:
-        """Returns the number of a call of ``target`` that begins, and that of the host's step that it is in."""
-        trains = target in (TRAIN_ACTOR, ANNOTATED)
-        numbered = self.iteration if trains else self.pass_iteration if target == TRAIN_LOG_PROBS else None
-        number = None if numbered is None else numbered()
-        shared = self.host_step()
-        if shared is None and number is not None and number >= 0:
-            shared = number
-        elif shared is None and not trains:
-            shared = self.iteration()
-        return number, shared
 
 
 class Call(NamedTuple):
     """A schedule call, or annotated work, that begins."""
 
     target: str
-    """What it is: a target of a call, or ``annotated``."""
+    """A target of a call, or ``annotated``."""
     role: str | None = None
-    """Whose it is; None: no role was said."""
+    """The role that it is the work of; None: no role was said."""
     number: int | None = None
-    """The host's number of it; None, or negative: it has none."""
+    """The host's number of it; None or negative: the host has none."""
     host_step: int | None = None
     """The number of the host's step that it is in; None: unknown. Negative: the host counts, and is in no step."""
 
@@ -78,29 +40,15 @@ class CountedStep:
     """A step that begins with a call: the call's own, or the host's."""
 
     target: str
-    """Whose step: a target of a call, ``train_overall`` for the host's step, or ``annotated``."""
+    """A target of a call, ``annotated``, or ``train_overall`` for the host's step."""
     role: str | None
-    """Whose call it is; None: no role was said."""
+    """The role of the call that it begins with; None: no role was said."""
     number: int
     """The host's number of the step where it has one, else its `index`."""
     index: int
-    """How many steps of this target and role were before it."""
+    """The number of steps of this target and role before it."""
     hosts: bool
     """True: `number` is the host's own."""
-
-
-class Begun(NamedTuple):
-    """The steps that begin with a call."""
-
-    step: CountedStep
-    """The call's own."""
-    host_step: CountedStep | None
-    """The host's; None: the call is in the middle of one."""
-
-    @property
-    def steps(self) -> tuple[CountedStep, ...]:
-        """Both, the host's first: a window of it holds the other."""
-        return (self.step,) if self.host_step is None else (self.host_step, self.step)
 
 
 @dataclass(eq=False)
@@ -114,15 +62,15 @@ class Demand:
     """
 
     target: str
-    """What is captured."""
+    """The target that is captured."""
     role: str | None
-    """Whose calls are counted."""
+    """The role whose calls are counted."""
     first: int
     """The number of the first call that is captured, from 0 on."""
     steps: int
-    """How many windows."""
+    """The number of windows."""
     recorders: Sequence[Recorder]
-    """What records them."""
+    """The recorders of its windows."""
     holding: tuple[str, ...] = ()
     """Options of its tools with which the profiler holds tensors (`megaprof.capture.compat`)."""
     cancelled: bool = False
@@ -132,11 +80,11 @@ class Demand:
     taken: list[int] = field(default_factory=list)
     """The step numbers of the windows so far."""
     closed: int = 0
-    """How many of them have ended."""
+    """The number of windows that have ended."""
     saved: int = 0
-    """How many of them have files to be finished."""
+    """The number of windows that have files to be finished."""
     written: list[list[str]] = field(default_factory=list)
-    """The names of each one's files, once they are finished. Filled by the writer's thread."""
+    """The names of each window's files, once they are finished. Filled by the writer's thread."""
     over: bool = False
     """True: it opens no further window."""
     reason: str | None = None
@@ -165,40 +113,41 @@ class Demand:
         self.over = upcoming >= self.first + self.steps
         return not self.over
 
-    def comes(self, target: str, role: str | None, index: int) -> bool:
-        """Returns whether the call of this target and role with this number is to be captured."""
-        counted = (target, role) == (self.counted, self.role)
-        return counted and not (self.over or self.cancelled) and self.first <= index < self.first + self.steps
+    def comes(self, step: CountedStep) -> bool:
+        """Returns whether the call behind ``step`` is to be captured."""
+        counted = (step.target, step.role) == (self.counted, self.role)
+        wanted = self.first <= step.index + 1 < self.first + self.steps
+        return counted and wanted and not (self.over or self.cancelled)
 
     def closes(self) -> None:
-        """A window of it ended."""
+        """One of its windows has ended."""
         self.closed += 1
         self.over = self.over or len(self.taken) >= self.steps
 
     def give_up(self, reason: str) -> None:
-        """There will be no further window, because of ``reason``."""
+        """No further window opens, because of ``reason``."""
         self.reason = reason
         self.over = True
 
 
 @dataclass
 class PlannedWindow:
-    """A window: which steps are in it, and how it ends."""
+    """The steps of a window, and how it ends."""
 
     first: CountedStep
     """Its first step."""
     last: CountedStep
     """Its last step so far."""
-    merges: bool = False
-    """True: wanted steps that follow go into it, too."""
     asked: int | None = None
-    """The wanted step that `last` is captured instead of; None: itself."""
+    """The wanted step in whose place `last` is captured, because another window was open in it; None: `last` itself."""
+    complete: bool = True
+    """False: with ``--profile-merge-steps``, a wanted step that follows is to go into it, too."""
     demand: Demand | None = None
-    """What asked for it while the job ran; None: the configuration."""
+    """The request that it was opened for; None: the configuration wants it."""
 
     @property
     def target(self) -> str:
-        """What is captured."""
+        """The target that is captured."""
         return self.first.target
 
     @property
@@ -206,17 +155,37 @@ class PlannedWindow:
         """True: it ends with the host's step, or with annotated work, and not with a call."""
         return self.target in (TRAIN_OVERALL, ANNOTATED)
 
+    @property
+    def wanted(self) -> int:
+        """The wanted step that its last step is captured for."""
+        return self.last.number if self.asked is None else self.asked
+
+
+class Decision(NamedTuple):
+    """What a call that begins changes."""
+
+    steps: tuple[CountedStep, ...]
+    """The steps that begin with it: the host's, if one does, and then the call's own."""
+    closes: bool
+    """True: the open window ended before this call."""
+    joins: CountedStep | None
+    """The step that goes into the open window, which was merged with those before; None: none does."""
+    opens: list[PlannedWindow]
+    """The windows that are wanted. The first of them that can opens; the others are `Agenda.put_off`."""
+
 
 @dataclass
 class Wish:
-    """What is wanted of one target and role, and what came of it."""
+    """The steps of one target and role that are wanted, with what came of them."""
 
     plan: Plan | None
     """The steps that this rank captures; None: it captures none of them."""
-    seen: list[int] = field(default_factory=list)
-    """The first and the last step number that ran; empty before the first."""
     ran: int = 0
-    """How often it ran."""
+    """The number of steps that ran."""
+    first: int = -1
+    """The step that ran first; -1: none has."""
+    last: int = -1
+    """The step that ran last; -1: none has."""
     handled: int | None = None
     """The step that was captured, or put off, last: a step that runs again is not captured again."""
     captured: set[int] = field(default_factory=set)
@@ -226,155 +195,186 @@ class Wish:
     owed: deque[int] = field(default_factory=deque)
     """Wanted steps in which another window was open, oldest first: each takes the next free call instead."""
 
-    def wants(self, step: CountedStep) -> bool:
-        """Returns whether ``step`` is to be captured. A host may run one iteration twice (Megatron's rerun machinery);
-        its first run is the one that is kept."""
-        return self.plan is not None and self.handled != step.number and self.plan.captures(step.number, step.index)
+    def asks(self, step: CountedStep) -> int | None:
+        """Returns the wanted step that ``step`` can be captured for: itself, or else one that is owed; None: neither.
 
-    def owes(self, step: CountedStep) -> int | None:
-        """The step that ``step`` is captured instead of, None for none. Not another call of the same number."""
-        return self.owed[0] if self.owed and self.handled != step.number else None
+        A host may run one step twice (Megatron's rerun machinery), or call several mini-batches by one number: the
+        first run is the one that is captured.
+        """
+        if self.plan is None or self.handled == step.number:
+            return None
+        if self.plan.captures(step.number, step.index):
+            return step.number
+        return self.owed[0] if self.owed else None
 
 
 class Agenda:
-    """Numbers the calls of one session, and says which of them begin or end a window."""
+    """Numbers the calls of one session, and decides which windows they open and close."""
 
     def __init__(self, config: ProfileConfig, coords: RankCoords, role: str | None = None) -> None:
-        """``role``: whose model it is."""
+        """``role``: whose model the session is for."""
         self._config = config
         self._coords = coords
         self.role = role
         #: By target and role, of those that ran or that something was asked of.
-        self.wishes: dict[TargetRole, Wish] = {}
-        #: By target and role: how many calls have begun. Read by the background thread.
-        self.calls: dict[TargetRole, int] = {}
-        self._host_step: int | None = None
-        self._host_steps = 0
-        self._begun: CountedStep | None = None  # the host's last step
+        self.wishes: dict[tuple[str, str | None], Wish] = {}
+        #: By target and role: the number of calls that have begun. Read by the background thread.
+        self.calls: dict[tuple[str, str | None], int] = {}
+        self._host_step: CountedStep | None = None  # the last one that the host numbered
 
-    def begins(self, call: Call) -> Begun:
-        """Counts a call, or annotated work, that begins."""
-        target, role, number, _ = call
+    def begins(self, call: Call, opened: PlannedWindow | None = None, demand: Demand | None = None) -> Decision:
+        """Counts ``call``, which begins, and decides what it changes.
+
+        ``opened``: the session's open window, where it can be closed now. ``demand``: what is asked for meanwhile.
+        """
+        steps = self._count(call)
+        last = None if opened is None else opened.last
+        closes = opened is not None and not self._stays_open(opened, steps)
+        joins = opened.last if opened is not None and opened.last is not last else None
+        return Decision(steps, closes, joins, self._wanted(steps, demand))
+
+    def _count(self, call: Call) -> tuple[CountedStep, ...]:
+        target, role, number, host_number = call
         index = self.calls.get((target, role), 0)
         self.calls[target, role] = index + 1
         hosts = number is not None and number >= 0
         step = CountedStep(target, role, int(number) if hosts and number is not None else index, index, hosts)
-        self._note(step)
-        host_step = self._host_step_of(step, call.host_step)
-        if host_step is not None:
-            self._note(host_step)
-        return Begun(step, host_step)
+        host_step = self._host_step_of(step, host_number)
+        steps = (step,) if host_step is None else (host_step, step)
+        for begun in steps:
+            wish = self.wish(begun.target, begun.role)
+            if not wish.ran:
+                wish.first = begun.number
+            wish.last = begun.number
+            wish.ran += 1
+        return steps
 
     def _host_step_of(self, step: CountedStep, number: int | None) -> CountedStep | None:
-        """A step of the host's is all calls with the same number, from the first one of a role that this rank captures
-        on. Where the host numbers nothing, it begins with each grad-accumulation step of a role."""
+        """Returns the host's step that begins with ``step``, None where none does.
+
+        A step of the host's is all calls with the same number, from the first one of a role that this rank captures
+        on. Where the host numbers nothing, it begins with each grad-accumulation step of a role.
+        """
         if step.target == ANNOTATED:
             return None
+        before = self._host_step
         if number is not None and number >= 0:
-            before = self._begun
-            if number != self._host_step or before is None:
-                self._host_step, index = int(number), self._host_steps
-                self._host_steps += 1
+            if before is None or number != before.number:
+                index = 0 if before is None else before.index + 1
             elif self._captures_host_steps(before.role) or not self._captures_host_steps(step.role):
                 return None
             else:
                 index = before.index
-            self._begun = CountedStep(TRAIN_OVERALL, step.role, int(number), index, True)
-            return self._begun
-        if step.target == TRAIN_ACTOR and (self._host_step is None or number is not None):
+            self._host_step = CountedStep(TRAIN_OVERALL, step.role, int(number), index, True)
+            return self._host_step
+        if step.target == TRAIN_ACTOR and (before is None or number is not None):
             return CountedStep(TRAIN_OVERALL, step.role, step.number, step.index, False)
         return None
 
-    def goes_on(self, window: PlannedWindow, begun: Begun) -> bool:
-        """Returns whether ``window``, which is open, stays open when ``begun`` begins. A wanted step that follows goes
-        into a merged window: it is its last one then."""
-        if window.target == ANNOTATED:
+    def _captures_host_steps(self, role: str | None) -> bool:
+        """Returns whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
+        return self.wish(TRAIN_OVERALL, role).plan is not None
+
+    def _stays_open(self, window: PlannedWindow, steps: tuple[CountedStep, ...]) -> bool:
+        """Returns whether ``window`` is still open when ``steps`` begin: its last step goes on, or is followed by one
+        that goes into it as well."""
+        last = window.last
+        step = steps[0] if window.target == TRAIN_OVERALL else steps[-1]
+        if window.target == ANNOTATED or step.target != last.target or step.number == last.number:
             return True
-        last, step = window.last, begun.host_step if window.target == TRAIN_OVERALL else begun.step
-        if step is None or step.number == last.number:
+        # Counted steps are a role's own: another role's are part of the window. Those that the host numbers are not.
+        if step.role != last.role and not (step.target == TRAIN_OVERALL and step.hosts):
             return True
-        # Counted steps are a role's own: another role's are part of the window. So is every call of another kind.
-        if (step.target, step.role) != (last.target, last.role) and not (step.target == TRAIN_OVERALL and step.hosts):
-            return True
-        if not window.merges:
-            return False
-        if window.asked is None:
-            asked, joins = None, self._follows(step, last)
+        return not window.complete and self._joins(window, step)
+
+    def _joins(self, window: PlannedWindow, step: CountedStep) -> bool:
+        """Takes ``step`` into ``window``, which is merged, and returns True, if it is to go into it. Wanted steps that
+        follow each other share a window, and so do steps that are captured in the place of owed ones."""
+        wish, last = self.wish(step.target, step.role), window.last
+        asked = wish.asks(step)
+        if asked == step.number and window.asked is None:
+            joins = isinstance(wish.plan, Schedule) or step.number == last.number + 1
         else:
-            asked = self.wish(step).owes(step)
-            joins = asked is not None
+            joins = None not in (asked, window.asked) and asked != step.number
         if joins:
-            self.has_file(window)
-            self._take(step, asked)
-            window.last, window.asked = step, asked
+            self.saved(window)
+            window.last, window.asked = step, None if asked == step.number else asked
+            self.opens(window)
         return joins
 
-    def is_complete(self, window: PlannedWindow) -> bool:
-        """Returns whether ``window`` ends with its last step so far, and no wanted step goes into it any more."""
-        last, wish = window.last, self.wish(window.last)
-        if not window.merges or wish.plan is None:
-            return True
-        return not (wish.plan.continues(last.number, last.index) if window.asked is None else wish.owed)
-
-    def wanted(self, begun: Begun, demand: Demand | None = None) -> list[PlannedWindow]:
-        """The windows that are to open when ``begun`` begins, the first of them that can. What is wanted and cannot
-        open is to be `put_off`, but for a window that takes a free call in the place of such a one."""
-        wanted: list[PlannedWindow] = []
+    def _wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> list[PlannedWindow]:
+        """Returns the windows that may open with ``steps``: one on demand first, those for owed steps last."""
+        windows: list[PlannedWindow] = []
         owed: list[PlannedWindow] = []
-        if demand is not None and (step := self._demanded(demand, begun)) is not None:
-            wanted.append(PlannedWindow(step, step, demand=demand))
-        for step in begun.steps:
-            wish = self.wish(step)
-            if wish.plan is None:
-                continue
-            merges = self._config.merge_steps and step.target != ANNOTATED
-            if wish.wants(step):
-                wanted.append(PlannedWindow(step, step, merges))
-            elif (asked := wish.owes(step)) is not None:
-                owed.append(PlannedWindow(step, step, merges, asked))
-        return wanted + owed
+        if demand is not None and (step := self._demanded(demand, steps)) is not None:
+            windows.append(PlannedWindow(step, step, demand=demand))
+        for step in steps:
+            asked = self.wish(step.target, step.role).asks(step)
+            if asked == step.number:
+                windows.append(PlannedWindow(step, step))
+            elif asked is not None:
+                owed.append(PlannedWindow(step, step, asked))
+        return windows + owed
 
-    def _demanded(self, demand: Demand, begun: Begun) -> CountedStep | None:
-        step, counted = begun.step, (demand.counted, demand.role)
+    def _demanded(self, demand: Demand, steps: tuple[CountedStep, ...]) -> CountedStep | None:
+        step, counted = steps[-1], (demand.counted, demand.role)
         own = (step.target, step.role) == counted
         upcoming = step.index if own else self.calls.get(counted, 0)
-        if not demand.due(upcoming, own=own, begins=begun.host_step is not None):
+        if not demand.due(upcoming, own=own, begins=len(steps) > 1):
             return None
-        return begun.host_step if demand.target == TRAIN_OVERALL else step
+        return steps[0] if demand.target == TRAIN_OVERALL else step
 
     def opens(self, window: PlannedWindow) -> None:
-        """``window`` is about to be opened."""
-        if window.demand is None:
-            self._take(window.first, window.asked)
+        """``window`` is about to open, or goes on with another step: its last one is dealt with."""
+        if window.demand is not None:
+            return
+        last = window.last
+        wish = self.wish(last.target, last.role)
+        wish.handled = last.number
+        if window.asked is not None:
+            wish.owed.remove(window.asked)
+            follows = bool(wish.owed)
+        else:
+            follows = wish.plan is not None and wish.plan.continues(last.number, last.index)
+        window.complete = not (follows and self._config.merge_steps)
 
     def put_off(self, window: PlannedWindow, inside: str | None) -> bool:
-        """``window`` is wanted, and a window of target ``inside`` is open (None: no window can be opened): the next
-        free call is captured instead. False: nothing is missed, since that window holds all the work inside it, or
-        since what ``window`` was to replace still waits."""
+        """``window`` cannot open, because one of target ``inside`` is open (None: because a CUDA graph is captured).
+
+        Returns whether the next free call is captured in its place. It is not where nothing is missed, since the open
+        window holds the same work, or the step that it was to stand for still waits; nor for a window on demand.
+        """
         target = window.target
-        if window.asked is not None or inside == ANNOTATED or inside == target == TRAIN_OVERALL:
+        if window.demand is not None:
+            window.demand.give_up("a CUDA graph was captured" if inside is None else "another window was open")
+        if window.demand is not None or window.asked is not None:
             return False
-        wish = self.wish(window.first)
+        if inside == ANNOTATED or inside == target == TRAIN_OVERALL:
+            return False
+        wish = self.wish(target, window.first.role)
         wish.handled = window.first.number
         wish.owed.append(window.first.number)
         if len(wish.owed) > _MOST_OWED:
             wish.owed.popleft()
         return True
 
-    def has_file(self, window: PlannedWindow) -> None:
-        """``window`` has closed with a file, or its last step so far is complete."""
+    def saved(self, window: PlannedWindow) -> None:
+        """``window`` has closed with its files, or its last step so far is complete."""
         if window.demand is None:
-            self.wish(window.last).captured.add(window.last.number if window.asked is None else window.asked)
+            self.wish(window.target, window.last.role).captured.add(window.wanted)
 
     def lose(self, window: PlannedWindow, reason: str) -> None:
-        """``window`` failed, because of ``reason``: it has no file."""
-        self.wish(window.last).lost[window.last.number if window.asked is None else window.asked] = reason
+        """``window``, which opened or was about to, has no files, because of ``reason``."""
+        if window.demand is not None:
+            window.demand.give_up(reason)
+        else:
+            self.wish(window.target, window.last.role).lost[window.wanted] = reason
 
     def repeats(self, target: str, role: str | None, number: int) -> bool:
-        """The last call of a target and role failed, and runs again: whether it was step ``number``, captured alone. It
-        is captured again then."""
-        wish = self._wish(target, role)
-        if not wish.seen or wish.seen[1] != number or number not in wish.captured:
+        """The last call of ``target`` and ``role`` failed, and runs again. Returns whether it was step ``number`` and
+        was captured: it is captured again then."""
+        wish = self.wish(target, role)
+        if wish.last != number or number not in wish.captured:
             return False
         wish.captured.discard(number)
         wish.handled = None
@@ -382,15 +382,18 @@ class Agenda:
 
     def comes(self, step: CountedStep) -> bool:
         """Returns whether the step behind ``step`` is to be captured."""
-        plan = self.wish(step).plan
+        plan = self.wish(step.target, step.role).plan
         return plan is not None and plan.captures(step.number + 1, step.index + 1)
 
-    def wish(self, step: CountedStep) -> Wish:
-        """Returns what is wanted of the target and role of ``step``."""
-        return self._wish(step.target, step.role)
+    def wish(self, target: str, role: str | None) -> Wish:
+        """Returns what is wanted of ``target`` where ``role`` runs it."""
+        wish = self.wishes.get((target, role))
+        if wish is None:
+            wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
+        return wish
 
     def plan_of(self, target: str, role: str | None) -> Plan | None:
-        """The captured steps of a target and role; None when this rank captures none of them."""
+        """Returns the steps of ``target`` that this rank captures where ``role`` runs it; None: it captures none."""
         config = self._config
         if not config.windowed or (target != ANNOTATED and target not in config.target):
             return None
@@ -398,35 +401,3 @@ class Agenda:
         if selector is None or not selector.selects(self._coords):
             return None
         return config.plan(target, role)
-
-    def _follows(self, step: CountedStep, before: CountedStep) -> bool:
-        """Returns whether ``step`` goes into the same merged window as ``before``."""
-        plan = self.wish(before).plan
-        if plan is None or not (isinstance(plan, Schedule) or step.number == before.number + 1):
-            return False
-        return plan.continues(before.number, before.index)
-
-    def _take(self, step: CountedStep, asked: int | None) -> None:
-        """A window captures ``step``, in the place of the step ``asked`` where that is given."""
-        wish = self.wish(step)
-        wish.handled = step.number
-        if asked is not None and asked in wish.owed:
-            wish.owed.remove(asked)
-
-    def _note(self, step: CountedStep) -> None:
-        wish = self.wish(step)
-        if wish.seen:
-            wish.seen[1] = step.number
-        else:
-            wish.seen = [step.number, step.number]
-        wish.ran += 1
-
-    def _captures_host_steps(self, role: str | None) -> bool:
-        """Returns whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
-        return self._wish(TRAIN_OVERALL, role).plan is not None
-
-    def _wish(self, target: str, role: str | None) -> Wish:
-        wish = self.wishes.get((target, role))
-        if wish is None:
-            wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
-        return wish

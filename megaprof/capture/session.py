@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.neighbours import Neighbours
 from megaprof.artifacts.store import Store
-from megaprof.capture.agenda import Agenda, Begun, Call, CountedStep, Demand, HostNumbers, PlannedWindow
+from megaprof.capture.agenda import Agenda, Call, CountedStep, Decision, Demand, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
-from megaprof.capture.lines import Lines
+from megaprof.capture.messages import note_in_span, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, check_role
@@ -43,6 +43,10 @@ from megaprof.runtime.logs import logger
 if TYPE_CHECKING:
     from megaprof.recorders.timeline.recorder import TimelineRecorder
 
+Numbers = Callable[[str], tuple["int | None", "int | None"]]
+"""Returns the host's number of a call of a target, which begins, and of the host's step that it is in; None: unknown,
+negative: it has none (`megaprof.capture.agenda.Call`)."""
+
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
@@ -62,14 +66,14 @@ class Session:
         termination: Termination,
         *,
         role: str | None,
-        numbers: HostNumbers,
+        numbers: Numbers,
         recorders: Sequence[Recorder],
         timeline: TimelineRecorder | None,
         framework: str | None,
     ) -> None:
-        """``models``: the model chunks, None: any that are no other session's. ``role``: whose model it is.
-        ``numbers``: of the host's steps. ``termination`` keeps a SIGTERM from ending a window half-way. ``framework``
-        names the host."""
+        """``models``: the model chunks, None: any that are no other session's. ``role``: whose model it is. ``numbers``
+        returns the host's numbers of a call. ``termination`` keeps a SIGTERM from ending a window half-way.
+        ``framework`` names the host."""
         self.config = config
         self.role = role
         self.coords = here.coords
@@ -92,7 +96,9 @@ class Session:
         self._numbers = numbers
         self._framework = framework
         self._folder = os.path.join(store.local, shard(here.coords))
-        self._lines = Lines(config, store.local, speaks=here.speaks)
+        self._speaks = here.speaks
+        self._windows = 0  # that have closed
+        self._ended = False
         look(process.repeats, self._folder, here.coords.rank)
         self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
         self._roles = {role}
@@ -129,21 +135,20 @@ class Session:
             role = self.role if (own := current().role) is None else own
             if role not in self._roles:
                 self._meet(role)
-            begun = self._begins(facts.target, role)
+            opened = self._own_window
+            decision = self._begins(facts.target, role, None if opened is None or capturing() else opened.planned)
             if self.recorders or self.demand is not None:
-                self._coming = self._needed_next(begun.steps)
-            if (opened := self._own_window) is not None and not capturing():
+                self._coming = self._needed_next(decision.steps)
+            if opened is not None or decision.opens or process.prepared is not None:
                 with self._termination:
-                    self._end_or_extend(opened, facts, begun)
-            wanted = self.agenda.wanted(begun, self.demand)
-            if wanted or process.prepared is not None:
-                with self._termination:
-                    self._open_first(wanted, facts)
+                    if opened is not None:
+                        self._end_or_extend(opened, decision, facts)
+                    self._open_first(decision.opens, facts)
                     if facts.graph != "capture":  # nothing may be synchronised while it is captured
                         self._leave_prepared()
             elif self._termination.armed:
                 self._termination.settle()  # the last window's files may be written by now
-            return self._record(facts, begun.step)
+            return self._record(facts, decision.steps[-1])
         except BaseException as fault:
             if not contained("opening a window", self.abandon, fault):
                 raise
@@ -161,9 +166,7 @@ class Session:
             with self._termination:
                 if opened is not None and failed:
                     self._close("the host raised an exception")
-                elif (
-                    opened is not None and not opened.planned.outlasts_call and self.agenda.is_complete(opened.planned)
-                ):
+                elif opened is not None and opened.planned.complete and not opened.planned.outlasts_call:
                     self._close(None)
                 if coming and not failed and process.window is None and not capturing() and self._pace.ends():
                     process.prepared = prepared = Prepared(self, coming)
@@ -179,10 +182,10 @@ class Session:
         if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
             with Contained("opening a window", self.abandon), self._termination:
                 self._meet(role)
-                begun = self._begins(ANNOTATED, role)
+                decision = self._begins(ANNOTATED, role)
                 free = process.window is None and not capturing()
                 if free and self._offloading.refusal(()) is None:
-                    self._open_first(self.agenda.wanted(begun), NO_CALL)
+                    self._open_first(decision.opens, NO_CALL)
                     opened = self._own_window is not None
         return opened
 
@@ -226,8 +229,13 @@ class Session:
             None if self.timeline is None else self.timeline.close,
             lambda: self.writer.close(max(0.0, deadline - time.monotonic())),
             *self.at_end,
-            partial(self._lines.end, self.agenda),
+            self._say_end,
         )
+
+    def _say_end(self) -> None:
+        if self._speaks and not self._ended:
+            self._ended = True
+            say_end(self.config, self._windows, self.agenda)
 
     def save(self, reason: str, seconds: float) -> None:
         """Close an open window and wait for its files, as `close` does, but leave everything on."""
@@ -260,7 +268,7 @@ class Session:
         opened = self._own_window
         if opened is not None and opened.window.target == TRAIN_OVERALL:
             with Contained("closing the window of a step", self.abandon), self._termination:
-                if self.agenda.is_complete(opened.planned):
+                if opened.planned.complete:
                     self._close(None)
 
     def abandon(self) -> None:
@@ -279,8 +287,9 @@ class Session:
         if process.prepared is not None and process.prepared.owner is self:
             process.prepared = None
 
-    def _begins(self, target: str, role: str | None) -> Begun:
-        return self.agenda.begins(Call(target, role, *self._numbers.of(target)))
+    def _begins(self, target: str, role: str | None, opened: PlannedWindow | None = None) -> Decision:
+        """``opened``: the session's open window, if it can be closed now."""
+        return self.agenda.begins(Call(target, role, *self._numbers(target)), opened, self.demand)
 
     def _needed_next(self, steps: Sequence[CountedStep]) -> Sequence[Recorder]:
         """Returns what records the next call, if that is the step behind one of ``steps`` and to be captured; else
@@ -289,7 +298,7 @@ class Session:
         for step in self._pace.begins(steps):
             if self.agenda.comes(step):
                 return self.recorders
-            if demand is not None and demand.comes(step.target, step.role, step.index + 1):
+            if demand is not None and demand.comes(step):
                 return demand.recorders
         return ()
 
@@ -305,55 +314,44 @@ class Session:
             self._roles.add(role)
             check_role(self.config, str(role), self.coords)
 
-    def _end_or_extend(self, opened: OpenWindow, facts: CallFacts, begun: Begun) -> None:
+    def _end_or_extend(self, opened: OpenWindow, decision: Decision, facts: CallFacts) -> None:
         """A call begins while ``opened`` is open: it ends there, takes a further step, or nothing changes."""
-        planned, last = opened.planned, opened.planned.last
-        if not self.agenda.goes_on(planned, begun):
+        if decision.closes:
             self._close(None)
-        elif planned.last is not last and opened.overall is not None:
+        elif decision.joins is not None and opened.overall is not None:
             opened.overall.close()
-            opened.overall = self._whole_step(planned.last)
-        elif planned.target == ANNOTATED and opened.call is None:
+            opened.overall = self._whole_step(decision.joins)
+        elif opened.planned.target == ANNOTATED and opened.call is None and not capturing():
             refusal = self._offloading.refusal(facts.chunks)
             if refusal is not None:
-                logger.error("megaprof: annotated work of %s is not captured: %s", planned.last.role, refusal)
+                logger.error("megaprof: annotated work of %s is not captured: %s", opened.window.role, refusal)
                 in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
     def _open_first(self, wanted: Sequence[PlannedWindow], facts: CallFacts) -> None:
         """Open the first of ``wanted`` that can be. What cannot be opened now takes a later call, if it is to be."""
         for planned in wanted:
-            opened = process.window
+            opened, step = process.window, f"{planned.target} step {planned.first.number}"
             if opened is not None or facts.graph == "capture":  # nothing may be synchronised while it is captured
-                self._wait(planned, None if opened is None else opened.planned.target)
-            elif (refusal := self._refusal_of(facts, planned)) is not None:
-                self._refuse(planned, refusal)
-            else:
-                self._open(planned)
-
-    def _wait(self, planned: PlannedWindow, inside: str | None) -> None:
-        """``planned`` cannot be opened, because a window of target ``inside`` is open, or for None, because a CUDA
-        graph is captured."""
-        if planned.demand is not None:
-            planned.demand.give_up("a CUDA graph was captured" if inside is None else "another window was open")
-        elif self.agenda.put_off(planned, inside):
-            reason = "a CUDA graph is captured in it" if inside is None else f"a window of {inside} is open in it"
-            step = f"{planned.target} step {planned.first.number}"
-            logger.info("megaprof: %s: %s, so the next free call is captured", step, reason)
-
-    def _refuse(self, planned: PlannedWindow, refusal: str) -> None:
-        if planned.demand is not None:
-            planned.demand.give_up(refusal)
-        elif planned.asked is None:
+                inside = None if opened is None else opened.planned.target
+                reason = "a CUDA graph is captured in it" if inside is None else f"a window of {inside} is open in it"
+                if self.agenda.put_off(planned, inside):
+                    logger.info("megaprof: %s: %s, so the next free call is captured", step, reason)
+                continue
             self.agenda.opens(planned)
-            self.agenda.lose(planned, refusal)
-            step = f"{planned.target} step {planned.first.number}"
-            logger.error("megaprof: %s is not captured: %s", step, refusal)
+            refusal = self._refusal_of(facts, planned)
+            if refusal is None:
+                self._open(planned)
+            else:
+                self.agenda.lose(planned, refusal)
+                if planned.demand is None:
+                    logger.error("megaprof: %s is not captured: %s", step, refusal)
 
     def _refusal_of(self, facts: CallFacts, planned: PlannedWindow) -> str | None:
         """Returns why no window may open for ``planned``, None where it may."""
-        if planned.target != TRAIN_OVERALL and not planned.merges:
-            return None
-        return self._offloading.refusal(facts.chunks, None if planned.demand is None else planned.demand.holding)
+        demand = planned.demand
+        if planned.target == TRAIN_OVERALL or (demand is None and self.config.merge_steps):
+            return self._offloading.refusal(facts.chunks, None if demand is None else demand.holding)
+        return None
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """Returns what is recorded of the call, in the open window and in the timeline; None: nothing."""
@@ -379,7 +377,6 @@ class Session:
     def _open(self, planned: PlannedWindow) -> None:
         """Open ``planned``; where its recorders cannot start, it is lost."""
         step = planned.first
-        self.agenda.opens(planned)
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
         window = Window(step.target, role, step.number, self.coords, asked=planned.asked)
@@ -432,7 +429,10 @@ class Session:
             for recorder in opened.recorders:
                 recorder.stop(window, metadata)
             self._last = window
-            self._lines.window(window, self.writer.run)
+            self._windows += 1
+            note_in_span(window)
+            if self._speaks:
+                self.writer.run(partial(say_window, self.config, self._folder, window))
             if (demand := opened.planned.demand) is not None:
                 demand.saved += 1
                 self.writer.run(lambda: demand.written.append(names_of(self._folder, window)))
@@ -443,17 +443,14 @@ class Session:
                 raise
             self._lose(opened, "it could not be written", fault)
         else:
-            self.agenda.has_file(opened.planned)
+            self.agenda.saved(opened.planned)
 
     def _lose(self, opened: OpenWindow, why: str, fault: Exception) -> None:
         """A tool failed: there is no file of this window. Later ones are tried again, and the timeline goes on."""
         in_full(*(recorder.discard for recorder in opened.recorders), self._release)
         reason, kind = f"{why}: {fault}", f"{why}: {type(fault).__name__}"
         planned = opened.planned
-        if planned.demand is not None:
-            planned.demand.give_up(reason)
-        else:
-            self.agenda.lose(planned, reason)
+        self.agenda.lose(planned, reason)
         if kind not in self._losses:  # each kind is said once: every window may fail
             step = f"{planned.target} step {planned.last.number}"
             logger.error("megaprof: %s is not captured, and all else goes on: %s: %r", step, why, fault)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaprof.capture.compat import check_daemon, check_model
-from megaprof.capture.lines import say_start, selected
+from megaprof.capture.messages import say_start, selected
 from megaprof.config.options import ProfileConfig
 from megaprof.parallel.chunks import language_model
 from megaprof.parallel.process_groups import (

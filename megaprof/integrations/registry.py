@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, skyrl, slime, verl
 from megaprof.integrations.contract import Host, Writers
 
@@ -51,6 +53,24 @@ def iteration() -> int | None:
     if number is not None:
         return number
     return next((found for host in HOSTS if (found := host.iteration()) is not None), None)
+
+
+def numbers(target: str, given: Callable[[], int | None] | None = None) -> tuple[int | None, int | None]:
+    """Returns the host's number of a call of ``target`` that begins, and that of the host's step that the call is in;
+    None: unknown, negative: it has none.
+
+    ``given`` returns the number of the running step in the place of what hosts say. A host numbers its iterations, not
+    its forward-only passes: several log-prob passes share a number, and only the first of them can be captured.
+    """
+    step_number = given or iteration
+    trains = target in (TRAIN_ACTOR, ANNOTATED)
+    number = step_number() if trains else contract.iteration() if target == TRAIN_LOG_PROBS else None
+    host_step = given() if given is not None else contract.host_step()
+    if host_step is None and number is not None and number >= 0:
+        host_step = number
+    elif host_step is None and not trains:
+        host_step = step_number()
+    return number, host_step
 
 
 def writers() -> Writers:

@@ -45,29 +45,29 @@ def plan(
     windows: list[PlannedWindow] = []
     opened: PlannedWindow | None = None
 
-    def end() -> None:
+    def close() -> None:
         nonlocal opened
         if opened is not None:
-            agenda.has_file(opened)
+            agenda.saved(opened)
             if opened.demand is not None:
                 opened.demand.closes()
         opened = None
 
     for call in calls:
-        begun = agenda.begins(call)
-        if opened is not None and not agenda.goes_on(opened, begun):
-            end()
-        for window in agenda.wanted(begun, demand):
+        decision = agenda.begins(call, opened, demand)
+        if decision.closes:
+            close()
+        for window in decision.opens:
             if opened is not None:
                 agenda.put_off(window, opened.target)
                 continue
             agenda.opens(window)
             opened = window
             windows.append(window)
-            if demand is not None and window.demand is demand:
-                demand.taken.append(window.first.number)
-        if opened is not None and opened.target != OVERALL and agenda.is_complete(opened):
-            end()
+            if window.demand is not None:
+                window.demand.taken.append(window.first.number)
+        if opened is not None and opened.target != OVERALL and opened.complete:
+            close()
     return windows
 
 
@@ -146,6 +146,21 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
         (OVERALL, ACTOR, LOG_PROBS),
         {"steps": "4;train_log_probs=0"},
         ["train_log_probs 0", "train_overall 4", "train_actor 5 for 4"],
+    ),
+    "merged steps that another window holds are merged as well": (
+        rl(*range(2, 9)),
+        (OVERALL, ACTOR),
+        {"steps": "2:5", "merge_steps": True},
+        ["train_overall 2-4", "train_actor 5-7 for 4"],
+    ),
+    "a step that is wanted itself does not go into the place of another": (
+        rl(*range(2, 10)),
+        (OVERALL, ACTOR),
+        {"steps": "2:5,6", "merge_steps": True},
+        [
+            *("train_overall 2-4", "train_actor 5 for 2", "train_actor 6"),
+            *("train_overall 7 for 6", "train_actor 8-9 for 4"),
+        ],
     ),
     "as many windows as were asked for": (
         rl(*range(2, 8)),

@@ -293,7 +293,7 @@ def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: P
         session = other._session
         assert session is not None
         one_rank.log_probs_pass()
-        (planned,) = session.agenda.wanted(session.agenda.begins(Call("train_log_probs")))
+        (planned,) = session.agenda.begins(Call("train_log_probs")).opens
         session._open(planned)
         assert process.window is not None
         assert process.window.window.repeat == 2
@@ -353,7 +353,7 @@ def test_a_command_for_the_end_of_a_worker_of_rays_may_not_run(
     config = on(tmp_path, "train_actor", steps="1", on_finish="true", on_finish_when="end")
     install_hooks(one_rank.chunks, config).remove()
     assert not any("Ray" in line for line in lines())
-    monkeypatch.setattr("megaprof.capture.lines.in_ray_worker", lambda: True)
+    monkeypatch.setattr("megaprof.capture.messages.in_ray_worker", lambda: True)
     install_hooks(one_rank.chunks, config).remove()
     (said,) = [line for line in lines() if "Ray" in line]
     assert said.startswith("megaprof: --profile-on-finish-when end: Ray may kill this worker")

@@ -477,7 +477,7 @@ def test_a_window_of_the_jobs_own_that_fails_is_all_that_is_lost(
 def test_what_turns_a_rank_off_is_in_its_status(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.step()
 
-    def broken(call: Any) -> Any:
+    def broken(*call: Any) -> Any:
         raise RuntimeError("the agenda is unwell")
 
     (session,) = profiler.sessions

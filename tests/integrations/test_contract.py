@@ -15,7 +15,7 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.autoload import slime as slime_entry
 from megaprof.capture import roles
-from megaprof.capture.agenda import Agenda, Call, HostNumbers
+from megaprof.capture.agenda import Agenda, Call
 from megaprof.capture.profiler import profiler
 from megaprof.capture.roles import evaluating
 from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
@@ -108,11 +108,10 @@ def test_all_calls_of_a_hosts_step_know_its_number() -> None:
     config = ProfileConfig(target=("train_overall",), steps="none", dir="traces")
     coords = WorldLayout(ParallelSizes()).coords(0)
     agenda = Agenda(config, coords)
-    numbers = HostNumbers(registry.iteration, contract.iteration, contract.host_step)
 
     def begun(target: str) -> int | None:
-        step = agenda.begins(Call(target, None, *numbers.of(target))).host_step
-        return None if step is None else step.number
+        host_step, *own = agenda.begins(Call(target, None, *registry.numbers(target))).steps
+        return host_step.number if own else None
 
     assert begun("evaluate") is None
     with contract.inside(Facts(iteration=12), "mini-batch"):

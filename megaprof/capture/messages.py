@@ -5,17 +5,17 @@ Rank 0 says the first one, and the lowest rank that captures says the others, so
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from megaprof.artifacts.remote import is_remote
 from megaprof.capture.agenda import Agenda, Wish
 from megaprof.capture.window_files import names_of
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList
-from megaprof.formats.names import shard
 from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import Selector, join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
@@ -89,51 +89,32 @@ def _stages(ranks: list[int] | None, layout: WorldLayout | None) -> int | None:
     return len({rank // layout.strides["pp"] % layout.sizes.pp for rank in ranks})
 
 
-class Lines:
-    """The lines of one session about its windows and its end."""
-
-    def __init__(self, config: ProfileConfig, directory: str, *, speaks: bool) -> None:
-        """``directory``: where files grow, which is another place than ``config.dir`` if that is remote. ``speaks``:
-        False for a rank that says nothing."""
-        self._config = config
-        self._directory = directory
-        self._speaks = speaks
-        self._windows = 0
-        self._ended = False
-
-    def window(self, window: Window, later: Callable[[Callable[[], None]], None]) -> None:
-        """``window`` has closed; ``later(task)`` runs a task when its files are complete."""
-        self._windows += 1
-        _note(window)
-        if self._speaks:
-            later(lambda: self._say_window(window))
-
-    def _say_window(self, window: Window) -> None:
-        folder = Path(self._directory, shard(window.coords))
-        files = names_of(str(folder), window)
-        remote = self._directory != self._config.dir
-        if not files and not remote:
-            return  # why not stands in the log already
-        steps = f"step {window.step}" if window.last in (None, window.step) else f"steps {window.step}-{window.last}"
-        instead = "" if window.asked is None else f" (instead of step {window.asked}, in which another window was open)"
-        where = f"{self._config.dir}/{window.stem}*" if remote else ", ".join(str(folder / name) for name in files)
-        whose = window.target if window.role is None else f"{window.target} of {window.role}"
-        logger.info("megaprof captured %s %s%s: %s", whose, steps, instead, where)
-
-    def end(self, agenda: Agenda) -> None:
-        """Say at the end of the run what there is, and what was asked for and never came."""
-        if self._ended or not self._speaks or not self._config.windowed or self._config.steps_are_none:
-            return
-        self._ended = True
-        unmet = list(never_came(self._config, agenda))
-        done = f"{self._windows or 'no'} window{'s' * (self._windows != 1)} captured into {self._config.dir}"
-        if unmet:
-            logger.warning("megaprof ends: %s; %s", done, "; ".join(unmet))
-        else:
-            logger.info("megaprof ends: %s", done)
+def say_window(config: ProfileConfig, folder: str, window: Window) -> None:
+    """Say that the files of ``window``, in ``folder``, are complete. Says nothing where there are none: why not stands
+    in the log already."""
+    files, remote = names_of(folder, window), is_remote(str(config.dir))
+    if not files and not remote:
+        return
+    steps = f"step {window.step}" if window.last in (None, window.step) else f"steps {window.step}-{window.last}"
+    instead = "" if window.asked is None else f" (instead of step {window.asked}, in which another window was open)"
+    where = f"{config.dir}/{window.stem}*" if remote else ", ".join(os.path.join(folder, name) for name in files)
+    whose = window.target if window.role is None else f"{window.target} of {window.role}"
+    logger.info("megaprof captured %s %s%s: %s", whose, steps, instead, where)
 
 
-def _note(window: Window) -> None:
+def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
+    """Say at the end of the run that so many ``windows`` were captured, and what was asked for and never came."""
+    if not config.windowed or config.steps_are_none:
+        return
+    unmet = list(never_came(config, agenda))
+    done = f"{windows or 'no'} window{'s' * (windows != 1)} captured into {config.dir}"
+    if unmet:
+        logger.warning("megaprof ends: %s; %s", done, "; ".join(unmet))
+    else:
+        logger.info("megaprof ends: %s", done)
+
+
+def note_in_span(window: Window) -> None:
     """Add an event ``megaprof.capture`` to the host's own OpenTelemetry span that is open on this thread, with what the
     names of the capture's files begin with: one leads to the other. Does nothing where nobody traces; nothing of
     OpenTelemetry is imported."""
@@ -152,13 +133,13 @@ def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
     """Yields what was asked for and has not come, a sentence each, without a full stop."""
     ran = {role for _, role in agenda.wishes if role is not None}
     for target in config.target:
-        wishes = {role: wish for (of, role), wish in agenda.wishes.items() if of == target and wish.seen}
+        wishes = {role: wish for (of, role), wish in agenda.wishes.items() if of == target and wish.ran}
         if not wishes:
             plans = (agenda.plan_of(target, role) for role in {agenda.role, *ran})
             if any(plan not in (None, StepList(())) for plan in plans):
                 yield f"{target} never ran"
         elif target == TRAIN_OVERALL:  # one window holds the work of all roles
-            wishes = {None: _together([wish for wish in wishes.values() if wish.plan is not None])}
+            wishes = _together([wish for wish in wishes.values() if wish.plan is not None])
         for role, wish in sorted(wishes.items(), key=lambda item: item[0] or ""):
             whose = target if role is None else f"{target} of {role}"
             yield from (f"{whose}: {missing}" for missing in _missing(wish))
@@ -169,41 +150,47 @@ def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
         yield f"{', '.join(unknown)} never ran in this process ({there})"
 
 
-def _together(wishes: list[Wish]) -> Wish:
-    """Several roles' wishes for one target as one."""
-    seen = [number for wish in wishes for number in wish.seen]
-    return Wish(
-        plan=wishes[0].plan if wishes else None,
-        seen=[min(seen), max(seen)] if seen else [],
+def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
+    """Returns the wishes of several roles for one target as one of no role; nothing where there are none."""
+    if not wishes:
+        return {}
+    together = Wish(
+        plan=wishes[0].plan,
+        first=min(wish.first for wish in wishes),
+        last=max(wish.last for wish in wishes),
+        ran=max(wish.ran for wish in wishes),
         captured=set().union(*(wish.captured for wish in wishes)),
         lost={number: reason for wish in wishes for number, reason in wish.lost.items()},
         owed=deque(number for wish in wishes for number in wish.owed),
-        ran=max((wish.ran for wish in wishes), default=0),
     )
+    return {None: together}
 
 
 def _missing(wish: Wish) -> Iterator[str]:
-    if not wish.seen:
-        return
-    first, last = wish.seen
-    ran = f"step {first} ran" if first == last else f"steps {first}-{last} ran"
+    """Yields which wanted steps of ``wish``, of which some step ran, were not captured."""
+    ran = f"step {wish.first} ran" if wish.first == wish.last else f"steps {wish.first}-{wish.last} ran"
+    done = wish.captured | wish.lost.keys() | set(wish.owed)
     if isinstance(wish.plan, StepList):
-        left = wish.plan.left(wish.captured | wish.lost.keys() | set(wish.owed), _LISTED)
+        left = wish.plan.left(done, _LISTED + 1)
         if left:
-            more = ", ..." if len(left) == _LISTED else ""
-            steps = "step" if len(left) == 1 else "steps"
-            yield f"{steps} {join_spans(spans_of(left), ', ')}{more} never came: {ran}"
+            yield f"{_listed(left)} never came: {ran}"
     elif isinstance(wish.plan, Schedule) and wish.plan.repeat:
         windows = wish.plan.active * wish.plan.repeat
-        there = len(wish.captured | wish.lost.keys()) + len(wish.owed)
-        if there < windows:
+        if len(done) < windows:
             needed = wish.plan.skip_first + wish.plan.cycle * wish.plan.repeat
-            came = f"{there} of {counted(windows, 'step')} of the schedule came"
+            came = f"{len(done)} of {counted(windows, 'step')} of the schedule came"
             yield f"{came}: it needs {counted(needed, 'call')}, and {wish.ran} ran"
     if wish.lost:
-        listed = join_spans(spans_of(list(wish.lost)[:_LISTED]), ", ")
-        more = ", ..." if len(wish.lost) > _LISTED else ""
-        yield f"step {listed}{more} was not captured: {list(wish.lost.values())[-1]}"
+        yield f"{_were_not_captured(wish.lost)}: {list(wish.lost.values())[-1]}"
     if wish.owed:
-        listed = join_spans(spans_of(list(wish.owed)[:_LISTED]), ", ")
-        yield f"step {listed} was not captured: another window was open, and no free call came after it"
+        yield f"{_were_not_captured(wish.owed)}: another window was open, and no free call came after it"
+
+
+def _were_not_captured(steps: Collection[int]) -> str:
+    return f"{_listed(steps)} {'was' if len(steps) == 1 else 'were'} not captured"
+
+
+def _listed(steps: Collection[int]) -> str:
+    """Returns the numbers of ``steps``, of which it names the first few."""
+    more = ", ..." if len(steps) > _LISTED else ""
+    return f"step{'s' * (len(steps) > 1)} {join_spans(spans_of(list(steps)[:_LISTED]), ', ')}{more}"
