@@ -12,16 +12,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megaprof.artifacts.neighbours import Neighbours
 from megaprof.artifacts.store import Store
 from megaprof.capture.agenda import Agenda, Call, CountedStep, Decision, Demand, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
+from megaprof.capture.hostmemory import HostMemoryGuard
 from megaprof.capture.messages import note_in_span, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, check_role
 from megaprof.capture.window_files import look, names_of, next_repeat, remove
+from megaprof.config.memory import parse_limit
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.formats import ranges
@@ -35,7 +36,6 @@ from megaprof.recorders.ranges.graph_names import names
 from megaprof.recorders.tape import Tape
 from megaprof.runtime.device import capturing
 from megaprof.runtime.ending import Termination
-from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.isolation import Contained, contained, fault_now, in_full
 from megaprof.runtime.logs import logger
@@ -110,7 +110,7 @@ class Session:
         self._thread = threading.get_ident()
         self._last: Window | None = None  # that has closed
         limit = parse_limit("max_host_memory", config.max_host_memory)
-        self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self), Neighbours)
+        self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self))
 
     def owns(self, models: tuple[Any, ...] | None) -> bool:
         """Returns whether the session is for these very model chunks, or for any model where ``models`` is None."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaprof.artifacts.remote import is_remote
+from megaprof.config.memory import parse_limit
 from megaprof.config.per_role import parse_per_role
 from megaprof.config.tools import known_tools
 from megaprof.config.windows import NONE
-from megaprof.runtime.hostmemory import parse_limit
 from megaprof.runtime.ray import in_ray_worker
 
 _TRUE = ("1", "true", "yes", "on")

@@ -1,1 +1,1 @@
-"""What keeps the host safe: fault isolation, the background thread, the host memory guard, the end of a process."""
+"""What keeps the host safe: fault isolation, the background thread, the end of a process."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
 from megaprof.cli.inputs import progress, writing
 from megaprof.cli.training.run import resolve
+from megaprof.config.memory import parse_limit
 from megaprof.config.options import flag
 from megaprof.formats.files import appearing
 from megaprof.formats.phrases import counted
-from megaprof.runtime.hostmemory import parse_limit
 from megaprof.tune import state, trial, tuning, words
 from megaprof.tune.command import Saves, without_saving
 from megaprof.tune.state import Trial, Tuning

@@ -19,12 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.artifacts.neighbours import Neighbours
+from megaprof.capture import hostmemory
+from megaprof.capture.hostmemory import CLOSING_FACTOR, HostMemoryGuard
+from megaprof.capture.neighbours import Neighbours
 from megaprof.capture.process import process
+from megaprof.config.memory import DEFAULT_SHARE, MemoryLimit, parse_limit
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
-from megaprof.runtime.hostmemory import CLOSING_FACTOR, DEFAULT_SHARE, HostMemoryGuard, MemoryLimit, parse_limit
 
 GIB = 1 << 30
 
@@ -119,19 +121,16 @@ def test_this_machine_can_be_read() -> None:
 class Watched:
     """A guard over numbers that the test sets, and what it said."""
 
-    def __init__(self, limit: MemoryLimit, directory: Path, resident: int = 100, used: int = 100) -> None:
-        self.resident, self.used, self.looks = resident, used, threading.Semaphore(0)
+    def __init__(self, limit: MemoryLimit, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.resident, self.used, self.looks = 100, 100, threading.Semaphore(0)
         self.reasons: list[str] = []
         self.said = threading.Event()
         bound = Bound("the container", self._read)
-        self.guard = HostMemoryGuard(
-            limit,
-            self._say,
-            lambda: Neighbours(directory),
-            resident=lambda: self.resident,
-            bounds=lambda: (bound,),
-            interval=0.001,
-        )
+        self.guard = HostMemoryGuard(limit, self._say)
+        monkeypatch.setattr(hostmemory, "Neighbours", lambda: Neighbours(directory))
+        monkeypatch.setattr(hostmemory, "resident_bytes", lambda: self.resident)
+        monkeypatch.setattr(hostmemory, "find_bounds", lambda: (bound,))
+        monkeypatch.setattr(hostmemory, "INTERVAL_SECONDS", 0.001)
 
     def _read(self) -> tuple[int, int]:
         self.looks.release()
@@ -158,8 +157,10 @@ def watchers() -> list[threading.Thread]:
         (MemoryLimit(None, 0.8), {"others": 300, "used": 160, "resident": 160}, "the container"),
     ],
 )
-def test_a_bound_is_reported_once(limit: MemoryLimit, change: dict[str, int], said: str, tmp_path: Path) -> None:
-    watched = Watched(limit, tmp_path)
+def test_a_bound_is_reported_once(
+    limit: MemoryLimit, change: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(limit, tmp_path, monkeypatch)
     with Neighbours(tmp_path):
         (directory,) = tmp_path.iterdir()
     (directory / "999999999").write_text("700")  # of a process that is gone
@@ -183,8 +184,10 @@ def test_a_bound_is_reported_once(limit: MemoryLimit, change: dict[str, int], sa
     assert {path.name for path in directory.iterdir()} == left
 
 
-def test_while_a_window_closes_the_others_are_told_what_that_still_takes(tmp_path: Path) -> None:
-    watched = Watched(MemoryLimit(None, 1.0), tmp_path)
+def test_while_a_window_closes_the_others_see_what_that_still_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(MemoryLimit(None, 1.0), tmp_path, monkeypatch)
 
     def told(needed: int) -> None:
         deadline = time.monotonic() + 30
@@ -202,8 +205,8 @@ def test_while_a_window_closes_the_others_are_told_what_that_still_takes(tmp_pat
     watched.guard.stop()
 
 
-def test_the_thread_lives_while_it_watches_and_no_longer(tmp_path: Path) -> None:
-    watched = Watched(MemoryLimit(None, 0.8), tmp_path)
+def test_the_thread_lives_while_it_watches_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(MemoryLimit(None, 0.8), tmp_path, monkeypatch)
     assert watchers() == []
     watched.guard.start()
     (thread,) = watchers()
@@ -215,12 +218,13 @@ def test_the_thread_lives_while_it_watches_and_no_longer(tmp_path: Path) -> None
     assert watched.reasons == []
 
 
-def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def bounds() -> tuple[Bound, ...]:
         raise OSError("no /proc here")
 
     said: list[str] = []
-    guard = HostMemoryGuard(MemoryLimit(None, 0.8), said.append, Neighbours, bounds=bounds)
+    monkeypatch.setattr(hostmemory, "find_bounds", bounds)
+    guard = HostMemoryGuard(MemoryLimit(None, 0.8), said.append)
     guard.start()
     for thread in watchers():
         thread.join(30)
@@ -354,11 +358,13 @@ def test_a_real_process_that_grows_past_its_limit(tmp_path: Path) -> None:
 
 CHILD = """
 import sys, threading
-from megaprof.artifacts.neighbours import Neighbours
-from megaprof.runtime.hostmemory import HostMemoryGuard, MemoryLimit, find_bounds
+from megaprof.capture import hostmemory
+from megaprof.config.memory import MemoryLimit
+from megaprof.parallel.machine import find_bounds
 said = threading.Event()
 say = lambda reason: (print(reason), said.set())
-guard = HostMemoryGuard(MemoryLimit(None, 0.5), say, Neighbours, interval=0.01)
+hostmemory.INTERVAL_SECONDS = 0.01
+guard = hostmemory.HostMemoryGuard(MemoryLimit(None, 0.5), say)
 print([b.read()[1] for b in find_bounds() if sys.argv[1] in b.name])
 guard.start()
 print(said.wait(0.5))

@@ -16,94 +16,29 @@ host need to close theirs: ranks capture the same step, so they close together.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
 
+from megaprof.capture.neighbours import Neighbours
+from megaprof.config.memory import MemoryLimit
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.logs import logger
 
-DEFAULT_SHARE = 0.95
 #: Stopping and exporting a Kineto trace took so many times what recording it had taken, at most: 3.6 to 6.7 by options,
 #: torch 2.13, CPU activity (``python -m tests.benchmarks.closing``; docs/architecture.md has the figures).
 CLOSING_FACTOR = 7
 #: A look costs ~0.1 ms of the interpreter lock.
 INTERVAL_SECONDS = 0.1
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_VALID = "valid: a size such as 64GiB or 500MB (of this process), or a share such as 80% (of the container's memory)"
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """How much memory may be in use, closing the window included."""
-
-    size: int | None
-    """Bound of this process's resident memory, in bytes; None: no bound."""
-    share: float
-    """Bound of the memory of the container and of the machine, as a fraction of it, 0 to 1."""
-
-
-def parse_limit(option: str, text: str) -> MemoryLimit:
-    """Read ``64GiB`` (or ``64g``), ``64GB`` (decimal), ``1000000B`` or ``80%``. A number alone is refused:
-    whoever writes 12 means no bytes.
-
-    Raises ValueError that names ``option``, the value and what would be valid.
-    """
-    if match := _SHARE.fullmatch(text.strip()):
-        share = float(match[1]) / 100
-        if not 0 < share <= 1:
-            raise ValueError(f"{option}: {text!r} is not a share between 0% and 100%; {_VALID}")
-        return MemoryLimit(None, share)
-    match = _SIZE.fullmatch(text.strip())
-    if match is not None and text.strip()[-1] in "0123456789":
-        raise ValueError(f"{option}: {text!r} has no unit; {_VALID}")
-    if match is None:
-        raise ValueError(f"{option}: {text!r} is neither a size nor a share; {_VALID}")
-    decimal = match[2] and not match[3] and text.strip().lower().endswith("b")
-    size = int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()])
-    if size < 1:
-        raise ValueError(f"{option}: {text!r} is less than one byte; {_VALID}")
-    return MemoryLimit(size, DEFAULT_SHARE)
-
-
-class Neighbours(Protocol):
-    """The processes of this host whose windows are open; this one is among them."""
-
-    def say(self, needed: int) -> None:
-        """This process needs so many bytes more than it has, to close its window."""
-
-    def others(self) -> int:
-        """The bytes that the others need together."""
-
 
 class HostMemoryGuard:
-    """Watches between ``start()`` and ``stop()``; calls ``on_limit(reason)`` in its own thread, once, when it is time.
-
-    The thread lives while a window is open and no longer. What cannot be read is not watched.
+    """Watches between ``start()`` and ``stop()``, in a thread that lives no longer. If the window has to close, it calls
+    ``on_limit(reason)`` there, once. A bound that cannot be read is not watched.
     """
 
-    def __init__(
-        self,
-        limit: MemoryLimit,
-        on_limit: Callable[[str], None],
-        neighbours: Callable[[], AbstractContextManager[Neighbours]],
-        *,
-        resident: Callable[[], int] = resident_bytes,
-        bounds: Callable[[], tuple[Bound, ...]] = find_bounds,
-        interval: float = INTERVAL_SECONDS,
-    ) -> None:
+    def __init__(self, limit: MemoryLimit, on_limit: Callable[[str], None]) -> None:
         self._limit = limit
         self._on_limit = on_limit
-        self._resident = resident
-        self._find_bounds = bounds
-        self._neighbours = neighbours
-        self._interval = interval
         self._closing = False
         self._done: threading.Event | None = None
 
@@ -121,15 +56,15 @@ class HostMemoryGuard:
             self._done = None
 
     def closes(self) -> None:
-        """The window is being closed: there is nothing to watch any more, but others are told what that still takes."""
+        """The window is being closed: nothing is watched any more, but other processes still see what that takes."""
         self._closing = True
 
     def _watch(self, done: threading.Event) -> None:
         try:
-            bounds, before, recorded, said = self._find_bounds(), self._resident(), 0, False
-            with self._neighbours() as neighbours:
+            bounds, before, recorded, said = find_bounds(), resident_bytes(), 0, False
+            with Neighbours() as neighbours:
                 while not done.is_set():
-                    resident = self._resident()
+                    resident = resident_bytes()
                     closing, taken = self._closing, max(0, resident - before)
                     recorded = recorded if closing else taken
                     needed = max(0, recorded + CLOSING_FACTOR * recorded - taken)
@@ -139,13 +74,13 @@ class HostMemoryGuard:
                         if reason is not None and not done.is_set():
                             said = True
                             self._on_limit(reason)
-                    done.wait(self._interval)
+                    done.wait(INTERVAL_SECONDS)
         except Exception:  # a file of the kernel's that is not as we know it must not reach anybody
             logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
 
     def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int, others: int) -> str | None:
-        """Returns why the window must close now, or None. ``needed``: what closing it takes, ``others``: the same of
-        theirs."""
+        """Returns why the window must close now, or None. Closing it takes ``needed`` bytes, and those of other
+        processes take ``others``."""
         size = self._limit.size
         if size is not None and resident + needed > size:
             return _reason("this process", resident, needed, 0, size, size)
