@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -11,12 +12,11 @@ from types import TracebackType
 from typing import Any
 
 from megaprof.artifacts.finish import FinishHook
-from megaprof.artifacts.store import Store
-from megaprof.artifacts.writer import Writer
+from megaprof.artifacts.writer import open_writer
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
-from megaprof.capture.session import Numbers, Session
+from megaprof.capture.session import Session
 from megaprof.capture.this_rank import ThisRank, moved
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
@@ -28,7 +28,7 @@ from megaprof.hooks.megatron import patch_megatron
 from megaprof.integrations import registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
-from megaprof.parallel.topology import RankCoords, WorldLayout
+from megaprof.parallel.topology import WorldLayout
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime import unmet
@@ -159,49 +159,33 @@ def _install(
         _require("megatron.core")
     here = ThisRank.of(config, role, models, groups, pipeline=pipeline)
     here.announce(config)
-    store = _store(config, here.coords) if here.records(config) else None
-    if store is None:
+    if not here.records(config):
         return inert
-    session = _session(config, here, models, store, role, partial(registry.numbers, given=iteration))
+    hook = FinishHook(config.on_finish, str(config.dir), config.on_finish_when) if config.on_finish else None
+    opened = open_writer(str(config.dir), shard(here.coords), hook)
+    if opened is None:
+        return inert
+    directory, writer = opened
+    framework = registry.framework()
+    session = Session(
+        config,
+        here,
+        models,
+        writer,
+        os.path.join(directory, shard(here.coords)),
+        profiler.termination,
+        role=role,
+        numbers=partial(registry.numbers, given=iteration),
+        recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if here.windowed else (),
+        timeline=TimelineRecorder(config, here.coords, role, profiler.background, framework) if here.timed else None,
+        framework=framework,
+    )
     session.handle = handle = Handle(config, role, session)
     with Contained("installing the hooks", partial(_undo, session)):
         profiler.enter(session, _with_schedules if pipeline else _without_schedules)
         if config.listens:
-            handle._listener = _listen(session, here.layout, store.writer, store.local)
+            handle._listener = _listen(session, here.layout, directory)
     return handle
-
-
-def _store(config: ProfileConfig, coords: RankCoords) -> Store | None:
-    hook = FinishHook(config.on_finish, str(config.dir), config.on_finish_when) if config.on_finish else None
-    return Store.make(str(config.dir), shard(coords), hook)
-
-
-def _session(
-    config: ProfileConfig,
-    here: ThisRank,
-    models: tuple[Any, ...] | None,
-    store: Store,
-    role: str | None,
-    numbers: Numbers,
-) -> Session:
-    """Returns a session with its parts. Raises ValueError where a recorder cannot run in this process."""
-    framework, timeline = registry.framework(), None
-    local = dataclasses.replace(config, dir=store.local)
-    recorders = build_recorders(local, store.writer) if here.windowed else ()
-    if here.timed:
-        timeline = TimelineRecorder(config, here.coords, role, profiler.background, framework)
-    return Session(
-        config,
-        here,
-        models,
-        store,
-        profiler.termination,
-        role=role,
-        numbers=numbers,
-        recorders=recorders,
-        timeline=timeline,
-        framework=framework,
-    )
 
 
 def _with_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
@@ -234,10 +218,10 @@ def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, A
     return profiler.kernel_summary(timeout, role)
 
 
-def _listen(session: Session, layout: WorldLayout | None, writer: Writer, directory: str) -> Listener | None:
+def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Listener | None:
     """Start to answer requests in ``directory``; the lowest rank also watches the job, and the last one its scalars,
     since Megatron-LM keeps its writers there."""
-    listener = Listener(session, layout, writer, directory)
+    listener = Listener(session, layout, session.writer, directory)
     if not listener.start(profiler.background):
         return None
     session.at_end.append(listener.close)

@@ -36,7 +36,6 @@ class Scratch:
     """
 
     def __init__(self, destination: Path, bases: tuple[Path, ...] | None = None) -> None:
-        self._pid = os.getpid()
         self._bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
         self._spare = SPARE_BYTES * (local_ranks() or 1)
         self._directory: Path | None = None
@@ -44,7 +43,7 @@ class Scratch:
             device = os.stat(destination).st_dev
             for base in self._bases:
                 if base.is_dir() and os.access(base, os.W_OK) and os.stat(base).st_dev != device and self._room(base):
-                    self._directory = Path(tempfile.mkdtemp(dir=base, prefix=f"{_PREFIX}{host()}.{self._pid}."))
+                    self._directory = Path(tempfile.mkdtemp(dir=base, prefix=f"{_PREFIX}{host()}.{os.getpid()}."))
                     return
         except OSError as fault:
             if from_host(fault):
@@ -53,7 +52,7 @@ class Scratch:
     def place(self, final: Path) -> Path | None:
         """Returns where the raw file of ``final`` is to be written; None: beside it, as there is no room here."""
         directory = self._directory
-        if directory is None or os.getpid() != self._pid:  # a forked child has none
+        if directory is None:
             return None
         try:
             waiting = sum(entry.stat().st_size for entry in os.scandir(directory))
@@ -63,7 +62,7 @@ class Scratch:
 
     def close(self) -> None:
         """Remove the directory, unless a file is left in it that could not be carried over."""
-        if self._directory is not None and os.getpid() == self._pid:
+        if self._directory is not None:
             try:
                 self._directory.rmdir()
             except OSError as fault:

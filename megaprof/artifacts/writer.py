@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.publish import Incomplete, carry, publish, remove_leftovers, rename
-from megaprof.artifacts.remote import Remote
+from megaprof.artifacts.remote import Remote, is_remote
 from megaprof.artifacts.scratch import Scratch
 from megaprof.formats.names import busy_path, kineto_temporary, plain_path, raw_path
 from megaprof.runtime.interruption import from_host
@@ -65,6 +65,7 @@ class Writer:
         """In a forked child: nothing of the parent's is this process's to finish, and a lock that its writer held at
         the moment of the fork would stay locked for ever."""
         self._start_afresh()
+        self._scratch = None
         self._closed = True
 
     def _start_afresh(self) -> None:
@@ -288,6 +289,23 @@ class Writer:
         files, self._written = self._written, []
         if files and self._hook is not None:
             self._hook.run(files)
+
+
+def open_writer(place: str, folder: str, hook: FinishHook | None) -> tuple[str, Writer] | None:
+    """Makes ``folder``, the rank's directory in ``place``, which is the save directory or a remote address. Returns the
+    local directory that stands for ``place``, and a writer for files in it; None, and an error in the log, where they
+    cannot be made."""
+    try:
+        remote = Remote(place) if is_remote(place) else None
+        local = place if remote is None else str(remote.staging)
+        os.makedirs(os.path.join(local, folder), exist_ok=True)
+    except OSError as fault:
+        if from_host(fault):
+            raise
+        # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
+        logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", place, fault)
+        return None
+    return local, Writer(remote=remote, hook=hook, scratch=Scratch(Path(local)))
 
 
 def _remove(path: Path) -> None:

@@ -32,8 +32,8 @@ INTERVAL_SECONDS = 0.1
 
 
 class HostMemoryGuard:
-    """Watches between ``start()`` and ``stop()``, in a thread that lives no longer. If the window has to close, it calls
-    ``on_limit(reason)`` there, once. A bound that cannot be read is not watched.
+    """Watches between ``start()`` and ``stop()``, in a thread that lives no longer. If the window has to close, the
+    thread calls ``on_limit(reason)``, once. A bound that cannot be read is not watched.
     """
 
     def __init__(self, limit: MemoryLimit, on_limit: Callable[[str], None]) -> None:

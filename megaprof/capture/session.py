@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -12,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megaprof.artifacts.store import Store
+from megaprof.artifacts.writer import Writer
 from megaprof.capture.agenda import Agenda, Call, CountedStep, Decision, Demand, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
@@ -26,7 +25,6 @@ from megaprof.config.memory import parse_limit
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.formats import ranges
-from megaprof.formats.names import shard
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
@@ -62,7 +60,8 @@ class Session:
         config: ProfileConfig,
         here: ThisRank,
         models: tuple[Any, ...] | None,
-        store: Store,
+        writer: Writer,
+        folder: str,
         termination: Termination,
         *,
         role: str | None,
@@ -71,14 +70,14 @@ class Session:
         timeline: TimelineRecorder | None,
         framework: str | None,
     ) -> None:
-        """``models``: the model chunks, None: any that are no other session's. ``role``: whose model it is. ``numbers``
-        returns the host's numbers of a call. ``termination`` keeps a SIGTERM from ending a window half-way.
-        ``framework`` names the host."""
+        """``models``: the model chunks, None: any that are no other session's. ``folder``: the local directory of this
+        rank's files. ``role``: whose model it is. ``numbers`` returns the host's numbers of a call. ``termination``
+        keeps a SIGTERM from ending a window half-way. ``framework`` names the host."""
         self.config = config
         self.role = role
         self.coords = here.coords
         self.models = None if models is None else tuple(_reference(innermost(model)) for model in models)
-        self.writer = store.writer
+        self.writer = writer
         self.recorders = tuple(recorders)
         self.timeline = timeline
         self.agenda = Agenda(config, here.coords, role)
@@ -95,7 +94,7 @@ class Session:
         self._termination = termination
         self._numbers = numbers
         self._framework = framework
-        self._folder = os.path.join(store.local, shard(here.coords))
+        self._folder = folder
         self._speaks = here.speaks
         self._windows = 0  # that have closed
         self._ended = False
