@@ -126,8 +126,9 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: S
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, working = (np.full(shape, np.nan) for _ in range(4))
-    known = [group for group in _INSIDE if any(call.exposed_ns[group] for call in calls)]
-    exposed = {group: np.zeros(shape) for group in known}
+    # Of a group whose collectives are not all told apart from others', those that are.
+    there = [group for group in _INSIDE if any(each.exposed.get(group) for call in calls for each in call.phases)]
+    exposed = {group: np.zeros(shape) for group in there}
     idle, collected = np.zeros(shape), np.zeros(shape)
     of_host = compute if calls[0].gpu is None else idle  # what the host holds up
     sequences, work = _sequences(calls), np.full((len(calls), schedule.microbatches, 3), np.nan)

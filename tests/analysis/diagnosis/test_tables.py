@@ -28,6 +28,9 @@ from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import kinds
 from tests.analysis.tables import tables_in, tables_of_calls
+from tests.analysis.truth import files
+from tests.analysis.truth.drawing import draw_healthy
+from tests.analysis.truth.pipelines import Fault, Priced
 
 LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
 HOUR = 3600 * 10**9
@@ -217,6 +220,20 @@ def test_what_passes_lose_to_a_group_is_its_own_and_not_that_of_others(tmp_path:
     assert table.exposed.keys() == {"tp"}
     of_calls = sum(call.exposed_ns["tp"] or 0 for call in calls) / 1e6
     assert table.exposed["tp"].sum() == pytest.approx(of_calls, rel=0.01)
+
+
+@pytest.mark.parametrize("recording", ["cpu trace", "nsys"])
+def test_a_groups_collectives_count_where_others_may_be_of_several_groups(tmp_path: Path, recording: str) -> None:
+    # An all-to-all can only be of experts here; an all-reduce, in which ranks wait for each other, of any group.
+    drawn = draw_healthy(np.random.default_rng(0), (0, 0))
+    sizes = {"stages": 2, "chunks": 1, "replicas": 1, "peers": 2, "microbatches": 8, "steps": 1}
+    plain = {"recording": recording, "forward_only": False, "load": 0.0, "overlapped": False, "layers": ((4,), (4,))}
+    priced = Priced(replace(drawn, **sizes, **plain, faults=(Fault("communication", 0.25, group="ep"),)))
+    files.write(priced.pipeline, priced.run(priced.all), tmp_path)
+    table = table_in(tmp_path)
+    assert not np.isfinite(table.spent["ep"]).any()  # some of what is unknown may be of experts, too
+    assert table.exposed["ep"] == pytest.approx(0.2 * table.passes, rel=0.05)
+    assert [(cause.kind, cause.group) for cause in diagnose(examine(table)).causes] == [("communication", "ep")]
 
 
 def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> None:
