@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.what_if.packing import PLANS, Microbatch, Packed, plan, repacked
+from megaprof.analysis.what_if.packing import PLANS, Microbatch, Sequences, plan, repacked
 from megaprof.testing import GPTWorkload, faults, run_ranks
 from tests.benchmarks.cores import awake
 from tests.benchmarks.whatif import TIME_LIMIT, Outcome, figures, measured_speedup, name, only_first, run_rank, show
@@ -77,7 +77,7 @@ def pace(chunks: Sequence[Any]) -> None:
     faults.pace(faults.layers(chunks), lambda: (forward_ms, 2 * forward_ms))
 
 
-def known_of(directory: Path) -> Packed:
+def known_of(directory: Path) -> Sequences:
     """What a capture tells of a job's sequences. Raises LookupError."""
     (known,) = (each.sequences for each in analyze(directory).by_hand if each is not None)
     if known is None:

@@ -21,51 +21,51 @@ _PRICED = 6
 _CHUNK_COUNTS = (1, 2, 3, 4)
 
 
-def layouts(known: Changeable) -> list[Priced]:
+def layouts(run: Changeable) -> list[Priced]:
     """Returns the quickest layouts other than the captured one, whether they gain anything or not; of those that do not
     fit into the measured memory only the quickest."""
     tried = [
-        predicted(known, "layout", replace(known.captured, pieces=pieces))
-        for pieces in _quickest(known, known.run.replay, _PRICED)
+        predicted(run, "layout", replace(run.captured, pieces=pieces))
+        for pieces in _quickest(run, run.baseline.replay, _PRICED)
     ]
     return sorted(tried, key=lambda each: each.prediction.step_ms)[:_MOST_LAYOUTS]
 
 
-def _quickest(known: Changeable, replay: Replay, most: int) -> list[Layout]:
+def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
     """The layouts other than the captured one with the shortest undisturbed step; where some do not fit into the
     measured memory the quickest that do, behind the quickest of all."""
-    schedule, memory = replay.schedule, known.memory
-    same = schedule.chunks == known.run.replay.schedule.chunks
-    factor = known.costs.factor if same else known.costs.of_stage[:, None]
+    schedule, memory = replay.schedule, run.memory
+    same = schedule.chunks == run.baseline.replay.schedule.chunks
+    factor = run.costs.factor if same else run.costs.of_stage[:, None]
     searched = partial(
         search,
-        known.costs.units,
+        run.costs.units,
         replay,
-        p2p_ms=known.run.p2p_ms,
-        factor=factor * np.reshape(known.slower, (-1, 1, 1)),
+        p2p_ms=run.baseline.p2p_ms,
+        factor=factor * np.reshape(run.slower, (-1, 1, 1)),
         top=most + 1,
     )
-    others = [pieces for pieces in searched() if pieces != known.pieces]
+    others = [pieces for pieces in searched() if pieces != run.pieces]
     if memory is not None and not all(memory.fit(pieces, schedule).fits for pieces in others):
         bounded = searched(needs=partial(memory.part, schedule=schedule))
-        fitting = [pieces for pieces in bounded if pieces != known.pieces]
+        fitting = [pieces for pieces in bounded if pieces != run.pieces]
         others = [*(pieces for pieces in others[:1] if not memory.fit(pieces, schedule).fits), *fitting]
     return others[:most]
 
 
-def chunk_counts(known: Changeable) -> Iterator[Priced]:
+def chunk_counts(run: Changeable) -> Iterator[Priced]:
     """Yields other numbers of model chunks per stage, in the quickest layout of each; where that does not fit into the
     measured memory in the quickest that does, too."""
-    layers, captured = "".join(known.pieces).count("t"), known.run.replay.schedule.chunks
+    layers, captured = "".join(run.pieces).count("t"), run.baseline.replay.schedule.chunks
     for chunks in _CHUNK_COUNTS:
-        if chunks == captured or layers < chunks * known.stages:
+        if chunks == captured or layers < chunks * run.stages:
             continue
         try:
-            replay = rescheduled(known.run.replay, chunks, known.microbatches)
+            replay = rescheduled(run.baseline.replay, chunks, run.microbatches)
         except ValueError:
             continue  # Megatron refuses this number of microbatches with so many chunks
-        for pieces in _quickest(known, replay, 1 if known.memory is None else 2):
-            yield predicted(known, "chunks", replace(known.captured, pieces=pieces))
+        for pieces in _quickest(run, replay, 1 if run.memory is None else 2):
+            yield predicted(run, "chunks", replace(run.captured, pieces=pieces))
 
 
 def balanced(run: Baseline) -> Priced:
@@ -79,7 +79,7 @@ def balanced(run: Baseline) -> Priced:
 
 
 def microbatch_counts(run: Baseline) -> Iterator[Priced]:
-    """Yields twice and half as many microbatches, of the same tokens in all; what chunks hold need not be known."""
+    """Yields twice and half as many microbatches, of the same tokens in all; what chunks hold need not be run."""
     schedule, free = run.replay.schedule, np.concatenate([run.drawn] * WAYS)
     captured = schedule.microbatches
     for count in (2 * captured, captured // 2):

@@ -20,7 +20,7 @@ from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction
 from megaprof.analysis.what_if.contents import Costs, Held, split
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, layers_per_stage, to_flags
 from megaprof.analysis.what_if.memory import Memory, in_flight_layers
-from megaprof.analysis.what_if.packing import Packed, plan
+from megaprof.analysis.what_if.packing import Sequences, plan
 from megaprof.formats.phrases import counted
 
 MOST_MICROBATCHES = 4096
@@ -60,8 +60,8 @@ class Setting:
 class Changeable:
     """A captured run of which it is known what its chunks hold."""
 
-    run: Baseline
-    """Its steps."""
+    baseline: Baseline
+    """Its steps, as they were."""
     held: Held
     """Its layout."""
     memory: Memory | None
@@ -70,8 +70,8 @@ class Changeable:
     """What stages that share cores do to each other's costs, as a fraction of the step."""
     slower: Floats | float = 1.0
     """[s]: how many times as long as its peers the slowest rank of a stage takes; 1 where none is slow."""
-    sequences: Packed | None = None
-    """Its sequences; None where they are not known, or all alike."""
+    sequences: Sequences | None = None
+    """Its sequences; None where they are not run, or all alike."""
     alike: bool = False
     """Whether its microbatches are all alike."""
 
@@ -88,17 +88,17 @@ class Changeable:
     @property
     def microbatches(self) -> int:
         """Microbatches of a step."""
-        return self.run.replay.schedule.microbatches
+        return self.baseline.replay.schedule.microbatches
 
     @property
     def measured_ms(self) -> float:
         """The measured step."""
-        return self.run.measured_ms
+        return self.baseline.measured_ms
 
     @property
     def captured(self) -> Setting:
         """The run as it was captured."""
-        return Setting(self.pieces, self.microbatches, self.run.p2p_ms)
+        return Setting(self.pieces, self.microbatches, self.baseline.p2p_ms)
 
     @cached_property
     def as_captured(self) -> Tried:
@@ -108,28 +108,28 @@ class Changeable:
     @cached_property
     def in_flight(self) -> list[int]:
         """Of every stage the most layers times microbatches whose activations it holds at once."""
-        return in_flight_layers(self.pieces, self.run.replay.schedule)
+        return in_flight_layers(self.pieces, self.baseline.replay.schedule)
 
     @cached_property
     def costs(self) -> Costs:
         """What layers cost, as estimated."""
-        return split(self.run.content, self.held)
+        return split(self.baseline.content, self.held)
 
     @cached_property
     def sure(self) -> Costs:
         """What layers cost by every draw of steps and microbatches."""
-        return split(self.run.drawn, self.held)
+        return split(self.baseline.drawn, self.held)
 
     @cached_property
     def free(self) -> Costs:
         """What layers cost by draws that take what the data leave open, too."""
-        return split(np.concatenate([self.run.drawn] * WAYS), self.held, np.random.default_rng(0))
+        return split(np.concatenate([self.baseline.drawn] * WAYS), self.held, np.random.default_rng(0))
 
     def change(self, setting: Setting) -> Change:
         """Returns what ``setting`` changes beside the layout. Raises ValueError where Megatron has no such schedule."""
-        replay = rescheduled(self.run.replay, len(setting.pieces) // self.stages, setting.microbatches)
+        replay = rescheduled(self.baseline.replay, len(setting.pieces) // self.stages, setting.microbatches)
         tokens = self.microbatches / setting.microbatches if setting.same_tokens else 1.0
-        return Change(replay, tokens, setting.p2p_ms - self.run.p2p_ms)
+        return Change(replay, tokens, setting.p2p_ms - self.baseline.p2p_ms)
 
 
 @dataclass(frozen=True)
@@ -155,24 +155,24 @@ class Tried:
         return max(computed) * len(computed) / sum(computed) if sum(computed) else None
 
 
-def predicted(known: Changeable, kind: Kind, setting: Setting) -> Priced:
+def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
     """Predicts a setting whose packing is the captured one. Raises ValueError where Megatron has no such schedule."""
-    pieces, change, captured = setting.pieces, known.change(setting), known.run.replay.schedule
-    other_chunks = OTHER_CHUNKS * (len(pieces) != len(known.pieces))
-    unsure = math.hypot(known.shared, other_chunks) if pieces != known.pieces else 0.0
-    estimated, sure, free = (each.of(pieces) for each in (known.costs, known.sure, known.free))
-    found = priced(known.run, kind, estimated, sure, free, change, math.hypot(unsure, RERUN))
+    pieces, change, captured = setting.pieces, run.change(setting), run.baseline.replay.schedule
+    other_chunks = OTHER_CHUNKS * (len(pieces) != len(run.pieces))
+    unsure = math.hypot(run.shared, other_chunks) if pieces != run.pieces else 0.0
+    estimated, sure, free = (each.of(pieces) for each in (run.costs, run.sure, run.free))
+    found = priced(run.baseline, kind, estimated, sure, free, change, math.hypot(unsure, RERUN))
     schedule = change.replay.schedule
-    fit = None if known.memory is None or change.tokens != 1.0 else known.memory.fit(pieces, schedule)
+    fit = None if run.memory is None or change.tokens != 1.0 else run.memory.fit(pieces, schedule)
     prediction = replace(
         found.prediction,
         layout=format_layout(pieces),
-        layers=layers_per_stage(pieces, known.stages),
+        layers=layers_per_stage(pieces, run.stages),
         chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
         microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
         tokens=change.tokens,
         activations=1.0 if schedule.forward_only else change.tokens,
-        flags=() if pieces == known.pieces else flags_of(known.held, pieces),
+        flags=() if pieces == run.pieces else flags_of(run.held, pieces),
         in_flight=tuple(in_flight_layers(pieces, schedule)),
         fits=None if fit is None else fit.fits,
         needed=None if fit is None else fit.needed,
@@ -180,63 +180,63 @@ def predicted(known: Changeable, kind: Kind, setting: Setting) -> Priced:
     return replace(found, prediction=prediction)
 
 
-def tried(known: Changeable, wanted: Setting) -> Tried:
+def tried(run: Changeable, wanted: Setting) -> Tried:
     """Predicts ``wanted``. Raises ValueError where Megatron refuses it, or where it is more than can be answered at
     once, and NotCaptured."""
-    asked = known
+    asked = run
     if wanted.packing is not None:
-        known, laid = _repacked(known, wanted)
-        wanted = replace(wanted, microbatches=known.microbatches)
-    _check(known, wanted)
-    found = predicted(known, "by_hand", wanted).prediction
-    change = known.change(wanted)
+        run, laid = _repacked(run, wanted)
+        wanted = replace(wanted, microbatches=run.microbatches)
+    _check(run, wanted)
+    found = predicted(run, "by_hand", wanted).prediction
+    change = run.change(wanted)
     if wanted.packing is not None:
-        both = laid if (wanted.pieces, change) == (known.pieces, known.run.as_is) else _sum(asked, laid, found)
+        both = laid if (wanted.pieces, change) == (run.pieces, run.baseline.as_is) else _sum(asked, laid, found)
         found = replace(found, step_ms=both.step_ms, speedup=both.speedup, low=both.low, high=both.high)
     if not wanted.same_tokens:
-        found = found.of_tokens(wanted.microbatches / known.microbatches)
+        found = found.of_tokens(wanted.microbatches / run.microbatches)
     found = replace(
         found,
         microbatches=None if wanted.microbatches == asked.microbatches else wanted.microbatches,
         p2p_ms=None if wanted.p2p_ms == asked.captured.p2p_ms else wanted.p2p_ms,
         packing=wanted.packing,
     )
-    return Tried(wanted, found, known.run.simulated(known.costs.of(wanted.pieces), change))
+    return Tried(wanted, found, run.baseline.simulated(run.costs.of(wanted.pieces), change))
 
 
-def _repacked(known: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]:
+def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]:
     """The run with its sequences otherwise in its microbatches, and what that takes. Raises ValueError."""
-    packing, count, sequences = wanted.packing or "", wanted.microbatches, known.sequences
+    packing, count, sequences = wanted.packing or "", wanted.microbatches, run.sequences
     if sequences is None:
         alike = "all microbatches have as many tokens in sequences as long"
-        why = alike if known.alike else "the lengths of the sequences were not captured"
+        why = alike if run.alike else "the lengths of the sequences were not captured"
         raise NotCaptured(f"packing={packing}: {why}")
-    laid = plan(sequences, packing, None if count == known.microbatches else count)
+    laid = plan(sequences, packing, None if count == run.microbatches else count)
     if laid is None:
         raise ValueError(
             f"packing={packing}: the sequences cannot lie so in {counted(count, 'microbatch')} of at most "
             f"{sequences.most} tokens, which is what memory was seen to hold"
         )
-    return replace(known, run=baseline(sequences.run, laid.passes, laid.replay)), laid.prediction
+    return replace(run, baseline=baseline(sequences.run, laid.passes, laid.replay)), laid.prediction
 
 
-def _sum(known: Changeable, laid: Prediction, beside: Prediction) -> Prediction:
+def _sum(run: Changeable, laid: Prediction, beside: Prediction) -> Prediction:
     """Two changes, of which the second was predicted beside the first: their gains add up, and so do their errors'
     squares."""
-    gain = known.measured_ms - beside.step_ms
+    gain = run.measured_ms - beside.step_ms
     below, above = (math.hypot(*(each.reach_ms[end] - each.step_ms for each in (laid, beside))) for end in (0, 1))
-    return Prediction.of("by_hand", known.measured_ms, Price(gain, gain - above, gain + below))
+    return Prediction.of("by_hand", run.measured_ms, Price(gain, gain - above, gain + below))
 
 
-def _check(known: Changeable, wanted: Setting) -> None:
+def _check(run: Changeable, wanted: Setting) -> None:
     """Raises ValueError for a setting that nobody can have, or that would take too long to predict."""
-    flat, count = "".join(known.pieces), wanted.microbatches
-    check_layout(wanted.pieces, known.stages, flat.count("t"), flat.count("m"))
-    chunks = len(wanted.pieces) // known.stages
+    flat, count = "".join(run.pieces), wanted.microbatches
+    check_layout(wanted.pieces, run.stages, flat.count("t"), flat.count("m"))
+    chunks = len(wanted.pieces) // run.stages
     if not 1 <= count <= MOST_MICROBATCHES:
         raise ValueError(f"microbatches={count} must lie between 1 and {MOST_MICROBATCHES}")
-    if known.stages * chunks * count > _MOST_PASSES:
-        raise ValueError(f"{known.stages} stages x {chunks} chunks x {count} microbatches are too many to try by hand")
+    if run.stages * chunks * count > _MOST_PASSES:
+        raise ValueError(f"{run.stages} stages x {chunks} chunks x {count} microbatches are too many to try by hand")
     if not 0 <= wanted.p2p_ms <= _MOST_P2P_MS:
         raise ValueError(f"p2p_ms={wanted.p2p_ms:g} must be a number of milliseconds from 0 on")
 

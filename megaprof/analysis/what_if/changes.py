@@ -24,7 +24,7 @@ from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.simulation.simulate import Simulation, played
 from megaprof.analysis.table.table import Floats
 
-#: Pipelines of a step that can be its longest, whatever is changed: the so many that take longest now.
+#: The pipelines of a step that may be its longest after a change: so many of those that take longest now.
 _LONGEST = 4
 #: The quantiles of `policy.LEVEL`.
 _ENDS = 0.05, 0.95
@@ -85,30 +85,30 @@ class Prediction:
         return cls(kind, steps[0], speedup, low, high, more_steps=more_steps)
 
     def of_tokens(self, times: float) -> Prediction:
-        """Returns the same step, if it has so many ``times`` the tokens of the captured one."""
+        """Returns the same prediction for a step with ``times`` as many tokens as the captured one."""
         speedup, low, high = (times * each for each in (self.speedup, self.low, self.high))
         return replace(self, speedup=speedup, low=low, high=high, step_tokens=times)
 
     @property
     def tells(self) -> bool:
-        """Whether it says that a token gets quicker, or that it gets slower: its interval does not hold both."""
+        """Whether the interval is on one side of 1, so that it is certain whether a token gets faster or slower."""
         return not self.low <= 1.0 <= self.high
 
     def exceeds(self, held: Sequence[int] | None) -> bool:
-        """Whether some stage holds more activations at once than the most that any ``held``, and nothing that was
-        measured says that they fit."""
+        """Returns whether some stage holds more activations at once than any stage ``held``, unless memory was measured
+        and is enough."""
         if self.fits or not held or not self.in_flight:
             return False
         return max(self.in_flight) * self.activations > max(held)
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The interval of the speedup."""
+        """The 90 % interval of the speedup."""
         return self.low, self.high
 
     @property
     def reach_ms(self) -> tuple[float, float]:
-        """The same of the step, in milliseconds."""
+        """The 90 % interval of the step, in milliseconds."""
         return self.step_ms * self.speedup / self.high, self.step_ms * self.speedup / self.low
 
 

@@ -1,11 +1,11 @@
-"""What each layer of a model costs, from what its chunks take: in all, and in draws of what the data leave open.
+"""What each layer of a model costs, from what its chunks take: as estimated, and in draws of what the data leave open.
 
 A chunk takes what its layers, and the embedding, MTP layers or loss that it holds, cost together, times a factor of its
-own: how much slower its ranks are. One layer costs what it does in the quickest chunks that could tell. What the first
-and the last chunk take beyond their layers is their embedding and their loss, as far as ranges of these do not say
-otherwise; or it is the factor of their ranks, which the times cannot tell, so every draw takes one of the two. Where
-no chunk holds layers alone, an embedding or a loss of up to one layer is hidden in all of them: a draw takes one. Kinds
-of layers that the chunks do not tell apart differ by up to twice.
+own: how much slower its ranks are. A layer costs what it does in the fastest chunks that can tell. What the first and
+the last chunk take beyond their layers is their embedding and their loss, unless ranges of these say otherwise; or it
+is the factor of their ranks. Times cannot tell these two apart, so every draw takes one of them. If no chunk holds
+layers alone, an embedding or a loss of up to one layer may be hidden in all of them, and a draw takes one. Kinds of
+layers that the chunks do not tell apart differ by up to a factor of two.
 """
 
 from __future__ import annotations
@@ -24,77 +24,78 @@ from megaprof.analysis.what_if.layout_search import Unit
 from megaprof.analysis.what_if.layouts import Layout
 
 _LETTERS = {"E": EMBEDDING, "m": MTP, "L": LOSS}
-#: Kinds of layers of models that are no hybrids.
+#: Kinds of layers of models that are not hybrids.
 _LAYERS = {"dense", "encoder", "layer", "moe"}
 #: Kinds of layers that hybrid models consist of, with their letters (``hybrid_layer_allocation.Symbols``).
 _HYBRID = {"MambaLayer": "M", "attention": "*", "mlp": "-", "moe": "E"}
 Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
-#: Kinds whose costs nothing tells differ by up to this factor.
+#: Kinds of layers whose costs nothing tells differ by up to this factor.
 _KINDS_DIFFER = 2.0
 
 
 @dataclass(frozen=True)
 class Held:
-    """A model as it is laid out, and what ranges say of its parts."""
+    """A model as it is laid out, and what ranges say about its parts."""
 
     pieces: Layout
     """Its layout."""
     kinds: tuple[str, ...]
-    """Of its decoder layers, in order."""
+    """The kind of each decoder layer, in order."""
     stages: int
     """Pipeline stages."""
     measured: Mapping[str, Floats] = field(default_factory=dict)
     """What a microbatch takes in a kind of layer, the embedding, one MTP layer, or the output layer and the loss, in
-    milliseconds by kind of pass; without those that have no ranges."""
+    milliseconds by kind of pass. Parts without ranges are missing."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that has a cost of its own."""
+        """All parts that have a cost of their own."""
         flat = "".join(self.pieces)
         return (*dict.fromkeys(self.kinds), *(_LETTERS[letter] for letter in "EmL" if letter in flat))
 
     @property
     def hybrid(self) -> bool:
-        """Whether the layers are those of a hybrid model, whose layout is no layout of Megatron's other models."""
+        """Whether this is a hybrid model, whose layout is written in another way than that of other models."""
         return not set(self.kinds) <= _LAYERS
 
     def pattern(self, pieces: Layout) -> str | None:
-        """These layers in other ``pieces`` as hybrid models take them (``hybrid_layer_pattern``, megatron-core 0.17 and
-        later); None where a layer's letter is not known, or what follows the layers is not (MTP)."""
+        """Returns other ``pieces`` as hybrid models write them (``hybrid_layer_pattern``, megatron-core 0.17 and
+        later); None if the letter of a layer is not known, or there are MTP layers, whose letter is not."""
         if not set(self.kinds) <= _HYBRID.keys() or "m" in "".join(pieces):
             return None
         letters = iter(_HYBRID[kind] for kind in self.kinds)
         return "|".join("".join(next(letters) for letter in piece if letter == "t") for piece in pieces)
 
     def counts(self, pieces: Layout | None = None) -> npt.NDArray[np.float64]:
-        """[stage, chunk, name]: how many of each a chunk holds, in this layout or another one of the same layers."""
+        """Returns [stage, chunk, name]: how many of each part a chunk holds, in this layout or in other ``pieces``."""
         kinds, names = iter(self.kinds), self.names
-        each = pieces or self.pieces
-        found = np.zeros((len(each), len(names)))
-        for place, piece in enumerate(each):
+        pieces = pieces or self.pieces
+        counts = np.zeros((len(pieces), len(names)))
+        for place, piece in enumerate(pieces):
             for letter in piece:
-                found[place, names.index(next(kinds) if letter == "t" else _LETTERS[letter])] += 1
-        return found.reshape(-1, self.stages, len(names)).swapaxes(0, 1)
+                counts[place, names.index(next(kinds) if letter == "t" else _LETTERS[letter])] += 1
+        return counts.reshape(-1, self.stages, len(names)).swapaxes(0, 1)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Leading axes are draws; ``k`` kinds of passes."""
+    """What the parts of a model cost. Leading axes, if any, are draws; ``k`` are kinds of passes."""
 
     held: Held
+    """The model."""
     parts: Floats
     """[..., name, k]: milliseconds of each of `Held.names`."""
     factor: Floats
-    """[..., stage, chunk, k]: how many times as long the chunk takes as its parts."""
+    """[..., stage, chunk, k]: how many times as long as its parts the chunk takes."""
 
     def of(self, pieces: Layout) -> Floats:
-        """[..., stage, chunk, k]: milliseconds of every chunk in another layout."""
-        found: Floats = np.einsum("scn,...nk->...sck", self.held.counts(pieces), self.parts)
-        if found.shape == self.factor.shape:
-            found *= self.factor
+        """Returns [..., stage, chunk, k]: milliseconds of every chunk in another layout."""
+        chunks: Floats = np.einsum("scn,...nk->...sck", self.held.counts(pieces), self.parts)
+        if chunks.shape == self.factor.shape:
+            chunks *= self.factor
         else:
-            found *= self.of_stage[..., None, :]
-        return found
+            chunks *= self.of_stage[..., None, :]
+        return chunks
 
     @property
     def units(self) -> list[Unit]:
@@ -111,10 +112,10 @@ class Costs:
 
     @property
     def of_stage(self) -> Floats:
-        """[..., stage, k]: the factor of all chunks of a stage."""
+        """[..., stage, k]: the factor of all chunks of a stage together."""
         alone = np.einsum("scn,...nk->...sck", self.held.counts(), self.parts)
-        found: Floats = (alone * self.factor).sum(axis=-2) / np.maximum(alone.sum(axis=-2), 1e-9)
-        return found
+        factor: Floats = (alone * self.factor).sum(axis=-2) / np.maximum(alone.sum(axis=-2), 1e-9)
+        return factor
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class CostFit:
     """The cost of each kind of layer, and what it is based on."""
 
     by_kind: dict[str, Cost]
-    """Cost by kind (``dense``, ``moe``, ..., ``embedding``, ``mtp``, ``loss``)."""
+    """The cost of each kind (``dense``, ``moe``, ..., ``embedding``, ``mtp``, ``loss``)."""
     kinds: tuple[str, ...]
     """Kinds of the model's decoder layers, in order."""
     residual: float
@@ -146,12 +147,12 @@ class CostFit:
 
 
 def fitted(costs: Costs) -> CostFit:
-    """``costs`` of no draw, as a report tells them."""
+    """Returns ``costs``, without draws, for a report."""
     held, parts = costs.held, costs.parts.tolist()
     by_kind = {name: Cost(*ms) for name, ms in zip(held.names, parts, strict=True)}
     off = float(np.abs(1.0 - 1.0 / costs.factor).max())
-    told = set(held.names) <= set(held.measured)
-    return CostFit(by_kind, held.kinds, off, told, tuple(_assumptions(costs)))
+    from_ranges = set(held.names) <= set(held.measured)
+    return CostFit(by_kind, held.kinds, off, from_ranges, tuple(_assumptions(costs)))
 
 
 def _assumptions(costs: Costs) -> Iterator[Assumption]:
@@ -168,8 +169,8 @@ def _assumptions(costs: Costs) -> Iterator[Assumption]:
 
 
 def split(content: Floats, held: Held, random: np.random.Generator | None = None) -> Costs:
-    """``content`` [..., stage, chunk, k] as what its parts cost; ``random`` draws what the data leave open, once for
-    every leading index."""
+    """Returns ``content`` [..., stage, chunk, k] divided into what its parts cost; ``random`` draws what the data leave
+    open, once for every leading index."""
     names, leading = held.names, content.shape[:-3]
     counts = np.swapaxes(held.counts(), 0, 1).reshape(-1, len(names))  # in the order of the pieces
     whole = np.swapaxes(content, -3, -2).reshape(*leading, len(counts), -1)
@@ -207,35 +208,37 @@ def _unit(
     measured: Mapping[str, Floats],
     random: np.random.Generator | None,
 ) -> Floats:
-    """[..., k]: an average layer. Chunks of layers alone tell it, and nothing takes less than its layers do."""
+    """Returns [..., k]: the cost of an average layer. Chunks of layers alone tell it, and no chunk takes less than its
+    layers do."""
     leading, names = whole.shape[:-2], held.names
-    own = _only_layers(counts, len(set(held.kinds)))
+    plain = _only_layers(counts, len(set(held.kinds)))
     beside = np.zeros_like(whole)
     for name, piece in ((EMBEDDING, 0), (LOSS, -1)):
         if name in measured:
             beside[..., piece, :] += measured[name]
-        elif not own.any() and random is not None and name in names:
+        elif not plain.any() and random is not None and name in names:
             size = size.copy()
             size[..., piece] += random.uniform(0.0, 1.0, leading)
     each = np.maximum(whole - beside, 0.0) / np.maximum(size, 1e-9)[..., None]
     each = np.where(size[..., None] > 0, each, np.inf)
     least: Floats = each.min(axis=-2)
-    if own.any() and np.isfinite(each[..., own, :]).all():
-        usual = np.quantile(each[..., own, :], 0.5, axis=-2, method="lower")
-        # Of few chunks of layers alone one may be slow, and the ends tell that it is.
-        least = usual if own.sum() > 2 else np.minimum(usual, least)
+    if plain.any() and np.isfinite(each[..., plain, :]).all():
+        usual = np.quantile(each[..., plain, :], 0.5, axis=-2, method="lower")
+        # If few chunks hold layers alone, one of them may be slow; the chunks at the ends show whether it is.
+        least = usual if plain.sum() > 2 else np.minimum(usual, least)
     return np.where(np.isfinite(least), least, 0.0)
 
 
 def _end(whole: Floats, beside: Floats, measured: Floats | None, random: np.random.Generator | None) -> Floats:
-    """[..., k]: what an embedding or a loss costs, whose chunk holds other things that cost ``beside``."""
+    """Returns [..., k]: the cost of an embedding or a loss in a chunk whose other parts cost ``beside``."""
     if measured is not None:
-        # Its range is as much longer as the rest of what its rank does.
+        # A slow rank makes the range longer by the same factor as the rest of its chunk.
         slow = np.maximum(whole - measured, 0.0) / np.maximum(beside, 1e-9)
         return np.where(slow > 0, measured / np.maximum(slow, 1e-9), measured) if beside.any() else measured + 0 * whole
     rest = np.maximum(whole - beside, 0.0)
     mean, usual = (each.reshape(-1, each.shape[-1]).mean(axis=0) for each in (rest, whole))
-    # An end may take most of its time forwards or backwards; activations are computed again by layers.
+    # An embedding or a loss may take most of its time in one kind of pass; but a time that looks like recomputed
+    # activations belongs to the layers.
     if looks(mean, usual) == AGAIN:
         return np.zeros_like(rest)
     if random is None:
@@ -248,18 +251,19 @@ def _hidden(random: np.random.Generator, shape: tuple[int, ...], low: float, hig
 
 
 def _only_layers(counts: Floats, layers: int) -> npt.NDArray[np.bool_]:
-    found: npt.NDArray[np.bool_] = (counts[:, layers:].sum(axis=1) == 0) & (counts[:, :layers].sum(axis=1) > 0)
-    return found
+    """Returns [piece]: whether it holds decoder layers and nothing else."""
+    plain: npt.NDArray[np.bool_] = (counts[:, layers:].sum(axis=1) == 0) & (counts[:, :layers].sum(axis=1) > 0)
+    return plain
 
 
 def _told_apart(held: Held) -> bool:
-    """Whether the chunks tell the kinds of layers apart, from each other and from what the ends hold."""
+    """Returns whether the chunks tell the kinds of layers apart, from each other and from embedding, MTP and loss."""
     counts = held.counts().reshape(-1, len(held.names))
     return bool(np.linalg.matrix_rank(counts) == len(held.names))
 
 
 def _ratios(whole: Floats, held: Held, random: np.random.Generator | None) -> Floats:
-    """[..., kind of layer]: what each costs, against all layers on average."""
+    """Returns [..., kind of layer]: its cost as a multiple of the average layer's."""
     kinds = list(dict.fromkeys(held.kinds))
     many = np.array([held.kinds.count(kind) for kind in kinds], dtype=float)
     if len(kinds) == 1:
@@ -276,5 +280,5 @@ def _ratios(whole: Floats, held: Held, random: np.random.Generator | None) -> Fl
     else:
         costs = np.ones(len(kinds))
     mean = (costs * many).sum(axis=-1, keepdims=True) / many.sum()
-    found: Floats = costs / np.maximum(mean, 1e-9)
-    return found
+    ratios: Floats = costs / np.maximum(mean, 1e-9)
+    return ratios

@@ -1,8 +1,8 @@
-"""Half as many pipeline stages on the same ranks, and so twice as many replicas: what a step of the same batch takes.
+"""Predicts half as many pipeline stages on the same ranks, and so twice as many replicas, for the same global batch.
 
-Every stage holds what two neighbours held, and every replica gets half of the microbatches, so no pass is guessed. No
-captured step shows how long twice as many replicas reduce the gradients of twice as many parameters: it is taken as
-twice as long, which is next to nothing where there was one replica.
+Every stage holds what two neighbours held, and every replica gets half of the microbatches, so all passes are known
+from measurements. How long twice as many replicas reduce the gradients of twice as many parameters is not: it is
+assumed to take twice as long, which is almost nothing if there was one replica.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.formats.phrases import counted
 
 
-def half_as_deep(known: Changeable) -> Prediction:
-    """Predicts it. Raises ValueError, which says why there is no such run, or why nothing tells what it would take."""
-    run, held, schedule = known.run, known.held, known.run.replay.schedule
+def half_as_deep(run: Changeable) -> Prediction:
+    """Returns the prediction. Raises ValueError, which says why there is no such run, or why it cannot be predicted."""
+    baseline, held, schedule = run.baseline, run.held, run.baseline.replay.schedule
     if schedule.stages % 2:
         raise ValueError(f"{schedule.stages} stages cannot be halved")
     if schedule.microbatches % 2:
         raise ValueError(f"twice as many replicas cannot share {schedule.microbatches} microbatches evenly")
-    if np.any(np.asarray(known.slower) > 1.0):
+    if np.any(np.asarray(run.slower) > 1.0):
         raise ValueError("a slow rank would hold a neighbour's layers, too")
     stages, microbatches = schedule.stages // 2, schedule.microbatches // 2
     pieces = tuple(map("".join, zip(held.pieces[::2], held.pieces[1::2], strict=True)))
@@ -35,13 +35,14 @@ def half_as_deep(known: Changeable) -> Prediction:
     if not flags:
         raise ValueError("no option of Megatron's says the layout of such a model")
     try:
-        change = Change(rescheduled(run.replay, schedule.chunks, microbatches, stages), reductions=2.0)
+        change = Change(rescheduled(baseline.replay, schedule.chunks, microbatches, stages), reductions=2.0)
     except ValueError:
         shape = f"{schedule.chunks} chunks on {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
         raise ValueError(f"Megatron has no schedule of {shape}") from None
-    found = priced(run, "depth", run.content, run.drawn, run.drawn, change, hypot(known.shared, RERUN))
+    unsure, drawn = hypot(run.shared, RERUN), baseline.drawn
+    found = priced(baseline, "depth", baseline.content, drawn, drawn, change, unsure)
     needs = in_flight_layers(pieces, change.replay.schedule)
-    fit = None if known.memory is None else known.memory.halved(needs)
+    fit = None if run.memory is None else run.memory.halved(needs)
     return replace(
         found.prediction,
         layout=format_layout(pieces),

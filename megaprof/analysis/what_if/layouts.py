@@ -1,12 +1,12 @@
-"""Pipeline layouts: which layers run in which model chunk of which stage, as Megatron's flags say it.
+"""Pipeline layouts: which layers run in which model chunk of which stage, and the flags of Megatron and hosts for them.
 
 A layout is a tuple of pieces, one for each model chunk, in the order in which a microbatch passes them (all first
 chunks from the first stage to the last, then all second chunks, ...). A piece is a string of layers: ``E`` embedding,
 ``t`` decoder layer, ``m`` multi-token-prediction layer, ``L`` loss (with the output layer).
 
 Source: ``megatron/core/transformer/pipeline_parallel_layer_layout.py`` (the language and its rules, from 0.13; the
-rules for MTP as of 0.16), and for the other flags ``get_num_layers_to_build`` and the checks in
-``TransformerConfig.__post_init__``. The tests put the same layouts to both.
+rules for MTP as of 0.16); for the other flags ``get_num_layers_to_build`` and the checks in
+``TransformerConfig.__post_init__``. The tests give the same layouts to both.
 
 Hosts with options of their own: verl 0.9.1, SkyRL 0.4.0, ms-swift 4.6.0 and Megatron-Bridge 0.6.2. Megatron-LM, and
 slime, which has Megatron-LM's parser, take the flags.
@@ -26,7 +26,7 @@ _REPEAT = re.compile(r"(.)\*(\d+)")
 _MOST_LAYERS = 100_000
 _LAYOUT = "--pipeline-model-parallel-layout"
 _VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
-#: Megatron-LM's flags as fields of Megatron-Core's configuration, which Megatron-Bridge's models have, too.
+#: The fields of Megatron-Core's configuration for Megatron-LM's flags; Megatron-Bridge's models have the same fields.
 _FIELDS = {
     "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
     "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
@@ -37,15 +37,16 @@ _FIELDS = {
     "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
 }
 _CHUNKS, _STAGES = "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"
-#: Those that verl and SkyRL have as options of their own.
+#: The fields for which verl and SkyRL have options of their own.
 _OWN = {"verl": {_CHUNKS, _STAGES}, "skyrl": {_STAGES}}
-#: Where verl's engine of each role has its options: the reference takes the actor's. Without a role it is an SFT run.
+#: Where verl's engine of each role has its options; the reference uses the actor's. A run without roles is SFT.
 _VERL = {None: "engine", "critic": "critic.megatron"}
 _SKYRL = {"ref": "trainer.ref.megatron_config"}
 
 
 def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
-    """The pieces of a ``--pipeline-model-parallel-layout`` string; ``vpp`` None takes what the string has.
+    """Returns the pieces of a ``--pipeline-model-parallel-layout`` string; with ``vpp`` None any number of chunks will
+    do.
 
     ``|`` separates pieces, ``x*n`` repeats one character, ``(...)*n`` repeats the group, commas mean nothing.
     Groups are expanded first and do not nest, as in Megatron.
@@ -76,14 +77,14 @@ def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
 
 
 def format_layout(pieces: Sequence[str]) -> str:
-    """The compact string of a layout, such as ``Et*6|(t*4|)*6t*2L``; `parse_layout` gives the pieces back."""
+    """Returns the compact string of a layout, such as ``Et*6|(t*4|)*6t*2L``; `parse_layout` gives the pieces back."""
     texts = [_run_lengths(piece) for piece in pieces]
     ended = "".join(_repeated(f"{text}|", len(list(run))) for text, run in groupby(texts[:-1]))
     return ended + texts[-1]
 
 
 def check_layout(pieces: Sequence[str], pp: int, layers: int, mtp_layers: int = 0) -> None:
-    """Refuse what Megatron's ``validate_layer_layout`` refuses.
+    """Refuses what Megatron's ``validate_layer_layout`` refuses.
 
     Raises:
         ValueError: the pieces do not divide by ``pp``; E is not first or L not last; not ``layers`` decoder layers or
@@ -127,7 +128,7 @@ def default_layout(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
 ) -> Layout | None:
-    """The layout that Megatron builds without a layout string; None where it refuses to.
+    """Returns the layout that Megatron builds without a layout string; None if it refuses to.
 
     ``first``, ``last``: ``--decoder-first-pipeline-num-layers``, ``--decoder-last-pipeline-num-layers``.
     """
@@ -156,12 +157,12 @@ def default_layout(
 
 
 def to_flags(pieces: Sequence[str], pp: int) -> tuple[str, ...]:
-    """The Megatron command-line arguments that ask for a layout, the simplest that do.
+    """Returns the simplest Megatron command-line arguments that ask for a layout.
 
-    Nothing for the balanced layout, else the number of layers of the first or last stage, else an embedding or loss
-    counted as a layer, else ``--pipeline-model-parallel-layout`` (megatron-core 0.13 and later). With several chunks a
-    stage all but the layout string come with ``--num-virtual-stages-per-pipeline-rank``. They take the place of any
-    such arguments that the run had before, ``--num-layers-per-virtual-pipeline-stage`` included.
+    These are none for the balanced layout, else the number of layers of the first or last stage, else an embedding or
+    loss counted as a layer, else ``--pipeline-model-parallel-layout`` (megatron-core 0.13 and later). With several
+    chunks a stage all but the layout string come with ``--num-virtual-stages-per-pipeline-rank``. They take the place
+    of any such arguments that the run had before, including ``--num-layers-per-virtual-pipeline-stage``.
 
     Raises:
         ValueError: see `check_layout`.
@@ -190,7 +191,8 @@ def _run_lengths(piece: str) -> str:
 
 
 def _repeated(text: str, count: int) -> str:
-    """``text`` ``count`` times over, in the language of layouts: whatever is shorter, ``t*2`` rather than ``tt``."""
+    """Returns ``text`` repeated ``count`` times in the language of layouts, whichever way is shorter; ``t*2``, not
+    ``tt``."""
     if count == 1:
         return text
     short = f"{text}*{count}" if len(text) == 1 else f"({text})*{count}"
@@ -202,12 +204,12 @@ def _short(text: str) -> str:
 
 
 def options_of(framework: str | None, role: str | None, flags: Sequence[str], stages: int) -> tuple[str, ...] | None:
-    """``flags`` of Megatron-LM's for a pipeline of ``stages``, as ``framework`` takes them for the models of ``role``;
-    None where it takes the flags themselves, is not known, or has no option for one of them."""
+    """Returns Megatron-LM's ``flags`` for a pipeline of ``stages`` as ``framework`` takes them for the models of
+    ``role``; None if it takes the flags themselves, is not known, or has no option for one of them."""
     given = list(_pairs(flags))
     if framework is None or not given or not {flag for flag, _ in given} <= _FIELDS.keys():
         return None
-    # Megatron-LM counts the chunks of a layout itself, and refuses to be told. verl does not.
+    # Megatron-LM counts the chunks of a layout itself, and refuses the option beside it. verl does not count them.
     pieces = [len(parse_layout(value, stages)) for flag, value in given if flag == _LAYOUT]
     given += [(_VIRTUAL, str(count // stages)) for count in pieces if count > stages]
     fields = [(_FIELDS[flag], value) for flag, value in given]
@@ -241,7 +243,7 @@ def options_of(framework: str | None, role: str | None, flags: Sequence[str], st
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each flag with its value, ``True`` for one that takes none."""
+    """Yields each flag with its value, ``True`` for one that takes none."""
     for place, word in enumerate(flags):
         if word.startswith("--"):
             following = flags[place + 1 : place + 2]
@@ -249,5 +251,5 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _quoted(value: str) -> str:
-    """Hydra's grammar reads ``|``, ``*`` and parentheses; in quotes a text is a text."""
+    """Returns ``value`` in quotes where Hydra's grammar would read ``|``, ``*`` or parentheses in it."""
     return value if value.isalnum() else f'"{value}"'

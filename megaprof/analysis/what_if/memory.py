@@ -1,8 +1,8 @@
-"""Whether a layout fits into the devices, by what the captured stages were measured to have allocated.
+"""Whether a layout fits into the devices, from what the captured stages had allocated.
 
-A stage in another layout needs its measured peak, and for every layer more (or less) what a layer takes: for its
-parameters, gradients and states of the optimizer, and once for every microbatch in flight. That is what it takes on the
-stage where it takes least, because the others hold more than layers. Without a figure for every stage nothing is said.
+A stage in another layout needs its measured peak plus or minus what its other layers take: parameters, gradients and
+optimizer states of each, and its activations for each microbatch in flight. Both are taken from the stage on which they
+are smallest, because the others hold more than layers. Unless every stage was measured, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -25,65 +25,65 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """What a layout needs."""
+    """The memory that a layout needs."""
 
     needed: tuple[int, ...]
-    """Bytes that each stage would have allocated at its peak."""
+    """Bytes that each stage would allocate at its peak."""
     allowed: tuple[int, ...]
-    """Bytes that it may have."""
+    """Bytes that each stage may allocate."""
 
     @property
     def fits(self) -> bool:
-        """Whether none has more than it may."""
+        """Whether no stage needs more than it may allocate."""
         return all(needed <= allowed for needed, allowed in zip(self.needed, self.allowed, strict=True))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What the captured stages had allocated, by stage."""
+    """The memory of the captured run, by stage."""
 
     layers: tuple[int, ...]
-    """Layers that each holds, MTP layers included."""
+    """Layers that each stage holds, including MTP layers."""
     held: tuple[int, ...]
-    """The most layers times microbatches that each has in flight."""
+    """The most layers times microbatches that each stage has in flight."""
     least: tuple[int, ...]
-    """Bytes that each had allocated at the least."""
+    """The fewest bytes that each stage had allocated."""
     most: tuple[int, ...]
-    """Bytes that each had allocated at the most, on any of its ranks."""
+    """The most bytes that any rank of each stage had allocated."""
     allowed: tuple[int, ...]
-    """Bytes that it may have: what its smallest device has, or less."""
+    """Bytes that each stage may allocate: the memory of its smallest device, or less."""
 
     @cached_property
     def per_layer(self) -> float:
-        """Bytes of a layer, on the stage where it takes least."""
+        """Bytes of a layer, on the stage where they are fewest."""
         return min(least / count for least, count in zip(self.least, self.layers, strict=True))
 
     @cached_property
     def activations(self) -> float:
-        """Bytes of a layer's activations of one microbatch, on the stage where they take least."""
+        """Bytes of a layer's activations of one microbatch, on the stage where they are fewest."""
         return min((m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True))
 
     def needed(self, stages: Whole, layers: Whole, schedule: PipelineSchedule) -> Floats:
-        """Returns the bytes that each of some ``stages`` [n] would have allocated at its peak, [n], if its chunks held
-        so many ``layers`` (MTP layers included), [n, chunk]."""
+        """Returns [n]: the bytes that each of some ``stages`` [n] would allocate at its peak if its chunks held
+        ``layers`` [n, chunk], including MTP layers."""
         more = (layers.sum(axis=1) - np.take(self.layers, stages)) * self.per_layer
         more = more + (_held(stages, layers, schedule) - np.take(self.held, stages)) * self.activations
         needed: Floats = np.maximum(np.rint(np.take(self.most, stages) + more), 0.0)
         return needed
 
     def part(self, stages: Whole, layers: Whole, schedule: PipelineSchedule) -> Floats:
-        """Returns what part that is of what each may have, [n]."""
+        """Returns [n]: the same as a fraction of what each stage may allocate."""
         part: Floats = self.needed(stages, layers, schedule) / np.take(self.allowed, stages)
         return part
 
     def fit(self, pieces: Layout, schedule: PipelineSchedule) -> MemoryFit:
-        """Of a layout."""
+        """Returns what a layout needs."""
         needed = self.needed(np.arange(schedule.stages), _layers(pieces, schedule.stages), schedule)
         return MemoryFit(tuple(map(int, needed.tolist())), self.allowed)
 
     def halved(self, needs: Sequence[int]) -> MemoryFit:
-        """Of half as many stages, which have ``needs`` layers times microbatches in flight: each holds the parameters,
-        gradients and optimizer of two neighbours. An optimizer whose states replicas share holds less."""
+        """Returns what half as many stages need, with ``needs`` layers times microbatches in flight: each holds the
+        parameters, gradients and optimizer of two neighbours. An optimizer whose states replicas share needs less."""
         activations = [(m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True)]
         needed, allowed = [], []
         for stage, need in enumerate(needs):
@@ -94,40 +94,42 @@ class Memory:
 
 
 def peaks(stages: Sequence[Peak | None]) -> tuple[int, ...] | None:
-    """Bytes that each stage had allocated at the most; None where one has no figure."""
-    found = [each.most for each in stages if each is not None]
-    return tuple(found) if len(found) == len(stages) else None
+    """Returns the most bytes that each stage had allocated; None if some stage was not measured."""
+    most = [each.most for each in stages if each is not None]
+    return tuple(most) if len(most) == len(stages) else None
 
 
 def measured(
-    found: Sequence[Peak | None], pieces: Layout, held: Sequence[int], limit: int | None = None
+    stages: Sequence[Peak | None], pieces: Layout, held: Sequence[int], limit: int | None = None
 ) -> Memory | None:
-    """``found``: of every stage; ``held``: the most layers times microbatches that each has in flight; ``limit``: bytes
-    that a stage may have allocated, where that is not what its device has. None where a stage has no figure, or nothing
-    to scale."""
-    layers, known = _layers(pieces, len(held)).sum(axis=1).tolist(), [each for each in found if each is not None]
-    allowed = [[bytes for bytes in (each.capacity, limit) if bytes is not None] for each in known]
-    if len(known) < len(held) or not all(allowed) or min(layers) < 1 or min(held) < 1:
+    """Returns the memory of a run with these ``pieces``; None if some stage was not measured, or has no layer or
+    activation to scale by. ``held``: the most layers times microbatches that each stage has in flight; ``limit``: bytes
+    that a stage may allocate, if that is less than its device has."""
+    layers, at_peak = _layers(pieces, len(held)).sum(axis=1).tolist(), [peak for peak in stages if peak is not None]
+    allowed = [[bytes for bytes in (peak.capacity, limit) if bytes is not None] for peak in at_peak]
+    if len(at_peak) < len(held) or not all(allowed) or min(layers) < 1 or min(held) < 1:
         return None
-    least, most = tuple(each.least for each in known), tuple(each.most for each in known)
+    least, most = tuple(peak.least for peak in at_peak), tuple(peak.most for peak in at_peak)
     return Memory(tuple(layers), tuple(held), least, most, tuple(map(min, allowed)))
 
 
 def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
-    """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
-    forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
+    """Returns, by stage, the most activations that it holds at once, in layers times microbatches: of each microbatch
+    that a chunk has run forward and not yet backward, those of the chunk's layers, including MTP layers. All zero in a
+    forward-only pass."""
     stages = schedule.stages
-    found: list[int] = _held(np.arange(stages), _layers(pieces, stages), schedule).tolist()
-    return found
+    most: list[int] = _held(np.arange(stages), _layers(pieces, stages), schedule).tolist()
+    return most
 
 
 def _layers(pieces: Layout, stages: int) -> Whole:
-    """[stage, chunk]: how many each holds, MTP layers included."""
+    """Returns [stage, chunk]: how many layers each holds, including MTP layers."""
     return np.array([piece.count("t") + piece.count("m") for piece in pieces]).reshape(-1, stages).T
 
 
 def _held(stages: Whole, layers: Whole, schedule: PipelineSchedule) -> Whole:
-    """[n]: the most layers times microbatches in flight of some stages, whose chunks hold ``layers`` [n, chunk]."""
+    """Returns [n]: the most layers times microbatches in flight on some stages, whose chunks hold ``layers`` [n,
+    chunk]."""
     if schedule.forward_only:
         return np.zeros(len(stages), dtype=np.intp)
     most: Whole = (_in_flight(schedule)[stages] * layers[:, None]).sum(axis=2).max(axis=1)
@@ -136,9 +138,9 @@ def _held(stages: Whole, layers: Whole, schedule: PipelineSchedule) -> Whole:
 
 @lru_cache(maxsize=16)
 def _in_flight(schedule: PipelineSchedule) -> Whole:
-    """[stage, way, chunk]: the microbatches that the chunks of a stage have run forward and not yet backward, whenever
-    it is about to run a backward. A stage that has fewer ways than another one has its first way several times."""
-    found = []
+    """Returns [stage, way, chunk]: the microbatches that each chunk of a stage has run forward and not yet backward,
+    whenever the stage is about to run a backward. A stage with fewer such ways than others repeats its first."""
+    stages = []
     for stage in range(schedule.stages):
         held, ways, before = [0] * schedule.chunks, dict[tuple[int, ...], None](), "forward"
         for phase in phase_order(schedule, stage):
@@ -146,13 +148,14 @@ def _in_flight(schedule: PipelineSchedule) -> Whole:
                 ways[tuple(held)] = None
             held[phase.chunk] += 1 if phase.kind == "forward" else -1
             before = phase.kind
-        found.append(_corners(np.array(list(ways))))
-    longest = max(map(len, found))
-    return np.array([[*ways, *[ways[0]] * (longest - len(ways))] for ways in found])
+        stages.append(_corners(np.array(list(ways))))
+    longest = max(map(len, stages))
+    return np.array([[*ways, *[ways[0]] * (longest - len(ways))] for ways in stages])
 
 
 def _corners(ways: Whole) -> Whole:
-    """Without what lies between two others on a line: however many layers chunks hold, one of the two is not less."""
+    """Returns the ways without those that lie between two others on a line: whatever chunks hold, one of these two
+    needs at least as much."""
     steps = np.diff(ways, axis=0)
     turns = (steps[1:] != steps[:-1]).any(axis=1)
     corners: Whole = ways[np.concatenate([[True], turns, [True]])[: len(ways)]]

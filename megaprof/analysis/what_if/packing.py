@@ -53,8 +53,8 @@ Step = list[list[Microbatch]]
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A run whose sequences are known, and what they take."""
+class Sequences:
+    """A run whose sequences are sequences, and what they take."""
 
     run: Examined
     """Its steps."""
@@ -78,7 +78,7 @@ class Packed:
         return float(per_token * length * self.padding + per_square * length * length)
 
 
-def packed(run: Examined) -> Packed | None:
+def sequences_of(run: Examined) -> Sequences | None:
     """Returns a run with its sequences; None where those of some microbatch were not captured."""
     table = run.table
     costs = fit(run)
@@ -89,7 +89,7 @@ def packed(run: Examined) -> Packed | None:
         return None
     steps = tuple([[table.sequences[i, j, k] for k in range(m)] for j in range(d)] for i in range(t))
     tokens = sum(sum(microbatch) for step in steps for replica in step for microbatch in replica)
-    return Packed(run, costs, table.work, steps, float(table.work[..., 0].sum()) / tokens)
+    return Sequences(run, costs, table.work, steps, float(table.work[..., 0].sum()) / tokens)
 
 
 @dataclass(frozen=True)
@@ -106,59 +106,59 @@ class Laid:
     """The sequences of each step."""
 
 
-def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | None:
+def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> Laid | None:
     """Returns the run with one of `PLANS`, in so many microbatches; None where the sequences cannot lie so without more
     tokens in a microbatch than any had, or Megatron refuses their number. `FEWER` without a number takes the fewest."""
-    captured = known.run.table.schedule.microbatches
+    captured = sequences.run.table.schedule.microbatches
     if name == FEWER and microbatches is None:
-        least = max(math.ceil(sum(map(sum, replica)) / known.most) for step in known.steps for replica in step)
-        fewer = (plan(known, name, count) for count in range(max(least, 1), captured))
+        least = max(math.ceil(sum(map(sum, replica)) / sequences.most) for step in sequences.steps for replica in step)
+        fewer = (plan(sequences, name, count) for count in range(max(least, 1), captured))
         return next((laid for laid in fewer if laid is not None), None)
     count = microbatches or captured
-    steps = [_PLANS[name](known, step, count) for step in known.steps]
+    steps = [_PLANS[name](sequences, step, count) for step in sequences.steps]
     laid = [step for step in steps if step is not None and all(len(replica) == count for replica in step)]
     if len(laid) < len(steps):
         return None
     try:
-        took = repacked(known, laid)
+        took = repacked(sequences, laid)
     except ValueError:
         return None
     named = replace(took.prediction, packing=name, microbatches=None if count == captured else count)
     return replace(took, prediction=named)
 
 
-def repacked(known: Packed, steps: Sequence[Step]) -> Laid:
+def repacked(sequences: Sequences, steps: Sequence[Step]) -> Laid:
     """Returns the run with the sequences of each step as ``steps`` have them, as many microbatches in all of them.
     Raises ValueError where Megatron refuses their number."""
-    replay = rescheduled(known.run.replay, known.run.replay.schedule.chunks, len(steps[0][0]))
-    prediction, passes = _predicted(known, "packing", _work(known, steps), replay)
+    replay = rescheduled(sequences.run.replay, sequences.run.replay.schedule.chunks, len(steps[0][0]))
+    prediction, passes = _predicted(sequences, "packing", _work(sequences, steps), replay)
     return Laid(prediction, passes, replay, tuple(steps))
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
     """Returns the options with which ``framework`` deals sequences by their lengths into microbatches of at most so
-    many tokens on a GPU; None where it has none, or is not known."""
+    many tokens on a GPU; None where it has none, or is not sequences."""
     options = _SWITCHES.get(framework or "")
     return None if options is None else tuple(each.format(tokens=tokens) for each in options)
 
 
-def plans(known: Packed) -> list[Prediction]:
+def plans(sequences: Sequences) -> list[Prediction]:
     """Returns every plan that is possible, the quickest first, and behind them what no packing can beat."""
-    several = known.work.shape[1] > 1
-    possible = [plan(known, name) for name in PLANS if several or name != POOLED]
+    several = sequences.work.shape[1] > 1
+    possible = [plan(sequences, name) for name in PLANS if several or name != POOLED]
     predictions = [laid.prediction for laid in possible if laid is not None]
-    return [*sorted(predictions, key=lambda each: each.step_ms), _even(known)]
+    return [*sorted(predictions, key=lambda each: each.step_ms), _even(sequences)]
 
 
-def _even(known: Packed) -> Prediction:
+def _even(sequences: Sequences) -> Prediction:
     """The lower bound: all microbatches of a step alike."""
-    mean = np.broadcast_to(known.work.mean(axis=(1, 2), keepdims=True), known.work.shape)
-    return _predicted(known, "even_packing", mean, known.run.replay)[0]
+    mean = np.broadcast_to(sequences.work.mean(axis=(1, 2), keepdims=True), sequences.work.shape)
+    return _predicted(sequences, "even_packing", mean, sequences.run.replay)[0]
 
 
-def _predicted(known: Packed, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Floats]:
+def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Floats]:
     """What microbatches of other ``work`` [t, d, m, 3] would do, and what their passes take."""
-    run, costs, state = known.run, known.costs, known.run.view.state
+    run, costs, state = sequences.run, sequences.costs, sequences.run.view.state
     n = len(state.passes)
     slow = (run.view.rank * run.view.pace * run.view.peer.max(axis=3))[..., None, None, None]
     as_was = run.view.pipelines_ms(run.replay).max(axis=1)
@@ -170,7 +170,7 @@ def _predicted(known: Packed, kind: Kind, work: Floats, replay: Replay) -> tuple
 
     def passes(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
         """What they take with these costs, longer by what disturbs the step."""
-        usual = replayed(run.replay, taken(cost, known.work[rows]) * slow[rows], rows)
+        usual = replayed(run.replay, taken(cost, sequences.work[rows]) * slow[rows], rows)
         longer = (as_was[rows] / usual)[:, None, None, None, None, None]
         other: Floats = taken(cost, work[rows]) * slow[rows] * longer
         return other
@@ -190,11 +190,11 @@ def _predicted(known: Packed, kind: Kind, work: Floats, replay: Replay) -> tuple
     return found.prediction, passes(costs.cost, every)
 
 
-def _work(known: Packed, steps: Sequence[Step]) -> Floats:
+def _work(sequences: Sequences, steps: Sequence[Step]) -> Floats:
     """[t, d, m, 3] of laid sequences."""
     rows = [
         [
-            [(sum(own) * known.padding, len(own), sum(each * each for each in own)) for own in replica]
+            [(sum(own) * sequences.padding, len(own), sum(each * each for each in own)) for own in replica]
             for replica in step
         ]
         for step in steps
@@ -220,45 +220,46 @@ def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], m
     return [tuple(group) for group in groups]
 
 
-def _balanced(known: Packed, step: Step, count: int) -> Step | None:
-    return _by_weight(known, step, count, known.cost)
+def _balanced(sequences: Sequences, step: Step, count: int) -> Step | None:
+    return _by_weight(sequences, step, count, sequences.cost)
 
 
-def _by_tokens(known: Packed, step: Step, count: int) -> Step | None:
-    return _by_weight(known, step, count, float)
+def _by_tokens(sequences: Sequences, step: Step, count: int) -> Step | None:
+    return _by_weight(sequences, step, count, float)
 
 
-def _by_weight(known: Packed, step: Step, count: int, weight: Callable[[int], float]) -> Step | None:
+def _by_weight(sequences: Sequences, step: Step, count: int, weight: Callable[[int], float]) -> Step | None:
     """The sequences of each replica in microbatches of about the same weight."""
-    laid = [_dealt([n for microbatch in replica for n in microbatch], count, weight, known.most) for replica in step]
+    lengths = [[n for microbatch in replica for n in microbatch] for replica in step]
+    laid = [_dealt(each, count, weight, sequences.most) for each in lengths]
     whole = [replica for replica in laid if replica is not None]
     return whole if len(whole) == len(laid) else None
 
 
-def _pooled(known: Packed, step: Step, count: int) -> Step | None:
+def _pooled(sequences: Sequences, step: Step, count: int) -> Step | None:
     """Microbatches of all sequences, dealt to replicas: the longest first, each to the one that has least."""
     lengths = [n for replica in step for microbatch in replica for n in microbatch]
-    laid = _dealt(lengths, count * len(step), known.cost, known.most)
+    laid = _dealt(lengths, count * len(step), sequences.cost, sequences.most)
     if laid is None:
         return None
     replicas: Step = [[] for _ in step]
-    for microbatch in _longest_first(known, laid):
+    for microbatch in _longest_first(sequences, laid):
         free = [replica for replica in replicas if len(replica) < count]
-        min(free, key=lambda replica: sum(_takes(known, each) for each in replica)).append(microbatch)
+        min(free, key=lambda replica: sum(_takes(sequences, each) for each in replica)).append(microbatch)
     return replicas
 
 
-def _takes(known: Packed, microbatch: Microbatch) -> float:
-    return sum(map(known.cost, microbatch))
+def _takes(sequences: Sequences, microbatch: Microbatch) -> float:
+    return sum(map(sequences.cost, microbatch))
 
 
-def _longest_first(known: Packed, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    return sorted(microbatches, key=lambda microbatch: _takes(known, microbatch), reverse=True)
+def _longest_first(sequences: Sequences, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    return sorted(microbatches, key=lambda microbatch: _takes(sequences, microbatch), reverse=True)
 
 
-def _ordered(order: Callable[[list[Microbatch]], list[Microbatch]]) -> Callable[[Packed, Step, int], Step | None]:
+def _ordered(order: Callable[[list[Microbatch]], list[Microbatch]]) -> Callable[[Sequences, Step, int], Step | None]:
     """The captured microbatches in another order, which is made from the one with the longest first."""
-    return lambda known, step, count: [order(_longest_first(known, replica)) for replica in step]
+    return lambda sequences, step, count: [order(_longest_first(sequences, replica)) for replica in step]
 
 
 def _in_turns(longest_first: list[Microbatch]) -> list[Microbatch]:
@@ -266,7 +267,7 @@ def _in_turns(longest_first: list[Microbatch]) -> list[Microbatch]:
     return [longest_first[-(i + 1) // 2 if i % 2 else i // 2] for i in range(len(longest_first))]
 
 
-_PLANS: dict[str, Callable[[Packed, Step, int], Step | None]] = {
+_PLANS: dict[str, Callable[[Sequences, Step, int], Step | None]] = {
     BALANCED: _balanced,
     BY_TOKENS: _by_tokens,
     POOLED: _pooled,

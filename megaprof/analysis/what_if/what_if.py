@@ -1,8 +1,8 @@
-"""What a run would take otherwise: other layouts, balanced stages, other microbatches, other chunks.
+"""What a report predicts and advises: other layouts, balanced stages, other microbatches, other chunks, packings.
 
-All of it comes from the steps that the diagnosis examined, with its model of what passes take, so advice and causes
-cannot contradict each other. Slow ranks stay as slow as they are: what the step gains without one is the price of that
-cause. Where a rank or a stage is slow because it waits for a processor core, nothing is predicted.
+All of it is replayed from the steps that the diagnosis examined, with its model of what passes take, so advice and
+causes cannot contradict each other. Slow ranks stay as slow as they are: what the step gains without one is the price
+of that cause. If a rank or a stage is slow because it waits for a processor core, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megaprof.analysis.what_if.contents import CostFit, Held, fitted
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
 from megaprof.analysis.what_if.memory import in_flight_layers, peaks
 from megaprof.analysis.what_if.memory import measured as measured_memory
-from megaprof.analysis.what_if.packing import packed, plans
+from megaprof.analysis.what_if.packing import plans, sequences_of
 from megaprof.formats.metadata import ModelChunk
 
 _MOST_LAYERS = 10_000
-#: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
+#: How uncertain predictions become if stages share physical cores, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
 Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_better"]
@@ -94,9 +94,8 @@ class WhatIf:
 
 
 def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None) -> tuple[WhatIf, Changeable | None]:
-    """Predicts changes of a run; returns what was predicted, and what answers for changes that a person chooses, None
-    where ``warnings`` say why. ``memory_limit``: bytes that a stage may have allocated, where that is less than its
-    device has."""
+    """Returns the predictions for a run, and the run as it can be changed by hand; None if ``warnings`` say why not.
+    ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
     table, state = run.table, run.view.state
     errors = (state.step_ms(run.replay) - table.length) / table.length
     steps, held = baseline(run), _held(table)
@@ -111,7 +110,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         allocated=peaks(table.memory),
     )
     differ = _differ(diagnosis)
-    sequences = packed(run) if differ else None
+    sequences = sequences_of(run) if differ else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     for cause in diagnosis.causes:
@@ -120,48 +119,49 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
             return replace(replayed, warnings=(Note("waits_for_rank", ranks=cause.ranks, stages=stages),)), None
     if table.schedule.stages == 1 and sequences is None:
         return replace(replayed, warnings=(Note("nothing_to_change"),)), None
-    told = [] if table.clocks else [Note("no_exchange_time")]
+    warnings = [] if table.clocks else [Note("no_exchange_time")]
     if run.missed > LEAST:
-        told.append(Note("replay_off", factor=run.missed))
+        warnings.append(Note("replay_off", factor=run.missed))
     slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
     if slow:
-        told.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
+        warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
     others = [each.prediction for each in (balanced(steps), *microbatch_counts(steps))]
     if isinstance(held, Note):
-        warnings = (Note("no_layout", why=held), *told)
-        return replace(replayed, candidates=tuple(others), warnings=warnings), None
+        unknown = Note("no_layout", why=held)
+        return replace(replayed, candidates=tuple(others), warnings=(unknown, *warnings)), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     shared = _shared_cores(table)
-    known = Changeable(
+    changeable = Changeable(
         steps, held, memory, 0.0 if shared is None else _SHARED_CORES, _slower(run, slow), sequences, differ is False
     )
     if table.schedule.stages == 1:
-        return replace(replayed, warnings=(Note("one_stage"),)), known
-    compared = layouts(known)
-    best = _best(compared, known.in_flight)
+        return replace(replayed, warnings=(Note("one_stage"),)), changeable
+    compared = layouts(changeable)
+    best = _best(compared, changeable.in_flight)
     advised = None if best is None else best.prediction
     alike = () if best is None else _alike(best, compared)
     quicker = [each.prediction for each in compared if each.prediction.speedup > 1.0]
     more = quicker[0].more_steps if best is None and quicker else 0
-    found = replace(
+    predictions = replace(
         replayed,
-        warnings=(*([] if shared is None else [shared]), *told),
-        costs=fitted(known.costs),
-        candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
+        warnings=(*([] if shared is None else [shared]), *warnings),
+        costs=fitted(changeable.costs),
+        candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(changeable))),
         best=advised,
-        host_options=options_of(table.framework, table.role, advised.flags, known.stages) if advised else None,
+        host_options=options_of(table.framework, table.role, advised.flags, changeable.stages) if advised else None,
         quickest=compared[0].prediction if compared else None,
         advice=_advice(compared[0].prediction if compared else None, advised, more),
-        in_flight=tuple(known.in_flight),
+        in_flight=tuple(changeable.in_flight),
         allowed=None if memory is None else memory.allowed,
         alike=alike,
         more_steps=more,
     )
-    return found, known
+    return predictions, changeable
 
 
 def _slower(run: Examined, ranks: Set[int]) -> Floats:
-    """[s]: how many times as long the slowest of ``ranks`` takes as its peers; 1 for a stage without any of them."""
+    """Returns [s]: how many times as long as its peers the slowest of ``ranks`` takes; 1 for a stage with none of
+    them."""
     without = run
     for term in terms(run.table, run.view, run.step_ms):
         if term.kind == "slow_rank" and ranks & set(term.ranks):
@@ -172,18 +172,18 @@ def _slower(run: Examined, ranks: Set[int]) -> Floats:
 
 
 def _differ(diagnosis: Diagnosis) -> bool | None:
-    """Whether microbatches or replicas differ in what they are given; None where that is not known."""
-    found = diagnosis.lengths
-    return None if found is None else max(found.squares, found.tokens_ratio) > 1.0 + LEAST
+    """Returns whether microbatches or replicas differ in the sequences they get; None if that is not known."""
+    lengths = diagnosis.lengths
+    return None if lengths is None else max(lengths.squares, lengths.tokens_ratio) > 1.0 + LEAST
 
 
 def withheld(reason: Note) -> WhatIf:
-    """Nothing is predicted."""
+    """Returns the predictions of a target that cannot be replayed: none, and the reason."""
     return WhatIf(warnings=(Note("not_replayed", why=reason),))
 
 
 def layout_of(measured: TargetStages) -> Layout | None:
-    """The layout of a captured target; None where its stages do not say what they hold."""
+    """Returns the layout of a captured target; None if its stages do not say what they hold."""
     chunks = {len(stage.chunks) for stage in measured.stages}
     if len(chunks) != 1 or len(measured.stages) < measured.sizes.pp:
         return None
@@ -197,20 +197,20 @@ def _piece(held: ModelChunk) -> str:
 
 
 def _held(table: Table) -> Held | Note:
-    """What the stages hold; why that is not known, where the files do not say it, or say what cannot be."""
+    """Returns what the stages hold; or why that is not known: the files do not say it, or say something impossible."""
     schedule, pieces, kinds = table.schedule, [], list[str]()
     for chunk in range(schedule.chunks):
         for stage in range(schedule.stages):
             metadata = table.metadata[stage]
-            own = ModelChunk() if metadata is None else metadata.chunks[chunk]
-            if own.layers is None or own.embedding is None or own.loss is None:
+            holds = ModelChunk() if metadata is None else metadata.chunks[chunk]
+            if holds.layers is None or holds.embedding is None or holds.loss is None:
                 return Note("stage_unknown", stages=(stage,))
-            if own.layers > _MOST_LAYERS or (own.mtp or 0) > _MOST_LAYERS:
-                return Note("stage_too_large", stages=(stage,), count=own.layers)
-            if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
+            if holds.layers > _MOST_LAYERS or (holds.mtp or 0) > _MOST_LAYERS:
+                return Note("stage_too_large", stages=(stage,), count=holds.layers)
+            if any(each is not None and len(each) != holds.layers for each in (holds.kinds, holds.layer_numbers)):
                 return Note("stage_contradicts", stages=(stage,))
-            pieces.append(_piece(own))
-            kinds += own.kinds if own.kinds is not None else ("layer",) * own.layers
+            pieces.append(_piece(holds))
+            kinds += holds.kinds if holds.kinds is not None else ("layer",) * holds.layers
     flat = "".join(pieces)
     if not kinds:
         return Note("no_layers")
@@ -222,8 +222,8 @@ def _held(table: Table) -> Held | Note:
 
 
 def _shared_cores(table: Table) -> Note | None:
-    """That more ranks than a host has cores run on it, which every layout does in another way; None where they do not
-    or nothing says so."""
+    """Returns a note if more ranks run on a host than it has cores, which they share differently in every layout; None
+    if they do not, or nothing says so."""
     for metadata in filter(None, table.metadata):
         ranks, cores = metadata.local_ranks, metadata.cores
         if ranks is not None and cores is not None and ranks > cores:
@@ -232,16 +232,16 @@ def _shared_cores(table: Table) -> Note | None:
 
 
 def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:
-    """The quickest layout that surely gains enough; of those that cannot be told apart from it, one that fits into the
-    memory that the stages were measured to use."""
-    gaining = [each for each in compared if _surely(each.prediction) and each.prediction.fits is not False]
+    """Returns the fastest layout that certainly gains enough; of those that cannot be told apart from it, one that
+    needs no more activations than stages were seen to hold."""
+    gaining = [each for each in compared if _certainly(each.prediction) and each.prediction.fits is not False]
     if not gaining:
         return None
     first = gaining[0]
     return next((each for each in gaining if not each.prediction.exceeds(held) and not apart(first, each)), first)
 
 
-def _surely(each: Prediction) -> bool:
+def _certainly(each: Prediction) -> bool:
     return each.low > 1.0 + LEAST
 
 
@@ -254,12 +254,12 @@ def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
 
 
 def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Advice:
-    """``first``: the quickest of the layouts with the captured number of chunks; ``more``: steps that would tell."""
+    """``first``: the fastest layout with the captured number of chunks; ``more``: how many more steps would tell."""
     if best is not None:
         return "change"
     if first is None:
         return "no_other"
-    if first.fits is False and _surely(first):
+    if first.fits is False and _certainly(first):
         return "none_fits"
     if more:
         return "open"

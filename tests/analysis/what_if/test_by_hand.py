@@ -61,11 +61,11 @@ def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: Changea
 
 
 def test_the_drawn_step_is_the_one_whose_replay_is_nearest_to_the_average(known: Changeable) -> None:
-    replayed = known.run.pipelines_ms
+    replayed = known.baseline.pipelines_ms
     nearest = np.abs(replayed - replayed.mean()).argmin()
     # That another step is as long as the average says nothing of its replay.
     length = np.roll([10.0, 0.0, -10.0], nearest) + known.measured_ms
-    drawn = replace(known, run=replace(known.run, length=length)).as_captured.simulation
+    drawn = replace(known, baseline=replace(known.baseline, length=length)).as_captured.simulation
     assert drawn.step_ms == pytest.approx(replayed[nearest])
 
 

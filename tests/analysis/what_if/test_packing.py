@@ -20,7 +20,7 @@ from megaprof.analysis.what_if.by_hand import chosen
 from megaprof.analysis.what_if.changeable import Changeable, NotCaptured
 from megaprof.analysis.what_if.changes import baseline
 from megaprof.analysis.what_if.contents import Held
-from megaprof.analysis.what_if.packing import PLANS, _dealt, packed, plan, plans, switch_of
+from megaprof.analysis.what_if.packing import PLANS, _dealt, plan, plans, sequences_of, switch_of
 from megaprof.analysis.what_if.what_if import what_if
 from tests.analysis.diagnosis.test_diagnose import HEALTHY, table_of
 
@@ -77,7 +77,7 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
     steps = drawn(table)
     before = having(table, steps)
     run = examine(before)
-    known = packed(run)
+    known = sequences_of(run)
     assert known is not None
     assert known.most == max(sum(own) for step in steps for replica in step for own in replica)
     for name in PLANS:
@@ -128,7 +128,7 @@ def test_what_a_processor_was_waited_for_is_not_taken_from_long_microbatches(tab
     for rank in np.ndindex(*before.passes.shape[1:3]):
         own = (slice(None), *rank)
         held[own] = queueing.of_passes(before.passes[own], [([t], ms) for t, ms in enumerate(waited[own])])
-    known = packed(examine(replace(before, held={WAIT: held})))
+    known = sequences_of(examine(replace(before, held={WAIT: held})))
     assert known is not None
     usual = np.array([FIXED, PER_TOKEN, PER_SQUARE])
     assert known.costs.cost[:, :, 0] == pytest.approx(np.broadcast_to(usual, (4, 1, 3)), rel=0.02)
@@ -149,7 +149,7 @@ def test_what_disturbs_some_passes_is_nothing_that_a_packing_gains(table: Table,
         return replayed(found, found.passes * (1.0 + struck * random.exponential(0.5, struck.shape)))
 
     before = disturbed(drawn(table))
-    known = packed(examine(before))
+    known = sequences_of(examine(before))
     assert known is not None
     for name in (packing.BALANCED, packing.FEWER):
         found = plan(known, name)
@@ -162,7 +162,7 @@ def test_what_disturbs_some_passes_is_nothing_that_a_packing_gains(table: Table,
 
 def test_fewer_microbatches_are_as_few_as_have_room(table: Table) -> None:
     """10 microbatches of 8 tokens would hold all tokens, but no two sequences of 5 go into one, nor 5 and 4."""
-    known = packed(examine(having(table, [[[(8,), *[(5,)] * 8, *[(4,)] * 7]] * 2] * len(table.steps))))
+    known = sequences_of(examine(having(table, [[[(8,), *[(5,)] * 8, *[(4,)] * 7]] * 2] * len(table.steps))))
     assert known is not None
     found = plan(known, packing.FEWER)
     assert found is not None
@@ -174,7 +174,7 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
     steps = drawn(table)
     before = having(table, steps, (6, 4, 3, 3))
     run = examine(before)
-    known = packed(run)
+    known = sequences_of(run)
     assert known is not None
     held = Held(("Etttttt", "tttt", "ttt", "tttL"), ("layer",) * 16, 4)
     by_hand = Changeable(baseline(run), held, None, sequences=known)
@@ -196,8 +196,8 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
 
 def test_without_sequences_nothing_is_predicted(table: Table) -> None:
     known = having(table, drawn(table))
-    assert packed(examine(replace(known, sequences={}))) is None
-    assert packed(examine(table)) is None
+    assert sequences_of(examine(replace(known, sequences={}))) is None
+    assert sequences_of(examine(table)) is None
     even = having(table, [[[(512, 512)] * 16] * 2] * len(known.steps))
     run = examine(even)
     assert what_if(run, diagnose(run))[0].packings == (), "microbatches do not differ"
@@ -231,7 +231,7 @@ def test_replicas_with_unequal_work_gain_by_pooling_however_alike_the_microbatch
     run = examine(before)
     told = diagnose(run)
     assert ("unequal_replicas", "data") in [(each.kind, each.reason) for each in told.causes]
-    known = packed(run)
+    known = sequences_of(run)
     assert known is not None
     laid = plan(known, packing.POOLED)
     assert laid is not None
