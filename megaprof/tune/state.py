@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from megaprof.analysis.what_if.changeable import RERUN
+from megaprof.analysis.what_if.changes import RERUN
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
 from megaprof.tune.command import with_layout

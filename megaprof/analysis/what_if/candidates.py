@@ -10,7 +10,7 @@ import numpy as np
 
 from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changeable import RERUN, WAYS, Changeable, predicted
+from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
 from megaprof.analysis.what_if.changes import Baseline, Change, Priced, priced
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import Layout
@@ -75,7 +75,7 @@ def balanced(run: Baseline) -> Priced:
         return np.broadcast_to(content.mean(axis=(-3, -2), keepdims=True), content.shape)
 
     drawn = even(run.drawn)
-    return priced(run, "balanced", even(run.content), drawn, drawn, unsure=RERUN)
+    return priced(run, "balanced", even(run.content), drawn, drawn)
 
 
 def microbatch_counts(run: Baseline) -> Iterator[Priced]:
@@ -89,7 +89,7 @@ def microbatch_counts(run: Baseline) -> Iterator[Priced]:
             change = Change(rescheduled(run.replay, schedule.chunks, count), captured / count)
         except ValueError:
             continue  # Megatron refuses this number of microbatches
-        found = priced(run, "microbatches", run.content, run.drawn, free, change, RERUN)
+        found = priced(run, "microbatches", run.content, run.drawn, free, change)
         activations = 1.0 if schedule.forward_only else change.tokens
         told = replace(found.prediction, microbatches=count, tokens=change.tokens, activations=activations)
         yield replace(found, prediction=told)

@@ -26,12 +26,9 @@ from megaprof.formats.phrases import counted
 MOST_MICROBATCHES = 4096
 _MOST_PASSES = 200_000
 _MOST_P2P_MS = 1e6
-#: No layout is more certain than this, as a fraction of the step: runs of one layout in turns with others differ by as
-#: much (`make bench-whatif`: 1 to 3 %), and one run does not show it.
-RERUN = 0.02
 #: What chunks of another number may cost beyond their layers, as a fraction of the step: a published pair of GPU runs
 #: had a last stage that became 3 % slower with two chunks.
-OTHER_CHUNKS = 0.03
+_OTHER_CHUNKS = 0.03
 #: Ways to divide contents, for every draw of them.
 WAYS = 2
 
@@ -158,10 +155,10 @@ class Tried:
 def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
     """Predicts a setting whose packing is the captured one. Raises ValueError where Megatron has no such schedule."""
     pieces, change, captured = setting.pieces, run.change(setting), run.baseline.replay.schedule
-    other_chunks = OTHER_CHUNKS * (len(pieces) != len(run.pieces))
+    other_chunks = _OTHER_CHUNKS * (len(pieces) != len(run.pieces))
     unsure = math.hypot(run.shared, other_chunks) if pieces != run.pieces else 0.0
     estimated, sure, free = (each.of(pieces) for each in (run.costs, run.sure, run.free))
-    found = priced(run.baseline, kind, estimated, sure, free, change, math.hypot(unsure, RERUN))
+    found = priced(run.baseline, kind, estimated, sure, free, change, unsure)
     schedule = change.replay.schedule
     fit = None if run.memory is None or change.tokens != 1.0 else run.memory.fit(pieces, schedule)
     prediction = replace(

@@ -26,6 +26,9 @@ from megaprof.analysis.table.table import Floats
 
 #: The pipelines of a step that may be its longest after a change: so many of those that take longest now.
 _LONGEST = 4
+#: No prediction is more certain than this, as a fraction of the step: runs of one layout or packing in turns with
+#: others differ by as much (`make bench-whatif`: 1 to 3 %), and one run does not show it.
+RERUN = 0.02
 #: The quantiles of `policy.LEVEL`.
 _ENDS = 0.05, 0.95
 
@@ -339,7 +342,7 @@ def priced(
 ) -> Priced:
     """Returns what a run gains by a change, with other contents of chunks [s, c, k]: as estimated (``content``), by
     every draw of steps and microbatches (``sure``), and by draws that take what the data leave open, too (``free``).
-    ``unsure``: what else makes it uncertain, as a fraction of the step."""
+    ``unsure``: what else makes it uncertain beside `RERUN`, as a fraction of the step."""
     change = change or run.as_is
     gains = run.gain(content, change)
     of_same_step = gains[run.rows]
@@ -350,24 +353,33 @@ def priced(
         run.error_of_steps(gains, content, change),
         run.gain_drawn(sure, change) - of_same_step,
         run.gain_drawn(free, change) - np.resize(of_same_step, len(free)),
-        (unsure + run.missed) * run.measured_ms,
+        run.missed,
+        unsure,
     )
 
 
 def gained(
-    kind: Kind, measured_ms: float, gains: Floats, of_steps: float, sure: Floats, free: Floats, unsure_ms: float
+    kind: Kind,
+    measured_ms: float,
+    gains: Floats,
+    of_steps: float,
+    sure: Floats,
+    free: Floats,
+    missed: float,
+    unsure: float = 0.0,
 ) -> Priced:
     """Returns the prediction of a step of ``measured_ms`` that gets shorter by ``gains`` [n], and the interval around
     it.
 
     ``of_steps`` is the standard error of their average. ``sure`` and ``free`` [draw] are what a draw gains beyond the
     same step with what was estimated: ``sure`` for what more steps would tell, ``free`` for all that is open.
-    ``unsure_ms`` stays however many steps there are.
+    ``missed`` (by the replay) and ``unsure`` are fractions of the step that stay however many steps there are.
     """
     mean = float(gains.mean())
     noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(sure**2))))
     # What the replay misses a change may gain or lose in full.
-    other = math.hypot(LEVEL * of_steps, unsure_ms, LEVEL * REPLAYED * mean)
+    lasting = (math.hypot(unsure, RERUN) + missed) * measured_ms
+    other = math.hypot(LEVEL * of_steps, lasting, LEVEL * REPLAYED * mean)
     below, above = (float(end) for end in np.quantile(free, _ENDS))
     low, high = mean - math.hypot(min(below, 0.0), other), mean + math.hypot(max(above, 0.0), other)
     more = _more(len(gains), mean, low, noise, LEAST * measured_ms)

@@ -8,12 +8,11 @@ assumed to take twice as long, which is almost nothing if there was one replica.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import hypot
 
 import numpy as np
 
 from megaprof.analysis.simulation.replay import rescheduled
-from megaprof.analysis.what_if.changeable import RERUN, Changeable, flags_of
+from megaprof.analysis.what_if.changeable import Changeable, flags_of
 from megaprof.analysis.what_if.changes import Change, Prediction, priced
 from megaprof.analysis.what_if.layouts import format_layout, layers_per_stage
 from megaprof.analysis.what_if.memory import in_flight_layers
@@ -39,8 +38,7 @@ def half_as_deep(run: Changeable) -> Prediction:
     except ValueError:
         shape = f"{schedule.chunks} chunks on {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
         raise ValueError(f"Megatron has no schedule of {shape}") from None
-    unsure, drawn = hypot(run.shared, RERUN), baseline.drawn
-    found = priced(baseline, "depth", baseline.content, drawn, drawn, change, unsure)
+    found = priced(baseline, "depth", baseline.content, baseline.drawn, baseline.drawn, change, run.shared)
     needs = in_flight_layers(pieces, change.replay.schedule)
     fit = None if run.memory is None else run.memory.halved(needs)
     return replace(

@@ -30,8 +30,6 @@ BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS =
     "alternating",
     "fewer",
 )
-#: Runs of one plan in turns with others differ by as much, as a fraction of the step.
-_RERUN = 0.02
 
 #: The options with which each host deals sequences by their lengths, read in the versions of docs/hosts. Megatron-LM's
 #: core_v0.16.1 and Megatron-Bridge 0.6.2 have none.
@@ -54,7 +52,7 @@ Step = list[list[Microbatch]]
 
 @dataclass(frozen=True)
 class Sequences:
-    """A run whose sequences are sequences, and what they take."""
+    """The sequences of a run, and what passes take by them."""
 
     run: Examined
     """Its steps."""
@@ -185,8 +183,7 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
     # Other steps have other sequences; one step alone does not say how others differ.
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(float(gains.mean()))
-    unsure_ms = (run.missed + _RERUN) * run.step_ms
-    found = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, unsure_ms)
+    found = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
     return found.prediction, passes(costs.cost, every)
 
 
