@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from megaprof.capture.process import process
@@ -69,7 +68,7 @@ class Dispatcher:
     def _now(self, call: RecordedCall | None) -> None:
         """``call`` is recorded from now on; None: no call is."""
         self.call = call
-        self.gate.tape = call.tape if call is not None and call.line is not None else None
+        self.gate.tape = call.tape if call is not None and call.timed else None
         # An open window wants ranges, or at least to be closed early when host memory runs out.
         self.gate.slow = (call is not None and call.ranged) or process.window is not None
 
@@ -86,7 +85,7 @@ class Dispatcher:
         call = None if session is None else session.begin(facts)
         if session is not None and call is not None:
             self._recording = session, call
-            self._now(call if call.ranged or call.line is not None else None)
+            self._now(call if call.ranged or call.timed else None)
         return call
 
     def end(self, *, failed: bool) -> None:
@@ -135,10 +134,11 @@ class Dispatcher:
             call = None if self._recording is None else self._recording[1]
             if call is not None:
                 call.ranged = False
-                call.outermost.__exit__(None, None, None)
+                if call.outermost is not None:
+                    call.outermost.close()
             for session in self.sessions:
                 session.end_window(reason, None if call is None else GRACE_SECONDS)
-            self._now(None if call is None or call.line is None else call)
+            self._now(call if call is not None and call.timed else None)
 
     def put_back(self) -> None:
         """Undo what was done to the host for the call that is recorded. Can be run twice."""
@@ -169,9 +169,8 @@ class Dispatcher:
 
     def _abandon(self) -> None:
         """Stop the recorders of the sessions that were dropped. Can be run twice."""
-        recording = self._recording
-        ranges = None if recording is None else partial(recording[1].outermost.__exit__, None, None, None)
-        in_full(ranges, *(session.abandon for session in self._dropped))
+        outermost = None if self._recording is None else self._recording[1].outermost
+        in_full(None if outermost is None else outermost.close, *(session.abandon for session in self._dropped))
         self._recording, self._dropped = None, []
 
     def unwrapped(self, chunk: Any) -> Any:

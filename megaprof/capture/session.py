@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 Numbers = Callable[[str], tuple["int | None", "int | None"]]
 """Returns the host's number of a call of a target, which begins, and of the host's step that it is in; None: unknown,
 negative: it has none (`megaprof.capture.agenda.Call`)."""
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Session:
@@ -136,8 +134,8 @@ class Session:
                 self._meet(role)
             opened = self._own_window
             decision = self._begins(facts.target, role, None if opened is None or capturing() else opened.planned)
-            if self.recorders or self.demand is not None:
-                self._coming = self._needed_next(decision.steps)
+            windowed = self.recorders or self.demand is not None
+            self._coming = self._needed_next(decision.steps) if windowed else ()
             if opened is not None or decision.opens or process.prepared is not None:
                 with self._termination:
                     if opened is not None:
@@ -156,9 +154,10 @@ class Session:
     def end(self, call: RecordedCall, *, failed: bool) -> None:
         """The call that ``begin`` answered with ``call`` returned, or raised an exception of the host's."""
         try:
-            if call.line is not None and self.timeline is not None:
-                self.timeline.end(call.line, failed=failed)
-            call.outermost.__exit__(None, None, None)
+            if call.timed and self.timeline is not None:
+                self.timeline.end(call.tape, failed=failed)
+            if call.outermost is not None:
+                call.outermost.close()
             opened, coming = self._own_window, self._coming
             if opened is None and not coming:
                 return
@@ -355,10 +354,16 @@ class Session:
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """Returns what is recorded of the call, in the open window and in the timeline; None: nothing."""
         window, timeline = process.window, self.timeline
-        tape = Tape(facts.chunks, facts.forward_only, None if timeline is None else timeline.clock)
-        call = RecordedCall(facts, _NOTHING, tape)
-        if window is not None or (facts.graph == "capture" and names.available):
-            call.ranged = self.config.ranges != "step"
+        ranged = window is not None or (facts.graph == "capture" and names.available)
+        ranged = ranged and self.config.ranges != "step"
+        # Nothing may be timed while a CUDA graph is captured.
+        if timeline is not None and step.target in self._timed and facts.graph != "capture":
+            timed = timeline.begin(facts, step.target, step.role, step.number, captured=window is not None)
+            call = RecordedCall(facts, timed, True, ranged)
+        elif window is not None or ranged or self._coming:
+            call = RecordedCall(facts, Tape(facts.chunks, facts.forward_only), False, ranged)
+        else:
+            return None
         if window is not None:
             call.outermost = outermost = ExitStack()
             scope = current()
@@ -367,11 +372,7 @@ class Session:
             outermost.enter_context(Range(ranges.step_range(step.target, step.number, self.coords)))
             if window.owner is self and window.call is None:
                 window.call = call
-        # Nothing may be timed while a CUDA graph is captured.
-        if timeline is not None and step.target in self._timed and facts.graph != "capture":
-            captured = window is not None
-            call.line = timeline.begin(call, step.target, step.role, step.number, captured=captured)
-        return call if window is not None or call.line is not None or call.ranged or self._coming else None
+        return call
 
     def _open(self, planned: PlannedWindow) -> None:
         """Open ``planned``; where its recorders cannot start, it is lost."""
@@ -422,7 +423,7 @@ class Session:
         """Have the files of a window written."""
         self._guard.closes()
         window = replace(opened.window, last=opened.planned.last.number)
-        call = opened.call or RecordedCall(NO_CALL, _NOTHING, Tape())
+        call = opened.call or RecordedCall(NO_CALL, Tape())
         try:
             metadata = describe(window, call, self.config, truncated, self._framework)
             for recorder in opened.recorders:

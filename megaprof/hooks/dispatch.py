@@ -42,8 +42,8 @@ def stepped(
                 call = dispatcher.begin(facts_of(args, kwargs))
                 if call is not None:
                     prepare(call)
-                    if call.line is not None:
-                        call.line.own = time.perf_counter_ns() - entered
+                    if call.timed:
+                        call.tape.own = time.perf_counter_ns() - entered
             except BaseException as fault:  # not `Contained`, which every step would pay for
                 if not contained("looking at a step", dispatcher.drop, fault):
                     raise
@@ -89,14 +89,14 @@ def ranged(
         call = dispatcher.call
         if call is None:
             return original(*args, **kwargs)
-        line, tape, opened, began, code = call.line, call.tape, None, None, 0
+        timed, tape, opened, began, code = call.timed, call.tape, None, None, 0
         try:
             try:
                 code = code_of(call, args, kwargs)
                 if call.ranged:
                     opened = Range(str(codes.name(code)) if name_of is None else name_of(call))
                     opened.__enter__()
-                if line is not None:
+                if timed:
                     tape.now = code
                     began = tape.mark()
             except BaseException as fault:
@@ -105,7 +105,7 @@ def ranged(
             result = original(*args, **kwargs)
         finally:
             try:
-                if began is not None and line is not None:
+                if began is not None:
                     tape.add(code, began, tape.mark())
                     tape.now = 0
                 if opened is not None:

@@ -436,7 +436,7 @@ static PyTypeObject TapeType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "megaprof.recorders._tape.Tape",
     .tp_basicsize = sizeof(Tape),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
     .tp_doc = "The events of one step while it is recorded.",
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)tape_init,

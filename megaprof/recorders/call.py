@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megaprof.config.windows import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.formats.metadata import WithoutRange
-from megaprof.recorders.line import Line
 
 
 class CallFacts(NamedTuple):
@@ -47,14 +46,14 @@ class RecordedCall:
 
     facts: CallFacts
     """What its arguments say."""
-    outermost: AbstractContextManager[object]
-    """Closes the ranges around the whole call."""
     tape: Any
-    """Matches backwards to forwards, and takes the events where `line` is not None: a `recorders.tape.Tape`."""
+    """Matches backwards to forwards, and takes the events of the timeline: a `recorders.tape.Tape`."""
+    timed: bool = False
+    """True: the call is in the timeline; its tape is a `recorders.timeline.step.RecordedStep`."""
     ranged: bool = False
     """True: a window is open that wants ranges of what the schedule calls."""
-    line: Line | None = None
-    """Where the timeline keeps this call; None: nowhere."""
+    outermost: ExitStack | None = None
+    """Closes the ranges around the whole call; None without a window."""
     forwards: int = 0
     """How many forwards have begun, while a window is open."""
     backwards: int = 0

@@ -12,9 +12,10 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import ahead
-from megaprof.capture.agenda import CountedStep
+from megaprof.capture.agenda import CountedStep, Demand
 from megaprof.capture.ahead import Pace
 from megaprof.capture.profiler import profiler
+from megaprof.recorders import build_recorders
 from megaprof.recorders.torch_profiler import TorchRecorder
 
 
@@ -164,3 +165,17 @@ def test_a_preparation_that_fails_costs_nothing_but_itself(
         assert handle.active
     assert prepared(tmp_path) == {2: False}
     assert caplog.text.count("Kineto is unwell") == 1
+
+
+def test_what_nobody_asks_for_any_more_is_not_prepared_again(one_rank: Any, tmp_path: Path, watched: Watched) -> None:
+    only_timeline = ProfileConfig(("train_actor",), str(tmp_path), tool=("timeline",))
+    with install_hooks(one_rank.chunks, only_timeline) as handle:
+        session = handle._session
+        assert session is not None
+        session.demand = Demand("train_actor", None, 2, 1, build_recorders(on(tmp_path), session.writer))
+        for _ in range(2):
+            one_rank.train_step()
+        session.demand = None  # the background thread takes a cancelled one away
+        for _ in range(3):
+            one_rank.train_step()
+    assert watched.said == ["prepare", "discard"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import subprocess
 import sys
 import weakref
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from megaprof.formats.steps import codes
 from megaprof.recorders import tape
 from megaprof.recorders.tape import Gate, Hook, PythonTape, Tape, raw
+from megaprof.runtime.patching import Patches
 
 pytestmark = pytest.mark.skipif(not tape.IN_C, reason="megaprof was built without a C compiler")
 
@@ -250,6 +252,22 @@ def test_a_hook_in_a_class_is_a_method_and_looks_like_what_it_hooks() -> None:
     assert [event[0] for event in events(made)] == [99, 99]
     assert (Communicator.send.__name__, Communicator.send.__doc__) == ("send", "Sends.")
     assert Communicator.send.__wrapped__ is original  # type: ignore[attr-defined]
+
+
+def test_a_hook_needs_no_copied_attributes_to_look_like_what_it_hooks() -> None:
+    class Model:
+        def forward(self, input_ids: int, *, labels: int = 0) -> int:
+            return input_ids + labels
+
+    model, patches = Model(), Patches()
+    bound = inspect.signature(model.forward)
+    patches.shadow(model, "forward", lambda original: hooked(Gate(never), original, code=codes.MODEL))
+    assert inspect.signature(model.forward) == bound
+    assert (model.forward.__name__, model.forward.__wrapped__) == ("forward", Model.forward.__get__(model))  # type: ignore[attr-defined]
+    assert not hasattr(model.forward, "other")
+    assert model.forward(1, labels=2) == 3
+    patches.restore()
+    assert "forward" not in vars(model)
 
 
 def test_the_tape_may_be_taken_away_meanwhile_and_nothing_leaks() -> None:

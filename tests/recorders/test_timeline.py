@@ -173,7 +173,7 @@ def test_a_writer_that_fails_leaves_training_and_the_other_hooks_alone(
             one_rank.train_step()
         assert handle.active
         assert "a background task failed" in caplog.text
-        assert len(recorded(handle)._finished) <= recorder.WAITING_STEPS
+        assert len(recorded(handle)._waiting) <= recorder.WAITING_STEPS
         assert recorded(handle).steps_dropped > 0
         monkeypatch.undo()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,21 +15,24 @@ from megaprof.formats.metadata import Metadata
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders.timeline import files
-from megaprof.recorders.timeline.files import Facts, Step, TimelineFiles
+from megaprof.recorders.timeline.files import Facts, PackedStep, TimelineFiles
+from megaprof.recorders.timeline.step import Calls, Description
 from tests.formats.step_records import StepRecord
 
 COORDS = RankCoords(rank=3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=2))
 SHAPE = list(range(200))
 
 
-def described(role: str) -> dict[str, Any]:
-    return Metadata("train_actor", COORDS, (0, 0), role=role).as_dict()
+@functools.cache
+def described(role: str) -> Description:
+    metadata = Metadata("train_actor", COORDS, (0, 0), role=role).as_dict()
+    return Description(Calls("train_actor", role), metadata)
 
 
-def step_of(step: int, key: str = "actor", shape: list[int] = SHAPE, facts: Facts = ()) -> Step:
+def step_of(step: int, key: str = "actor", shape: list[int] = SHAPE, facts: Facts = ()) -> PackedStep:
     record = StepRecord(9, 9, step, 0, 10**18, 9000, shape, [s + 1 for s in shape], {"forward": 10})
     events = array("q", shape).tobytes()
-    return key, described(key), events, record.begun(), record.spent(), record.times(), facts
+    return PackedStep(described(key), events, record.begun(), record.spent(), record.times(), facts)
 
 
 def append(timeline: TimelineFiles, step: int, key: str = "actor") -> None:

@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
+from megaprof.recorders.timeline.step import Description
 from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.logs import logger
 
@@ -24,9 +25,21 @@ PAUSE_SECONDS = 60.0
 
 Facts = tuple[tuple[int, bytes], ...]
 """What stands beside a step: which fact of `formats.timeline`, and its bytes."""
-Step = tuple[Any, dict[str, Any], bytes, tuple[int, int, int, int], tuple[int, ...], bytes, Facts]
-"""What stands for its metadata; the metadata; the codes of its events as 64-bit integers, in the order of their starts;
-what `formats.timeline.step_record` takes; and what stands beside it."""
+
+
+class PackedStep(NamedTuple):
+    """A step as it is written."""
+
+    description: Description
+    """What it shares with other steps: its metadata."""
+    events: bytes
+    """The codes of its events as 64-bit integers, in the order of their starts."""
+    begun: tuple[int, int, int, int]
+    """As `formats.timeline.step_record` takes it, like the next two."""
+    spent: tuple[int, ...]
+    times: bytes
+    facts: Facts
+    """What stands beside it."""
 
 
 class Place(NamedTuple):
@@ -56,16 +69,16 @@ class TimelineFiles:
         self._path = directory
         self._file: int | None = None
         self._size = 0
-        self._metadata: dict[Any, int] = {}
+        self._descriptions: dict[Description, int] = {}
         self._shapes: dict[bytes, int] = {}
         self._steps = 0
         self._number = 0
-        self._holding: dict[Any, bytes] = {}
+        self._holding: dict[tuple[int, Description], bytes] = {}
         self._paused_until = 0.0
         self.bytes_written = 0
         self.steps_lost = 0
 
-    def append(self, steps: Sequence[Step]) -> list[Place]:
+    def append(self, steps: Sequence[PackedStep]) -> list[Place]:
         """Write ``steps``, with one write as long as no other file begins; answers where those are that were written,
         the first ones."""
         places: list[Place] = []
@@ -107,27 +120,27 @@ class TimelineFiles:
     def close(self) -> None:
         self._end_file()
 
-    def _append(self, steps: Sequence[Step]) -> int:
+    def _append(self, steps: Sequence[PackedStep]) -> int:
         """Write the first of ``steps``, as many as have room in one file; answers how many."""
         if self._file is None:
-            self._begin_file(steps[0][3][2])
+            self._begin_file(steps[0].begun[2])
         size, data, count = self._size, list[bytes](), 0
         # In front of the steps: those of one length then follow each other, which is quick to read, and a file that is
         # cut lacks steps rather than what stands beside them.
         beside: list[bytes] = [] if size else [format.MAGIC]
-        for key, metadata, events, begun, spent, times, facts in steps:
-            number, shape, records = self._metadata.get(key), self._shapes.get(events), b""
+        for description, events, begun, spent, times, facts in steps:
+            number, shape, records = self._descriptions.get(description), self._shapes.get(events), b""
             if number is None or shape is None:
-                if size and max(len(self._metadata), len(self._shapes)) >= format.MOST_NUMBERS:
+                if size and max(len(self._descriptions), len(self._shapes)) >= format.MOST_NUMBERS:
                     break
                 if number is None:
-                    number = self._metadata[key] = len(self._metadata)
-                    records = format.metadata_record(metadata)
+                    number = self._descriptions[description] = len(self._descriptions)
+                    records = format.metadata_record(description.metadata)
                 if shape is None:
                     shape = self._shapes[events] = len(self._shapes)
                     records += format.shape_record(events)
             records += format.step_record(number, shape, begun, spent, times)
-            said = self._said(key, self._steps + count, facts)
+            said = self._said(description, self._steps + count, facts)
             if size and size + len(records) + len(said) > self._largest:
                 break
             data.append(records)
@@ -141,14 +154,14 @@ class TimelineFiles:
             self._end_file()
         return count
 
-    def _said(self, key: Any, row: int, facts: Facts) -> bytes:
+    def _said(self, description: Description, row: int, facts: Facts) -> bytes:
         """The records of what stands beside a step. What holds until another one is told most jobs say once."""
         said = []
         for what, payload in facts:
             if what in format.HOLDING:
-                if self._holding.get((what, key), b"") == payload:
+                if self._holding.get((what, description), b"") == payload:
                     continue
-                self._holding[what, key] = payload
+                self._holding[what, description] = payload
             said.append(format.fact_record(row, what, payload))
         return b"".join(said)
 
@@ -163,7 +176,7 @@ class TimelineFiles:
                 break
         self._path, self._size = path, 0
         self._number += 1
-        self._metadata, self._shapes, self._holding, self._steps = {}, {}, {}, 0
+        self._descriptions, self._shapes, self._holding, self._steps = {}, {}, {}, 0
 
     def _write(self, data: bytes) -> None:
         """All of ``data`` or, after an OSError, nothing of it."""

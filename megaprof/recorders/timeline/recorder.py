@@ -26,17 +26,17 @@ from megaprof.formats.steps.garbage import pack_collections
 from megaprof.formats.steps.work import pack_work
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
-from megaprof.recorders.call import RecordedCall
+from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.garbage import Collections
-from megaprof.recorders.line import Line
 from megaprof.recorders.processor import Waits, waited_ns
-from megaprof.recorders.tape import raw
+from megaprof.recorders.tape import Tape, raw
 from megaprof.recorders.timeline.arrivals import Reading, Written
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock, device_memory
-from megaprof.recorders.timeline.files import Facts, Place, Step, TimelineFiles
+from megaprof.recorders.timeline.files import Facts, PackedStep, Place, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
+from megaprof.recorders.timeline.step import Calls, Description, RecordedStep
 from megaprof.recorders.work import read_work
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
@@ -82,13 +82,10 @@ class TimelineRecorder:
         self._memory: Callable[[], format.Memory] | None = None
         self._without: str | None = None  # why times are the host's although a GPU is in use
         self._told_clock = False
-        self._finished: deque[Line] = deque()
+        self._waiting: deque[RecordedStep] = deque()
         self._writing = threading.Lock()
-        self._described: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._lengths: dict[Key, tuple[Any, Any]] = {}
-        self._calls: dict[Key, tuple[int, int]] = {}
-        self._last: dict[Key, tuple[int, int]] = {}
-        self._line: Line | None = None
+        self._calls: dict[Key, Calls] = {}
+        self._running: RecordedStep | None = None
         self._waits: Waits | None = None
         self._waits_counted = waited_ns(threading.get_native_id()) is not None
         self._collectives = Reading() if config.collectives else None
@@ -114,45 +111,47 @@ class TimelineRecorder:
             self._without = str(missing)
         return None if self._device is None else self._device.mark
 
-    def begin(self, call: RecordedCall, target: str, role: str | None, step: int, *, captured: bool) -> Line:
-        """A schedule call starts."""
-        last, index = self._last.get((target, role), (None, -1))
-        index = index + 1 if last == step else 0
-        self._last[target, role] = (step, index)
-        line = Line(target, step, min(index, 0xFFFF), call.tape)
-        line.key, line.metadata = self._describe(call, target, role, step)
-        line.flags = (format.CAPTURED if captured else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
-        self._line = line
-        line.start_ns = time.time_ns()
-        line.began = line.tape.mark()
-        return line
+    def begin(self, facts: CallFacts, target: str, role: str | None, number: int, *, captured: bool) -> RecordedStep:
+        """A schedule call starts, which is step ``number`` of its target and role."""
+        calls = self._calls.get((target, role))
+        if calls is None:
+            calls = self._calls[target, role] = Calls(target, role)
+        calls.index = calls.index + 1 if calls.number == number else 0
+        calls.number = number
+        step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
+        step.number, step.index, step.own = number, calls.index, 0
+        step.description = self._description(calls, facts)
+        step.flags = (format.CAPTURED if captured else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
+        self._running = step
+        step.start_ns = time.time_ns()
+        step.began = step.mark()
+        return step
 
-    def end(self, line: Line, *, failed: bool) -> None:
+    def end(self, step: RecordedStep, *, failed: bool) -> None:
         """The call returned, or raised an exception of the host's."""
-        line.ended = line.tape.mark()
+        step.ended = step.mark()
         entered = time.perf_counter_ns()
-        line.end_ns = time.time_ns()
-        line.memory = None if self._memory is None else self._memory()
+        step.end_ns = time.time_ns()
+        step.memory = None if self._memory is None else self._memory()
         if failed:
-            line.flags |= format.FAILED
-        if line.began is None or line.ended is None:  # a CUDA graph was being captured
-            line.flags |= format.INCOMPLETE
-        self._line = None
-        key = (line.target, line.key[1])
-        self._calls[key] = (line.step, self._calls.get(key, (0, 0))[1] + 1)
-        waiting = len(self._finished)
-        if waiting >= WAITING_STEPS:
-            self._finished.popleft()
+            step.flags |= format.FAILED
+        if step.began is None or step.ended is None:  # a CUDA graph was being captured
+            step.flags |= format.INCOMPLETE
+        self._running = None
+        calls, waiting = step.description.calls, self._waiting
+        calls.finished = step.number, 1 if calls.finished is None else calls.finished[1] + 1
+        waiting.append(step)
+        if len(waiting) > WAITING_STEPS:
+            waiting.popleft()
             self.steps_dropped += 1
-        self._finished.append(line)
-        reads = self._collectives is not None and self._collectives.due == line.step
-        if reads or (waiting and waiting % WAKING_STEPS == 0):  # else once a second: it costs more than a step's events
+        reads = self._collectives is not None and self._collectives.due == step.number
+        if reads or len(waiting) % WAKING_STEPS == 0:  # else once a second: it costs more than a step's events
             self._background.wake()
-        line.own += time.perf_counter_ns() - entered
+        step.own += time.perf_counter_ns() - entered
 
     def abandon(self) -> None:
         """After a fault: the step that was being recorded is not, and nothing more is heard of."""
-        self._line = None
+        self._running = None
         self._collections.stop()
 
     def close(self) -> None:
@@ -167,7 +166,7 @@ class TimelineRecorder:
                 self._files.close()
             finally:
                 self._writing.release()
-        missing = self.steps_dropped + len(self._finished), self._files.steps_lost
+        missing = self.steps_dropped + len(self._waiting), self._files.steps_lost
         if missing != self._told:
             self._told = missing
             logger.warning(
@@ -179,14 +178,14 @@ class TimelineRecorder:
 
     def calls(self) -> dict[Key, tuple[int, int]]:
         """By target and role: the last finished step, and how many calls are finished."""
-        return dict(self._calls)
+        return {key: calls.finished for key, calls in list(self._calls.items()) if calls.finished is not None}
 
     def position(self) -> Position | None:
         """Where the training thread is now, None outside of a schedule call."""
-        line = self._line
-        state = None if line is None else (id(line), len(line.tape), line.tape.now)
+        step = self._running
+        state = None if step is None else (id(step), len(step), step.now)
         since = self._watch.since(state)
-        return None if line is None else position(line.target, line.key[1], line.step, codes.name(line.tape.now), since)
+        return None if step is None else _position(step, step.now, since)
 
     def device_position(self) -> Position | None:
         """Where the GPU is: the first event of the oldest unfinished step that has not happened yet. None on a CPU,
@@ -194,15 +193,14 @@ class TimelineRecorder:
         device = self._device
         if device is None:
             return None
-        lines = [*self._finished, *([self._line] if self._line is not None else [])]
+        running = self._running
         with device.reading():
-            for line in lines:
-                marks = list(line.tape.marks)
+            for step in [*self._waiting, *([] if running is None else [running])]:
+                marks = list(step.marks)
                 for i in range(0, len(marks) - 1, 2):
                     if not device.finished(marks[i + 1]):
                         began = device.finished(marks[i])
-                        name = codes.name(int(_events(line)[i // 2, 0])) if began else None
-                        return position(line.target, line.key[1], line.step, name, time.time())
+                        return _position(step, int(_events(step)[i // 2, 0]) if began else 0, time.time())
         return None
 
     def drain(self) -> None:
@@ -212,18 +210,18 @@ class TimelineRecorder:
             self._read()
 
     def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
-        last: tuple[Place, Line] | None = None
-        while lines := self._ready():
-            places = self._files.append([step for _, step in lines])
-            last = (places[-1], lines[len(places) - 1][0]) if places else last
+        last: tuple[Place, RecordedStep] | None = None
+        while steps := self._ready():
+            places = self._files.append([packed for _, packed in steps])
+            last = (places[-1], steps[len(places) - 1][0]) if places else last
             if self._collectives is not None:
-                for place, (line, _) in zip(places, lines, strict=False):
-                    self._collectives.wrote(Written(place, line.step, line.start_ns, line.end_ns))
-            if self._finished:
+                for place, (step, _) in zip(places, steps, strict=False):
+                    self._collectives.wrote(Written(place, step.number, step.start_ns, step.end_ns))
+            if self._waiting:
                 pause()
         self._wait_until_now(last)
 
-    def _wait_until_now(self, last: tuple[Place, Line] | None) -> None:
+    def _wait_until_now(self, last: tuple[Place, RecordedStep] | None) -> None:
         """Write what the training thread waited for a core since the ``last`` step before these was written."""
         if self._waits is None or (last is None and self._waits.began):
             return
@@ -238,80 +236,86 @@ class TimelineRecorder:
         if self._collectives is not None:
             self._files.add(self._collectives.look(last=last))
 
-    def _ready(self) -> list[tuple[Line, Step]]:
+    def _ready(self) -> list[tuple[RecordedStep, PackedStep]]:
         """The next finished steps whose times are known, in order."""
-        steps: list[tuple[Line, Step]] = []
+        steps: list[tuple[RecordedStep, PackedStep]] = []
         with contextlib.nullcontext() if self._device is None else self._device.reading():
-            while self._finished and len(steps) < STEPS_AT_ONCE:
+            while self._waiting and len(steps) < STEPS_AT_ONCE:
                 try:
-                    line = self._finished.popleft()
+                    step = self._waiting.popleft()
                 except IndexError:  # the training thread dropped it meanwhile
                     break
-                if self._pending(line):
-                    self._finished.appendleft(line)
+                if self._pending(step):
+                    self._waiting.appendleft(step)
                     break
-                steps.append((line, self._packed(line)))
+                steps.append((step, self._packed(step)))
         return steps
 
-    def _pending(self, line: Line) -> bool:
+    def _pending(self, step: RecordedStep) -> bool:
         """Whether the GPU has yet to finish it. One that takes too long is written without times."""
-        if self._device is None or line.flags & format.INCOMPLETE or self._device.finished(line.ended):
+        if self._device is None or step.flags & format.INCOMPLETE or self._device.finished(step.ended):
             return False
-        if time.time_ns() - line.start_ns < GIVE_UP_SECONDS * 1e9:
+        if time.time_ns() - step.start_ns < GIVE_UP_SECONDS * 1e9:
             return True
-        line.flags |= format.INCOMPLETE
+        step.flags |= format.INCOMPLETE
         return False
 
-    def _packed(self, line: Line) -> Step:
+    def _packed(self, step: RecordedStep) -> PackedStep:
         shape, times, totals, duration = b"", b"", _NO_TIME, 0
         if self._device is None:
-            duration = (line.ended - line.began + 500) // 1000
-            shape, times, totals = pack(raw(line.tape), line.began)
-        elif not line.flags & format.INCOMPLETE:
+            duration = (step.ended - step.began + 500) // 1000
+            shape, times, totals = pack(raw(step), step.began)
+        elif not step.flags & format.INCOMPLETE:
             try:
-                duration, (shape, times, totals) = _timed(line, self._device)
+                duration, (shape, times, totals) = _timed(step, self._device)
             except (RuntimeError, ValueError):
                 # Its events are on streams that do not wait for each other: one is not finished, or before the step.
-                line.flags |= format.INCOMPLETE
+                step.flags |= format.INCOMPLETE
             else:
-                self._device.take_back([line.began, *line.tape.marks, line.ended])
-        if not line.flags & _UNUSUAL:
-            self.tally.add((line.target, line.key[1]), (duration, *totals), line.start_ns)
-        begun = line.index, line.flags, line.step, line.start_ns
-        return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times, self._facts(line)
+                self._device.take_back([step.began, *step.marks, step.ended])
+        if not step.flags & _UNUSUAL:
+            calls = step.description.calls
+            self.tally.add((calls.target, calls.role), (duration, *totals), step.start_ns)
+        begun = min(step.index, 0xFFFF), step.flags, step.number, step.start_ns
+        spent = duration, *totals, step.own // 1000
+        return PackedStep(step.description, shape, begun, spent, times, self._facts(step))
 
-    def _facts(self, line: Line) -> Facts:
+    def _facts(self, step: RecordedStep) -> Facts:
         """What stands beside a step: what its microbatches consist of, its memory, and when garbage was collected in it
         and since the one before. A step that the GPU may not have finished is not asked for the first."""
-        fetch = None if self._device is None or line.flags & format.INCOMPLETE else self._device.numbers
-        found = read_work(line.tape.given, self._coords.sizes.cp, fetch)
+        fetch = None if self._device is None or step.flags & format.INCOMPLETE else self._device.numbers
+        found = read_work(step.given, self._coords.sizes.cp, fetch)
         facts = [(format.WORK, pack_work(found))]
-        if line.memory is not None:
-            facts.append((format.MEMORY, line.memory.pack()))
-        if collected := self._collections.until(line.end_ns):
+        if step.memory is not None:
+            facts.append((format.MEMORY, step.memory.pack()))
+        if collected := self._collections.until(step.end_ns):
             times = ((each.start, each.end) for each in collected)
-            facts.append((format.COLLECTIONS, pack_collections(times, line.start_ns)))
+            facts.append((format.COLLECTIONS, pack_collections(times, step.start_ns)))
         return tuple(facts)
 
-    def _describe(
-        self, call: RecordedCall, target: str, role: str | None, step: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Metadata of the call, made once for every kind of call. A length that varies from call to call is null."""
-        facts = call.facts
-        lengths = (facts.seq_length, facts.micro_batch_size)
-        same = self._lengths.setdefault((target, role), lengths) == lengths
-        key = (target, role, facts.schedule, facts.microbatches, facts.graph, same)
-        metadata = self._described.get(key)
-        if metadata is None:
-            metadata = describe(Window(target, role, step, self._coords), call, self._config, None, self._framework)
-            metadata["ranges"] = _ranges(facts.graph)
-            if not same:
-                metadata |= {"seq_length": None, "micro_batch_size": None}
-            metadata["timeline"] = self._clock_on(metadata.get("device"))
-            if not self._waits_counted:
-                metadata["timeline"]["processor_wait"] = "this system does not count how long a thread waits for a core"
-            self._described[key] = metadata
-        return key, metadata
+    def _description(self, calls: Calls, facts: CallFacts) -> Description:
+        """Returns what a call shares with others, made once for every kind of call. A length that varies from call to
+        call is null."""
+        lengths = facts.seq_length, facts.micro_batch_size
+        if calls.lengths is None:
+            calls.lengths = lengths
+        varies = calls.lengths != lengths
+        key = facts.schedule, facts.microbatches, facts.graph, varies
+        description = calls.descriptions.get(key)
+        if description is None:
+            description = calls.descriptions[key] = Description(calls, self._metadata(calls, facts, varies=varies))
+        return description
+
+    def _metadata(self, calls: Calls, facts: CallFacts, *, varies: bool) -> dict[str, Any]:
+        window = Window(calls.target, calls.role, calls.number or 0, self._coords)
+        metadata = describe(window, RecordedCall(facts, Tape()), self._config, None, self._framework)
+        metadata["ranges"] = _ranges(facts.graph)
+        if varies:
+            metadata |= {"seq_length": None, "micro_batch_size": None}
+        metadata["timeline"] = self._clock_on(metadata.get("device"))
+        if not self._waits_counted:
+            metadata["timeline"]["processor_wait"] = "this system does not count how long a thread waits for a core"
+        return metadata
 
     def _clock_on(self, device: str | None) -> dict[str, Any]:
         """Which clock the steps of a model on ``device`` have, and why it is the host's where the model is not on a
@@ -334,18 +338,24 @@ class TimelineRecorder:
         return {"clock": "host", "reason": reason}
 
 
-def _timed(line: Line, device: DeviceClock) -> tuple[int, Packed]:
+def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed]:
     """Microseconds that the step took on the GPU, and its events packed. Raises RuntimeError or ValueError where its
     marks are not in an order."""
-    marks = [1000 * device.microseconds(line.began, mark) for mark in line.tape.marks]
-    events = _events(line).copy()
+    marks = [1000 * device.microseconds(step.began, mark) for mark in step.marks]
+    events = _events(step).copy()
     events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
-    return device.microseconds(line.began, line.ended), pack(events, 0)
+    return device.microseconds(step.began, step.ended), pack(events, 0)
 
 
-def _events(line: Line) -> Int64s:
+def _events(step: RecordedStep) -> Int64s:
     """Code, start and end ``[event, 3]``. The tape cannot grow while this is held."""
-    return np.frombuffer(raw(line.tape), dtype=np.int64).reshape(-1, 3)
+    return np.frombuffer(raw(step), dtype=np.int64).reshape(-1, 3)
+
+
+def _position(step: RecordedStep, code: int, since: float) -> Position:
+    """``code``: of the event that runs; 0: none does."""
+    calls = step.description.calls
+    return position(calls.target, calls.role, step.number, codes.name(code), since)
 
 
 def _ranges(graph: str | None) -> dict[str, Any]:
