@@ -1,9 +1,9 @@
-"""From a Kineto trace of any size to typed events, a piece at a time; a damaged file gives what it holds.
+"""Decodes a Kineto trace of any size to typed events, a piece at a time. A damaged file gives what it holds.
 
 The text comes in pieces, unpacked ahead of us. Healthy text is cut at the last border between two events that looks
-like the border between the first two, and decoded at once: a cut in a wrong place never decodes. Whatever does not
-decode (an event with a wrong type, ``NaN``, which JSON forbids and profilers write, bytes that are not UTF-8) is cut
-event by event, by matching brackets, and events that stay unreadable are counted.
+like the border between the first two, and is decoded at once: text cut in a wrong place never decodes. Text that does
+not decode (an event with a wrong type, ``NaN``, bytes that are not UTF-8) is cut by Python's own decoder, value by
+value. Events that stay unreadable are counted; where a file ends too early, the events before its end count.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -70,15 +71,23 @@ Anything = TypeVar("Anything")
 
 #: A single value, an event among them, is given up when it is longer.
 _LONGEST = 16 << 20
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{}]', re.DOTALL)
-_SCALAR = re.compile(rb"[^\s,\]}]+")
 _SPACE = re.compile(rb"\s*")
-_FIRST_KEY = re.compile(rb'\{\s*"')
-_CLOSES = {ord("{"): ord("}"), ord("["): ord("]")}
+_BORDER = re.compile(rb'\}\s*,\s*\{\s*"')
+#: Finds the end of a value in text of one character per byte; numbers of any length are left as they are.
+_value_in = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
+#: Bytes before the end of the text within which an error may be the end's fault.
+_CUT_OFF = 16
 
 
 class _Damaged(Exception):
     """The text goes on as no JSON does; the message says how."""
+
+
+class _Truncated(_Damaged):
+    """The text ends inside a value."""
+
+    def __init__(self) -> None:
+        super().__init__("it is truncated: its JSON ends too early")
 
 
 class Document(Generic[Anything]):
@@ -102,25 +111,19 @@ class Document(Generic[Anything]):
         """Raises Undecodable, and OSError when the file cannot be read."""
         try:
             yield from self._all()
+            self.cut = self._text.cut
         except _Damaged as fault:
             self.cut = self._text.cut or str(fault)
-            return
         except MemoryError:
             raise Undecodable("it does not fit into memory") from None
-        while self._text.more():
-            self._text.at = len(self._text.data)
-        self.cut = self._text.cut
 
     def _all(self) -> Iterator[list[Anything]]:
         text = self._text
-        opening = text.peek()
-        if opening is None:
+        if text.peek() is None:
             raise Undecodable(text.cut or "it is empty")
-        if opening == ord("["):
-            text.at += 1
+        if text.passes(b"["):
             yield from self._list()
-        elif opening == ord("{"):
-            text.at += 1
+        elif text.passes(b"{"):
             yield from self._object()
         else:
             raise Undecodable("it is not JSON: it begins with neither { nor [")
@@ -129,51 +132,32 @@ class Document(Generic[Anything]):
 
     def _object(self) -> Iterator[list[Anything]]:
         text, found = self._text, False
-        while (byte := text.peek()) != ord("}"):
-            if byte == ord(","):
-                text.at += 1
-            if text.peek() != ord('"'):
-                raise text.ended("it is not JSON: it has a value without a name")
-            name = _string(text.take())
-            if text.peek() != ord(":"):
-                raise text.ended("it is not JSON: it has a name without a value")
-            text.at += 1
-            byte = text.peek()
-            if name == "traceEvents":
-                if byte != ord("[") or found:
+        while not text.passes(b"}"):
+            text.passes(b",")
+            name = text.value()
+            if not text.passes(b":"):
+                raise _Truncated if text.peek() is None else _Damaged("it is not JSON: it has a name without a value")
+            if name == b'"traceEvents"':
+                if found or not text.passes(b"["):
                     raise Undecodable("it is JSON, but not a trace: it has no list of `traceEvents`, or several")
                 found = True
-                text.at += 1
                 yield from self._list()
-            elif name in self._wanted:
-                self.top[name] = msgspec.Raw(text.take())
             else:
-                text.skip()
-        text.at += 1
+                value = text.value()
+                if (key := name[1:-1].decode("utf-8", "replace")) in self._wanted:
+                    self.top[key] = msgspec.Raw(value)
         if not found:
             raise Undecodable("it is JSON, but not a trace: it has no list of `traceEvents`")
 
     def _list(self) -> Iterator[list[Anything]]:
-        """The events up to the end of the list, and past it."""
-        text = self._text
-        while (byte := text.peek()) != ord("]"):
-            if byte == ord(","):
-                text.at += 1
-                byte = text.peek()
-            if byte is None:
-                raise text.ended()
-            piece = self._healthy()
-            if piece is not None:
-                yield piece
-                continue
-            events, damage = self._one_by_one()
-            yield self._lenient(events)
-            if damage is not None:
-                raise damage
-        text.at += 1
+        """Yields the events up to the end of the list, and goes past it."""
+        while not self._text.passes(b"]"):
+            self._text.passes(b",")
+            events = self._up_to_border()
+            yield from [events] if events is not None else self._one_by_one()
 
-    def _healthy(self) -> list[Anything] | None:
-        """The next events as they are cut at the usual border; None where they do not decode so."""
+    def _up_to_border(self) -> list[Anything] | None:
+        """Returns the next events, cut at the last border; None where they do not decode so."""
         text, border = self._text, self._border
         if border is None:
             return None
@@ -188,7 +172,7 @@ class Document(Generic[Anything]):
         return events
 
     def _decoded(self, *parts: bytes | memoryview) -> list[Anything] | None:
-        """The events in a part of the list; None where it does not decode."""
+        """Returns the events in a part of the list; None where it does not decode."""
         try:
             # Joined, which copies once.
             events: list[Anything] = self._decode(b"".join((b"[", *parts, b"]")))
@@ -196,53 +180,40 @@ class Document(Generic[Anything]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
-    def _one_by_one(self) -> tuple[list[bytes], _Damaged | None]:
-        """The text of some events, cut exactly, and the damage that follows them. Learns how borders look."""
-        text = self._text
+    def _one_by_one(self) -> Iterator[list[Anything]]:
+        """Yields some events, cut exactly, and learns what their borders look like. Raises _Damaged behind those that
+        come before the damage."""
+        text, border = self._text, self._border
         events: list[bytes] = []
-        size = 0
-        try:
-            while size < PIECE:
-                events.append(text.take())
-                size += len(events[-1])
-                begin, data = text.at, text.data
-                byte = text.peek()
-                if byte == ord("]"):
-                    break
-                if byte != ord(","):
-                    raise text.ended("it is not JSON: there is no comma between two events")
-                text.at += 1
-                if text.peek() is None:
-                    raise text.ended()
-                key = _FIRST_KEY.match(text.data, text.at)
-                if key is not None and text.data is data and events[-1].endswith(b"}"):
-                    known, self._border = self._border, b"}" + data[begin : key.end()]
-                    if known is None:
-                        break
-        except _Damaged as damage:
-            return events, damage
-        return events, None
+        damage: _Damaged | None = None
+        while damage is None and sum(map(len, events)) < PIECE:
+            try:
+                events.append(text.value())
+            except _Damaged as fault:
+                damage = fault
+                if not isinstance(fault, _Truncated) and self._border and text.skip_to(self._border):
+                    damage = None
+                    self.unreadable += 1
+            found = _BORDER.match(text.data, text.at - 1)
+            self._border = found[0] if found else self._border
+            if (border is None and self._border is not None) or not text.passes(b","):
+                break
+        whole = self._decoded(b",".join(events))
+        yield whole if whole is not None else [event for each in events for event in self._repaired(each)]
+        if damage is not None:
+            raise damage
 
-    def _lenient(self, events: list[bytes]) -> list[Anything]:
-        if (whole := self._decoded(b",".join(events))) is not None:
-            return whole
-        readable = [event for text in events for event in self._decode_damaged(text)]
-        self.unreadable += len(events) - len(readable)
-        return readable
-
-    def _decode_damaged(self, text: bytes) -> list[Anything]:
+    def _repaired(self, text: bytes) -> list[Anything]:
+        """Returns the event in its text, if need be without arguments that make no sense: it still has its time. Counts
+        one that stays unreadable."""
         if (alone := self._decoded(text)) is not None:
             return alone
-        try:
-            raw = json.loads(text.decode("utf-8", "replace"))
-        except (ValueError, RecursionError):
-            return []
-        # An event whose arguments make no sense still has its time.
-        for fields in (raw, {k: v for k, v in raw.items() if k != "args"}) if isinstance(raw, dict) else (raw,):
-            try:
-                return [msgspec.convert(fields, self._kind)]
-            except (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
-                continue
+        with suppress(ValueError, RecursionError):
+            raw = json.loads(text.decode("utf-8", "replace"), strict=False)
+            for fields in (raw, {k: v for k, v in raw.items() if k != "args"}) if isinstance(raw, dict) else (raw,):
+                with suppress(msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
+                    return [msgspec.convert(fields, self._kind)]
+        self.unreadable += 1
         return []
 
 
@@ -254,9 +225,10 @@ class _Text:
         self.cut: str | None = None
         self._chunks = iter(chunks)
         self._ended = False
+        self._characters = ""
 
     def more(self) -> bool:
-        """Read on; what lies before ``at`` is forgotten. False at the end."""
+        """Reads on, and forgets what lies before ``at``. Returns False at the end."""
         if self._ended:
             return False
         if len(self.data) - self.at > _LONGEST:
@@ -269,84 +241,68 @@ class _Text:
             self._ended = True
             return False
         self.data, self.at = b"".join((memoryview(self.data)[self.at :], chunk)), 0
+        self._characters = ""
         return True
 
-    def ended(self, otherwise: str = "") -> _Damaged:
-        """Returns what is wrong here: the text ends, or else ``otherwise``."""
-        return _Damaged(
-            otherwise if otherwise and self.peek() is not None else "it is truncated: its JSON ends too early"
-        )
-
-    def peek(self) -> int | None:
-        """The next byte that is no space, where ``at`` then is; None at the end."""
+    def peek(self) -> bytes | None:
+        """Returns the next byte that is no space, where ``at`` then is; None at the end."""
         skipped = 0
         while True:
             space = _SPACE.match(self.data, self.at)
             self.at = space.end() if space is not None else self.at
             if self.at < len(self.data):
-                return self.data[self.at]
+                return self.data[self.at : self.at + 1]
             skipped += len(self.data)
             if skipped > _LONGEST:
                 raise _Damaged("it is not JSON: it is blank for long")
             if not self.more():
                 return None
 
-    def take(self) -> bytes:
-        """The value that begins here; ``at`` is behind it then."""
-        length = self._scan(keep=True)
-        value = self.data[self.at : self.at + length]
-        self.at += length
+    def passes(self, byte: bytes) -> bool:
+        """Goes behind ``byte`` and returns True, if that comes next."""
+        if self.peek() != byte:
+            return False
+        self.at += 1
+        return True
+
+    def value(self) -> bytes:
+        """Goes behind the value that begins here, and returns its text."""
+        if self.peek() is None:
+            raise _Truncated
+        end = self._end()
+        # A number that ends with the text may go on behind it.
+        while (end is None or end == len(self.data)) and self._twice_as_much():
+            end = self._end()
+        if end is None:
+            raise _Truncated
+        value, self.at = self.data[self.at : end], end
         return value
 
-    def skip(self) -> None:
-        """Go behind the value that begins here, however long it is."""
-        length = self._scan(keep=False)
-        self.at += length
+    def _end(self) -> int | None:
+        """Returns where the value that begins here ends; None where the text ends before it does."""
+        self._characters = self._characters or self.data.decode("latin-1")
+        try:
+            return _value_in(self._characters, self.at)[1]
+        except json.JSONDecodeError as fault:
+            if fault.pos + _CUT_OFF < len(self.data) and "Unterminated" not in fault.msg:
+                raise _Damaged(f"it is not JSON: {fault.msg}") from None
+            return None
+        except RecursionError:
+            raise _Damaged("it is not JSON: it is nested too deeply") from None
 
-    def _scan(self, *, keep: bool) -> int:
-        """The length of the value that begins here. Brackets are matched outside of strings, nothing else is checked.
-        Without ``keep``, ``at`` follows."""
-        if self.peek() is None:
-            raise self.ended()
-        if self.data[self.at] not in b'{["':
-            return self._scalar()
-        done, open_ones = 0, bytearray()
-        while True:
-            for token in _TOKEN.finditer(self.data, self.at + done):
-                begin, end = token.span()
-                byte = self.data[begin]
-                if byte == ord('"'):
-                    if end == begin + 1:  # its end has not been read
-                        done = begin - self.at
-                        break
-                elif byte in _CLOSES:
-                    open_ones.append(_CLOSES[byte])
-                elif not open_ones or open_ones.pop() != byte:
-                    raise _Damaged("it is not JSON: its brackets do not match")
-                if not open_ones:
-                    return end - self.at
-                done = end - self.at
-            else:
-                done = len(self.data) - self.at
-            if not keep:
-                self.at, done = self.at + done, 0
-            if not self.more():
-                raise self.ended()
+    def _twice_as_much(self) -> bool:
+        """Reads on until there is twice as much text, so that a long value is not looked at too often. Returns False at
+        the end."""
+        size, any_more = len(self.data) - self.at, self.more()
+        while len(self.data) - self.at < 2 * size and self.more():
+            pass
+        return any_more
 
-    def _scalar(self) -> int:
-        while True:
-            found = _SCALAR.match(self.data, self.at)
-            if found is None:
-                raise _Damaged("it is not JSON: a value is missing")
-            if found.end() < len(self.data) or not self.more():
-                return found.end() - self.at
-
-
-def _string(text: bytes) -> str:
-    try:
-        return str(json.loads(text.decode("utf-8", "replace")))
-    except ValueError:
-        return ""
+    def skip_to(self, border: bytes) -> bool:
+        """Goes to where the next event would end by a border, if the text has one."""
+        place = self.data.find(border, self.at + 1)
+        self.at = place + 1 if place >= 0 else self.at
+        return place >= 0
 
 
 def whole_number(document: Document[Any], name: str) -> int:
