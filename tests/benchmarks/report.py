@@ -143,6 +143,7 @@ def write_trace(directory: Path, rank: int, stages: int, megabytes: float) -> in
         "microbatches": microbatches,
         "chunks": [{"embedding": rank == 0, "layers": 4, "mtp": 0, "loss": rank == stages - 1}],
         "host": "node-1",
+        "device": "cuda",
     }
     top = {
         "schemaVersion": 1,

@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megaprof.analysis.clocks.matching import Link, links_of
 from megaprof.analysis.notes import Note
-
-Interval = tuple[int, int]
+from megaprof.analysis.trace.calls import Call
 
 #: What timestamps of one clock may contradict each other by, and what clocks may drift apart within a step (at 50 ppm,
 #: a lot for a machine in service, 2 s make 0.1 ms) before anybody is told.
@@ -27,22 +27,6 @@ TOLERANCE_NS = 100_000
 
 _FAR = 1 << 62  # as a bound: none; as an uncertainty: worse than any known one, and small enough to be added up
 _Clock = tuple[str, int]  # host, and the rank where the host's name stands for more than one clock (else -1)
-
-
-@dataclass(frozen=True)
-class Link:
-    """Messages from one rank to another."""
-
-    sender: int
-    """Rank that sends."""
-    receiver: int
-    """Rank that receives."""
-    sends: Sequence[Interval]
-    """When each was sent, in nanoseconds on the sender's clock."""
-    receives: Sequence[Interval]
-    """When each was received, in the same order, in nanoseconds on the receiver's clock."""
-    rendezvous: bool = False
-    """Whether a send ends only after its receive began (NCCL kernels; gloo buffers sends)."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +119,11 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
         warnings.append(Note("clocks_unconnected", ranks=(reference,), names=tuple(lost)))
     clocks = {rank: reached[clock] for rank, clock in sorted(clock_of.items()) if clock in reached}
     return Alignment(reference, clocks, dict(hosts), tuple(dict.fromkeys(warnings)))
+
+
+def aligned(step: Sequence[Call]) -> Alignment:
+    """Returns the clocks of one step's ranks, by what these exchanged: by kernels where they were captured."""
+    return align({call.rank: call.metadata.host for call in step}, links_of(step))
 
 
 def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[Note]) -> dict[int, _Clock]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megaprof.analysis.clocks.clocks import Alignment, Interval, align
-from megaprof.analysis.clocks.matching import ends_of, links_between
+from megaprof.analysis.clocks.matching import Interval, links_of
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.intervals import Intervals, intersection, intervals, total, union
 
@@ -29,19 +28,12 @@ class Meeting:
     """How long it waited for its neighbours, in nanoseconds."""
 
 
-def aligned(step: Sequence[Call]) -> Alignment:
-    """The clocks of one step's ranks, by what these exchanged: by kernels where they were captured."""
-    ends = {call.rank: ends_of(call.metadata, [call]) for call in step}
-    hosts = {call.rank: call.metadata.host for call in step}
-    return align(hosts, [link for link, _ in links_between(ends)])
-
-
 def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeting]:
     """By rank, for those whose every exchange has its other end in ``step``; ``offset`` puts ranks on one clock."""
     by_kernels = [call for call in step if call.gpu is not None and call.gpu.exchanges]
     # By rank and kernel the time at which the later end of it came, on the rank's own clock.
     both: dict[int, dict[Interval, int]] = {call.rank: {} for call in by_kernels}
-    for link, _ in links_between({call.rank: ends_of(call.metadata, [call]) for call in by_kernels}):
+    for link in links_of(by_kernels):
         if not link.rendezvous:
             continue
         mine, theirs = both[link.sender], both[link.receiver]

@@ -8,17 +8,18 @@ of a receiving exchange before it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from megaprof.analysis.clocks.clocks import Interval, Link
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.passes import Exchange
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import RECEIVES, SENDS
+
+Interval = tuple[int, int]
 
 
 class Message(NamedTuple):
@@ -93,8 +94,31 @@ def ends_of(metadata: Metadata, calls: Sequence[Call]) -> Ends:
     return found
 
 
-def links_between(ends: Mapping[int, Ends]) -> list[tuple[Link, tuple[Message, ...]]]:
-    """Which rank's sends are which rank's receives, by rank: neighbours of one pipeline, and their messages."""
+@dataclass(frozen=True)
+class Link:
+    """Messages from one rank to another."""
+
+    sender: int
+    """Rank that sends."""
+    receiver: int
+    """Rank that receives."""
+    sends: Sequence[Interval]
+    """When each was sent, in nanoseconds on the sender's clock."""
+    receives: Sequence[Interval]
+    """When each was received, in the same order, in nanoseconds on the receiver's clock."""
+    rendezvous: bool = False
+    """Whether a send ends only after its receive began (NCCL kernels; gloo buffers sends)."""
+    messages: Sequence[Message] = ()
+    """What each is, in the same order."""
+
+
+def links_of(calls: Iterable[Call]) -> list[Link]:
+    """Returns which rank's sends are which rank's receives, in calls of one step on different ranks."""
+    return links_between({call.rank: ends_of(call.metadata, [call]) for call in calls})
+
+
+def links_between(ends: Mapping[int, Ends]) -> list[Link]:
+    """Returns which rank's sends are which rank's receives, by rank: neighbours of one pipeline, and their messages."""
     column = {rank: (e.metadata.coords.tp, e.metadata.coords.cp, e.metadata.coords.dp) for rank, e in ends.items()}
     at = {(column[rank], e.metadata.coords.pp): rank for rank, e in ends.items()}
     links = []
@@ -107,8 +131,7 @@ def links_between(ends: Mapping[int, Ends]) -> list[tuple[Link, tuple[Message, .
         for receiver, messages in sorted(by_receiver.items()):
             received = ends[receiver].receives
             sent, got = [end.sends[m].time for m in messages], [received[m].time for m in messages]
-            link = Link(sender, receiver, sent, got, rendezvous=end.kernels and ends[receiver].kernels)
-            links.append((link, tuple(messages)))
+            links.append(Link(sender, receiver, sent, got, end.kernels and ends[receiver].kernels, messages))
     return links
 
 

@@ -28,11 +28,11 @@ from megaprof.analysis.convert.captures import StepName, choose
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, told
 from megaprof.analysis.trace.calls import calls_of
-from megaprof.analysis.trace.decoding import Document, Undecodable, read
+from megaprof.analysis.trace.decoding import Document, read
 from megaprof.analysis.trace.gpu import KERNEL
 from megaprof.analysis.trace.nsys import files as nsys
 from megaprof.analysis.trace.reading import Source, traces_in
-from megaprof.analysis.trace.traces import Part, UnreadableTrace
+from megaprof.analysis.trace.traces import Part, UnreadableTrace, refusing
 from megaprof.formats import ranges
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
@@ -107,7 +107,6 @@ class _Rank:
 class _Writer:
     file: BinaryIO
     numbers: Iterator[int]
-    base: int
     written: int = 0
     dropped: int = 0
     _batch: list[bytes] = field(default_factory=list)
@@ -161,7 +160,12 @@ def merge(
     found.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
     alignment, arrows = _connect(found, numbers, warnings)
-    events = _write(out, name, found, alignment, numbers, warnings, lambda n: progress(len(files) + n, 2 * len(files)))
+    try:
+        events = _write(
+            out, name, found, alignment, numbers, warnings, lambda n: progress(len(files) + n, 2 * len(files))
+        )
+    except UnreadableTrace as fault:
+        raise NothingToMerge(f"{fault.path} changed while it was read: {fault.reason}") from None
     return Merged(
         out=out,
         name=name,
@@ -211,17 +215,17 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -
     """Align the clocks, and hand every rank its ends of the arrows."""
     of_rank = {rank.coords.rank: rank for rank in ranks}
     links = links_between({number: rank.ends for number, rank in of_rank.items()})
-    alignment = align({n: rank.ends.metadata.host for n, rank in of_rank.items()}, [link for link, _ in links])
+    alignment = align({n: rank.ends.metadata.host for n, rank in of_rank.items()}, links)
     warnings += alignment.warnings
     for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
         if reason and len(ranks) > 1:
             which = tuple(rank.coords.rank for rank in ranks if rank.ends.unknown == reason)
             warnings.append(Note(reason, ranks=which))
     arrows = backwards = 0
-    for link, messages in links:
+    for link in links:
         sender, receiver = of_rank[link.sender], of_rank[link.receiver]
         ahead = alignment.offset(link.receiver) - alignment.offset(link.sender)
-        for message in messages:
+        for message in link.messages:
             send, receive = sender.ends.sends[message], receiver.ends.receives[message]
             departure, arrival = _inside(send, send.time[0]), _inside(receive, receive.time[1])
             if arrival + ahead < departure:
@@ -252,16 +256,14 @@ def _write(
     threads = itertools.count(_FIRST_THREAD)
     with appearing(out) as raw:
         file: Any = igzip.IGzipFile(filename="", mode="wb", fileobj=raw) if out.suffix == ".gz" else raw
-        writer = _Writer(file, numbers, 0)
+        writer = _Writer(file, numbers)
+        base = ranks[0].base
+        file.write(_header(name, alignment, base))
         for position, rank in enumerate(ranks):
-            base, events = _events(rank)
-            if position == 0:
-                writer.base = base
-                file.write(_header(name, alignment, base))
             for event in _of_rank(rank, position):
                 writer.add(event)
             dropped = writer.dropped
-            _copy(events, rank, writer, base - writer.base + alignment.offset(rank.coords.rank), base, threads)
+            _copy(rank, writer, rank.base - base + alignment.offset(rank.coords.rank), threads)
             writer.flush()
             if writer.dropped > dropped:
                 lost = writer.dropped - dropped
@@ -291,47 +293,29 @@ def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
     name = f"pp{c.pp} tp{c.tp} cp{c.cp} ep{c.ep} dp{c.dp} (rank {c.rank})"
     for kind, value in (("name", name), ("labels", host), ("sort_index", position)):
         if value is not None:
-            key = "sort_index" if kind == "sort_index" else kind
-            yield {"ph": "M", "name": f"process_{kind}", "pid": pid, "tid": 0, "ts": 0, "args": {key: value}}
+            yield {"ph": "M", "name": f"process_{kind}", "pid": pid, "tid": 0, "ts": 0, "args": {kind: value}}
 
 
-def _events(rank: _Rank) -> tuple[int, Iterator[Any]]:
-    """Base time and events of a trace, decoded piece by piece; None for what is no event. Reading raises
-    NothingToMerge."""
-    if rank.part is None:
-        return rank.base, _readable(rank.path, _decoded(rank.path))
-    try:
-        base, events = nsys.events_of(rank.path, rank.part)
-    except (OSError, Undecodable) as fault:
-        raise _changed(rank.path, fault) from None
-    return base, _readable(rank.path, events)
+def _events(rank: _Rank) -> Iterator[Any]:
+    """Yields the events of a rank, decoded piece by piece; None for what is no event. Raises UnreadableTrace: it could
+    be read a moment ago."""
+    with refusing(rank.path):
+        if rank.part is not None:
+            yield from nsys.events_of(rank.path, rank.part, rank.base)
+            return
+        document: Document[Any] = read(rank.path, Any)
+        for events in document:
+            yield from events
+        yield from itertools.repeat(None, document.unreadable)
 
 
-def _decoded(path: Path) -> Iterator[Any]:
-    document: Document[Any] = read(path, Any)
-    for events in document:
-        yield from events
-    yield from itertools.repeat(None, document.unreadable)
-
-
-def _readable(path: Path, events: Iterator[Any]) -> Iterator[Any]:
-    try:
-        yield from events
-    except (OSError, Undecodable, MemoryError) as fault:
-        raise _changed(path, fault) from None
-
-
-def _changed(path: Path, fault: BaseException) -> NothingToMerge:
-    """It could be read a moment ago."""
-    return NothingToMerge(f"{path} changed while it was read: {fault}")
-
-
-def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base: int, threads: Iterator[int]) -> None:
-    """Write ``events`` with new ids and with times ``shift`` nanoseconds later, and the arrows behind their ranges."""
+def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> None:
+    """Writes the events of a rank with new ids and with times ``shift`` nanoseconds later, and the arrows behind their
+    ranges."""
     pid = rank.coords.rank + 1
     tids: dict[tuple[Any, Any], int] = {}
     ids: dict[Any, int] = {}
-    for event in events:
+    for event in _events(rank):
         time = _time(event)
         place = (event.get("pid"), event.get("tid", 0)) if isinstance(event, dict) else (None, None)
         if time is None or not all(isinstance(part, (int, str)) for part in place):
@@ -357,11 +341,11 @@ def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base:
             continue
         if event["ph"] != "X" or not _may_have_arrows(event):
             continue
-        start = base + time
+        start = rank.base + time
         for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
             more = {"bp": "e"} if arrow.phase == "f" else {}
             about = {"cat": "p2p", "name": arrow.name}
-            at = {"pid": pid, "tid": tid, "ts": (arrow.time - base + shift) / 1000}
+            at = {"pid": pid, "tid": tid, "ts": (arrow.time - rank.base + shift) / 1000}
             if arrow.phase == "f":
                 # Perfetto turns an arrow around that ends in a slice older than the one it starts in, and a receive
                 # that waits for a late neighbour began before the send: so it ends in a slice of its own.

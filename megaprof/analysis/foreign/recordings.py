@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from megaprof.analysis.trace.calls import grouped
 from megaprof.analysis.trace.decoding import Args, Document, Event, Undecodable, read, whole_number
-from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, LONGEST, Activities, arranged, numbers_of, spans_of
+from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, LONGEST, Activities, GpuEvents, spans_of
 from megaprof.analysis.trace.groups import COMMUNICATES
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.analysis.trace.nsys.files import NsysFile, Process, processes
@@ -24,8 +23,7 @@ from megaprof.formats.inputs import most_bytes
 
 #: What an event takes in memory while a report is made of it, at most.
 _ROW_BYTES = 200
-_NONE = np.zeros(0, dtype=np.int64)
-_NO_TIMES: Intervals = _NONE.reshape(-1, 2)
+_NO_TIMES: Intervals = np.zeros((0, 2), dtype=np.int64)
 _MOST_RANKS = 1 << 20
 _COMMUNICATION = re.compile(r"^(?:nccl|rccl|mscclpp?|oneccl)|nccl(?:Dev)?Kernel", re.I)
 #: Operations in the names of NCCL's and RCCL's kernels, in lower case.
@@ -109,19 +107,21 @@ def _kineto(path: Path) -> Recording:
     seen, most = _Seen(), most_bytes() // _ROW_BYTES
     for events in document:
         seen.add(events)
-        if seen.rows > most:
+        if seen.gpu.rows > most:
             raise Undecodable(f"it has more than the {most:,} events that fit into memory (see --max-input-mib)")
     base = whole_number(document, "baseTimeNanoseconds")
     base = base if abs(base) < LONGEST else 0
-    gpu, communication = seen.activities(base)
+    gpu, _ = seen.gpu.activities(base, None)
     notes = _Notes(_moved(seen.notes, base), seen.said)
     operation: list[str | None] = [None] * len(gpu.spans)
     group: list[Group | None] = [None] * len(gpu.spans)
-    for place, (name, own) in communication.items():
-        # A kernel of RCCL's brings no metadata: the operator of the same external id does.
-        args = own if own.collective or own.group else seen.params.get(own.external, own)
-        operation[place] = _operation(name, args.collective or notes.at(int(gpu.launched[place])))
-        group[place] = _group(args)
+    for place, row in enumerate(gpu.row.tolist()):
+        if row in seen.communication:
+            name, own = seen.communication[row]
+            # A kernel of RCCL's brings no metadata: the operator of the same external id does.
+            args = own if own.collective or own.group else seen.params.get(own.external, own)
+            operation[place] = _operation(name, args.collective or notes.at(int(gpu.launched[place])))
+            group[place] = _group(args)
     info = _decoded(document, "distributedInfo")
     rank, rank_from = _rank(info.get("rank"), path.name)
     return Recording(
@@ -142,16 +142,16 @@ class _Seen:
     """What the events of a file say, taken up a piece at a time; times count from the file's base."""
 
     def __init__(self) -> None:
-        self.rows = self.impossible = 0
+        self.gpu = GpuEvents()
+        self.impossible = 0
+        self.communication: dict[int, tuple[str, _Args]] = {}
+        """Names and arguments of the kernels that communicate, by their place among all activities."""
         self.params: dict[int, _Args] = {}
-        """Of operators that communicate, by external id."""
+        """Arguments of the operators that communicate, by external id."""
         self.notes: list[Intervals] = []
         self.said: list[str] = []
         """The collectives that torch says it launches, and when."""
         self.steps: list[Intervals] = []
-        self._activities: list[tuple[Intervals, npt.NDArray[np.bool_], npt.NDArray[np.int64]]] = []
-        self._launches: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-        self._communication: dict[int, tuple[str, _Args]] = {}
         self._count = 0
 
     def add(self, events: Sequence[_Event]) -> None:
@@ -160,40 +160,19 @@ class _Seen:
         self.impossible += len(complete) - int(possible.sum())
         complete = [event for event, usable in zip(complete, possible.tolist(), strict=True) if usable]
         by_kind = grouped(complete, lambda event: (event.cat or "").lower())
-        self._add_activities(by_kind.get(KERNEL, []), kernels=True)
-        self._add_activities([event for kind in COPIES for event in by_kind.get(kind, ())], kernels=False)
-        if launches := [event for kind in LAUNCHES for event in by_kind.get(kind, ())]:
-            self._launches.append((numbers_of(launches), spans_of(0, launches)[0][:, 0].copy()))
-            self.rows += len(launches)
+        kernels = by_kind.get(KERNEL, [])
+        copies = [event for kind in COPIES for event in by_kind.get(kind, ())]
+        self.gpu.add(kernels, copies, [event for kind in LAUNCHES for event in by_kind.get(kind, ())])
+        for place, event in enumerate(kernels, self._count):
+            if _COMMUNICATION.search(event.name):
+                self.communication[place] = event.name, event.args
+        self._count += len(kernels) + len(copies)
         self.params |= {e.args.external: e.args for e in complete if e.name == COMMUNICATES and e.args.external}
         said = [event for event in complete if event.name.startswith("nccl:")]
         self.notes.append(spans_of(0, said)[0])
         self.said += (event.name.removeprefix("nccl:") for event in said)
         on_host = (event for kind, own in by_kind.items() if kind != "gpu_user_annotation" for event in own)
         self.steps.append(spans_of(0, [e for e in on_host if _STEP.fullmatch(e.name)])[0])
-
-    def _add_activities(self, events: Sequence[_Event], *, kernels: bool) -> None:
-        if not events:
-            return
-        self._activities.append((spans_of(0, events)[0], np.full(len(events), kernels), numbers_of(events)))
-        if kernels:
-            for place, event in enumerate(events, self._count):
-                if _COMMUNICATION.search(event.name):
-                    self._communication[place] = event.name, event.args
-        self._count += len(events)
-        self.rows += len(events)
-
-    def activities(self, base: int) -> tuple[Activities, dict[int, tuple[str, _Args]]]:
-        """All of them, and by their place the names and arguments of those that communicate."""
-        columns = zip((_NO_TIMES, _NONE.astype(np.bool_), _NONE), *self._activities, strict=True)
-        spans, kernel, correlations = (np.concatenate(column) for column in columns)
-        numbers, starts = (np.concatenate(column) for column in zip((_NONE, _NONE), *self._launches, strict=True))
-        place = np.empty(len(spans), dtype=np.int64)
-        place[np.argsort(spans[:, 0], kind="stable")] = np.arange(len(spans))
-        spans += base
-        none = np.zeros(len(spans), dtype=np.int8)
-        gpu = arranged(spans, none, kernel, none.astype(np.bool_), correlations, numbers, starts + base)
-        return gpu, {int(place[row]): about for row, about in self._communication.items()}
 
 
 def _nsys(file: NsysFile) -> Iterator[Recording]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megaprof.analysis.clocks.exchanges import aligned
+from megaprof.analysis.clocks.clocks import aligned
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.events import call_of
 from megaprof.analysis.fleet.reading import Key

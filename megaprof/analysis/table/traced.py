@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megaprof.analysis.clocks.exchanges import Meeting, aligned, meetings
+from megaprof.analysis.clocks.clocks import aligned
+from megaprof.analysis.clocks.exchanges import Meeting, meetings
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table import queueing

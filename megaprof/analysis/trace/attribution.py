@@ -1,4 +1,4 @@
-"""Whose GPU time is it: the activities of one schedule call, each by the moment of its launch.
+"""Assigns GPU activities to the passes of one schedule call, by the moment of each launch.
 
 A launch while a microbatch's range is open belongs to that microbatch, in whatever thread it happened: a backward's
 range is on the main thread, its launches come from autograd's.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,32 +37,39 @@ _ALL = slice(None)
 _OF_PASSES = [USES.index(group) for group in INSIDE]
 
 
+class PassOnGpu(NamedTuple):
+    """One pass on the GPU, in nanoseconds."""
+
+    exposed: dict[str, int]
+    """Communication while nothing computed, by `groups.USES` without the pipeline's."""
+    compute: int
+    """How long the GPU was busy with anything but communication."""
+    working: int
+    """From its first kernel to its last, without exposed communication and `Attribution.host_bound`."""
+    extent: tuple[int, int] | None
+    """When its first kernel began and its last ended, on the wall clock of the host; None without kernels."""
+
+
 @dataclass(frozen=True)
 class Attribution:
     """One call on the GPU, in nanoseconds on the wall clock of its host."""
 
     start: int
-    """When the GPU was free for it."""
+    """When the GPU became free for it."""
     end: int
     """The end of its last activity."""
-    compute: list[int]
-    """Of every pass: how long the GPU was busy with anything but communication."""
-    exposed: list[dict[str, int]]
-    """Of every pass: communication while nothing computed, by `groups.USES` without the pipeline's."""
-    extents: Intervals
-    """Of every pass: from its first kernel to its last, shape ``[passes, 2]``; zeros for one without kernels."""
+    passes: list[PassOnGpu]
+    """Its passes, in the order of their ranges."""
     exposed_by: dict[str, int]
     """Communication while nothing computed, by `groups.USES`."""
     undecided: tuple[str, ...]
-    """Axes that the ``unknown`` part of that may be of."""
-    working: list[int]
-    """Of every pass, between its first kernel and its last: without exposed communication and ``host_bound``."""
+    """Axes that the ``unknown`` part of it may belong to."""
     early: dict[str, int]
     """The part of ``exposed_by`` until the last pass ended."""
     outside_ns: int
-    """How long it computed for none of its passes, as for scaling gradients behind the last one."""
+    """How long it computed outside of passes, for instance to scale gradients after the last one."""
     host_bound: Intervals
-    """When it idled in a pass because nothing was launched; disjoint."""
+    """When it idled in a pass because the host had launched nothing; disjoint."""
     pipeline: Intervals
     """When the pipeline group communicated while nothing computed, and between passes; disjoint."""
     exchanges: tuple[Exchange, ...]
@@ -77,7 +85,8 @@ def attribute(
     passes: Sequence[TracedRange],
     exchanges: Sequence[TracedRange],
 ) -> Attribution | None:
-    """Returns what the GPU did for the call ``outer``, in which lie the others, sorted by start; None when nothing."""
+    """Returns what the GPU did for the call ``outer``; None if it did nothing. ``passes`` and ``exchanges`` lie in
+    ``outer`` and are sorted by start."""
     own = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
     if not own.any():
         return None
@@ -105,15 +114,19 @@ def attribute(
     lost = union(np.concatenate((difference(union(gpu.spans[alone]), computing), host_bound)))
     possible = [axes for rows, axes in doubtful if total(difference(union(gpu.spans[rows]), computing))]
     undecided = tuple(axis for axis in AXES if any(axis in axes for axes in possible))
+    on_gpu = zip(
+        (dict(zip(beside, each, strict=True)) for each in zip(*exposed, strict=True)),
+        _per_owner(owner, compute, gpu.spans, len(passes)),
+        (extents[:, 1] - extents[:, 0] - covered(lost, extents)).tolist(),
+        ((first, last) if last > first else None for first, last in extents.tolist()),
+        strict=True,
+    )
     return Attribution(
         start=start,
         end=end,
-        compute=_per_owner(owner, compute, gpu.spans, len(passes)),
-        exposed=[dict(zip(beside, each, strict=True)) for each in zip(*exposed, strict=True)],
-        extents=extents,
+        passes=[PassOnGpu(*each) for each in on_gpu],
         exposed_by={name: total(each) for name, each in alone_by.items()},
         undecided=undecided,
-        working=(extents[:, 1] - extents[:, 0] - covered(lost, extents)).tolist(),
         early={name: total(intersection(each, until)) for name, each in alone_by.items()},
         outside_ns=total(difference(union(gpu.spans[compute & (owner == _NOBODY)]), union(rows))),
         host_bound=host_bound,
@@ -124,7 +137,8 @@ def attribute(
 
 
 def owners(times: npt.NDArray[np.int64], opened: Sequence[TracedRange]) -> npt.NDArray[np.int64]:
-    """For every moment which of the ranges, sorted by start, was open then; -1 for none, the innermost of several."""
+    """Returns, for each moment, the index of the innermost range that was open then; -1 if none was. ``opened`` is
+    sorted by start."""
     spans = times_of(opened)
     place = np.searchsorted(spans[:, 0], times, side="right") - 1
     if not len(spans):
@@ -133,7 +147,7 @@ def owners(times: npt.NDArray[np.int64], opened: Sequence[TracedRange]) -> npt.N
 
 
 def busy_in(gpu: Activities, opened: Sequence[TracedRange]) -> list[int]:
-    """Nanoseconds that the GPU computed for each of some ranges of one kind, sorted by start."""
+    """Returns how many nanoseconds the GPU computed for each of ``opened``, ranges of one kind sorted by start."""
     owner = owners(gpu.launched, opened)
     return _per_owner(owner, gpu.known & (gpu.use == COMPUTE) & (owner >= 0), gpu.spans, len(opened))
 
@@ -145,12 +159,12 @@ def _by_elimination(
     passes: Sequence[TracedRange],
     exchanges: Sequence[TracedRange],
 ) -> tuple[npt.NDArray[np.int8], list[tuple[_Rows, list[str]]]]:
-    """Returns what each activity is for, where it was launched being known; and for communication of which even that
-    does not tell the group, the axes that it may be of.
+    """Returns the use of each activity, which the place of its launch may tell; and rows of communication whose group
+    stays unknown, each with the axes that it may belong to.
 
-    In an exchange between stages it is the pipeline's. Elsewhere it is of the only axis that there can be: ranks that
-    send to each other outside an exchange are in an all-to-all, of experts or of context parallelism, and the
-    pipeline's group has no other use in a pass.
+    Communication launched in an exchange between stages is the pipeline's. Elsewhere it belongs to the only possible
+    axis: ranks that send to each other outside an exchange are in an all-to-all, of experts or of context
+    parallelism, and the pipeline's group has no other use in a pass.
     """
     use = gpu.use.copy()
     doubtful: list[tuple[_Rows, list[str]]] = []
@@ -176,9 +190,11 @@ def _by_elimination(
 
 
 def _extent(gpu: Activities, own: _Rows, outer: TracedRange) -> tuple[int, int]:
-    """From when the host was in the call and the GPU done with what came before, to the end of its last activity.
+    """Returns the extent of a call: from when the host was in it and the GPU had finished earlier work, to the end of
+    its last activity.
 
-    What was launched before the recording began has no launch in it, and runs before all that this call launched.
+    Work that was launched before the recording began has no launch in the trace, and runs before everything that this
+    call launched.
     """
     first, end = int(gpu.spans[own, 0].min()), int(gpu.spans[own, 1].max())
     earlier = np.where(gpu.known, gpu.launched < outer.start, gpu.spans[:, 0] < first)
@@ -211,8 +227,8 @@ def _per_owner(
 
 
 def unfed(gpu: Activities, idle: Intervals, of: _Rows | slice = _ALL) -> Intervals:
-    """Returns those of the GPU's idle times at whose beginning nothing that had been launched was left to run. ``of``:
-    which activities count."""
+    """Returns the idle times of the GPU at whose start it had finished everything launched so far. ``of``: the
+    activities that count."""
     launched = np.searchsorted(np.sort(gpu.launched[of]), idle[:, 0], side="right")
     begun = np.searchsorted(gpu.spans[of, 0], idle[:, 0], side="left")
     return idle[launched <= begun]

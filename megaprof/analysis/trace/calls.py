@@ -1,4 +1,4 @@
-"""From a trace to its schedule calls: which microbatch ran when, and how much of it was waiting for a collective.
+"""Turns a trace into schedule calls: when each microbatch ran, and how long it waited for collectives.
 
 A *call* is one outermost range: one ``forward_backward_func`` call on one rank, or a whole `train_overall` step around
 several of them.
@@ -7,7 +7,7 @@ several of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, TypeVar
@@ -31,10 +31,10 @@ from megaprof.parallel.schedules import PassId
 GROUPS = (*AXES, "unknown")
 WHOLE_STEP = "train_overall"
 RECOMPUTE = "recompute"
-#: Communication that cannot be given to a group is told from this fraction of the call on.
+#: Communication of an unknown group is worth a note from this fraction of the call on.
 _UNNAMED = 0.01
 
-#: Targets without a backward, where nothing else says it.
+#: Targets that have no backward, for files that do not say so.
 FORWARD_ONLY = ("train_log_probs", "evaluate")
 #: Who may use a collective inside a microbatch, by operation; any of tp, cp, ep and dp where not listed. Megatron's
 #: tensor and data parallelism have no all-to-all: tokens are dispatched by it (ep), and heads exchanged (cp).
@@ -46,8 +46,8 @@ Key = TypeVar("Key")
 
 
 class ModuleKey(NamedTuple):
-    """Whose time it is: the module's label (`ranges.MODULES`), its layer, and the layer's MTP layer. ``kind`` is
-    ``forward``, ``backward``, or ``recompute`` for a forward inside a backward pass."""
+    """A kind of pass through a module: the module's label (`ranges.MODULES`), its layer, and the layer's MTP layer.
+    ``kind`` is ``forward``, ``backward``, or ``recompute`` for a forward inside a backward pass."""
 
     label: str
     number: int | None
@@ -66,47 +66,47 @@ class Call:
     index: int
     """Which of the calls of one step and label it is, from 0: RL trains several times per step."""
     metadata: Metadata
-    """What its trace says of the rank."""
+    """The rank's metadata, from its trace."""
     source: str
     """Name of the trace's file."""
     start: int
     """When the host began it."""
     end: int
-    """When the host was done with it."""
+    """When the host finished it."""
     phases: tuple[MeasuredPass, ...]
     """Its passes in the order in which the host began them."""
     exchanges: tuple[Exchange, ...]
-    """Its exchanges with other stages as the host saw them; ``gpu`` has its kernels."""
+    """Its exchanges with other stages, as the host saw them; their kernels are in ``gpu``."""
     exposed_ns: dict[str, int | None]
     """Exposed communication by group, on a CPU that of passes; None where the trace cannot tell, with the reason in
     ``reasons``."""
     incomplete: Note | None
-    """Why its sums are no whole step's, or None."""
+    """Why a part of the step is missing; None if nothing is."""
     has_kernels: bool
     """Whether kernels ran on a GPU."""
     reasons: tuple[Note, ...]
-    """Why something cannot be told."""
+    """Why some of its numbers are unknown."""
     finalize: Intervals = field(compare=False)
     """When it finalised gradients."""
     modules: dict[ModuleKey, tuple[int, ...]]
-    """Nanoseconds of every pass through a module."""
+    """Nanoseconds of each pass through each module."""
     gpu: Attribution | None = field(compare=False, default=None)
     """What ran on the GPU; None where that was not captured."""
     role: str | None = None
-    """Whose work it is, where that was said: in a whole step, each call inside has its own."""
+    """The model's role, if known; in a whole step, each call inside has its own."""
     after_opening: bool = False
-    """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
+    """Whether it is the first call that its tool recorded; ranks do not open the tool at the same moment."""
     unseen: Note | None = None
-    """Why kernels of it are not in its trace, so that it has no passes, no exchanges and no sums; else None."""
+    """Why its kernels are missing in the trace, so that it has no passes, exchanges and sums; None if they are not."""
     opening_ns: int | None = None
-    """By how many nanoseconds it began late because its tool was started before it; None where no tool was, and where
-    that is not known."""
+    """How many nanoseconds starting the profiler delayed it; None if none was started right before it, or if that is
+    unknown."""
     collecting: Intervals = field(compare=False, default_factory=lambda: intervals(()))
     """When Python collected garbage."""
     replayed: bool = False
     """Whether its passes were replayed from a CUDA graph, so that they took no time on the host."""
     memory: Peak | None = None
-    """How much it had allocated on its device; None where that was not captured."""
+    """Memory allocated on its device; None if that was not captured."""
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -151,7 +151,7 @@ class Call:
 
 
 def calls_of(trace: Trace) -> list[Call]:
-    """Every schedule call in ``trace``, in order of time."""
+    """Returns every schedule call in ``trace``, in order of time."""
     outermost = [(r, step) for r in trace.ranges if (step := r.name.fields.get("step")) is not None]
     of_roles = [r for r in trace.ranges if r.name.role is not None]
     seen: Counter[tuple[str, int]] = Counter()
@@ -170,7 +170,7 @@ def calls_of(trace: Trace) -> list[Call]:
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """``items`` by their ``key``, in order."""
+    """Returns ``items`` grouped by their ``key``, in order."""
     found: dict[Key, list[Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -186,7 +186,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
     exchanges = [r for r in inside if r.name.is_p2p]
     gpu = None if trace.gpu is None else attribute(trace.gpu, metadata, outer, passes, exchanges)
     if gpu is not None:
-        phases = tuple(_phase(r, metadata, *times) for r, times in zip(passes, _gpu_times(gpu), strict=True))
+        phases = tuple(_phase(r, metadata, *each) for r, each in zip(passes, gpu.passes, strict=True))
         split, reasons = _split_gpu(metadata, gpu)
     else:
         of_groups, apart = _inside(trace, passes)
@@ -221,7 +221,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
 
 
 def _emptied(call: Call, unseen: Note) -> Call:
-    """``call`` without anything that would be reckoned from kernels, and from gaps between them."""
+    """Returns ``call`` without anything that is computed from kernels and the gaps between them."""
     return replace(
         call,
         unseen=unseen,
@@ -263,14 +263,8 @@ def _phase(
     )
 
 
-def _gpu_times(gpu: Attribution) -> Iterator[tuple[dict[str, int], int, int, tuple[int, int] | None]]:
-    extents = gpu.extents.tolist()
-    for exposed, compute, working, (start, end) in zip(gpu.exposed, gpu.compute, gpu.working, extents, strict=True):
-        yield exposed, compute, working, (start, end) if end > start else None
-
-
 def _modules(inside: list[TracedRange], passes: list[TracedRange], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
-    """Every pass through a module: the GPU's computation for it, the CPU's whole time."""
+    """Returns the time of each pass through each module: on a GPU only what it computed, on a CPU all of it."""
     found: dict[ModuleKey, list[int]] = {}
     for opened in grouped((r for r in inside if r.name.module is not None), lambda r: r.name.label).values():
         within = owners(np.array([r.start for r in opened], dtype=np.int64), passes).tolist()
@@ -284,7 +278,7 @@ def _modules(inside: list[TracedRange], passes: list[TracedRange], trace: Trace)
 
 
 def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | None], list[Note]]:
-    """Exposed communication by group; the pipeline's is left to those who see both ends of it."""
+    """Returns exposed communication by group, except the pipeline's: one rank does not see both ends of it."""
     split: dict[str, int | None] = {group: gpu.exposed_by[group] for group in GROUPS}
     reasons: list[Note] = []
     split.update(dict.fromkeys(gpu.undecided))
@@ -298,10 +292,11 @@ def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | No
 
 
 def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Intervals], list[tuple[str, ...]]]:
-    """When collectives of passes were exposed, by group and disjoint, by elimination: gloo's events do not name their
-    group. And of each that may be of several groups, and so is ``unknown``, which these are.
+    """Returns when collectives of passes were exposed, by group, as disjoint sets; and for each collective that may
+    belong to several groups (and is ``unknown``), which ones.
 
-    Where no group that may use it has more than one rank it is no communication: nobody else takes part.
+    gloo's events do not name their group, so it is found by elimination. If no possible group has more than one rank,
+    the collective is no communication.
     """
     sizes, passing = trace.metadata.sizes, union(times_of(passes))
     within = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
@@ -330,7 +325,7 @@ def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Interval
 def _split(
     trace: Trace, passes: Sequence[MeasuredPass], apart: Sequence[tuple[str, ...]]
 ) -> tuple[dict[str, int | None], list[Note]]:
-    """Exposed communication of passes by group. ``apart``: groups of which nothing tells whose it is."""
+    """Returns exposed communication of passes by group. ``apart``: groups that the trace does not tell apart."""
     sizes = trace.metadata.sizes
     split: dict[str, int | None] = dict.fromkeys(GROUPS, 0)
     reasons: list[Note] = []
@@ -352,7 +347,7 @@ def _split(
 
 
 def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[Note]]:
-    """Without collectives, nothing is known of what passes wait for."""
+    """Returns the split of a trace without collectives: what passes waited for is unknown."""
     sizes, reasons = trace.metadata.sizes, []
     if sizes.pp > 1:
         split["pp"] = None
@@ -365,8 +360,8 @@ def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str,
 
 
 def _even(passes: list[TracedRange], collectives: list[Collective]) -> bool:
-    """Whether every microbatch issued equally many collectives, on every chunk: then none of them is of gradients or
-    parameters, which data-parallel ranks exchange once per step."""
+    """Returns whether all microbatches issued equally many collectives, on every chunk. Then none of them is
+    data-parallel: gradients and parameters are exchanged once per step."""
     times = times_of(passes)
     edges = np.searchsorted(np.array([c.start for c in collectives], dtype=np.int64), times)
     counts: dict[tuple[str, int | None], list[int]] = {}

@@ -1,5 +1,5 @@
-"""What the GPU did, as arrays: every kernel, copy and memset with its time, its launch, and whose communication it is
-(`groups`); and how much of its memory was allocated.
+"""GPU activity as arrays: each kernel, copy and memset with its time, its launch, and its communication group
+(`groups`). Also how much GPU memory was allocated.
 
 Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch is what ties an
 activity to a range: the range is on the main thread, the launches of a backward come from autograd's own thread, and
@@ -60,14 +60,16 @@ class Activities:
     known: npt.NDArray[np.bool_]
     """Whether the trace holds that call."""
     use: npt.NDArray[np.int8]
-    """What each is for, as an index into `USES`."""
+    """Its use, as an index into `USES`."""
     kernel: npt.NDArray[np.bool_]
-    """Whether it is a kernel, no copy or memset."""
+    """Whether it is a kernel; if not, a copy or memset."""
     pairwise: npt.NDArray[np.bool_]
-    """Whether it is a kernel of NCCL's in which ranks send to each other and receive: of an all-to-all, or the
-    pipeline's."""
+    """Whether it is a kernel of NCCL's in which ranks send to and receive from each other: for an all-to-all, or for
+    the pipeline."""
     node: npt.NDArray[np.int64]
-    """Which node of a CUDA graph it is a run of, as `formats.graphs` counts them; 0 where no graph launched it."""
+    """The node of a CUDA graph that it ran, as `formats.graphs` counts them; 0 if no graph launched it."""
+    row: npt.NDArray[np.int64]
+    """Its place in the order in which it was read."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Launches:
     times: npt.NDArray[np.int64]
     """When each began, in wall-clock nanoseconds, ascending."""
     unanswered: npt.NDArray[np.int64]
-    """Those of them to which the trace has no activity."""
+    """Those that have no activity in the trace."""
 
 
 class Timed(Protocol):
@@ -88,7 +90,7 @@ class Timed(Protocol):
 
 
 def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
-    """Times in nanoseconds of those events whose times are possible, and which ones these are."""
+    """Returns the times of the events in nanoseconds, without events whose times are impossible; and which are left."""
     with np.errstate(over="ignore", invalid="ignore"):
         start = np.fromiter(map(_START, events), dtype=np.float64, count=len(events)) * 1000
         duration = np.fromiter(map(_DURATION, events), dtype=np.float64, count=len(events)) * 1000
@@ -98,8 +100,8 @@ def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray
     return np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64))), usable
 
 
-class Gathered:
-    """GPU activities and the calls that launched them, taken up a piece of the trace at a time."""
+class GpuEvents:
+    """Collects GPU activities and the calls that launched them, one piece of the trace at a time."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -124,7 +126,7 @@ class Gathered:
         launches: Sequence[Event],
         communicating: Sequence[Event] = (),
     ) -> None:
-        """Take up some more of the trace. ``communicating``: its operators `groups.COMMUNICATES`."""
+        """Adds the next piece of the trace. ``communicating``: its operators `groups.COMMUNICATES`."""
         self.kernels |= bool(kernels)
         if events := [*kernels, *copies]:
             spans, usable = spans_of(0, events)
@@ -139,12 +141,12 @@ class Gathered:
             spans, usable = spans_of(0, launches)
             starting = np.array([self._starting[launch.name] for launch in launches], dtype=np.bool_)[usable]
             self.launches += int(starting.sum())
-            self._launches.append((numbers_of(launches)[usable], spans[:, 0].copy(), starting))
+            self._launches.append((_whole(list(map(_CORRELATION, launches)))[usable], spans[:, 0].copy(), starting))
         self.rows += len(events) + len(launches) + len(communicating)
 
     def activities(self, base: int, sizes: object) -> tuple[Activities, Launches]:
-        """All of them; ``base``: nanoseconds that their times count from; ``sizes`` has the number of ranks of every
-        axis. What was gathered is gone then."""
+        """Returns all of them, and forgets them. ``base``: nanoseconds that times are counted from. ``sizes`` has the
+        number of ranks of each axis."""
         spans, uses, kernel, correlations, externals, node = (
             np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
         )
@@ -163,7 +165,7 @@ class Gathered:
         return found, Launches(np.sort(times), np.sort(times[~answered]))
 
     def _uses(self, events: Sequence[Event]) -> list[int]:
-        """Of each the index into `USES`, or behind that the number of its group."""
+        """Returns an index into `USES` for each event, or a number beyond it for each group."""
         by_name, groups = self._by_name, self._groups
         uses = [by_name[event.name] for event in events]
         for place, use in enumerate(uses):
@@ -180,8 +182,8 @@ class Gathered:
         linked: npt.NDArray[np.bool_],
         sizes: object,
     ) -> npt.NDArray[np.int8]:
-        """Returns what names no group itself is of the group of the operator that launched it: RCCL's kernels, and the
-        copies that a collective consists of where a copy engine makes it. A group of one rank copies for itself alone.
+        """Returns the uses, where activities that name no group get that of the operator that launched them: RCCL's
+        kernels, and the copies of a collective that a copy engine runs. A group of one rank only copies for itself.
 
         ``linked``: an older Kineto writes the correlation as the external id where there was no operator.
         """
@@ -206,8 +208,8 @@ def arranged(
     starts: npt.NDArray[np.int64],
     node: npt.NDArray[np.int64] | None = None,
 ) -> Activities:
-    """Activities, a row each in the first five arrays, in order of their start, each with its launch: of the calls with
-    these correlation ``numbers`` and ``starts``. ``node``: None where nothing tells which node of a graph each is."""
+    """Returns the activities in order of their start, each with its launch. The first five arrays have one row per
+    activity; ``numbers`` and ``starts`` are correlation and time of the launching calls. ``node``: None if unknown."""
     launched, known = _launches(correlations, numbers, starts)
     order = np.argsort(spans[:, 0], kind="stable")
     node = np.zeros(len(spans), dtype=np.int64) if node is None else node
@@ -215,7 +217,7 @@ def arranged(
     # The clocks of host and GPU differ by microseconds; but what one launch of a graph started stays together.
     launched = np.where(node > 0, launched, np.minimum(launched, spans[:, 0]))
     return Activities(
-        spans[order], launched[order], known[order], use[order], kernel[order], pairwise[order], node[order]
+        spans[order], launched[order], known[order], use[order], kernel[order], pairwise[order], node[order], order
     )
 
 
@@ -230,11 +232,6 @@ def _launches(
     return starts[place], (numbers[place] == wanted) & (wanted > 0)
 
 
-def numbers_of(events: Iterable[Event]) -> npt.NDArray[np.int64]:
-    """The number that each shares with its launch."""
-    return _whole(list(map(_CORRELATION, events)))
-
-
 def _whole(values: list[int]) -> npt.NDArray[np.int64]:
     try:
         return np.array(values, dtype=np.int64)
@@ -243,8 +240,8 @@ def _whole(values: list[int]) -> npt.NDArray[np.int64]:
 
 
 class _Starting(dict[str, bool]):
-    """Whether a call of this name starts a kernel or a graph: ``cudaLaunchKernelExC``, ``hipExtModuleLaunchKernel``,
-    ``cuGraphLaunch``; no copy, and no function of the host's. Found once for each name."""
+    """Says by its name whether a call starts a kernel or a graph (``cudaLaunchKernelExC``,
+    ``hipExtModuleLaunchKernel``, ``cuGraphLaunch``), and not a copy or a host function. Worked out once per name."""
 
     def __missing__(self, name: str) -> bool:
         self[name] = starts = "Launch" in name and ("Kernel" in name or "Graph" in name)
@@ -258,25 +255,25 @@ class Allocations:
     times: npt.NDArray[np.int64]
     """When memory was allocated or released, in wall-clock nanoseconds, ascending."""
     allocated: npt.NDArray[np.int64]
-    """Bytes that were allocated from then on."""
+    """Bytes allocated from then on."""
     capacity: int | None
-    """Bytes that the device has; None where the trace does not say."""
+    """The device's memory in bytes; None if the trace does not say."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The memory of one call."""
+    """Memory allocated in one call."""
 
     least: int
-    """Bytes that were allocated at the least: parameters, gradients, states of the optimizer."""
+    """Bytes allocated at least: parameters, gradients, optimizer states."""
     most: int
-    """Bytes that were allocated at the most."""
+    """Bytes allocated at most."""
     capacity: int | None
-    """Bytes that the device has; None where that is not known."""
+    """The device's memory in bytes; None if unknown."""
 
 
 def together(found: Iterable[Peak | None]) -> Peak | None:
-    """Returns the least and the most of several, on the smallest device; None where nothing is known of any."""
+    """Returns the least and the most of several, on the smallest device; None if nothing is known of any."""
     known = [each for each in found if each is not None]
     if not known:
         return None
@@ -284,9 +281,9 @@ def together(found: Iterable[Peak | None]) -> Peak | None:
     return Peak(min(e.least for e in known), max(e.most for e in known), min(devices, default=None))
 
 
-class GatheredMemory:
-    """What ``--profile-memory`` adds, taken up a piece of the trace at a time: Kineto writes an instant event for every
-    allocation of the caching allocator and every release. Times count from the file's base."""
+class MemoryEvents:
+    """Collects what ``--profile-memory`` adds, a piece of the trace at a time: Kineto writes an instant event for each
+    allocation and release of the caching allocator. Times count from the file's base."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[tuple[int, int]]] = {}
@@ -297,7 +294,7 @@ class GatheredMemory:
         return sum(map(len, self._found.values()))
 
     def add(self, events: Iterable[Event]) -> None:
-        """Keep those of a device; the host's memory is nothing that a layout changes."""
+        """Adds the events of devices; a layout does not change the host's memory."""
         for event in events:
             device, allocated = event.args.device, event.args.allocated
             if event.name != _ALLOCATION or device is None or device < 0 or allocated is None:
@@ -306,7 +303,7 @@ class GatheredMemory:
                 self._found.setdefault(device, []).append((round(event.ts * 1000), allocated))
 
     def allocations(self, base: int, document: Document[Any]) -> Allocations | None:
-        """Returns the allocations of the device that most was allocated on; None where there is none."""
+        """Returns the allocations of the device with the most; None if there are none."""
         if not self._found:
             return None
         device = max(self._found, key=lambda each: max(allocated for _, allocated in self._found[each]))
@@ -315,7 +312,7 @@ class GatheredMemory:
 
 
 def memory_of(found: Allocations | None, start: int, end: int) -> Peak | None:
-    """Returns what a call from ``start`` to ``end`` had allocated; None where nothing is known of it."""
+    """Returns the memory of a call from ``start`` to ``end``; None if nothing is known of it."""
     if found is None:
         return None
     first, last = np.searchsorted(found.times, (start, end))

@@ -16,12 +16,12 @@ _ROUNDING = 2  # nanoseconds
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
-    """An array of ``(start, end)`` pairs; shape ``[0, 2]`` for none."""
+    """Returns an array of ``(start, end)`` pairs; shape ``[0, 2]`` for none."""
     return np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
 
 
 def union(spans: Intervals) -> Intervals:
-    """The same points in time as a disjoint set; empty intervals vanish."""
+    """Returns the same points in time as a disjoint set, without empty intervals."""
     spans = spans[spans[:, 1] > spans[:, 0]]
     if not len(spans):
         return spans
@@ -33,12 +33,12 @@ def union(spans: Intervals) -> Intervals:
 
 
 def total(disjoint: Intervals) -> int:
-    """Length of a disjoint set in nanoseconds."""
+    """Returns the length of a disjoint set in nanoseconds."""
     return int((disjoint[:, 1] - disjoint[:, 0]).sum())
 
 
 def covered(disjoint: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
-    """Nanoseconds of each of ``spans`` (any intervals) that lie in a disjoint set; shape ``[len(spans)]``."""
+    """Returns how many nanoseconds of each of ``spans`` lie in a disjoint set; shape ``[len(spans)]``."""
     if not len(disjoint):
         return np.zeros(len(spans), dtype=np.int64)
     starts, ends = disjoint[:, 0], disjoint[:, 1]
@@ -54,7 +54,7 @@ def covered(disjoint: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
 
 
 def intersection(left: Intervals, right: Intervals) -> Intervals:
-    """The points in both of two disjoint sets, as a disjoint set."""
+    """Returns the points that are in both of two disjoint sets, as a disjoint set."""
     first = np.searchsorted(right[:, 1], left[:, 0], side="right")
     counts = np.maximum(np.searchsorted(right[:, 0], left[:, 1], side="left") - first, 0)
     mine = np.repeat(left, counts, axis=0)
@@ -65,7 +65,7 @@ def intersection(left: Intervals, right: Intervals) -> Intervals:
 
 
 def difference(left: Intervals, right: Intervals) -> Intervals:
-    """The points of one disjoint set that are not in another, as a disjoint set."""
+    """Returns the points of one disjoint set that are not in another, as a disjoint set."""
     if not len(left) or not len(right):
         return left
     lowest = min(left[0, 0], right[0, 0]) - 1
@@ -91,7 +91,7 @@ def leaves(threads: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.b
 
 
 def union_by(owners: npt.NDArray[np.int64], spans: Intervals) -> tuple[npt.NDArray[np.int64], Intervals]:
-    """`union` of each owner's own intervals: owners (>= 0, each once per interval, in order) and their intervals."""
+    """Returns the `union` of each owner's intervals: owners (>= 0, each once per interval, in order), and intervals."""
     keep = spans[:, 1] > spans[:, 0]
     owners, spans = owners[keep], spans[keep]
     if not len(spans):

@@ -1,4 +1,4 @@
-"""Captured traces read back: what megaprof wrote into them and the times that the stage metrics need, nothing else.
+"""Reads captured traces: what megaprof wrote into them, and the times that the report needs.
 
 Times are wall-clock nanoseconds, ``baseTimeNanoseconds + 1000 * ts`` (Kineto writes ``ts`` and ``dur`` in
 microseconds), comparable between the ranks of one host. A file's name is only a hint; its metadata decide.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,9 +26,9 @@ from megaprof.analysis.trace.gpu import (
     LONGEST,
     Activities,
     Allocations,
-    Gathered,
-    GatheredMemory,
+    GpuEvents,
     Launches,
+    MemoryEvents,
     spans_of,
 )
 from megaprof.analysis.trace.groups import COMMUNICATES
@@ -44,10 +44,10 @@ from megaprof.parallel.topology import RankCoords
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
-#: What an event takes in memory while a report is made of it, at most.
+#: Memory that one event takes at most while a report is made.
 _ROW_BYTES = 200
 _COMMUNICATING = ("c10d::", COMMUNICATES)
-#: What is read beside the events.
+#: Values that are read beside the events.
 _TOP = ("megaprof", "baseTimeNanoseconds", "deviceProperties", graphs.KEY)
 _ON_GPU = frozenset({"user_annotation", KERNEL, INSTANTS, *COPIES, *LAUNCHES})
 
@@ -66,13 +66,13 @@ class TracedRange:
     """One of megaprof's ranges, as a trace holds it."""
 
     name: ranges.RangeName
-    """What it is."""
+    """Its name, parsed."""
     start: int
     """When it began, in wall-clock nanoseconds."""
     end: int
-    """When it ended, likewise."""
+    """When it ended, in wall-clock nanoseconds."""
     replayed: bool = False
-    """Whether it was captured in a CUDA graph and is replayed, so that it took no time on the host."""
+    """Whether it ran in the replay of a CUDA graph, and so took no time on the host."""
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,23 @@ class Collective:
     """One collective (not a pipeline exchange) as the CPU saw it. Gloo's events do not name their group."""
 
     operation: str
-    """As gloo names it, for instance ``all_reduce``."""
+    """Gloo's name, for instance ``all_reduce``."""
     start: int
     """When it began, in wall-clock nanoseconds."""
     end: int
-    """When it ended, likewise."""
+    """When it ended, in wall-clock nanoseconds."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where a trace stands in a file of several processes and windows."""
+    """One window of one process, in a file of several."""
 
     pid: int
-    """Its process."""
+    """Process number."""
     begin: int
-    """What was launched from then on belongs to it, in wall-clock nanoseconds, ..."""
+    """Launches from this moment on belong to it, in wall-clock nanoseconds."""
     end: int
-    """... until then."""
+    """Launches from this moment on no longer do."""
 
 
 @dataclass(frozen=True)
@@ -106,51 +106,50 @@ class Trace:
     path: Path
     """The file."""
     metadata: Metadata
-    """What it says of its rank."""
+    """The rank's metadata in it."""
     ranges: tuple[TracedRange, ...]
     """Sorted by start, an enclosing one before what it encloses."""
     collectives: tuple[Collective, ...] = ()
     """Sorted by start."""
     compute: Intervals = field(default_factory=lambda: intervals(()))
-    """When the CPU ran an operator that is not communication, a disjoint set; only filled in when there are collectives
-    to hide."""
+    """When the CPU ran operators other than communication, a disjoint set; empty without collectives to hide."""
     has_kernels: bool = False
-    """Whether GPU kernels ran, so that the ranges are host time; ``gpu`` is what the GPU did."""
+    """Whether GPU kernels ran. Then ``gpu`` has them, and the ranges are host time only."""
     gpu: Activities | None = None
     """None without kernels."""
     launches: Launches | None = None
-    """Which calls launched kernels; None without kernels, and where the tool does not say."""
+    """The calls that launched kernels; None without kernels, or if the tool does not record them."""
     unseen: Note | None = None
-    """Why it holds no kernel though its model ran on a GPU; None where it holds some, or ran on a CPU."""
+    """Why it has no kernels although the model ran on a GPU; None if it has some, or if the model ran on a CPU."""
     warnings: tuple[Note, ...] = ()
-    """What must be known about the file."""
+    """Warnings about the file."""
     knows_collectives: bool = True
-    """Whether collectives would be in it; False for the host's side of Nsight Systems."""
+    """Whether it would show collectives; False for Nsight Systems without GPU activity."""
     after_opening: bool = False
-    """Whether its first step is the first that its tool recorded after it was opened, which ranks do not do at once."""
+    """Whether its first step is the first that its tool recorded; ranks do not open the tool at the same moment."""
     part: Part | None = None
-    """Where it stands in its file; None: it is the whole."""
+    """Its part of the file; None if it is all of it."""
     cut: str | None = None
-    """Why its file ends too early, so that sums may lack something; None for a whole file."""
+    """Why its file ends too early, so that sums may be too small; None for a whole file."""
     base: int = 0
-    """What the times in the file count from, in wall-clock nanoseconds."""
+    """The moment that times in the file are counted from, in wall-clock nanoseconds."""
     memory: Allocations | None = None
-    """How much was allocated on its device; None where that was not recorded."""
+    """Memory allocated on its device; None if that was not recorded."""
 
 
 def times_of(things: Sequence[TracedRange | Collective]) -> Intervals:
-    """Start and end of each in nanoseconds, shape ``[n, 2]``."""
+    """Returns start and end of each in nanoseconds, shape ``[n, 2]``."""
     return intervals((each.start, each.end) for each in things)
 
 
 def find_traces(directory: Path) -> list[Path]:
-    """Every file under ``directory`` whose name ends like a trace of ours, sorted. Hidden files are unfinished ones."""
+    """Returns the files under ``directory`` with the suffix of a trace, sorted. Hidden files are unfinished ones."""
     return sorted(files_below(directory, TRACE_SUFFIXES))
 
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Whatever a file cannot be read for becomes UnreadableTrace."""
+    """Turns every failure to read a file into UnreadableTrace."""
     try:
         yield
     except Undecodable as fault:
@@ -162,31 +161,33 @@ def refusing(path: Path) -> Iterator[None]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read one trace, gzipped or plain, of any size. Raises UnreadableTrace, whatever the file holds."""
+    """Reads one trace of any size, gzipped or plain. Raises UnreadableTrace, and nothing else, for any content."""
     with refusing(path):
-        gathered = _Gathered(path, on_gpu=True)
-        if not gathered.gpu.kernels and not gathered.gpu.launches:
-            gathered = _Gathered(path, on_gpu=False)  # its operators are wanted after all
-        return gathered.trace()
+        return _File(path).trace()
 
 
-class _Gathered:
-    """What a file holds, read a piece at a time. Times count from the file's base, which may stand at its end."""
+class _File:
+    """A file that is read a piece at a time. Times count from the file's base, which may stand at its end.
 
-    def __init__(self, path: Path, *, on_gpu: bool) -> None:
-        """``on_gpu``: operators of the CPU are left out."""
+    The CPU's operators only matter if the model ran there, so they are skipped if the metadata, which stand before the
+    events, name another device.
+    """
+
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.gpu = Gathered()
-        self._memory = GatheredMemory()
+        self.gpu = GpuEvents()
+        self._memory = MemoryEvents()
         self._operators = _Operators()
         self._names = _Names()
         self._ranges: list[TracedRange] = []
         self._collectives: list[Collective] = []
         self._broken = 0
+        self._device: str | None = None
         self._most = most_bytes() // _ROW_BYTES
         self._document: Document[Event] = read(path, Event, top=_TOP)
-        wanted = _ON_GPU if on_gpu else _ON_GPU | {"cpu_op"}
         for events in self._document:
+            on_gpu = self._says_gpu()
+            wanted = _ON_GPU if on_gpu else _ON_GPU | {"cpu_op"}
             by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
             for event in [event for event in events if event.cat in wanted or event.name == COMMUNICATES]:
                 by_category[event.cat].append(event)
@@ -215,10 +216,11 @@ class _Gathered:
         if document.cut is not None:
             warnings.append(Note("cut", files=(path.name,), said=document.cut))
         found = [TracedRange(r.name, r.start + base, r.end + base) for r in self._ranges]
-        collectives = [Collective(c.operation, c.start + base, c.end + base) for c in self._collectives]
         found.sort(key=lambda r: (r.start, -r.end))
-        collectives.sort(key=lambda c: c.start)
         has_kernels = self.gpu.kernels
+        of_host = [] if has_kernels else self._collectives
+        collectives = [Collective(c.operation, c.start + base, c.end + base) for c in of_host]
+        collectives.sort(key=lambda c: c.start)
         gpu, launches = self.gpu.activities(base, metadata.sizes) if has_kernels else (None, None)
         if gpu is not None and graphs.KEY in document.top:
             try:
@@ -238,7 +240,7 @@ class _Gathered:
             metadata=metadata,
             ranges=tuple(found),
             collectives=tuple(collectives),
-            compute=self._operators.compute(base) if collectives and not has_kernels else intervals(()),
+            compute=self._operators.compute(base) if collectives else intervals(()),
             has_kernels=has_kernels,
             gpu=gpu,
             launches=launches,
@@ -248,6 +250,14 @@ class _Gathered:
             base=base,
             memory=self._memory.allocations(base, document),
         )
+
+    def _says_gpu(self) -> bool:
+        """Returns whether the metadata read so far say that the model ran on a GPU."""
+        described = self._document.top.get("megaprof")
+        if self._device is None and described is not None:
+            with suppress(ValueError):
+                self._device = read_metadata(bytes(described)).device or "cpu"
+        return self._device not in (None, "cpu")
 
     def _add_ranges(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -280,12 +290,12 @@ def _metadata(document: Document[Event]) -> Metadata:
 
 
 def _has_gpu(document: Document[Event]) -> bool:
-    """Whether Kineto lists a GPU, by which it is not said that the model was on it."""
+    """Returns whether Kineto lists a GPU. The model need not have been on it."""
     return bytes(document.top.get("deviceProperties", b"")).strip() not in (b"", b"[]")
 
 
 class _Names(dict[str, "ranges.RangeName | str | None"]):
-    """What an event's name means to the metrics, found once per name: a range, a collective's operation, or nothing."""
+    """Maps an event's name to a range, a collective's operation, or None; worked out once per name."""
 
     def __missing__(self, name: str) -> ranges.RangeName | str | None:
         meaning: ranges.RangeName | str | None = None
@@ -330,7 +340,7 @@ def _span(event: Event) -> tuple[int, int] | None:
 
 
 class _Operators:
-    """What the CPU ran, taken up a piece of the trace at a time."""
+    """Collects the CPU's operators, one piece of the trace at a time."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -349,7 +359,8 @@ class _Operators:
         self.rows += len(operators)
 
     def compute(self, base: int) -> Intervals:
-        """When any thread ran one that is no communication: leaf operators, since their parents also wait."""
+        """Returns when any thread ran an operator other than communication. Only leaf operators count, because their
+        parents also wait."""
         if not self._pieces:
             return intervals(())
         spans, threads, own = (np.concatenate(column) for column in zip(*self._pieces, strict=True))

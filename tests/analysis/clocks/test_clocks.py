@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.clocks.clocks import TOLERANCE_NS, Link, align
+from megaprof.analysis.clocks.clocks import TOLERANCE_NS, align
+from megaprof.analysis.clocks.matching import Link
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import of_clocks
 

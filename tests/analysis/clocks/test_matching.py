@@ -34,14 +34,14 @@ def test_boxes_are_in_order_and_know_their_microbatch(tmp_path):
 
 def test_every_message_is_matched_with_its_receive(tmp_path):
     found = links_between(ends(exchanging([0.0, 0.0, 0.0], microbatches=4), tmp_path))
-    assert [(link.sender, link.receiver, len(messages)) for link, messages in found] == [
+    assert [(link.sender, link.receiver, len(link.messages)) for link in found] == [
         (0, 1, 4),
         (1, 0, 4),
         (1, 2, 4),
         (2, 1, 4),
     ]
-    for link, messages in found:
-        assert [message.microbatch for message in messages] == [0, 1, 2, 3]
+    for link in found:
+        assert [message.microbatch for message in link.messages] == [0, 1, 2, 3]
         for send, receive in zip(link.sends, link.receives, strict=True):
             assert receive[1] >= send[0] + 100_000  # it travelled 0.1 ms, and may have been there before
 
@@ -49,7 +49,7 @@ def test_every_message_is_matched_with_its_receive(tmp_path):
 @pytest.mark.parametrize("ahead", [0.0, 250.0, -3.5])
 def test_clocks_of_captured_ranks_are_aligned(tmp_path, ahead):
     found = ends(exchanging([0.0, ahead]), tmp_path)
-    links = [link for link, _ in links_between(found)]
+    links = links_between(found)
     alignment = align({rank: each.metadata.host for rank, each in found.items()}, links)
     assert alignment.warnings == ()
     assert abs(alignment.offset(1) + ahead * 1e6) <= alignment.clocks[1].uncertainty_ns <= 100_000
@@ -80,7 +80,7 @@ def test_interleaved_stages_send_round_to_the_first_one(tmp_path):
         traces[stage].event(f"megaprof/{name}", start, 0.9)
     for trace in traces:
         trace.call(0, 13)
-    found = {(link.sender, link.receiver): messages for link, messages in links_between(ends(traces, tmp_path))}
+    found = {(link.sender, link.receiver): link.messages for link in links_between(ends(traces, tmp_path))}
     assert [(m.kind, m.stage, m.chunk) for m in found[0, 1]] == [
         ("forward", 1, 0),
         ("forward", 1, 1),

@@ -30,7 +30,7 @@ def test_times_are_wall_clock_nanoseconds_to_the_last_digit(tmp_path):
 
 
 def test_a_healthy_file_never_takes_the_slow_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(decoding.Document, "_decode_damaged", lambda self, text: pytest.fail("slow way taken"))
+    monkeypatch.setattr(decoding.Document, "_repaired", lambda self, text: pytest.fail("slow way taken"))
     trace = TraceBuilder()
     trace.call(0, 1)
     trace.events.append(
@@ -87,9 +87,9 @@ def test_the_gpu_copy_of_a_range_does_not_count_twice(tmp_path):
         (b'{"traceEvents": [], "megaprof": 5}', "metadata is damaged"),
         (b'{"traceEvents": [], "megaprof": {"target": "x"}}', "metadata is damaged"),
         (b'{"traceEvents": [], "baseTimeNanoseconds": "now"}', "baseTimeNanoseconds"),
-        (b'{"traceEvents": [], "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "not written by megaprof"),
-        (b'{"traceEvents": [], "megaprof": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "metadata is damaged"),
-        (b'{"traceEvents": [{"args": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_000 + b"}]}", "not written by"),
+        (b'{"traceEvents": [], "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
+        (b'{"traceEvents": [], "megaprof": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
+        (b'{"traceEvents": [{"args": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_000 + b"}]}", "nested too deeply"),
     ],
 )
 def test_an_unusable_file_says_what_is_wrong(tmp_path, content, reason):

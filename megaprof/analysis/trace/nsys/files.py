@@ -29,8 +29,9 @@ from megaprof.analysis.trace.nsys.gpu import (
     COPIES,
     LAUNCHES,
     PROCESS,
-    ProcessGpu,
     is_time,
+    launched_between,
+    read_process,
 )
 from megaprof.analysis.trace.nsys.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
@@ -97,7 +98,7 @@ class Process:
     """Its number on its host."""
     gpu: Activities
     """Its activities in order of their start; nothing says what each is for."""
-    names: tuple[str, ...]
+    names: list[str]
     """Of every activity: its kernel's; empty for copies and memsets."""
     steps: Intervals
     """When ranges ran on the host that are called like a step (``ProfilerStep#7``, ``iteration 7``), outermost ones."""
@@ -114,8 +115,7 @@ def processes(file: NsysFile) -> list[Process]:
                 pids |= {pid for (pid,) in tables.rows(query) if isinstance(pid, int)}
         steps = _steps(tables, base)
         for pid in sorted(pids):
-            gpu = ProcessGpu.read(tables, base, pid)
-            found.append(Process(pid, gpu.all, gpu.names, intervals(steps.get(pid, ()))))
+            found.append(Process(pid, *read_process(tables, base, pid), intervals(steps.get(pid, ()))))
         return found
 
 
@@ -137,15 +137,9 @@ def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def events_of(path: Path, part: Part) -> tuple[int, Iterator[dict[str, Any]]]:
-    """The session's start and all events of one process in one window, as Chrome's format has them, read one after the
-    other. Raises Undecodable and OSError."""
-    with opened(path) as tables:
-        base = _epoch(tables)
-    return base, _events(path, base, part)
-
-
-def _events(path: Path, base: int, part: Part) -> Iterator[dict[str, Any]]:
+def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
+    """Yields all events of one process in one window, as Chrome's format has them. ``base``: when the session began, in
+    nanoseconds since the epoch. Raises Undecodable and OSError."""
     with opened(path) as tables:
         bounds = part.begin - base, part.end - base
         queries = [("user_annotation", f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS", "globalTid")]
@@ -241,15 +235,15 @@ class _Reader:
     def _of_process(self, rows: list[_Row], alone: bool) -> Iterator[Trace]:
         rows.sort(key=lambda r: (r.start, -r.end))
         windows = list(self._windows(rows, alone))
-        gpu: ProcessGpu | None = None
+        gpu: Activities | None = None
         seen = self._tables.has("TARGET_INFO_GPU", "id") and any(self._tables.rows("SELECT id FROM TARGET_INFO_GPU"))
         for number, (metadata, tops, warnings) in enumerate(windows):
             pid = tops[0].pid
-            gpu = gpu or ProcessGpu.read(self._tables, self._base, pid)
+            gpu = gpu or read_process(self._tables, self._base, pid)[0]
             begin = windows[number - 1][1][-1].end if number else -LONGEST
             end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
             inside = tuple(TracedRange(r.name, r.start, r.end) for r in _within(rows, tops[0].start, tops[-1].end))
-            activities = gpu.between(begin, end)
+            activities = launched_between(gpu, begin, end)
             yield Trace(
                 path=self._file.path,
                 metadata=metadata,
@@ -261,6 +255,7 @@ class _Reader:
                 knows_collectives=activities is not None,
                 after_opening=not number and 0 <= tops[0].start - self._base < _OPENED_NS,
                 part=Part(pid, begin, end),
+                base=self._base,
             )
 
     def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[Note, ...]]]:

@@ -30,44 +30,37 @@ def is_time(value: object) -> bool:
     return isinstance(value, int) and -LONGEST < value < LONGEST
 
 
-class ProcessGpu:
-    """All GPU activities of one process. nsys names no process group."""
+def read_process(tables: Tables, base: int, pid: int) -> tuple[Activities, list[str]]:
+    """Returns all GPU activities of one process, and of each the name of its kernel, empty for copies and memsets. nsys
+    names no process group. ``base``: when the session began, in nanoseconds since the epoch. Raises Undecodable."""
+    kernels = [_table(tables, table, pid, "demangledName") for table in ACTIVITIES]
+    copies = [_table(tables, table, pid, "copyKind") for table in COPIES]
+    rows = np.concatenate(kernels + copies)
+    kernel = np.arange(len(rows)) < sum(map(len, kernels))
+    between_devices = ~kernel & (rows[:, 3] == _PEER_TO_PEER)
+    rows[~kernel, 3] = -1
+    numbers, which = np.unique(rows[:, 3], return_inverse=True)
+    by_name, known = ByName(), _names(tables, numbers)
+    names = [known.get(number, "") for number in numbers.tolist()]
+    uses = np.array([by_name[name] for name in names], dtype=np.int8)
+    use = np.where(uses < 0, np.int8(UNKNOWN), uses)[which]
+    use[between_devices] = UNKNOWN
+    launches = np.zeros((0, 3), dtype=np.int64)
+    if len(rows) and tables.has(LAUNCHES, *COLUMNS_OF_LAUNCH):
+        query = f"SELECT start, correlationId, 0 FROM {LAUNCHES} WHERE (globalTid >> 24) & {PROCESS} = ?"
+        launches = _array(tables.rows(query, (pid,)), 3)
+    pairwise = (uses == BY_GROUP_PAIRWISE)[which]
+    spans, starts = base + rows[:, :2], base + launches[:, 0]
+    gpu = arranged(spans, use, kernel, pairwise, rows[:, 2], launches[:, 1], starts)
+    return gpu, [names[number] for number in which[gpu.row].tolist()]
 
-    def __init__(self, activities: Activities, names: tuple[str, ...]) -> None:
-        self.all = activities
-        self.names = names
 
-    @classmethod
-    def read(cls, tables: Tables, base: int, pid: int) -> ProcessGpu:
-        """``base``: when the session began, in nanoseconds since the epoch. Raises Undecodable."""
-        kernels = [_table(tables, table, pid, "demangledName") for table in ACTIVITIES]
-        copies = [_table(tables, table, pid, "copyKind") for table in COPIES]
-        rows = np.concatenate(kernels + copies)
-        kernel = np.arange(len(rows)) < sum(map(len, kernels))
-        between_devices = ~kernel & (rows[:, 3] == _PEER_TO_PEER)
-        rows[~kernel, 3] = -1
-        numbers, which = np.unique(rows[:, 3], return_inverse=True)
-        by_name, known = ByName(), _names(tables, numbers)
-        names = [known.get(number, "") for number in numbers.tolist()]
-        uses = np.array([by_name[name] for name in names], dtype=np.int8)
-        use = np.where(uses < 0, np.int8(UNKNOWN), uses)[which]
-        use[between_devices] = UNKNOWN
-        launches = np.zeros((0, 3), dtype=np.int64)
-        if len(rows) and tables.has(LAUNCHES, *COLUMNS_OF_LAUNCH):
-            query = f"SELECT start, correlationId, 0 FROM {LAUNCHES} WHERE (globalTid >> 24) & {PROCESS} = ?"
-            launches = _array(tables.rows(query, (pid,)), 3)
-        pairwise = (uses == BY_GROUP_PAIRWISE)[which]
-        spans, starts = base + rows[:, :2], base + launches[:, 0]
-        found = arranged(spans, use, kernel, pairwise, rows[:, 2], launches[:, 1], starts)
-        which = which[np.argsort(rows[:, 0], kind="stable")]
-        return cls(found, tuple(names[number] for number in which.tolist()))
-
-    def between(self, begin: int, end: int) -> Activities | None:
-        """Returns what was launched from ``begin`` to ``end``; None where no kernel was."""
-        rows = (self.all.launched >= begin) & (self.all.launched < end)
-        if not (rows & self.all.kernel).any():
-            return None
-        return Activities(*(column[rows] for column in vars(self.all).values()))
+def launched_between(gpu: Activities, begin: int, end: int) -> Activities | None:
+    """Returns the activities that were launched from ``begin`` to ``end``; None where no kernel was."""
+    rows = (gpu.launched >= begin) & (gpu.launched < end)
+    if not (rows & gpu.kernel).any():
+        return None
+    return Activities(*(column[rows] for column in vars(gpu).values()))
 
 
 def _table(tables: Tables, table: str, pid: int, what: str) -> npt.NDArray[np.int64]:
