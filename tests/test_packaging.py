@@ -147,7 +147,7 @@ def traces(tmp_path: Path) -> Path:
 #: Arguments, the exit code, and something that it says.
 READERS = [
     (["report", "traces"], 0, "holds 6 layers"),
-    (["report", "traces", "--html", "report.html", "--json", "report.json"], 0, "The same"),
+    (["report", "traces", "--html", "report.html", "--json", "report.json"], 0, "Report as one HTML file"),
     (["report", "job"], 0, "train_actor"),
     (["merge", "traces", "-o", "step.json.gz"], 0, "train_actor step 5: 2 ranks"),
     (["diff", "traces", "even"], 0, "emb+6 → emb+4"),

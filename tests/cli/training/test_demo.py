@@ -197,7 +197,7 @@ def live(directory: Path, *arguments: str) -> Iterator[Live]:
 @pytest.mark.slow
 def test_a_live_demo_is_watched_and_asked_by_the_printed_commands_until_ctrl_c(tmp_path: Path) -> None:
     with live(tmp_path) as job:
-        job.until("Ctrl-C ends it")
+        job.until("Ctrl-C ends the job")
         assert sorted(job.commands) == ["status", "trigger", "watch"]
         watch = subprocess.Popen(
             ["bash", "-c", "exec " + job.commands["watch"]], cwd="/", stdout=subprocess.PIPE, text=True
@@ -242,7 +242,7 @@ def test_a_signal_ends_all_ranks_while_they_start(tmp_path: Path, number: int, c
 @pytest.mark.slow
 def test_ranks_that_do_not_end_are_killed_by_a_second_ctrl_c(tmp_path: Path) -> None:
     with live(tmp_path) as job:
-        job.until("Ctrl-C ends it")
+        job.until("Ctrl-C ends the job")
         for rank in set(_marked(job.token)) - {job.process.pid}:
             os.kill(rank, signal.SIGSTOP)
         job.process.send_signal(signal.SIGINT)
