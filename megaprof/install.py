@@ -37,43 +37,42 @@ from megaprof.runtime.patching import Patches
 
 
 class Handle:
-    """What ``install_hooks`` returns. ``remove()``, or leaving it as a context manager, takes the hooks out again."""
+    """The result of ``install_hooks``. ``remove()``, or leaving it as a context manager, removes the hooks."""
 
     def __init__(self, config: ProfileConfig, role: str | None, session: Session | None = None) -> None:
         self.config = config
-        """What was asked for."""
+        """The configuration."""
         self.role = role
-        """Whose model it is; None: not said."""
+        """Role of the model; None without one."""
         self._session = session
         self._listener: Listener | None = None
 
     @property
     def active(self) -> bool:
-        """True while hooks are in: profiling is on, this rank is selected, nothing was removed and nothing failed."""
+        """True while the hooks work: profiling is on, this rank is selected, and nothing was removed or failed."""
         session = self._session
         return session is not None and not session.removed.is_set() and session.off is None
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
+        """Waits until every file of closed windows is complete. Returns False after ``timeout`` seconds."""
         return self._session is None or self._session.writer.flush(timeout)
 
     def kernel_summary(self, timeout: float = 0.0, role: str | None = None) -> dict[str, Any] | None:
-        """The kernel summary of the last closed window, as plain data (see docs: ``.kernels.json``), picklable; with
-        ``role``, of the last one of that role.
+        """Returns the kernel summary (``.kernels.json``) of the last closed window, or of the last one of ``role``.
 
-        None while it is being made in the background, for at most ``timeout`` seconds; it never shows an older window
-        than the last. None as well without ``--profile-kernels``, on a rank that captures nothing, and after a failure
-        (which was logged). Works after ``remove``, too.
+        It is plain data that can be pickled. None if it is still being made after ``timeout`` seconds; a summary of an
+        older window is never returned. Also None without ``--profile-kernels``, on a rank that captures nothing, and
+        after a failure, which is logged. Works after ``remove``, too.
         """
         return None if self._session is None else self._session.kernel_summary(timeout, role)
 
     def remove(self) -> None:
-        """Close an open window, finish its files, and put every original function back. Idempotent.
+        """Closes an open window, finishes its files, and puts back every original function. May be called again.
 
-        Only the thread that trains can close its window, and not while it captures a CUDA graph. Called from another
-        thread while that one has a window open, or is inside a schedule call, or called during a capture, this only
-        asks: the training thread does it when its call ends, or when its next one begins. `active` stays true until it
-        is done.
+        Only the training thread can close its window, and not while it captures a CUDA graph. If another thread calls
+        this while a window is open or a schedule call is running, or if it is called during a capture, it only makes a
+        request: the training thread does the work when its call ends, or when its next one begins. `active` stays true
+        until then.
         """
         if self._session is not None:
             profiler.leave(self._session)
@@ -93,24 +92,27 @@ def install_hooks(
     iteration: Callable[[], int | None] | None = None,
     groups: Any = None,
 ) -> Handle:
-    """Hook Megatron's schedules for ``model`` and return a handle that removes everything again.
+    """Hooks Megatron's schedules for ``model`` and returns a handle that removes the hooks.
 
     Call it after ``initialize_model_parallel`` and before the training loop asks for ``get_forward_backward_func()``
-    (Megatron-LM asks once). ``model`` is one module, the list of model chunks, or None for any model that no other
-    handle owns. ``config`` is a ProfileConfig or a parsed namespace; without one, Megatron-LM's global arguments where
-    it is loaded, else the ``MEGAPROF_*`` environment. ``role`` is whose model it is (actor, ref, critic, ...), in
-    file names and for the steps and ranks that the configuration has per role; ``megaprof.role`` scopes override it.
-    ``iteration`` returns the host's current iteration number, or None; those of known hosts are found by themselves.
-    ``groups`` are the model's process groups (megatron-core's ``ProcessGroupCollection``) in a job that has no
-    ``parallel_state``; without them, those that the model itself has. Of several modules one behind the other it is
-    their ``MultiModulePipelineCommunicator``.
+    (Megatron-LM asks once). With profiling off, or on a rank that is not selected, nothing is wrapped and the handle
+    does nothing. Installing the same model again with the same configuration returns the first handle, unless Megatron
+    has given this process another place since (an in-process restart); then the first handle is removed.
 
-    With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
-    same model again with the same configuration returns the first handle; where Megatron has given this process another
-    place since (an in-process restart), the first one is removed.
+    Args:
+        model: A module, the list of model chunks, or None for any model that no other handle owns.
+        config: A ProfileConfig or a parsed namespace. Without one, Megatron-LM's global arguments if it is loaded, and
+            otherwise the ``MEGAPROF_*`` environment.
+        role: The model's role (actor, ref, critic, ...), for file names and for steps and ranks per role;
+            ``megaprof.role`` overrides it.
+        iteration: Returns the host's current iteration number, or None. Not needed for hosts that megaprof knows.
+        groups: The model's process groups (megatron-core's ``ProcessGroupCollection``) in a job without
+            ``parallel_state``; by default, those that the model has. For several modules one after the other, their
+            ``MultiModulePipelineCommunicator``.
 
-    Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
-    or megatron-core is not installed.
+    Raises:
+        ValueError: The configuration cannot be honoured. This is raised before the first step.
+        ImportError: torch or megatron-core is not installed.
     """
     return _install(_models(model), _config(config), role, iteration, groups, pipeline=True)
 
@@ -210,10 +212,10 @@ def _undo(session: Session) -> None:
 
 
 def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, Any] | None:
-    """The kernel summary of the last window that closed in this process, or of the last one of ``role``, without a
-    `Handle`: a controller calls it in its workers. Plain data, picklable; see `Handle.kernel_summary`.
+    """Returns the kernel summary of the last window that closed in this process, or of the last one of ``role``.
 
-    None where there is none, also while it is still being made after ``timeout`` seconds.
+    It needs no Handle, so a controller can call it in its workers. See `Handle.kernel_summary`. None if there is none,
+    or if it is still being made after ``timeout`` seconds.
     """
     return profiler.kernel_summary(timeout, role)
 

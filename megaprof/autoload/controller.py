@@ -39,12 +39,12 @@ def start(
     first: int = 0,
     pipeline: bool = True,
 ) -> bool:
-    """Install the hooks in this process, as `megaprof.install_hooks` does; steps are numbered from ``first`` on.
+    """Installs the hooks in this process, as `megaprof.install_hooks` does, and numbers steps from ``first`` on.
 
-    ``pipeline=False`` is for a trainer without Megatron's schedule: the batches of the host's own engine are captured,
-    where megaprof knows it (verl's and SkyRL's FSDP).
+    ``pipeline=False`` is for a trainer without Megatron's schedule: it captures the batches of the host's own engine,
+    if megaprof knows it (the FSDP engines of verl and SkyRL).
 
-    Returns whether this process records anything. A second start before a stop changes nothing. Raises ValueError for a
+    Returns True if this process records anything. A second start before a stop changes nothing. Raises ValueError for a
     configuration that cannot be honoured.
     """
     if _Started.handle is None:
@@ -55,18 +55,18 @@ def start(
 
 
 def step(number: int | None = None) -> int:
-    """The running step is over and the next one begins, with ``number`` or the one after the last. Returns its number.
+    """Ends the current step and begins the next one, ``number`` or the one after the last. Returns its number.
 
-    Costs nothing to call without a start.
+    Costs nothing without a start.
     """
     _Started.number = _Started.number + 1 if number is None else number
     return _Started.number
 
 
 def stop(timeout: float = 60.0) -> bool:
-    """Close an open window, finish its files and take the hooks out. Does nothing without a start.
+    """Closes an open window, finishes its files and removes the hooks. Does nothing without a start.
 
-    Returns whether every file is complete after ``timeout`` seconds.
+    Returns True if every file is complete within ``timeout`` seconds.
     """
     handle, _Started.handle = _Started.handle, None
     if handle is None:
