@@ -1,1 +1,1 @@
-"""Hooks that go in without an edit of the host: everything that calls ``install_hooks`` for the user."""
+"""Hooks without an edit of the host: everything that calls ``install_hooks`` for the user."""

@@ -1,13 +1,13 @@
-"""Hooks in a host that nobody edited: they go in when it asks megatron-core for its schedule.
+"""Installs the hooks in a host that nobody edited, when it asks megatron-core for its schedule.
 
 ``arm()`` waits for ``megatron.core.pipeline_parallel.schedules`` to be imported and wraps ``get_forward_backward_func``
-there, before any host can import the name. The first time the host asks, its ranks are laid out and its arguments are
-parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. A host that trains without Megatron's
-schedule gets its hooks before its first batch. The functions of a host that say more
-about a call (`megaprof.integrations`) are wrapped when their modules are imported.
+there, before any host can import the name. When the host calls it for the first time, its ranks are laid out and its
+arguments are parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. A host that trains without
+Megatron's schedule gets its hooks before its first batch. The functions of a host that say more about a call
+(`megaprof.integrations`) are wrapped when their modules are imported.
 
-`environment` is what a process must be started with to arm itself: the directory ``path`` beside this file goes on
-``PYTHONPATH``, and Python runs the ``sitecustomize.py`` in it at start-up. Children inherit it, however they start.
+`environment` makes a process arm itself: it puts the directory ``path`` beside this file on ``PYTHONPATH``, and Python
+runs the ``sitecustomize.py`` in it at start-up. Child processes inherit it, however they are started.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 PATH = str(Path(__file__).resolve().parent / "path")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_ASKED = "get_forward_backward_func"
+_GET_SCHEDULE = "get_forward_backward_func"
 _RAY = "ray._private.worker"
-#: Packages that have a module to watch: all else passes the finder at the cost of one look-up.
+#: Packages that have a module to watch. All others pass the finder at the cost of one look-up.
 _HOSTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
 _ROOTS = _HOSTS | {"ray"}
 
 
 def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` for a process that is to profile itself as ``config`` says, and so its children.
+    """Returns ``env`` for a process that is to profile itself, and its children, as ``config`` says.
 
-    A configuration without a target leaves no trace of megaprof in it: nothing is armed.
+    Without a target in ``config``, there is no trace of megaprof in it.
     """
     from megaprof.config.options import ENV_PREFIX
 
@@ -58,10 +58,10 @@ def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]
 
 
 def arm(config: ProfileConfig | None = None) -> None:
-    """Wait for megatron-core, and install then with ``config`` or, without one, with the ``MEGAPROF_*`` environment.
+    """Waits for megatron-core, and installs then, with ``config`` or else with the ``MEGAPROF_*`` environment.
 
-    Idempotent; the first configuration counts. Imports nothing but the standard library: a cluster has many processes
-    that never see megatron-core.
+    Idempotent: the first configuration counts. Imports only the standard library: a cluster has many processes that
+    never load megatron-core.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -73,7 +73,7 @@ def arm(config: ProfileConfig | None = None) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and is told when a watched module has been loaded."""
+    """An import finder that finds what the other finders find, and hooks watched modules once they are loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -91,7 +91,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, and a call when it is done. The module keeps no sign of it."""
+    """Calls `_loaded` after the module's own loader. The module keeps no sign of it."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -135,37 +135,37 @@ def _loaded(name: str) -> None:
 
 
 def _finish_job() -> None:
-    """A job is over that this process runs: wait for the files of its other processes."""
+    """Waits for the files of the other processes of a job that this process runs, and that is over."""
     from megaprof.autoload.job_end import wait
     from megaprof.integrations import registry
 
     try:
         config = armed.config or registry.config()
-    except ValueError:  # the workers say it
+    except ValueError:  # the workers report it
         return
     wait(config, armed.since)
 
 
 def _watch(schedules: ModuleType) -> None:
     _keep_collectives()
-    original = getattr(schedules, _ASKED, None)
+    original = getattr(schedules, _GET_SCHEDULE, None)
     if original is None or hasattr(original, "_megaprof"):
         return
-    asked = _asked(original)
-    for module in list(sys.modules.values()):  # those who took it by name before we were armed
+    installing = _installing(original)
+    for module in list(sys.modules.values()):  # also those that imported the name before we were armed
         names = getattr(module, "__dict__", {})
-        if names.get(_ASKED) is original:
-            names[_ASKED] = asked
+        if names.get(_GET_SCHEDULE) is original:
+            names[_GET_SCHEDULE] = installing
 
 
 def _keep_collectives() -> None:
-    """Has torch keep its last collectives, which say of a hang where it is. Later its process groups exist."""
+    """Makes torch keep its last collectives, which show where a hang is. It must be before its process groups exist."""
     from megaprof.config.options import ProfileConfig
     from megaprof.recorders import flight
 
     try:
         config = armed.config or ProfileConfig.from_env()
-    except ValueError:  # said when the hooks go in
+    except ValueError:  # reported when the hooks go in
         return
     if config.collectives:
         os.environ.setdefault(flight.TIMING, "1")
@@ -174,7 +174,8 @@ def _keep_collectives() -> None:
         logger.info("megaprof: torch keeps the last %d collectives of each rank, for a hang: %s", flight.USUAL, name)
 
 
-def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
+def _installing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns Megatron's ``get_forward_backward_func`` so that it installs the hooks first."""
     pending = True
 
     @functools.wraps(original)
@@ -186,15 +187,15 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
         return waiting(schedule) if pending else schedule
 
     def waiting(schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """``schedule``, whose first call brings the hooks: it is given the process groups, where those that are
-        Megatron's own are not to exist (several modules, Megatron-Bridge's ``use_decentralized_pg``)."""
+        """Returns ``schedule`` so that its first call installs the hooks: the call is given the process groups where
+        Megatron's own do not exist (several modules, Megatron-Bridge's ``use_decentralized_pg``)."""
 
         @functools.wraps(schedule)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             nonlocal pending
             if pending:
                 communicator = kwargs.get("p2p_communicator")
-                # That of several modules says how they follow each other; of groups alone nobody could tell.
+                # With several modules it says how they follow each other, which groups alone do not.
                 several = hasattr(communicator, "module_to_grid_map")
                 pending = not install(groups=communicator if several else kwargs.get("pg_collection"))
             hooked: Any = getattr(sys.modules[_SCHEDULES], schedule.__name__, None)
@@ -209,9 +210,9 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved() -> bool:
-    """Returns whether an in-process restart gave this rank another place, so that its hooks are those of an earlier
+    """Returns whether an in-process restart gave this rank another place, so that its hooks are of an earlier
     attempt."""
-    with Suppressed(Exception):  # groups that are half there: they are looked at again with the next call
+    with Suppressed(Exception):  # groups that are half set up: the next call looks again
         from megaprof.capture.this_rank import moved
 
         return armed.place is not None and moved(armed.place)
@@ -219,11 +220,11 @@ def _moved() -> bool:
 
 
 def install(*, pipeline: bool = True, groups: Any = None) -> bool:
-    """Install now, for any model: what the hooks above do when a host asks for its schedule.
+    """Installs the hooks now, for any model. Returns False if it is too early; then the caller asks again.
 
-    ``pipeline`` is False where the host is about to run a step without Megatron's schedule; where Megatron's process
-    groups exist all the same, its schedule is waited for. ``groups``: those that the schedule was given. False: too
-    early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
+    ``pipeline`` is False if the host is about to run a step without Megatron's schedule; if Megatron's process groups
+    exist all the same, its schedule is waited for. ``groups``: those that the schedule was given. Raises ValueError for
+    a configuration that this world cannot honour.
     """
     try:
         from megaprof.parallel.process_groups import NoGrid, coords_from_parallel_state, has_groups

@@ -1,11 +1,11 @@
-"""``start``, ``step`` and ``stop``: plain functions that a controller dispatches to its worker processes.
+"""``start``, ``step`` and ``stop``: functions that a controller dispatches to its worker processes.
 
     megaprof.start(config)          # before the loop, in every worker
     megaprof.step()                 # when a step of the controller's is over
     megaprof.stop()                 # after the loop, in a finally
 
-Arguments and results are plain data that pickles. All calls between two ``step()`` are one step of the host's, however
-many mini-batches it has.
+Arguments and results can be pickled. All calls between two ``step()`` are one step of the host, however many
+mini-batches it has.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ class _Started:
 
     handle: Handle | None = None
     number = 0
-
-    @classmethod
-    def running_step(cls) -> int:
-        """The controller's number of the running step."""
-        return cls.number
+    """The controller's number of the running step."""
 
 
 def start(
@@ -50,7 +46,7 @@ def start(
     if _Started.handle is None:
         _Started.number = first
         install = install_hooks if pipeline else install_without_pipeline
-        _Started.handle = install(model, config, role=role, iteration=_Started.running_step)
+        _Started.handle = install(model, config, role=role, iteration=lambda: _Started.number)
     return _Started.handle.active
 
 

@@ -1,6 +1,6 @@
-"""The end of a job in the process that started it or runs it: the files of its workers are finished first.
+"""Waits for the files of a job's workers, in the process that started the job or runs it, before the job ends.
 
-Ray ends the workers of a driver that is done with SIGKILL, while files may still be written in the background.
+When a driver is done, Ray kills its workers with SIGKILL, although they may still be writing files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _SKEW = 60.0
 
 
 def wait(config: ProfileConfig | None, since: float) -> None:
-    """Wait for files of a job that began at ``since`` (seconds since the epoch), for ``--profile-flush-seconds`` at
-    most. Without ``config`` the ``MEGAPROF_*`` environment says where they are. Never raises."""
+    """Waits for the files of a job that began at ``since`` (seconds since the epoch), at most for
+    ``--profile-flush-seconds``. Without ``config``, the ``MEGAPROF_*`` environment says where they are. Never
+    raises."""
     try:
         from megaprof.artifacts.remote import is_remote
         from megaprof.config.options import ProfileConfig
@@ -40,10 +41,11 @@ def wait(config: ProfileConfig | None, since: float) -> None:
 
 
 def wait_for_files(directory: str, seconds: float, since: float) -> bool:
-    """Wait until no process works on a file of this job in ``directory``, which may be on another machine's disk: what
-    is not seen from here is not waited for. At most ``seconds``; then False, and a log line that names what is missing.
+    """Waits until no process works on a file of this job in ``directory``, at most ``seconds``. Returns False if some
+    file is not finished then; a log line names it. Files on a disk that is not seen from here are not waited for.
 
-    ``since``: when the job started, in seconds since the epoch. What nobody touched since then belongs to another job.
+    ``since``: when the job started, in seconds since the epoch. A file that nobody touched since then belongs to
+    another job.
     """
     deadline = time.monotonic() + seconds
     calm = False
@@ -76,9 +78,9 @@ def _unfinished(directory: str, since: float) -> Iterator[str]:
 
 
 def before_ray_ends(worker: ModuleType, finish: Callable[[], object]) -> None:
-    """Call ``finish`` before ``ray.shutdown`` and before the driver's end: both kill the workers of the job, whatever
-    they are doing. ``worker`` is Ray's module of that name. A worker's own end is nothing to wait for others. The first
-    call counts."""
+    """Makes Ray call ``finish`` before ``ray.shutdown`` and before the driver's end, which both kill the job's workers,
+    whatever they are doing; a worker does not call it. ``worker`` is Ray's module of that name. The first call
+    counts."""
     shutdown = worker.shutdown
     if hasattr(shutdown, "_megaprof"):
         return

@@ -1,4 +1,4 @@
-"""Megatron-Bridge: ``pretrain(config, forward_step, callbacks=[callback(profile_config)])`` installs the hooks."""
+"""Megatron-Bridge: a callback for ``pretrain(config, forward_step, callbacks=[callback(profile_config)])``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from megaprof.install import install_hooks
 
 
 def callback(config: ProfileConfig | None = None) -> Any:
-    """A Megatron-Bridge ``Callback`` that installs the hooks when the model exists and before the loop starts.
+    """Returns a Megatron-Bridge ``Callback`` that installs the hooks when the model exists, before the loop starts.
 
-    Without ``config`` the ``MEGAPROF_*`` environment decides.
+    Without ``config``, the ``MEGAPROF_*`` environment decides.
     """
     from megatron.bridge.training.callbacks import Callback
 
-    settled = ProfileConfig.from_env() if config is None else config
+    wanted = ProfileConfig.from_env() if config is None else config
 
     class ProfileCallback(Callback):  # type: ignore[misc]
-        """The one event before the loop asks for its schedule."""
-
+        # The only event before the loop asks for its schedule.
         def on_data_init_start(self, context: Any) -> None:
-            install_hooks(context.model, settled)
+            install_hooks(context.model, wanted)
 
     return ProfileCallback()

@@ -1,7 +1,8 @@
 """ms-swift: the callback ``profiler``, for ``--callbacks`` of its Megatron trainers and of its plain ones.
 
-With the patch it is in ms-swift's own registries, and ``--enable_profiler`` names it. Without, this registers it:
-``--external_plugins`` with the file of `megaprof.autoload.plugin`; then the ``MEGAPROF_*`` environment says what to do.
+With the patch it is in ms-swift's own registries, and ``--enable_profiler`` selects it. Without the patch,
+``--external_plugins`` with the file of `megaprof.autoload.plugin` registers it, and the ``MEGAPROF_*`` environment says
+what to do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NAME = "profiler"
 
 
 def register() -> None:
-    """Add the callback to those registries of ms-swift that are loaded."""
+    """Adds the callback to the registries of ms-swift that are loaded."""
     for module, registry, factory in (
         ("swift.megatron.callbacks.mapping", "megatron_callbacks_map", megatron_callback),
         ("swift.callbacks.mapping", "callbacks_map", callback),
@@ -30,7 +31,7 @@ def register() -> None:
 
 
 def megatron_callback(trainer: Any) -> Any:
-    """A ``MegatronCallback`` that installs the hooks before the first step."""
+    """Returns a ``MegatronCallback`` that installs the hooks before the first step."""
     from swift.megatron.callbacks.base import MegatronCallback
 
     class ProfilerCallback(MegatronCallback):  # type: ignore[misc]
@@ -47,10 +48,11 @@ def megatron_callback(trainer: Any) -> Any:
 
 
 def callback(args: Any, trainer: Any) -> Any:
-    """A ``TrainerCallback`` for a trainer without Megatron: its steps are captured as those of a run without a
-    pipeline. A step's microbatches are those that are accumulated; its number is the trainer's ``global_step``, from 0.
+    """Returns a ``TrainerCallback`` that captures the steps of a trainer without Megatron, as of a run without a
+    pipeline. The microbatches of a step are those that it accumulates; its number is the trainer's ``global_step``,
+    from 0.
 
-    Raises ValueError, when training starts, for a target that such a trainer does not have.
+    The callback raises ValueError, when training starts, for a target that such a trainer does not have.
     """
     from swift.callbacks.base import TrainerCallback
 

@@ -25,12 +25,12 @@ HOOK = "worker_process_setup_hook"
 
 
 def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``base``, a runtime environment, with what makes every worker profile itself as ``config`` says.
+    """Returns the runtime environment ``base``, with what makes every worker profile itself as ``config`` says.
 
-    For the driver: before Ray ends the workers of this process, their files are waited for. Megaprof must be installed
-    where the workers run. A relative directory is made absolute, because a worker's working directory is not the
-    driver's. A configuration without a target adds nothing. Raises ValueError for a ``base`` that
-    has a set-up hook already: call ``megaprof.autoload.ray.setup()`` in that one, and pass ``config.to_env()`` on.
+    It also makes this process, the driver, wait for the workers' files before Ray ends them. Megaprof must be installed
+    where the workers run. A relative directory is made absolute, because workers have another working directory. A
+    configuration without a target adds nothing. Raises ValueError for a ``base`` that has a set-up hook already: call
+    ``megaprof.autoload.ray.setup()`` in that one, and pass ``config.to_env()`` on.
     """
     merged = dict(base or {})
     if not config.enabled:
@@ -49,5 +49,5 @@ def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) ->
 
 
 def setup() -> None:
-    """The set-up hook: runs in each worker process before its first task or actor."""
+    """Arms a worker process: Ray calls it before the first task or actor there."""
     arm()

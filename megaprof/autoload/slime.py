@@ -1,4 +1,4 @@
-"""slime: the function that its ``--custom-megatron-init-path`` calls."""
+"""slime: the function for its ``--custom-megatron-init-path``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megaprof.integrations.slime import DEFAULTS, config_of
 
 
 def init(args: argparse.Namespace) -> None:
-    """For ``--custom-megatron-init-path``: slime calls it on every training rank before the model is built.
+    """Arms a training rank: slime calls it on each of them before the model is built.
 
     slime's ``--profile-target``, ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` mean what
     they mean in slime, with windows of one step each, and so do the variables in VARIABLES. Everything else comes from

@@ -1,1 +1,1 @@
-"""Scalars of a running job, from the status files of its ranks, for the dashboards that people look at anyway."""
+"""Figures of a running job, from the status files of its ranks, for people and for the dashboards that they have."""

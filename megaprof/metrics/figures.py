@@ -1,17 +1,17 @@
-"""What a running job's status files come to (docs/on-demand.md lists every figure).
+"""The figures of a running job, computed from its status files (docs/on-demand.md lists every figure).
 
 Each rank's figures are medians over its last steps. compute = forward + backward + combined passes, with whatever is
 communicated inside a microbatch.
 
-- compute of a stage: the median of its ranks that are not slow. A slow rank is named by itself, and its stage is none
-  that computes longer than the others.
+- compute of a stage: the median of its ranks that are not slow. A slow rank is named by itself; it does not make its
+  stage one that computes longer than the others.
 - imbalance: the slowest stage's compute over the mean of all stages'.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, for the median stage: the part of a step in which a
   stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
 - straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
-- slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, also without what they
-  wait for a processor core, and that are about as slow as the slowest of them; of ranks that communicate with each
-  other inside a microbatch, one makes all slow.
+- slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, even without their waits
+  for a processor core, and that are about as slow as the slowest of them. Of ranks that communicate with each other
+  inside a microbatch, one makes all slow.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StageFigures:
 
     @property
     def above_peers(self) -> float:
-        """How many times as long as its peers the slowest rank computes; 1 where that is not known."""
+        """Compute of the slowest rank over that of its peers; 1 if that is not known."""
         return self.slowest_ms / self.peers_ms if self.slowest_ms and self.peers_ms else 1.0
 
 
@@ -102,14 +102,12 @@ class Summary:
 
     @property
     def slow_stage(self) -> int | None:
-        """The slowest stage, where it computes more than `SLOW` times as long as the average one; None where all are as
-        quick."""
+        """The slowest stage if it computes more than `SLOW` times as long as the average one, else None."""
         return self.slowest_stage if (self.imbalance or 0.0) > SLOW else None
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
-    """Returns the figures of the ranks in `statuses`: a straggler is found only where a stage has several of them
-    there."""
+    """Returns the figures of the ranks in `statuses`. There is a straggler only if a stage has several of these."""
     of_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)
@@ -163,7 +161,8 @@ def _bubble(stage: StageFigures) -> float | None:
 
 
 def slow_ranks(statuses: Iterable[RankStatus]) -> SlowRanks | None:
-    """The ranks of the stage whose slowest rank is furthest above its peers; None where no rank is slow."""
+    """Returns the slow ranks of one stage, the one whose slowest rank is furthest above its peers; None if no rank is
+    slow."""
     of_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)
@@ -183,8 +182,8 @@ def slow_ranks(statuses: Iterable[RankStatus]) -> SlowRanks | None:
 
 
 def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
-    """The ranks whose training threads wait for a processor core, the one that waits longest first, and for which part
-    of the time."""
+    """Returns the ranks whose training threads wait for a processor core, starting with the one that waits longest, and
+    the part of the time that each waits."""
     waits = {status.rank: status.waits for status in statuses if status.waits is not None and status.waits > WAITS}
     return dict(sorted(waits.items(), key=lambda each: (-each[1], each[0])))
 
@@ -200,8 +199,9 @@ def _straggler(stages: Iterable[Sequence[RankStatus]]) -> tuple[int | None, floa
 def _above_peers(
     members: Sequence[RankStatus], compute: Callable[[RankStatus], float | None] = attrgetter("compute_ms")
 ) -> dict[int, float]:
-    """Each rank's compute over the median of the stage's other ranks, itself left out: of two ranks, the median of both
-    would be half of the slow one. The lower median, since of four ranks two may wait for each other."""
+    """Returns each rank's compute over the median of the stage's other ranks. A rank is no peer of its own: with two
+    ranks, the median of both would be half the slow one. It is the lower median, since of four ranks two may wait for
+    each other."""
     timed = sorted((own, each.rank) for each in members if (own := compute(each)))
     if len(timed) < 2:
         return {}
@@ -210,19 +210,19 @@ def _above_peers(
 
 
 def _undisturbed(status: RankStatus) -> float | None:
-    """Compute without what the rank waits for a processor core, which is no slowness of its own."""
+    """Returns a rank's compute without its waits for a processor core, which do not make it slow."""
     compute, step = status.compute_ms, status.step_ms
     return None if compute is None or step is None else max(0.0, compute - (status.waits or 0.0) * step)
 
 
 def _usual(members: Sequence[RankStatus]) -> float | None:
-    """Returns what a stage computes: the median of its ranks that are not slow, as the report has it."""
+    """Returns the compute of a stage: the median of its ranks that are not slow, as in the report."""
     slow = _slow(members)
     return _median([status.compute_ms for status in members if status.rank not in slow])
 
 
 def _slow(members: Sequence[RankStatus]) -> dict[int, float]:
-    """The ranks of a stage that are slow, and by which factor."""
+    """Returns the slow ranks of a stage, and the factor of each over its peers."""
     slow = {rank for rank, ratio in _above_peers(members, _undisturbed).items() if ratio > SLOW}
     return {rank: ratio for rank, ratio in _above_peers(members).items() if ratio > SLOW and rank in slow}
 

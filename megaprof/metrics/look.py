@@ -1,4 +1,4 @@
-"""One look at a running job: where every rank stands, whom all wait for, and that in sentences."""
+"""One look at a running job: where every rank stands, which ranks the others wait for, and sentences about it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ State = Literal["starts", "runs", "hangs", "died", "ended"]
 
 @dataclass(frozen=True)
 class View:
-    """What was seen."""
+    """The result of one look."""
 
     job: RunningJob
     """The job that was looked at."""
     statuses: dict[int, RankStatus]
-    """By rank, as far as they could be read."""
+    """The statuses that could be read, by rank."""
     now: float
     """Wall-clock seconds, by the job's clocks."""
     blame: Blame
-    """Who keeps it waiting."""
+    """The ranks that keep it waiting."""
     silence: str | None
-    """Why nothing is to be expected of the whole job any more; None while it answers."""
+    """Why the job will not answer any more; None while it does."""
 
     @cached_property
     def slow(self) -> SlowRanks | None:
-        """Ranks that are slower than their peers; None where none are."""
+        """The ranks that are slower than their peers; None if there are none."""
         return slow_ranks(self.statuses[rank] for rank in self.heard)
 
     @cached_property
     def waits(self) -> Mapping[int, float]:
-        """Ranks that wait for a processor core, the one that waits longest first, and for which part of the time."""
+        """The ranks that wait for a processor core (`waiting_ranks`)."""
         return waiting_ranks(self.statuses[rank] for rank in self.heard)
 
     @property
@@ -70,8 +70,8 @@ class View:
 
 
 def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool = True) -> View:
-    """Returns what there is to see of ``job``; ``patient``: once every rank has had the time to say something.
-    ``hang_after``: seconds without a move after which a rank hangs."""
+    """Looks at ``job`` once. A rank hangs after ``hang_after`` seconds without a move. ``patient``: waits for ranks
+    that may still be starting."""
     silence = job.silence()
     statuses = job.statuses()
     while patient and silence is None and job.starting(statuses):
@@ -82,9 +82,8 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
 
 
 def last_stand(directory: Path) -> Standstill | None:
-    """Returns where the job of a save directory stands still, or stood in the middle of a step when it was killed;
-    None where there is no job, and where it runs, or ended as jobs do. May take a few seconds, as
-    `RunningJob.silence` does."""
+    """Returns where the job of a save directory stands still, or stood when it was killed in the middle of a step. None
+    if there is no job, if it runs, or if it ended normally. May take a few seconds, like `RunningJob.silence`."""
     try:
         job = find_job(directory)
     except NoJob:
@@ -103,7 +102,7 @@ def last_stand(directory: Path) -> Standstill | None:
 def _standstill(
     statuses: Mapping[int, RankStatus], blame: Blame, outcome: Literal["lasts", "unfinished"]
 ) -> Standstill | None:
-    """Returns None where no rank is in a step."""
+    """Returns the standstill; None if no rank is in a step."""
     steps = [status.place.step for status in statuses.values() if status.place is not None]
     if not steps:
         return None
@@ -124,7 +123,7 @@ def _standing(status: RankStatus) -> Standing:
 
 
 def verdict(view: View) -> str | None:
-    """Returns what is wrong with the whole job, in a sentence; None where at most single ranks are silent."""
+    """Returns a sentence about what is wrong with the whole job; None if nothing is, or if single ranks are silent."""
     blame = view.blame
     if view.state == "ended":
         return None
@@ -140,14 +139,14 @@ def verdict(view: View) -> str | None:
 
 
 def slower(slow: SlowRanks) -> str:
-    """Returns which ranks are slower than their peers, in a sentence."""
+    """Returns a sentence about ranks that are slower than their peers."""
     several = len(slow.ranks) > 1
     who = f"Rank{'s' * several} {few(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
 
 
 def _waits(found: Mapping[int, float]) -> str:
-    """Returns which ranks wait for a processor core, in a sentence."""
+    """Returns a sentence about ranks that wait for a processor core."""
     (first, most), several = next(iter(found.items())), len(found) > 1
     longest = f"rank {first} " if several else ""
     who = f"Rank{'s' * several} {few(sorted(found))} wait{'s' * (not several)}"
@@ -155,7 +154,7 @@ def _waits(found: Mapping[int, float]) -> str:
 
 
 def waited_for(view: View) -> Iterator[str]:
-    """Yields the ranks that say nothing, and those that the others wait for: a clause each."""
+    """Yields a clause for each rank that is silent, and for each rank that the others wait for."""
     culprits = view.blame.culprits
     unheard = [culprit.rank for culprit in culprits if culprit.status is None]
     silent = [culprit for culprit in culprits if culprit.silent and culprit.status is not None]
@@ -179,7 +178,7 @@ def gone(culprit: Culprit) -> bool:
 
 
 def few(ranks: list[int]) -> str:
-    """The first eight."""
+    """Returns the first eight of some ranks, for people."""
     return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
 
 

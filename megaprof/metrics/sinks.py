@@ -1,7 +1,7 @@
-"""Where the scalars go: writers that the host has made, a file for Prometheus, an OpenTelemetry meter provider.
+"""The sinks of the scalars: writers of the host, a file for Prometheus, an OpenTelemetry meter provider.
 
-Nothing is set up for anybody: a sink exists when the host has it. Each takes a summary on the background thread.
-Models with roles have names, a file and attributes each: a process may hold several of them.
+megaprof sets none of them up: there are those that the host has. Each takes a summary, on the background thread. A
+model with a role has names, a file and attributes of its own, since a process may hold several models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaprof.metrics.figures import Summary
 
 Sink = Callable[[Summary], None]
 
-#: Prometheus' name, OpenTelemetry's, unit and meaning of each figure; Prometheus counts in base units.
+#: For each figure its name in Prometheus and in OpenTelemetry, its unit and its meaning. Prometheus uses base units.
 FIGURES = {
     "step_ms": ("step_seconds", "step", "ms", "Duration of a step, median over the last steps and all ranks"),
     "imbalance": ("imbalance_ratio", "imbalance", "1", "Compute of the slowest stage over the mean of all stages"),
@@ -48,7 +48,7 @@ def _values(summary: Summary, figure: str) -> Iterator[tuple[dict[str, int], flo
 
 
 def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
-    """The figures that are known, by the names that TensorBoard and W&B show."""
+    """Returns the known figures, by the names that TensorBoard and W&B show."""
     prefix = "megaprof" if role is None else f"megaprof/{role}"
     return {
         "/".join((prefix, figure, *(f"stage_{stage}" for stage in which.values()))): float(value)
@@ -59,7 +59,7 @@ def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
 
 
 def host_sinks(role: str | None = None) -> Iterator[tuple[str, Sink]]:
-    """Yields what the process has now; looked up each time, since hosts make theirs when they please."""
+    """Yields the sinks of the host, by name. They are looked up each time, since hosts make them at any time."""
     host = registry.writers()
     if host.tensorboard is not None:
         yield "TensorBoard", lambda summary: _to_tensorboard(host.tensorboard, summary, role)
@@ -92,7 +92,7 @@ class Prometheus:
             file.write(generate_latest(registry))
 
     def collect(self) -> Iterable[Any]:
-        """Returns what `prometheus_client` asks for."""
+        """Yields the gauges, for `prometheus_client`."""
         from prometheus_client.core import GaugeMetricFamily
 
         summary = self._summary
@@ -116,7 +116,7 @@ class Prometheus:
 
 
 def check_prometheus(path: str | None) -> None:
-    """Raises ValueError where figures are to go to a Prometheus file, and what writes it is not installed."""
+    """Raises ValueError if figures are to go to a Prometheus file, and the package that writes it is missing."""
     if path is not None and find_spec("prometheus_client") is None:
         raise ValueError(
             f"--profile-prometheus {path} needs the package prometheus-client: pip install 'megaprof[prometheus]', or "
@@ -125,12 +125,12 @@ def check_prometheus(path: str | None) -> None:
 
 
 def _labels(summary: Summary, role: str | None) -> dict[str, str]:
-    """Returns what the figures are of."""
+    """Returns the role and the target of the figures, as far as they are known."""
     return {name: value for name, value in (("role", role), ("target", summary.target)) if value is not None}
 
 
 class OpenTelemetry:
-    """Observable gauges of ``meter``, whose provider reads the last summary whenever it exports."""
+    """Observable gauges of ``meter``. Its provider reads the last summary whenever it exports."""
 
     def __init__(self, meter: Any, role: str | None) -> None:
         metrics = sys.modules["opentelemetry.metrics"]
@@ -149,7 +149,7 @@ class OpenTelemetry:
         self._last = summary
 
     def close(self) -> None:
-        """Gauges cannot be taken back; they have nothing to say from now on."""
+        """Makes the gauges yield nothing from now on: they cannot be removed."""
         self._last = None
 
     def _observe(self, figure: str) -> list[Any]:
@@ -161,9 +161,11 @@ class OpenTelemetry:
 
 
 def meter() -> Any | None:
-    """A meter of the provider that somebody has set in this process, or Megatron-LM's own; None where nobody has.
+    """Returns a meter of the provider that somebody has set in this process, or Megatron-LM's own; None if there is
+    none.
 
-    Not by ``get_meter_provider()`` alone: it makes one where the environment asks for it, which is the host's to do.
+    ``get_meter_provider()`` alone would not do: it makes a provider if the environment asks for one, which is up to the
+    host.
     """
     metrics = sys.modules.get("opentelemetry.metrics")
     internal = sys.modules.get("opentelemetry.metrics._internal")

@@ -176,7 +176,7 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     monkeypatch.setattr("megaprof.capture.this_rank.has_groups", lambda: False)
     config = ProfileConfig(("train_actor",), str(tmp_path), steps="0", activities=("cpu",))
     monkeypatch.setattr(armed, "config", config)
-    asked = arming._asked(lambda: schedules.forward_backward_no_pipelining)
+    asked = arming._installing(lambda: schedules.forward_backward_no_pipelining)
     run = asked()
     try:
         assert one_rank.train_step(partial(run, pg_collection=given))

@@ -1,6 +1,6 @@
-"""Python runs this at start-up wherever ``megaprof run`` put it on ``PYTHONPATH``: it arms megaprof.
+"""Arms megaprof. Python runs this at start-up wherever ``megaprof run`` put it on ``PYTHONPATH``.
 
-A ``sitecustomize`` of the environment's own, which this one stands in front of, runs as if this one were not there.
+It then runs the environment's own ``sitecustomize``, which it hides, as if this one were not there.
 """
 
 import os
