@@ -21,7 +21,7 @@ from megaprof.parallel.schedules import RECEIVES, SENDS, Placement
 #: A rank that stands still has also not moved for this many of its own looks.
 STUCK_INTERVALS = 3
 _COMPUTING = frozenset(ranges.PASSES)
-#: What is exchanged with the stage before, and with the one behind.
+#: Exchanges with the stage before, and with the stage behind.
 _WITH_PREVIOUS = frozenset((RECEIVES[ranges.FORWARD], SENDS[ranges.BACKWARD]))
 _WITH_NEXT = frozenset((RECEIVES[ranges.BACKWARD], SENDS[ranges.FORWARD]))
 
@@ -65,8 +65,8 @@ def find_culprits(
     """Returns the ranks of `run` that the others wait for.
 
     `statuses` holds those that could be read, by rank. `now` is in wall-clock seconds. A rank hangs when it has not
-    moved for `stuck_after` seconds or longer (`is_stuck`). With `afterwards`, the job is gone, and `now` is its last
-    moment, when every rank with a status was still alive.
+    moved for `stuck_after` seconds or longer (`is_stuck`). `afterwards`: the job is gone, and `now` is its last moment,
+    when every rank with a status was still alive.
 
     Example: on four stages, rank 0 stands in ``send_forward_recv_backward``, rank 1 in ``backward``, rank 2 in
     ``send_backward_recv_forward``, rank 3 in ``recv_forward``, all for a minute. The culprit is rank 1, and 3 ranks
@@ -88,7 +88,7 @@ def find_culprits(
             waiters[other].add(rank)
     idle = {rank for rank in waiters if not edges[rank] and rank not in silent}
     if stuck and not idle and not silent:
-        # Nobody is waited for, or all wait in a circle: those that stand still longest are all that can be named.
+        # No rank is waited for, or all wait in a circle: only the rank that stands still longest can be named.
         idle = {max(stuck, key=lambda rank: statuses[rank].stuck(now))}
     culprits = [
         Culprit(
@@ -106,7 +106,7 @@ def find_culprits(
 
 
 def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> bool:
-    """Returns whether a rank has not moved for `seconds`, and for longer than its steps explain."""
+    """Returns whether a rank has not moved for `seconds`, and for longer than its steps take."""
     steps = STUCK_STEPS * (status.step_ms or 0.0) / 1e3
     first = 0.0 if status.past_first_step else FIRST_STEP_SECONDS
     return status.stuck(now) > max(seconds, STUCK_INTERVALS * status.interval, steps, first)

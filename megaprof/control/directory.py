@@ -1,7 +1,7 @@
-"""The control directory of a save directory, and what its files are called.
+"""The control directory of a save directory, and the names of its files.
 
-Only the user of the job can enter it. A rank opens it without following links, and uses it only where it is the rank's
-own and closed to others; so nobody else can have written what lies in it, and that is the whole defence.
+Only the user of the job can enter it. A rank opens it without following links, and uses it only if it belongs to that
+user and is closed to others. So nobody else can have written what lies in it, and that is the whole defence.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ _MODE = 0o700
 
 
 def part(role: str | None) -> str | None:
-    """Returns the directory of a role inside the control directory: models of several roles (actor, critic) may share
-    a save directory, and each has a rank 0. None for a job without roles, whose files lie in the control directory."""
+    """Returns the name of a role's directory inside the control directory; None without a role. Models of several roles
+    (actor, critic) may share a save directory, and each has a rank 0."""
     return None if role is None else _ROLE + sanitise(role)
 
 
 def path_of(directory: Path, part: str | None) -> Path:
-    """Returns where a control directory lies, for messages."""
+    """Returns the path of a control directory, for messages."""
     root = directory / CONTROL
     return root if part is None else root / part
 
 
 def folder_of(what: str, rank: int, world: int) -> tuple[str, ...]:
-    """Returns the directories that lead from the control directory to a rank's file below the directory `what`."""
+    """Returns the names of the directories from the control directory down to a rank's file of the kind `what`."""
     shard = shard_of(rank, world)
     return (what, shard) if shard else (what,)
 
 
 def name_of(rank: int) -> str:
-    """Returns what a rank's files are called there."""
+    """Returns the name of a rank's file there."""
     return f"rank{rank:05d}.json"
 
 
 def open_any(directory: Path, part: str | None) -> Directory:
-    """Opens the control directory of a save directory for somebody who reads it or asks, whoever it belongs to.
+    """Opens the control directory of a save directory for a command, whoever it belongs to.
 
-    Raises OSError, and `Unsafe` where it is a link, or no directory, or closed to this user.
+    Raises OSError, and `Unsafe` if it is a link, or no directory, or closed to this user.
     """
     try:
         root = Directory.inside(directory, CONTROL)
@@ -77,7 +77,7 @@ def open_own(directory: Path, part: str | None, probed: os.stat_result | None) -
 
 
 def below(directory: Directory, *names: str, create: int | None = None) -> Directory:
-    """Opens the directory that `names` lead to and closes `directory`. Raises OSError and Unsafe."""
+    """Opens the directory that `names` lead to, and closes `directory`. Raises OSError and Unsafe."""
     for name in names:
         with directory:
             directory = directory.child(name, create=create)
@@ -85,16 +85,15 @@ def below(directory: Directory, *names: str, create: int | None = None) -> Direc
 
 
 def folder(control: Directory, *names: str, create: bool = False) -> Directory:
-    """Opens a directory in the control directory, and makes it with `create`. Raises OSError and Unsafe."""
+    """Opens a directory inside the control directory; with `create`, makes it. Raises OSError and Unsafe."""
     return below(
         control.child(names[0], create=_MODE if create else None), *names[1:], create=_MODE if create else None
     )
 
 
 def parts_with_a_run(directory: Path) -> list[str | None]:
-    """Returns the control directories of a save directory that hold a run: the job's own first, then its roles'.
-
-    Raises Unsafe.
+    """Returns the parts of a save directory's control directory that hold a run: None for the directory itself, and the
+    directories of roles. Raises Unsafe.
     """
     try:
         with open_any(directory, None) as control:

@@ -1,4 +1,4 @@
-"""The job of a save directory, as a command finds it."""
+"""Finds the job that writes to a save directory, and reads what its ranks wrote."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OfRank = TypeVar("OfRank", RankStatus, InFlight)
 
 
 class NoJob(Unanswerable):
-    """There is no job to look at or to ask; the message says why."""
+    """There is no job to look at or to ask. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RunningJob:
             return {}
 
     def in_flight(self) -> dict[int, Flight]:
-        """Returns what the ranks that stand still have in flight, as far as they wrote it, by rank."""
+        """Returns what the ranks that stand still have in flight, by rank, as far as they wrote it."""
         try:
             with self.control() as control:
                 found = read_of_ranks(control, COLLECTIVES, self.run, range(self.run.world), InFlight)
@@ -82,8 +82,8 @@ class RunningJob:
         return {rank: Flight(each.version, each.entries, each.pg_config) for rank, each in found.items()}
 
     def now(self, statuses: dict[int, RankStatus], silence: str | None) -> float:
-        """Returns the time by the clocks of the job's hosts, in seconds. The clock here may differ from theirs; but
-        while the job lives, some rank wrote its status less than an interval ago."""
+        """Returns the time in seconds by the clocks of the job's hosts, which may differ from the clock here. While the
+        job lives (`silence` is None), some rank wrote its status less than an interval ago."""
         here = time.time()
         if silence is not None or not statuses:
             return here
@@ -91,7 +91,7 @@ class RunningJob:
         return min(max(here, latest), latest + self.run.interval)
 
     def silence(self) -> str | None:
-        """Returns why the job will not answer any more; None if it lives. May take a few of its intervals."""
+        """Returns why the job will not answer any more; None while it lives. May take a few of its intervals."""
         run = self.run
         if run.ended is not None:
             return f"the job has ended, {ago(time.time() - run.ended)} ago"
@@ -110,13 +110,13 @@ class RunningJob:
         return f"the job does not answer: rank {run.leader} ({name}, process {run.pid}) was last heard of {heard}"
 
     def starting(self, statuses: dict[int, RankStatus]) -> bool:
-        """Returns whether ranks without a status may simply not have started yet."""
+        """Returns whether ranks without a status may just not have started yet."""
         since = time.time() - self.run.started
         return len(statuses) < self.run.world and since < max(LATE_SECONDS, LATE_INTERVALS * self.run.interval)
 
 
 def find_job(directory: Path, role: str | None = None) -> RunningJob:
-    """Returns the job, or a role's part of it, that writes to `directory`. Raises NoJob."""
+    """Returns the job that writes to `directory`, or a role's part of it. Raises NoJob."""
     if not directory.is_dir():
         raise NoJob(f"{directory} is not a directory")
     try:

@@ -1,6 +1,6 @@
-"""A rank's side of control, on its background thread: it writes its status and looks for a request.
+"""A rank's part in the control directory, on its background thread: it writes its status and looks for a request.
 
-The lowest rank writes ``run.json``, and all others read there which run they belong to. A job that is started in the
+The lowest rank writes ``run.json``, and the others read there which run they belong to. A job that is started in the
 same directory takes it over, and an earlier job that still runs steps back.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
 
-#: How long the end of a job waits for its last status, in seconds.
+#: Seconds for which the end of a job waits for its last status.
 _END_SECONDS = 2.0
 
 
@@ -94,7 +94,7 @@ class Listener:
 
     @property
     def busy(self) -> bool:
-        """True while a capture is asked for, or is in this rank's hands."""
+        """True while a capture is asked for, or is being made by this rank."""
         return self._captures.busy
 
     def step_time(self, target: str) -> tuple[int, float | None]:
@@ -120,7 +120,7 @@ class Listener:
         return control
 
     def _look(self, control: Directory) -> None:
-        # Each by itself: whatever is wrong with requests, status still says that the rank is alive.
+        # Each by itself: whatever is wrong with requests, the status still shows that the rank is alive.
         for part in (self._announce if self._leads else self._learn, self._look_for_requests, self._write_status):
             try:
                 part(control)
@@ -128,28 +128,33 @@ class Listener:
                 self._complain(f"the control directory {self.path} does not answer: {fault.strerror or fault}")
 
     def _announce(self, control: Directory) -> None:
-        """Writes which run this is, unless a job that was started later has written that it is another one."""
-        other = None if self._run is None and not self._ousted else _run_in(control)
-        self._ousted = other is not None and other.run != self._own.run and other.ended is None
-        if other is not None and self._ousted:
+        """Writes which run this is, unless a job that was started later has taken the directory over."""
+        written = _run_in(control)
+        other = written is not None and written.run != self._own.run and written.ended is None
+        # At the first look, the other run is an earlier one.
+        self._ousted = other and (self._run is not None or self._ousted)
+        if self._ousted and written is not None:
             self._run = None
             self._complain(
-                f"another job, process {other.pid} on {other.host}, has taken over {self.path}; "
+                f"another job, process {written.pid} on {written.host}, has taken over {self.path}; "
                 "give each job a --profile-dir of its own"
             )
-        elif other is None or other.run != self._own.run:
+            return
+        if written is None or written.run != self._own.run:
             records.write(control, run_json.NAME, self._own)
-            self._run = self._own
+        self._run = self._own
 
     def _learn(self, control: Directory) -> None:
-        """Reads which run this rank belongs to: the one that began nearest to its own start. What a killed job left,
-        or what a later job wrote, may be there too."""
-        found = _run_in(control)
-        if found is None or (self._run is not None and found.run == self._run.run):
-            self._ousted = self._ousted and found is None
-        elif found.ended is None:
-            self._ousted = self._run is not None and self._apart(found) >= self._apart(self._run)
-            self._run = self._run if self._ousted else found
+        """Reads which run this rank belongs to. A killed job may have left its own run there, and a job that was
+        started later may have written its own: so it is the one that began nearest to this rank's start."""
+        written = _run_in(control)
+        if written is None:
+            return
+        ours = self._run is not None and written.run == self._run.run
+        if written.ended is None or ours:
+            nearer = self._run is None or self._apart(written) < self._apart(self._run)
+            self._ousted = not (ours or nearer)
+            self._run = written if nearer else self._run
 
     def _apart(self, run: RunRecord) -> float:
         return abs(run.started - self._own.started)
@@ -170,7 +175,7 @@ class Listener:
             self._standstill.look(control, status)
 
     def close(self) -> None:
-        """Says in the status that the rank has ended. Its windows are closed and their files finished."""
+        """Writes a last status, which says that the rank has ended. Its windows are closed and their files finished."""
         if self.closed:
             return
         self._ends()

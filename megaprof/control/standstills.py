@@ -1,5 +1,5 @@
-"""A rank that stands still writes what it has in flight, once, and removes it when it moves again: so the files that
-lie there are of one standstill. `megaprof hang` reads them as it reads dumps of torch's watchdog."""
+"""Writes what a rank has in flight once it stands still, and removes that when the rank moves again: so all files there
+are of one standstill. `megaprof hang` reads them as it reads dumps of torch's watchdog."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import flight
 from megaprof.runtime.logs import logger
 
-#: Of what has not ended, the first so many; of each, the first so many shapes: a record is bounded.
+#: A record is bounded: it has this many calls that have not ended, the first ones, and this many shapes of each.
 _MOST, _SHAPES = 200, 4
 
 
@@ -28,13 +28,15 @@ class StandstillWriter:
         rank, sizes = coords.rank, coords.sizes
         self._folder = places.folder_of(places.COLLECTIVES, rank, sizes.world)
         self._name = places.name_of(rank)
-        self._moved: float | None = 0.0  # when it moved last before the standstill that is written; 0: not known
-        # Of exchanges alone gloo keeps nothing.
+        #: When the rank last moved before the standstill that is written; None: nothing is written. At first 0: an
+        #: earlier run may have left a file.
+        self._moved: float | None = 0.0
+        # A world of exchanges alone is not checked: gloo keeps none.
         self._checked = rank > 0 or sizes.world == sizes.pp
 
     def look(self, control: Directory, status: RankStatus) -> None:
-        """Writes what is in flight where the rank has begun to stand still, and removes it where it moves. Raises
-        OSError and Unsafe."""
+        """Writes what is in flight if the rank has begun to stand still; removes it if the rank moves. Raises OSError
+        and Unsafe."""
         if status.past_first_step and not self._checked:
             self._checked = True
             self._check()
@@ -48,7 +50,7 @@ class StandstillWriter:
         self._moved = moved
 
     def leave(self, control: Directory) -> None:
-        """Removes what it wrote, or what a rank of an earlier run did. A rank that moves has nothing there."""
+        """Removes the file, also that of an earlier run."""
         if self._moved is None:
             return
         with suppress(FileNotFoundError), places.folder(control, *self._folder) as folder:
@@ -64,7 +66,7 @@ class StandstillWriter:
             records.write(folder, self._name, record)
 
     def _check(self) -> None:
-        """Says once what is missing, when there have been steps."""
+        """Logs once, after the first steps, if torch keeps no collectives."""
         why = f"torch keeps none of them: set {flight.SIZE}={flight.USUAL} before the first process group is made"
         try:
             if flight.entries():
@@ -75,7 +77,7 @@ class StandstillWriter:
 
 
 def _kept(called: Iterable[Entry]) -> list[Entry]:
-    """Returns what has not ended, and of each group the last collective, in the order of the calls."""
+    """Returns what has not ended, and the last collective of each group, in the order of the calls."""
     last: dict[str, int] = {}
     pending = []
     own = list(called)

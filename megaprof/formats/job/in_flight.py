@@ -1,4 +1,4 @@
-"""`collectives/rank00000.json`: what a rank has in flight while it stands still. It removes it when it moves again."""
+"""`collectives/rank00000.json`: what a rank has in flight while it stands still. The rank removes it when it moves."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class InFlight(Record, frozen=True):
     rank: Coordinate
     """The global rank."""
     entries: list[Entry]
-    """What has not ended, and of each group the last collective that was called, in the order of the calls."""
+    """The calls that have not ended, and the last collective of each group, in the order of the calls."""
     pg_config: dict[str, GroupConfig]
     """The rank's process groups, by torch's name."""

@@ -18,8 +18,8 @@ from megaprof.formats.files import Directory
 #: Bytes of the longest record; a longer file is not read.
 LONGEST = 256 << 10
 
-#: What several records have: a count or a number of a step; a short name; wall-clock seconds until the year 2242, which
-#: as nanoseconds fit into 63 bits.
+#: Types that several records use. A time is in wall-clock seconds, up to the year 2242: as nanoseconds, that fits into
+#: 63 bits.
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=float(1 << 33))]
@@ -30,7 +30,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A record that is a file of its own. Unknown fields of a newer writer are ignored."""
 
     version: Literal[2] = 2
-    """Of the files in a control directory. A record of another version is refused."""
+    """The version of the files in a control directory. A record of another version is refused."""
 
 
 R = TypeVar("R", bound=Record)
@@ -41,11 +41,11 @@ class Absent(Exception):
 
 
 class BadRecord(Exception):
-    """The file is not a record of the wanted kind; the message completes `it ...`."""
+    """The file is not a record of the wanted kind; the message completes "it ..."."""
 
 
 def write(directory: Directory, name: str, record: Record) -> None:
-    """Replaces the file `name` in `directory` by `record`, whole. Raises OSError, and leaves nothing then."""
+    """Replaces the file `name` in `directory` by `record`, as a whole. Raises OSError; then nothing has changed."""
     with directory.appearing(name, mode=0o600, sync=False) as file:
         file.write(msgspec.json.encode(record))
 

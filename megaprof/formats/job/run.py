@@ -1,4 +1,4 @@
-"""`run.json`: what a command, and every rank, has to know about the running job. Its lowest rank writes it."""
+"""`run.json`: what commands and ranks have to know about the running job. Its lowest rank writes it."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ class RunRecord(Record, frozen=True):
     started: Time
     """Wall-clock seconds."""
     sizes: ParallelSizes
-    """How many ways it is parallel along each axis."""
+    """Its parallel sizes."""
     order: Name | None
-    """Megatron's rank order, such as ``tp-cp-ep-dp-pp``; None where no order explains the ranks."""
+    """Megatron's rank order, such as ``tp-cp-ep-dp-pp``; None if no order explains the ranks."""
     targets: Annotated[tuple[Name, ...], Meta(max_length=8)]
-    """What it captures by itself."""
+    """The targets that it captures by itself."""
     role: str | None
-    """Whose model it is; None without roles."""
+    """The role of the model; None without roles."""
     interval: Annotated[float, Meta(ge=0.01, le=LONGEST_INTERVAL)]
     """Seconds between two looks of a rank, and between two of its status records."""
     leader: Count = 0
-    """The rank that clears requests away."""
+    """Its lowest rank, which removes old requests."""
     ended: Time | None = None
     """Wall-clock seconds when it ended; None while it runs."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the sizes make more ranks than any job has."""
+        """Raises ValueError if the sizes make more ranks than any job has."""
         largest = max(self.world, self.sizes.vpp, self.sizes.ep, self.sizes.etp)
         if largest > MOST_RANKS:
             raise ValueError(f"its sizes make {largest} ranks, more than {MOST_RANKS}")
@@ -82,12 +82,12 @@ class RunRecord(Record, frozen=True):
 
     @property
     def world(self) -> int:
-        """How many ranks it has."""
+        """The number of its ranks."""
         return self.sizes.world
 
     @property
     def layout(self) -> WorldLayout | None:
-        """Every rank's coordinates; None where no rank order explains them."""
+        """Every rank's coordinates; None if no rank order explains them."""
         if self.order is None:
             return None
         try:
@@ -97,12 +97,12 @@ class RunRecord(Record, frozen=True):
 
 
 def dead(host_of: str, pid: int) -> bool:
-    """Returns whether a process is known to be gone. False for a process of another host, which cannot be known."""
+    """Returns whether a process is known to be gone. False for one of another host, of which nothing is known."""
     return host_of == host() and (is_gone(pid) or _is_zombie(pid))
 
 
 def _is_zombie(pid: int) -> bool:
-    """Returns whether the process has ended unwaited for. Always False where there is no /proc."""
+    """Returns whether the process has ended, but its parent has not noticed. Always False without /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] == b"Z"

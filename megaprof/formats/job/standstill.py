@@ -1,7 +1,7 @@
-"""A job that stood still: where, for how long, and whom the others waited for.
+"""A standstill of a job: where, for how long, and which ranks the others waited for.
 
-The rule is one for a job that runs and for one that is read afterwards: `megaprof status` looks at the status files of
-its ranks, `megaprof report` at the steps of its timelines.
+The rule is the same for a job that runs, where `megaprof status` looks at the status files of its ranks, and for one
+that is read afterwards, where `megaprof report` looks at the steps of its timelines.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: A rank stands still when it has not moved for this many seconds, and for this many of its steps.
+#: A rank stands still when it has not moved for this many seconds, and for this many times the length of its steps.
 STUCK_SECONDS, STUCK_STEPS = 10.0, 5
 #: In its first step, which compiles and loads, it stands still only after this many seconds.
 FIRST_STEP_SECONDS = 300.0

@@ -1,4 +1,4 @@
-"""`status/rank00000.json`: where one rank stands and how fast it has been. The rank writes it every few seconds."""
+"""`status/rank00000.json`: where one rank stands and how fast it is. The rank writes it every few seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megaprof.formats.job.records import Count, Name, Record, Seconds, Time
 from megaprof.formats.job.run import LARGEST_PID, LONGEST_INTERVAL, MOST_RANKS, dead
 from megaprof.parallel.topology import AXES
 
-#: What a rank is in between two phases of a schedule call.
+#: The phase of a rank between two phases of a schedule call.
 BETWEEN = "between"
 #: A status is late when it is older than this many intervals, and than this many seconds.
 LATE_INTERVALS, LATE_SECONDS = 5, 15.0
@@ -141,12 +141,12 @@ class RankStatus(Record, frozen=True):
     position: Position | None = None
     """Where its training thread is; None outside of a schedule call, and without a timeline."""
     device_position: Position | None = None
-    """Where its GPU is; None where that has nothing left to do, and on a CPU."""
+    """Where its GPU is; None if that has nothing left to do, and on a CPU."""
     recent: Recent | None = None
     """How fast it has been; None without a timeline."""
     waits: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """For which part of the last half minute its training thread could have run and had no processor core; None without
-    a timeline, and where the system does not say."""
+    """The part of the last half minute in which its training thread could have run but had no processor core; None
+    without a timeline, and if the system does not say."""
     capture: CaptureState | None = None
     """Its answer to the request in `capture.json`; None if there is no request."""
     ended: bool = False
@@ -157,15 +157,16 @@ class RankStatus(Record, frozen=True):
     """The fault; None without one."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where its place is not given along every axis."""
+        """Raises ValueError unless its place is given along every axis."""
         if self.coords.keys() != set(AXES):
             raise ValueError(f"coords are not along {', '.join(AXES)}")
 
     @property
     def place(self) -> Position | None:
-        """Where it is in its schedule call, None outside of one.
+        """Where it is in its schedule call; None outside of one.
 
-        The GPU runs behind its host; but what it waits for between two phases, only the host knows.
+        That is where its GPU is, which runs behind the host, unless the GPU is between two phases: only the host knows
+        what it waits for then.
         """
         device = self.device_position
         if device is not None and (device.phase != BETWEEN or self.position is None):
@@ -185,45 +186,44 @@ class RankStatus(Record, frozen=True):
 
     @property
     def step_ms(self) -> float | None:
-        """How long a step takes, in milliseconds; without a timeline, the time from one to the next."""
+        """Milliseconds of a step; without a timeline, the time from one step to the next."""
         if self.recent is not None:
             return self.recent.step_ms
         between = (call.seconds for call in sorted(self.calls, key=_training_first))
         return next((1e3 * seconds for seconds in between if seconds is not None), None)
 
     def last_step(self) -> int | None:
-        """The step of the call that it is in, or else the last one that it finished: of its training steps where there
-        are any."""
+        """Returns the step of the call that it is in, or else the last one that it finished, preferably of training."""
         if self.place is not None:
             return self.place.step
         steps = (call.last_step for call in sorted(self.calls, key=_training_first))
         return next((step for step in steps if step is not None), None)
 
     def step_of(self, target: str, role: str | None) -> int | None:
-        """The step of `target` and `role` that it is in, or else the last one that it finished."""
+        """Returns the step of `target` and `role` that it is in, or else the last one that it finished."""
         place = self.place
         inside = place is not None and (place.target, place.role) == (target, role)
         return place.step if place is not None and inside else self.finished(target, role)
 
     def finished(self, target: str, role: str | None) -> int | None:
-        """The last step of `target` and `role` that it finished, while it is in no call of them."""
+        """Returns the last step of `target` and `role` that it finished, while it is in no call of them."""
         own = (call.last_step for call in self.calls if (call.target, call.role) == (target, role))
         return next(own, None)
 
     @property
     def past_first_step(self) -> bool:
-        """Whether it has done before what it is doing: finished a call of the target and role that it is in, or,
-        outside of any, a call at all. The first one may take minutes, for compilation or data."""
+        """True once it has finished a call of the target and role that it is in, or, outside of a call, any call. The
+        first one may take minutes, for compilation or data."""
         place = self.place
         own = [call for call in self.calls if place is None or (call.target, call.role) == (place.target, place.role)]
         return any((call.begun or 0) > 1 or (call.count or 0) > 0 for call in own)
 
     def stuck(self, now: float) -> float:
-        """Seconds for which it has not moved, by its own host's clock as far as that was written down."""
+        """Returns the seconds for which it has not moved, by its own host's clock as far as it wrote that."""
         return max(0.0, max(now, self.time) - self.moved)
 
     def late(self, now: float) -> bool:
-        """No sign of life for too long, or a process of this host that is gone."""
+        """Returns whether it gave no sign of life for too long, or is a process of this host that is gone."""
         return not self.ended and (
             now - self.time > max(LATE_SECONDS, LATE_INTERVALS * self.interval) or dead(self.host, self.pid)
         )
