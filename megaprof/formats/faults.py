@@ -1,4 +1,4 @@
-"""The fault that every reader raises for its user."""
+"""The exception that every reader raises for its user."""
 
 
 class Unanswerable(Exception):

@@ -1,6 +1,6 @@
-"""What torch's flight recorder keeps of a process: the collectives that it has called, and its process groups.
+"""A dump of torch's flight recorder: the collectives that a process has called, and its process groups.
 
-torch's watchdog writes it when a collective times out, and `recorders.flight` asks for it while the process runs.
+torch's watchdog writes one when a collective times out, and `recorders.flight` asks for one while the process runs.
 Formats: torch 2.5 and later (``FlightRecorder`` in torch/csrc/distributed/c10d, version 2.4 of the dump and later).
 """
 
@@ -10,56 +10,56 @@ import re
 
 import msgspec
 
-#: ``nccl:send 0->1``, ``nccl:recv 1<-0``: places in the group, one's own first.
+#: ``nccl:send 0->1``, ``nccl:recv 1<-0``: places in the group, the process's own first.
 EXCHANGE = re.compile(r"(?P<what>send|recv) \d+(->|<-)(?P<peer>\d+)")
 
 
 class Call(msgspec.Struct, gc=False):
-    """A collective, or one side of an exchange, that the process has called. Python's collector of garbage has nothing
-    to find in it: it refers to nothing that refers to it."""
+    """A collective, or one side of an exchange, that the process has called. It needs no garbage collection (``gc``):
+    it refers to nothing that refers back to it."""
 
     process_group: tuple[str, str]
     """The group's name, the same on all of its ranks, and what its maker called it."""
     collective_seq_id: int
-    """Its place among the collectives of the group, from 1 on; of an exchange, how many came before it."""
+    """Its number among the collectives of the group, from 1; for an exchange, how many of them came before."""
     profiling_name: str
-    """Such as ``nccl:all_reduce``."""
+    """Its name, such as ``nccl:all_reduce``."""
     time_created_ns: int
     """When the process called it, by the wall clock."""
     state: str
-    """``scheduled``, ``started`` or ``completed``, as far as the device was asked."""
+    """``scheduled``, ``started`` or ``completed``, when torch last asked the device."""
     retired: bool
-    """Whether nobody watches it any more, because it has ended."""
+    """True if torch watches it no more, because it has ended."""
     record_id: int
-    """Its place among all that the process has called, from 0 on."""
+    """Its number among all that the process has called, from 0."""
     is_p2p: bool = False
-    """Whether it is one side of an exchange."""
+    """True if it is one side of an exchange."""
     duration_ms: float | None = None
-    """How long its kernel ran, waiting included: with ``TORCH_NCCL_ENABLE_TIMING=1``, once it has ended. (When it was
-    discovered to have started and completed is when torch's watchdog looked, ten times a second.)"""
+    """Milliseconds that its kernel ran, including waits; only with ``TORCH_NCCL_ENABLE_TIMING=1``, once it has ended.
+    (The other times in a dump are those at which torch's watchdog looked, ten times a second.)"""
 
     @property
     def ended(self) -> bool:
-        """Whether it is over on this rank."""
+        """True if it is over on this rank."""
         return self.retired or self.state == "completed"
 
 
 class Entry(Call):
-    """The same, and on what."""
+    """A call with its inputs."""
 
     input_sizes: list[list[int]] = []
     """Shapes of its inputs, in elements."""
     input_dtypes: list[str] = []
-    """Their types."""
+    """Types of its inputs."""
 
 
 class GroupConfig(msgspec.Struct):
-    """A process group that the process is in."""
+    """A process group of the process."""
 
     desc: str
-    """What its maker called it: Megatron's ``TENSOR_MODEL_PARALLEL_GROUP``."""
+    """The name that its maker gave it, such as Megatron's ``TENSOR_MODEL_PARALLEL_GROUP``."""
     ranks: str
-    """Its ranks in its own order: ``[0, 4]``."""
+    """Its ranks, in its own order, such as ``[0, 4]``."""
 
 
 class GroupStatus(msgspec.Struct):
@@ -70,13 +70,13 @@ class GroupStatus(msgspec.Struct):
 
 
 class Flight(msgspec.Struct):
-    """What one process left."""
+    """The dump of one process."""
 
     version: str | int
-    """Of the format."""
+    """The version of the format."""
     entries: list[Entry] = []
-    """What it has called, as far back as the ring goes; torch leaves an empty list out."""
+    """Its calls, as far back as torch's ring buffer goes; torch leaves an empty list out."""
     pg_config: dict[str, GroupConfig] = {}
-    """Its groups by name; none where the backend does not say (gloo)."""
+    """Its groups by name; none if the backend does not say (gloo)."""
     pg_status: dict[str, GroupStatus] = {}
-    """The same by number, in the order in which they were made."""
+    """How far each group has come, by number, in the order in which the groups were made."""

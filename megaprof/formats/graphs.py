@@ -1,5 +1,5 @@
-"""Names on the kernels of CUDA graphs. A replay runs no Python, so a trace tells of its kernels only which node of
-which graph each one is; what that node was captured in stands once in the trace, under a key of its own."""
+"""Range names for the kernels of CUDA graphs. A replay runs no Python, so a trace has only the graph and the node of
+each kernel. The ranges in which each node was captured are in the trace once, under a key of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "megaprof_graphs"
 
 @dataclass(frozen=True)
 class GraphNames:
-    """Which ranges the nodes of CUDA graphs were captured in."""
+    """The ranges in which the nodes of CUDA graphs were captured."""
 
     stacks: tuple[tuple[str, ...], ...]
     """Range names around a node, the outermost first; each combination once."""
@@ -24,8 +24,8 @@ class GraphNames:
 
 
 def written(nodes: Mapping[int, tuple[str, ...]]) -> str:
-    """``nodes``, by number the ranges around each, as JSON. Nodes in a row that were captured in the same ranges are
-    one run, so it grows with the ranges of a graph and not with its kernels."""
+    """Returns ``nodes``, the ranges around each node by its number, as JSON. Consecutive nodes with the same ranges are
+    one run, so the JSON grows with the ranges of a graph and not with its kernels."""
     stacks: dict[tuple[str, ...], int] = {}
     runs: list[list[int]] = []
     for node in sorted(nodes):
@@ -38,7 +38,7 @@ def written(nodes: Mapping[int, tuple[str, ...]]) -> str:
 
 
 def read_names(text: bytes) -> GraphNames:
-    """Returns what `written` wrote. Raises ValueError for anything else."""
+    """Reads what `written` returned. Raises ValueError for anything else."""
     try:
         found = msgspec.json.decode(text, type=GraphNames)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:

@@ -1,4 +1,4 @@
-"""Files of any origin, opened so that none of them can make a reader wait for ever or fill its memory."""
+"""Reads files of any origin so that none of them can make the reader wait for ever or fill its memory."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _allowed: int | None = None
 
 
 class UnusableInput(OSError):
-    """A file that is not read, whatever it holds; the message says why."""
+    """A file is not read at all; the message says why."""
 
 
 class BrokenOff(Exception):
-    """A file from which nothing more can be read; the message says why, what came before is good."""
+    """Nothing more can be read from a file; the message says why. What was read before is good."""
 
 
 def allow(most: int | None) -> None:
-    """Read files of up to ``most`` bytes in this process, however little memory is left; None: by the memory again."""
+    """Lets this process read files of up to ``most`` bytes, however little memory is left; None: the memory decides."""
     global _allowed
     _allowed = most
 
 
 def allowed() -> int | None:
-    """Returns what `allow` was told."""
+    """Returns the limit that `allow` set."""
     return _allowed
 
 
@@ -56,7 +56,7 @@ def most_bytes() -> int:
 
 
 def memory_left() -> int:
-    """Bytes that this process may still take, as far as the system says."""
+    """Returns the bytes that this process may still take, as far as the system says."""
     try:
         return min(there_is - used for used, there_is in (bound.read() for bound in find_bounds()))
     except (OSError, ValueError, KeyError):
@@ -64,8 +64,8 @@ def memory_left() -> int:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Open a regular file to be read, a remote one, too. Never waits: for the other end of a FIFO, or for a terminal.
-    Raises OSError."""
+    """Opens a regular or a remote file to be read. Never waits for the other end of a FIFO, or for a terminal. Raises
+    OSError."""
     if isinstance(path, RemotePath):
         return path.opened()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -76,7 +76,7 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def read_input(path: Path) -> bytes:
-    """The bytes of a regular file, of `most_bytes` at most. Raises OSError."""
+    """Returns the bytes of a regular file that has `most_bytes` at most. Raises OSError."""
     with open_input(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -92,9 +92,9 @@ def read_input(path: Path) -> bytes:
 
 
 def unpacked(path: Path) -> Iterator[bytes]:
-    """The content of a regular file in pieces of `PIECE` bytes at most, unpacked if it is gzipped (told apart by
-    content, not by name). A thread reads and unpacks ahead, by a few pieces. Raises OSError, and BrokenOff behind the
-    last byte that can be had of a damaged file.
+    """Yields the content of a regular file in pieces of `PIECE` bytes at most, unpacked if it is gzipped (by its
+    content, not by its name). A thread reads and unpacks a few pieces ahead. Raises OSError, and BrokenOff after the
+    last good byte of a damaged file.
     """
     return _ahead(_pieces(path))
 
@@ -141,7 +141,8 @@ def _unzipped(data: bytes, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _ahead(pieces: Generator[bytes, None, None]) -> Iterator[bytes]:
-    """The same pieces, made by a thread while the last ones are worked on; isal and files let go of the interpreter."""
+    """Yields the same pieces, made by a thread while the caller works on the last ones: isal and files release Python's
+    lock."""
     waiting: queue.Queue[bytes | BaseException | None] = queue.Queue(_AHEAD)
     stopped = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What files are called: artifacts by what they show, unfinished files by who is writing them."""
+"""The names of files: artifacts are named after what they show, unfinished files after the process that writes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ARTIFACT = re.compile(
 
 @dataclass(frozen=True)
 class ArtifactName:
-    """What the name of a file says that it holds. The metadata inside decide in the end: files get renamed."""
+    """What a file holds according to its name. The metadata inside it count more: files get renamed."""
 
     target: str
     """The target, sanitised."""
@@ -40,15 +40,15 @@ class ArtifactName:
     step: int
     """The first step in the file."""
     place: Place
-    """Whose file it is."""
+    """The rank that wrote it."""
     suffix: str
-    """What kind of file it is, with its leading dot, for instance ``.pt.trace.json.gz``."""
+    """The kind of file, with a leading dot, such as ``.pt.trace.json.gz``."""
     repeat: int = 1
-    """The how-manieth file it is of the same window, counted from 1: a finished file is never replaced."""
+    """Its number among the files of the same window, from 1: a finished file is never replaced."""
 
 
 def parse_artifact_name(name: str) -> ArtifactName | None:
-    """Read a name that `artifact_name` wrote; None for every other name."""
+    """Reads a name that `artifact_name` wrote; None for any other name."""
     match = _ARTIFACT.fullmatch(name)
     if match is None:
         return None
@@ -58,10 +58,10 @@ def parse_artifact_name(name: str) -> ArtifactName | None:
 
 
 def artifact_name(target: str, role: str | None, step: int, coords: Place, suffix: str, *, repeat: int = 1) -> str:
-    """``{target}[.{role}].step{step:06d}.pp{p}-tp{t}-cp{c}-ep{e}-dp{d}.rank{r:05d}[.{repeat}]{suffix}``.
+    """Returns ``{target}[.{role}].step{step:06d}.pp{p}-tp{t}-cp{c}-ep{e}-dp{d}.rank{r:05d}[.{repeat}]{suffix}``.
 
-    Every part is sanitised: whatever a role is called, the name is one component of a path. ``repeat`` stands in the
-    name from 2 on, for a file whose first name is taken.
+    Every part is sanitised, so that the name is one component of a path whatever the role. ``repeat`` is in the name
+    from 2 on, for a file whose first name is taken.
     """
     c, whose = coords, f".{sanitise(role)}" if role else ""
     again = f".{repeat}" if repeat > 1 else ""
@@ -70,12 +70,13 @@ def artifact_name(target: str, role: str | None, step: int, coords: Place, suffi
 
 
 def shard(coords: RankCoords) -> str:
-    """The directory of a rank's files below the save path: empty up to 1,024 ranks, then ``ranks001024-002047``."""
+    """Returns the directory of a rank's files below the save path: empty up to 1,024 ranks, then such as
+    ``ranks001024-002047``."""
     return shard_of(coords.rank, coords.sizes.world)
 
 
 def shard_of(rank: int, world: int) -> str:
-    """`shard` for whoever knows no more of a rank than its number."""
+    """Returns the same as `shard`, for the rank with this number."""
     if world <= SHARD_RANKS:
         return ""
     first = rank // SHARD_RANKS * SHARD_RANKS
@@ -83,7 +84,7 @@ def shard_of(rank: int, world: int) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether a directory is called as `shard` calls one."""
+    """Returns whether a directory has a name that `shard` gives."""
     return _SHARD.fullmatch(name) is not None
 
 
@@ -102,7 +103,8 @@ def artifact_path(
 
 
 def sanitise(part: str) -> str:
-    """``part`` as letters, digits, ``-`` and ``_``, at most 40; a digest keeps changed names apart."""
+    """Returns ``part`` with only letters, digits, ``-`` and ``_``, at most 40 of them. A digest keeps changed names
+    apart."""
     clean = re.sub(r"[^A-Za-z0-9_-]+", "_", part)[:_LONGEST_PART]
     if clean == part:
         return clean
@@ -111,7 +113,7 @@ def sanitise(part: str) -> str:
 
 
 def repeats(final: Path) -> Iterator[Path]:
-    """``final``, and the names that a later file of the same window may have instead, in their order."""
+    """Yields ``final``, and then, in order, the names that a later file of the same window may have instead."""
     yield final
     found = parse_artifact_name(final.name)
     for repeat in itertools.count(2 if found is None else found.repeat + 1):
@@ -134,17 +136,17 @@ def raw_path(final: Path) -> Path:
 
 
 def temporary_path(final: Path) -> Path:
-    """The name under which ``final`` grows before it is renamed."""
+    """Returns the name under which ``final`` grows before it is renamed."""
     return _unfinished(final, "tmp")
 
 
 def plain_path(final: Path) -> Path:
-    """The name of ``final`` when it is kept uncompressed: ``x.pt.trace.json`` for ``x.pt.trace.json.gz``."""
+    """Returns the name of ``final`` when it is kept uncompressed: ``x.pt.trace.json`` for ``x.pt.trace.json.gz``."""
     return final.with_suffix("") if final.suffix == ".gz" else final
 
 
 def kineto_temporary(raw: Path) -> Path:
-    """Returns what Kineto leaves behind when it could not finish ``raw``: on a full disk, all that had filled it."""
+    """Returns the name of what Kineto leaves behind when it could not finish ``raw``, as on a full disk."""
     return raw.with_name(raw.name + ".tmp")
 
 
@@ -165,7 +167,7 @@ def is_leftover(name: str) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    """True for a process of this host that does not exist any more; False also for what cannot be known."""
+    """Returns whether a process of this host does not exist any more; False also if that cannot be known."""
     try:
         os.kill(pid, 0)
     except (OSError, OverflowError) as fault:  # it may be somebody else's process, or no process id at all
@@ -175,7 +177,7 @@ def is_gone(pid: int) -> bool:
 
 @functools.cache
 def host() -> str:
-    """This host as part of a file name: the name, and the process id namespace, in which alone a pid means anything.
+    """Returns this host as part of a file name: its name, and the namespace in which its process ids are valid.
 
     Containers may share a host name and a directory without seeing each other's processes.
     """

@@ -1,8 +1,8 @@
-"""What megaprof writes beside the files of Nsight Systems, and how the two find each other.
+"""The metadata files that megaprof writes beside the files of Nsight Systems.
 
-nsys writes its own files. For every window one ``.nsys.json`` stands beside them, with the metadata that nsys cannot
-carry: ``{"megaprof": {...}}``. nsys numbers its files by session, so a file and its metadata belong together by host,
-process and step range.
+nsys writes its own files, which cannot hold our metadata. So megaprof writes a ``.nsys.json`` beside them for every
+window: ``{"megaprof": {...}}``. nsys numbers its files by session, so the two are matched by host, process and step
+range.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import is_shard
 
-#: Of the file with a window's metadata.
+#: Suffix of the file with a window's metadata.
 SUFFIX = ".nsys.json"
-#: nsys sets it in the processes that it profiles.
+#: The variable that nsys sets in the processes that it profiles.
 SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
-#: The range, in our NVTX domain, that is open while a window is: what ``--capture-range=nvtx`` waits for.
+#: The range in our NVTX domain that is open while a window is: ``--capture-range=nvtx`` waits for it.
 WINDOW = "megaprof/window"
 
 
 def sidecar(metadata: Mapping[str, Any]) -> str:
-    """The text of a ``.nsys.json``."""
+    """Returns the text of a ``.nsys.json``."""
     return json.dumps({"megaprof": metadata})
 
 
 def read_sidecar(path: Path) -> Metadata:
-    """The metadata in a ``.nsys.json`` of any origin. Raises ValueError and OSError."""
+    """Reads the metadata in a ``.nsys.json`` of any origin. Raises ValueError and OSError."""
     try:
         found = json.loads(read_input(path))
     except RecursionError:
@@ -41,7 +41,7 @@ def read_sidecar(path: Path) -> Metadata:
 
 
 def sidecars(directory: Path) -> Iterator[Path]:
-    """Every ``.nsys.json`` that may belong to a file of nsys's in ``directory``: there, and in its shards of ranks."""
+    """Yields every ``.nsys.json`` that may belong to a file of nsys in ``directory``: those in it and in its shards."""
     for entry in sorted(directory.iterdir()):
         if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
             yield entry

@@ -1,4 +1,4 @@
-"""Small pieces of what people read: counts, lists, durations, and names from elsewhere."""
+"""Small pieces of text: counts, lists, durations, and names from elsewhere."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 layer``, ``4 layers``, ``4 microbatches``."""
+    """Returns ``1 layer``, ``4 layers`` or ``4 microbatches``."""
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def of_several(run: int, runs: int, command: str) -> str:
-    """Returns a sentence: the files of several runs lie in a directory, which ``command`` reads, and how to see
-    another."""
+    """Returns a sentence that says that the files of several runs lie in a directory, which one ``command`` reads, and
+    how to see another."""
     newest = run == runs
     which = "the newest" if newest else f"number {run}, where 1 is the oldest"
     other = f"{command} --run {run - 1 if newest else runs}"
@@ -21,12 +21,12 @@ def of_several(run: int, runs: int, command: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """``a, b, c``; of more than `most` the first ones, and how many more there are."""
+    """Returns ``a, b, c``; of more than `most` names the first ones, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def ago(seconds: float) -> str:
-    """`90` as ``1 min 30 s``."""
+    """Returns a duration for people: ``1 min 30 s`` for 90 seconds."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -38,5 +38,5 @@ def ago(seconds: float) -> str:
 
 
 def printable(value: str) -> str:
-    """`value` with a space for each character that a terminal would act upon."""
+    """Returns `value` with a space for each character that would control a terminal."""
     return "".join(character if character.isprintable() else " " for character in value)

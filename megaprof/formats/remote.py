@@ -1,4 +1,4 @@
-"""Addresses such as ``s3://bucket/traces`` to be read from, by fsspec: paths like any other for what reads files."""
+"""Reads from addresses such as ``s3://bucket/traces``, by fsspec: for readers they are paths like any other."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any, BinaryIO, cast
 
 from megaprof.formats.faults import Unanswerable
 
-#: So many other files are looked at before the first of ours: home directories have more.
+#: A search for our files ends after this many others: home directories have more.
 MOST_OTHERS = 100_000
 
 
 def place(text: str | os.PathLike[str]) -> Path:
-    """The path that a user names; of what has ``://`` in it, one that is read by fsspec."""
+    """Returns the path that a user names: a remote one if it has ``://`` in it."""
     if isinstance(text, Path):
         return text
     protocol, there, rest = os.fspath(text).partition("://")
@@ -32,14 +32,15 @@ def place(text: str | os.PathLike[str]) -> Path:
 
 
 def walk(directory: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every directory at or below one, and the names of its files. Raises Unreachable, and PermissionError for one that
-    is closed to this user."""
+    """Yields every directory at or below one, with the names of its files. Raises Unreachable, and PermissionError if
+    ``directory`` is closed to this user."""
     if isinstance(directory, RemotePath):
         yield from directory.walk_files()
         return
 
     def refused(fault: OSError) -> None:
-        if isinstance(fault, PermissionError) and fault.filename == os.fspath(directory):  # one below it is left out
+        # A closed directory below it is left out.
+        if isinstance(fault, PermissionError) and fault.filename == os.fspath(directory):
             raise fault
 
     for folder, _, names in os.walk(directory, onerror=refused):
@@ -47,8 +48,8 @@ def walk(directory: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def files_below(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Every file under ``directory`` whose name ends so and is not hidden, in no order. Raises Unreachable, and TooMuch
-    for the root of the file system and after `MOST_OTHERS` files none of which is ours."""
+    """Returns every file below ``directory`` that ends with one of ``suffixes`` and is not hidden, in no order. Raises
+    Unreachable, and TooMuch for the root of the file system and after `MOST_OTHERS` files of which none is ours."""
     hint = "name the directory that the job got as --profile-dir"
     if os.path.realpath(directory) == os.path.abspath(os.sep):
         raise TooMuch(f"{directory} is the whole file system; {hint}")
@@ -64,8 +65,8 @@ def files_below(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def local_copy(path: Path) -> Path:
-    """A file that other libraries can open: the path itself, or a copy that is removed when the process ends. Raises
-    Unreachable."""
+    """Returns a path that other libraries can open: ``path`` itself, or a local copy that is removed when the process
+    ends. Raises Unreachable."""
     if not isinstance(path, RemotePath):
         return path
     return _copied(str(path))
@@ -82,16 +83,16 @@ def _copied(address: str) -> Path:
 
 
 class TooMuch(Unanswerable):
-    """A directory in which a search for our files would take for ever; the message says so."""
+    """A directory holds too many files to search it for ours; the message says so."""
 
 
 class Unreachable(OSError):
-    """What fsspec, or a library below it, could not do; the message says why, in one line."""
+    """fsspec, or a library below it, failed; the message says why, in one line."""
 
 
 class RemotePath(PosixPath):
-    """A path whose files are fsspec's. What asks for a file raises Unreachable, whatever the file system raises; only
-    what reads is there."""
+    """A path to be read by fsspec; nothing here writes. Its methods raise Unreachable, whatever the file system
+    raises."""
 
     def __str__(self) -> str:
         head, colon, rest = super().__str__().partition(":/")
@@ -104,8 +105,8 @@ class RemotePath(PosixPath):
         return self
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Size, kind and, where it is told, the time of the last change."""
-        with _said():
+        """Returns the size, the kind and, if it is known, the time of the last change."""
+        with _unreachable():
             filesystem, name = self._file_system()
             info = filesystem.info(name)
         kind = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
@@ -123,14 +124,14 @@ class RemotePath(PosixPath):
         return self._is("isdir")
 
     def iterdir(self) -> Generator[RemotePath, None, None]:
-        with _said():
+        with _unreachable():
             filesystem, name = self._file_system()
             listed = sorted(str(each).rstrip("/").rpartition("/")[2] for each in filesystem.ls(name, detail=False))
         yield from (self / each for each in listed if each)
 
     def walk_files(self) -> Iterator[tuple[Path, list[str]]]:
-        """Every directory at or below this one, and the names of its files."""
-        with _said():
+        """Yields every directory at or below this one, with the names of its files."""
+        with _unreachable():
             filesystem, name = self._file_system()
             found = [(folder, sorted(names)) for folder, _, names in filesystem.walk(name)]
             root = str(filesystem._strip_protocol(name)).rstrip("/")
@@ -138,20 +139,20 @@ class RemotePath(PosixPath):
             yield self / str(folder).rstrip("/").removeprefix(root).lstrip("/"), [each for each in names if each]
 
     def glob(self, pattern: str, **_: Any) -> Generator[RemotePath, None, None]:
-        with _said():
+        with _unreachable():
             filesystem, name = self._file_system()
             root = str(filesystem._strip_protocol(name)).rstrip("/")
             found = sorted(map(str, filesystem.glob(f"{root}/{pattern}")))
         yield from (self / each.removeprefix(root).lstrip("/") for each in found)
 
     def opened(self) -> BinaryIO:
-        """The file, to be read from."""
-        with _said():
+        """Returns the file, opened for reading."""
+        with _unreachable():
             filesystem, name = self._file_system()
             return cast(BinaryIO, _File(filesystem.open(name, "rb")))
 
     def _is(self, question: str) -> bool:
-        with _said():
+        with _unreachable():
             filesystem, name = self._file_system()
             return bool(getattr(filesystem, question)(name))
 
@@ -161,21 +162,21 @@ class RemotePath(PosixPath):
 
 
 class _File:
-    """A file of fsspec's that raises nothing but Unreachable."""
+    """A file of fsspec that raises only Unreachable."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def read(self, size: int = -1) -> bytes:
-        with _said():
+        with _unreachable():
             return bytes(self._file.read(size))
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        with _said():
+        with _unreachable():
             return self._file.seek(offset, whence)
 
     def close(self) -> None:
-        with _said():
+        with _unreachable():
             self._file.close()
 
     def __enter__(self) -> _File:
@@ -186,8 +187,8 @@ class _File:
 
 
 @contextmanager
-def _said() -> Iterator[None]:
-    """Each library below fsspec raises what it likes."""
+def _unreachable() -> Iterator[None]:
+    """Turns every exception into Unreachable: each library below fsspec raises its own."""
     try:
         yield
     except ImportError as fault:

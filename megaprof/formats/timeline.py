@@ -1,11 +1,11 @@
 """The timeline file: records that follow one another, each with its length and its checksum (docs/timeline.md).
 
-A file is a magic word and records. A *metadata* record is the `megaprof` object of a trace as JSON; a *shape* is the
-sequence of events that a step consists of; a *step* refers to one of each by number and holds its times, first the
-totals in a fixed layout, then a start and a length for every event of its shape. Steps of one target nearly always
-have the same shape, so their events cost four bytes each.
+A file is a magic word and records. A *metadata* record is the `megaprof` object of a trace as JSON. A *shape* is the
+sequence of events in a step. A *step* refers to one of each by number and holds its times: first totals in a fixed
+layout, then a start and a length for every event of its shape. Steps of one target nearly always have the same shape,
+so each event costs four bytes.
 
-A process that dies leaves a record half-written at the end: reading stops there, and everything before it is whole.
+A process that dies may leave half a record at the end: reading stops there, and everything before it is whole.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
 METADATA, SHAPE, STEP, FACT = 1, 2, 3, 4
-#: What a fact beside a step says.
+#: Kinds of facts about a step.
 WORK, COLLECTIONS, COLLECTIVES, GROUPS, MEMORY, WAITED = 1, 2, 3, 4, 5, 6
-#: These hold for the following steps with the same metadata, until another one is told.
+#: Facts that also hold for the following steps with the same metadata, until there is another one of the kind.
 HOLDING = WORK, MEMORY
 
 #: Step flags.
@@ -42,7 +42,7 @@ FAILED = 2  # the host raised an exception in it
 CAPTURED = 4  # a window was open, so it took longer than usual
 INCOMPLETE = 8  # it has no times per event: they were not ready in time, or too many
 
-#: The checksum of a record and its checksum together, whatever is in it.
+#: The CRC of a record together with its own CRC: the same for every whole record.
 _WHOLE = 0x2144DF1C
 _CUT = "its last record is not complete"
 _HEAD = struct.Struct("<BI")
@@ -74,7 +74,7 @@ _LONGEST_STEP = 1 << 48  # microseconds: nine years
 _LATEST = 1 << 62  # nanoseconds since the epoch: with a step's length behind it, still 64 bits
 #: Events of a step; the recorder keeps far fewer.
 _MOST_EVENTS = 1 << 18
-#: No record is longer; what claims to be is damage.
+#: No record is longer: a longer one is damaged.
 _LONGEST_RECORD = 1 << 26
 _MOST_BYTES = 1 << 62
 MOST_NUMBERS = 1 << 16
@@ -86,44 +86,44 @@ Microseconds = npt.NDArray[np.int64]
 
 
 class Memory(NamedTuple):
-    """What a rank has allocated on its device when a step ends, in bytes."""
+    """The memory of a rank's device when a step ends, in bytes."""
 
     allocated: int
-    """Now."""
+    """What is allocated then."""
     peak: int
-    """At the most so far, or since the host began to count anew."""
+    """The most that has been allocated so far, or since the host last reset torch's counter."""
     capacity: int
     """What the device has."""
 
     def pack(self) -> bytes:
-        """Returns it as a file has it."""
+        """Returns its bytes for a file."""
         return _MEMORY.pack(*self)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Memory | None:
-        """Returns what a file says; None where it says nothing, or what cannot be."""
+        """Reads bytes of a file; None if they are empty or impossible."""
         found = cls(*_MEMORY.unpack(payload)) if len(payload) == _MEMORY.size else None
         return found if found is not None and found.allocated <= found.peak < _MOST_BYTES > found.capacity else None
 
 
 class Waited(NamedTuple):
-    """How long the training thread waited for a processor core, in microseconds."""
+    """The training thread's wait for a processor core within a span of time, in microseconds."""
 
     start: int
-    """Since when, from the step's start on."""
+    """Start of the span, relative to the step's start."""
     length: int
-    """In how long."""
+    """Length of the span."""
     waited: int
-    """So much of it."""
+    """How long the thread waited in it."""
 
     def pack(self) -> bytes | None:
-        """Returns it as a file has it; None for what a file has no room for, a span of more than half an hour."""
+        """Returns its bytes for a file; None for a span of more than half an hour, for which a file has no room."""
         fits = -(1 << 31) <= self.start < 1 << 31 and 0 <= self.waited <= self.length <= _LONGEST
         return _WAITED.pack(*self) if fits else None
 
     @classmethod
     def unpack(cls, payload: bytes) -> Waited | None:
-        """Returns what a file says; None where it says nothing, or what cannot be."""
+        """Reads bytes of a file; None if they are empty or impossible."""
         found = cls(*_WAITED.unpack(payload)) if len(payload) == _WAITED.size else None
         return found if found is not None and found.waited <= found.length else None
 
@@ -133,19 +133,20 @@ def metadata_record(metadata: dict[str, Any]) -> bytes:
 
 
 def shape_record(events: Sequence[int] | bytes) -> bytes:
-    """``events``: codes of `megaprof.formats.steps.codes` in the order of their starts, or the same as 64-bit ones."""
+    """Returns the record of a shape. ``events``: codes of `megaprof.formats.steps.codes` in the order of their starts,
+    or their bytes as 64-bit integers."""
     return _record(SHAPE, events if isinstance(events, bytes) else np.asarray(events, dtype="<i8").tobytes())
 
 
 def step_record(
     metadata: int, shape: int, begun: tuple[int, int, int, int], spent: tuple[int, ...], times: bytes
 ) -> bytes:
-    """One schedule call on one rank. Raises struct.error for what does not fit.
+    """Returns the record of one schedule call on one rank. Raises struct.error for what does not fit.
 
-    ``metadata``, ``shape``: the numbers of these records in the file, from 0. ``begun``: which call of its step it is,
-    from 0; its flags, added up; the step, in the host's numbering where it has one; and the wall clock of its start, in
-    nanoseconds. ``spent``: microseconds: of the call, by kind of event (`codes.KINDS`), and of recording it.
-    ``times``: of its events, as `pack_times` has them.
+    ``metadata``, ``shape``: the numbers of these records in the file, from 0. ``begun``: the call's number within its
+    step, from 0; the sum of its flags; the step, in the host's numbering if it has one; and the wall-clock time of its
+    start, in nanoseconds. ``spent``: microseconds of the call, of each kind of event (`codes.KINDS`), and of recording
+    it. ``times``: the times of its events, from `pack_times`.
     """
     if max(spent) > _LONGEST or min(spent) < 0:
         spent = tuple(min(max(0, number), _LONGEST) for number in spent)
@@ -154,17 +155,18 @@ def step_record(
 
 
 def fact_record(row: int, what: int, payload: bytes) -> bytes:
-    """Something beside the step that is number ``row`` of the file, from 0: ``WORK``, ..., whose bytes are its own."""
+    """Returns the record of a fact about step number ``row`` of the file, from 0. ``what``: its kind, such as ``WORK``,
+    which decides what the bytes of ``payload`` mean."""
     return _record(FACT, _FACT.pack(row, what) + payload)
 
 
 def pack_times(times: Microseconds) -> list[bytes]:
-    """The times of steps with as many events each, ``[step, event, 2]`` with start and end: for every event how long
-    after the one before it began, and how long it took, in 16 bits each. Raises ValueError for events that are not in
-    the order of their starts.
+    """Returns the packed times of steps that have equally many events, from ``[step, event, 2]`` with start and end:
+    for every event, how long after the one before it began, and how long it took, in 16 bits each. Raises ValueError
+    for events that are not in the order of their starts.
 
-    The unit is the first power of two of microseconds in which all times of a step fit: a step whose longest phase
-    takes a second is kept to 16 us. Differences are of rounded times, so errors do not add up.
+    The unit is the smallest power of two of microseconds in which all times of a step fit: if the longest phase takes a
+    second, it is 16 us. Differences are of rounded times, so errors do not add up.
     """
     if not times.size:
         return [b""] * len(times)
@@ -193,43 +195,44 @@ class Events:
     """The events of one step in the order of their starts; an enclosing one comes before what it encloses."""
 
     code: npt.NDArray[np.int64]
-    """What each is, as `codes` has it."""
+    """The code of each (`codes`)."""
     start: Microseconds
     """When each began, in microseconds since the step's start."""
     end: Microseconds
-    """When each ended, likewise."""
+    """When each ended, in microseconds since the step's start."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One file that was read: every record in it is checked."""
+    """A file that was read; every record in it is checked."""
 
     path: Path
     """The file."""
     metadata: tuple[Metadata, ...]
-    """What its steps are of, by the numbers that they refer to."""
+    """The metadata of its steps, by the numbers that these refer to."""
     shapes: tuple[npt.NDArray[np.int64], ...]
-    """Codes of the events that steps consist of, by number."""
+    """The codes of the events of a step, by number of the shape."""
     steps: npt.NDArray[Any]
     """Its steps in the order of writing, with the fields of ``STEP_TYPE``."""
     damage: str | None
-    """Why reading stopped before the end of the file; None when it did not."""
+    """Why reading stopped before the end of the file; None if it did not."""
     _times: _Times
-    """The times of the events of each, empty where nobody wanted them."""
+    """The times of the events of each step; empty if they were not asked for."""
     _facts: Mapping[int, Mapping[int, bytes]]
-    """What stands beside steps, by what it is and by the step's position; empty where nobody wanted it."""
+    """Facts by their kind and by the step's position; empty if they were not asked for."""
 
     @property
     def is_cut(self) -> bool:
-        """True where it ends inside a record, as when a process is killed or still writes."""
+        """True if it ends inside a record, because the process was killed or still writes."""
         return self.damage == _CUT
 
     def facts(self, what: int) -> Mapping[int, bytes]:
-        """What the file says beside steps, by their positions in ``steps``: ``WORK``, ..."""
+        """Returns the facts of a kind such as ``WORK``, by the positions of their steps in ``steps``."""
         return self._facts.get(what, {})
 
     def holding(self, what: int) -> list[bytes]:
-        """The same of every step for one of ``HOLDING``: what was told last of steps with its metadata."""
+        """Returns the fact that holds for every step, for one of ``HOLDING``: the last one of steps with its
+        metadata."""
         told, holds = self.facts(what), dict[int, bytes]()
         if not told:
             return [b""] * len(self.steps)
@@ -240,15 +243,15 @@ class Timeline:
         return found
 
     def events(self, position: int) -> Events | None:
-        """The events of step ``steps[position]``; None where it has none, or where they are damaged."""
+        """Returns the events of step ``steps[position]``; None if it has none, or if they are damaged."""
         there, times = self.times([position])
         if not len(there):
             return None
         return Events(self.shapes[self.steps["shape"][position]], times[0, :, 0], times[0, :, 1])
 
     def times(self, positions: Sequence[int]) -> tuple[npt.NDArray[np.intp], Microseconds]:
-        """Of steps that have one shape, by their positions: which of ``positions`` have events, and when these began
-        and ended, ``[step, event, 2]``, in microseconds since the step's start. Events may be damaged, or missing."""
+        """Returns the times of events of steps of one shape: which of ``positions`` have events, and their starts and
+        ends, ``[step, event, 2]``, in microseconds since the step's start. Events may be damaged or missing."""
         count = self.shapes[self.steps["shape"][positions[0]]].size
         size = 1 + 4 * count if count else 0
         tails = [self._times.of(position) for position in positions]
@@ -266,7 +269,7 @@ class Timeline:
 
 
 class UnreadableTimeline(Exception):
-    """A file that is no timeline, or cannot be read; ``reason`` completes "<path>: ..."."""
+    """A file is no timeline, or cannot be read; ``reason`` completes "<path>: ..."."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -275,8 +278,8 @@ class UnreadableTimeline(Exception):
 
 
 def read_timeline(path: Path, *, events: bool = True) -> Timeline:
-    """Read a file up to its end or to the first damage. ``events``: False leaves the times of single events and what
-    stands beside steps out, for readers that go through thousands of files. Raises UnreadableTimeline, whatever the
+    """Reads a file up to its end or to the first damage. Without ``events``, it leaves out the times of single events
+    and facts about steps, for readers of thousands of files. Raises UnreadableTimeline, and nothing else whatever the
     file holds."""
     try:
         data = read_input(path)
@@ -327,14 +330,14 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
 
 
 class _Times(NamedTuple):
-    """Where in a file the times of the events of each step are."""
+    """The places of the times of each step's events in a file."""
 
     data: bytes
     """The file."""
     runs: tuple[range, ...]
-    """Of records of one length that follow each other the positions of their times."""
+    """The positions of the times, for each run of consecutive records of one length."""
     ends: tuple[int, ...]
-    """How many steps there are up to the end of each run."""
+    """The number of steps up to the end of each run."""
 
     def of(self, position: int) -> bytes:
         number = bisect_right(self.ends, position)
@@ -346,7 +349,7 @@ class _Times(NamedTuple):
 
 
 def _end_of_run(data: bytes, position: int, stride: int) -> int:
-    """Where the whole records end that begin as the one at ``position`` does, which is whole."""
+    """Returns the end of the run of whole records that begin as the whole record at ``position`` does."""
     head, view, crc32 = data[position : position + _HEAD.size], memoryview(data), isal_zlib.crc32
     count = (len(data) - position) // stride
     run = view[position : position + count * stride]
@@ -361,14 +364,14 @@ def _end_of_run(data: bytes, position: int, stride: int) -> int:
 
 @lru_cache(maxsize=64)
 def _run_of(count: int, stride: int) -> int:
-    """The checksum of so many whole records of ``stride`` bytes each, whatever is in them: behind each of them it is
-    the same."""
+    """Returns the CRC of ``count`` whole records of ``stride`` bytes each. It does not depend on their content: after
+    each whole record the CRC is the same."""
     record = bytes(stride - _CHECK.size)
     return isal_zlib.crc32((record + _CHECK.pack(zlib.crc32(record))) * count)
 
 
 def _steps(data: bytes, begin: int, end: int, stride: int) -> npt.NDArray[Any]:
-    """The fixed parts of step records that all have the length of ``stride`` bytes."""
+    """Returns the fixed parts of consecutive step records of ``stride`` bytes each."""
     if stride < _STEP.size + _CHECK.size:
         raise ValueError("a step is too short")
     rows = np.frombuffer(data, dtype=np.uint8, offset=begin, count=end - begin).reshape(-1, stride)
@@ -394,7 +397,7 @@ def _record(kind: int, payload: bytes) -> bytes:
 
 
 def _checked(data: bytes, position: int) -> tuple[int, int]:
-    """The kind of a record and where it ends. Raises ValueError where it is not whole."""
+    """Returns the kind of a record and where it ends. Raises ValueError if it is not whole."""
     if position + _HEAD.size > len(data):
         raise ValueError(_CUT)
     kind, length = _HEAD.unpack_from(data, position)

@@ -1,8 +1,8 @@
-"""Patches for hosts: what they hold, which one fits a checkout, and putting them in and taking them out to the byte.
+"""Patches for hosts: reads them, finds the one that fits a checkout, and applies and reverts them to the byte.
 
-A patch is a unified diff without context (``git diff -U0``) that only adds lines. What stands before the diff names the
-host, where it comes from, its version or commit, and the SHA-256 of every file as the host ships it. The checksums
-decide: a file that no patch knows is never touched, so no line can land in the wrong place.
+A patch is a unified diff without context (``git diff -U0``) that only adds lines. The lines before the diff name the
+host, its repository, its version or commit, and the SHA-256 of every file as the host ships it. A file with another
+checksum is never touched, so no line can land in the wrong place.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@")
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines that are added in one place."""
+    """Consecutive lines that are added."""
 
     after: int
-    """The line of the original, counted from 1, behind which the lines go; 0 is the top."""
+    """The line of the original, from 1, after which they are added; 0 is the top."""
     lines: tuple[bytes, ...]
-    """What is added, each with its end of line."""
+    """The lines, with their line ends."""
 
 
 @dataclass(frozen=True)
 class FilePatch:
-    """What is added to one file."""
+    """The change of one file."""
 
     path: str
-    """Below the host's directory."""
+    """Its path below the host's directory."""
     sha256: str
-    """Of the file as the host ships it, in hexadecimal."""
+    """The checksum of the file as the host ships it, in hexadecimal."""
     hunks: tuple[Hunk, ...]
     """In the order of the file."""
 
     def apply(self, original: bytes) -> bytes:
-        """``original`` with the lines added."""
+        """Returns ``original`` with the lines added."""
         lines = _lines(original)
         for hunk in reversed(self.hunks):
             lines[hunk.after : hunk.after] = hunk.lines
         return b"".join(lines)
 
     def revert(self, patched: bytes) -> bytes | None:
-        """The original, or None when ``patched`` is not what `apply` makes of it."""
+        """Returns the original; None if ``patched`` is not what `apply` makes of it."""
         lines = _lines(patched)
         for hunk in self.hunks:  # what was added before this hunk is gone already
             end = hunk.after + len(hunk.lines)
@@ -60,7 +60,7 @@ class FilePatch:
         return original if _sha256(original) == self.sha256 else None
 
     def state(self, root: Path) -> str:
-        """ORIGINAL, PATCHED, OTHER or MISSING: what the file below ``root`` is."""
+        """Returns ORIGINAL, PATCHED, OTHER or MISSING for the file below ``root``."""
         try:
             content = (root / self.path).read_bytes()
         except OSError:
@@ -72,12 +72,12 @@ class FilePatch:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch file: what is added to one version of a host."""
+    """One patch file: the change of one version of a host."""
 
     host: str
-    """As in ``megaprof patch HOST``."""
+    """The host's name, as in ``megaprof patch HOST``."""
     repository: str
-    """The URL that the version is from."""
+    """The URL of the repository that has the version."""
     version: str
     """A release, a tag, or ``commit`` and its hash."""
     files: tuple[FilePatch, ...]
@@ -88,16 +88,17 @@ class Patch:
         return {file.path: file.state(root) for file in self.files}
 
     def apply(self, root: Path) -> list[str]:
-        """Patch what is original; returns the paths. Raises OSError, everything being as it was before."""
+        """Patches the original files and returns their paths. Raises OSError; then everything is as before."""
         return self._write(root, {f: f.apply(_read(root, f)) for f in self.files if f.state(root) == ORIGINAL})
 
     def revert(self, root: Path) -> list[str]:
-        """Take out what is patched; returns the paths. Raises OSError, everything being as it was before."""
+        """Reverts the patched files and returns their paths. Raises OSError; then everything is as before."""
         reverted = {f: f.revert(_read(root, f)) for f in self.files if f.state(root) == PATCHED}
         return self._write(root, {file: content for file, content in reverted.items() if content is not None})
 
     def _write(self, root: Path, contents: dict[FilePatch, bytes]) -> list[str]:
-        """All of them or none. Files are replaced, not written into: an installed one may be a hard link to a cache."""
+        """Writes all files or none. They are replaced, not overwritten: an installed one may be a hard link to a
+        cache."""
         before = {file: _read(root, file) for file in contents}
         staged: list[tuple[str, Path]] = []
         done: list[FilePatch] = []
@@ -132,7 +133,7 @@ def patches_of(host: str) -> list[Patch]:
 
 
 def parse(content: bytes, name: str) -> Patch:
-    """Read a patch file. Raises ValueError, naming it, for anything but added lines with a complete header."""
+    """Reads a patch file. Raises ValueError, which names it, for anything but added lines with a complete header."""
     lines = _lines(content)
     start = next((i for i, line in enumerate(lines) if line.startswith(b"diff --git ")), len(lines))
     header: dict[str, str] = {}

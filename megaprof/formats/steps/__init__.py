@@ -1,1 +1,1 @@
-"""One step of a timeline as numbers: its events, arrivals at collectives, garbage collections, and the work in it."""
+"""One step of a timeline as numbers: its events, arrivals at collectives, garbage collections, and its work."""

@@ -1,7 +1,7 @@
-"""When a rank came to the collectives of one step, as a timeline holds it: some of them where they are many.
+"""A rank's arrivals at the collectives of one step, in a timeline: a sample of them if they are many.
 
-All ranks of a group sample the same ones: a collective is kept by its number alone, and a rank that keeps fewer keeps
-some of what the others keep.
+All ranks of a group sample the same collectives: whether one is kept depends on its number alone, and a rank that keeps
+fewer keeps some of those that the others keep.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaprof.formats.flight import GroupConfig
 
 Int64s = npt.NDArray[np.int64]
 
-#: Bytes of one step at most, and what a collective takes.
+#: Bytes of one step at most, and bytes of a collective.
 MOST_BYTES, _EACH = 1024, 4
 #: Length of the group's name, whether its values are lengths, the power of two of which one is kept, the power of two
 #: of microseconds that values are in, how many follow, and the number of the first.
@@ -34,17 +34,18 @@ class Arrivals:
     group: str
     """torch's name of the group."""
     lengths: bool
-    """Whether values are how long they ran on the device, waiting included; else when the host came to them."""
+    """True if ``values`` are how long they ran on the device, including waits; else they are when the host came to
+    them."""
     shift: int
-    """Of how many one is kept, as a power of two."""
+    """One of 2^``shift`` collectives is kept."""
     numbers: Int64s
-    """Which collectives of the group, ascending."""
+    """The numbers of the collectives in the group, ascending."""
     values: Int64s
-    """Microseconds, of each: how long it ran, or how long after the step's start the rank came to it."""
+    """For each, microseconds that it ran, or from the step's start until the rank came to it."""
 
 
 def kept(numbers: Int64s, shift: int) -> npt.NDArray[np.bool_]:
-    """Returns which collectives are kept where one of 2^``shift`` is."""
+    """Returns which collectives are kept if one of 2^``shift`` is."""
     if shift == 0:
         return np.ones(len(numbers), dtype=np.bool_)
     mixed = numbers.astype(np.uint64) * np.uint64(_MIXED)
@@ -53,7 +54,7 @@ def kept(numbers: Int64s, shift: int) -> npt.NDArray[np.bool_]:
 
 
 def pack_arrivals(groups: Sequence[Arrivals]) -> bytes:
-    """Returns at most `MOST_BYTES`: of groups that hold all collectives of a step, as many as there is room for."""
+    """Returns at most `MOST_BYTES` for groups that hold all collectives of a step: as many as there is room for."""
     heads = sum(_GROUP.size + len(each.group.encode()) for each in groups)
     room = (MOST_BYTES - heads) // _EACH
     shift = 0
@@ -74,7 +75,7 @@ def pack_arrivals(groups: Sequence[Arrivals]) -> bytes:
 
 
 def unpack_arrivals(payload: bytes) -> tuple[Arrivals, ...]:
-    """The reverse; none where the bytes say what cannot be."""
+    """Reads what `pack_arrivals` wrote; returns none if the bytes are impossible."""
     found, position = [], 0
     while position + _GROUP.size <= len(payload):
         length, lengths, shift, unit, count, first = _GROUP.unpack_from(payload, position)
@@ -89,12 +90,12 @@ def unpack_arrivals(payload: bytes) -> tuple[Arrivals, ...]:
 
 
 def pack_groups(groups: Mapping[str, GroupConfig]) -> bytes:
-    """Returns what the groups of a file are, by torch's name."""
+    """Returns the bytes for the groups of a file, by torch's names."""
     return msgspec.json.encode(groups)
 
 
 def unpack_groups(payload: bytes) -> dict[str, GroupConfig]:
-    """The reverse; none where the bytes are damaged."""
+    """Reads what `pack_groups` wrote; returns none if the bytes are damaged."""
     try:
         return msgspec.json.decode(payload, type=dict[str, GroupConfig])
     except msgspec.MsgspecError:

@@ -1,7 +1,7 @@
-"""Events of a timeline as whole numbers, so that naming one on the training path is a few shifts.
+"""Codes of a timeline's events: whole numbers, so that naming an event on the training path takes a few shifts.
 
-An event is what a range is elsewhere (`ranges`), packed: kind, model chunk and microbatch, and for a combined
-pass those of its backward. A position that is not known is 0 in its field, position ``n`` is ``n + 1``.
+A code packs what a range name says elsewhere (`ranges`): kind, model chunk and microbatch, and for a combined pass also
+those of its backward. In a field, 0 means that the number is not known, and ``n + 1`` means number ``n``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from megaprof.formats import ranges
 from megaprof.formats.ranges import RangeName
 
 FORWARD, BACKWARD, COMBINED, FINALIZE, P2P, WAIT = range(1, 7)
-#: The call of a model inside a forward: for the hook alone, no event has it.
+#: The call of a model inside a forward: only the hook uses it, no event has it.
 MODEL = 15
-#: What a step's totals are kept of, in this order.
+#: The kinds that a step has totals of, in this order.
 KINDS = {FORWARD: "forward", BACKWARD: "backward", COMBINED: "combined", FINALIZE: "finalize", P2P: "p2p"}
 #: Handles of overlapped exchanges, as Megatron's schedules name them (0.12 to 0.19).
 WAITS = ("recv_prev", "recv_next", "send_next", "send_prev")
@@ -30,43 +30,43 @@ _LABELS = {FORWARD: ranges.FORWARD, BACKWARD: ranges.BACKWARD, COMBINED: ranges.
 
 
 def phase(kind: int, microbatch: int | None, chunk: int | None) -> int:
-    """Code of one microbatch's forward or backward."""
+    """Returns the code of one microbatch's forward or backward."""
     return kind | of_chunk(chunk) | of_microbatch(microbatch)
 
 
 def of_chunk(number: int | None) -> int:
-    """The part of a code that says which model chunk. A number too large for its field counts as not known."""
+    """Returns the part of a code for a model chunk. A number too large for its field counts as not known."""
     return 0 if number is None or number >= _CHUNK_MASK else (number + 1) << _CHUNK
 
 
 def of_microbatch(number: int | None) -> int:
-    """The part of a code that says which microbatch."""
+    """Returns the part of a code for a microbatch."""
     return 0 if number is None or number >= _MICROBATCH_MASK else (int(number) + 1) << _MICROBATCH
 
 
 def combined(forward: int, backward: int) -> int:
-    """Code of a combined-1F1B pass, from the parts that say which microbatch and chunk its two halves are of."""
+    """Returns the code of a combined-1F1B pass, from the parts for the microbatch and the chunk of its two halves."""
     return COMBINED | forward | backward << _SECOND
 
 
 def exchange(operation: str) -> int:
-    """Code of a pipeline exchange, one of `ranges.P2P_OPERATIONS`."""
+    """Returns the code of a pipeline exchange, one of `ranges.P2P_OPERATIONS`."""
     return P2P | (ranges.P2P_OPERATIONS.index(operation) + 1) << _CHUNK
 
 
 def wait(handle: str) -> int:
-    """Code of the wait for an overlapped exchange, by the name of its handle."""
+    """Returns the code of the wait for an overlapped exchange, by the name of its handle."""
     return WAIT | ((WAITS.index(handle) + 1) << _CHUNK if handle in WAITS else 0)
 
 
 def microbatch_of(position: int | None) -> int | None:
-    """The microbatch in the part of a code that says where a pass is; None: not known."""
+    """Returns the microbatch in a part of a code; None if it is not known."""
     return None if position is None else place(position)[0]
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def name(code: int) -> RangeName | None:
-    """The range name that ``code`` stands for; None for a number that is no code (a newer format, a damaged file)."""
+    """Returns the range name for ``code``; None for a number that is no code (a newer format, a damaged file)."""
     kind, which = code & KIND_MASK, (code >> _CHUNK) & _CHUNK_MASK
     if kind in _LABELS:
         microbatch, chunk = place(code)
@@ -84,6 +84,6 @@ def name(code: int) -> RangeName | None:
 
 
 def place(code: int) -> tuple[int | None, int | None]:
-    """The microbatch and the model chunk of a pass; None: not known."""
+    """Returns the microbatch and the model chunk of a pass, None for each that is not known."""
     chunk, microbatch = (code >> _CHUNK) & _CHUNK_MASK, (code >> _MICROBATCH) & _MICROBATCH_MASK
     return (microbatch - 1 if microbatch else None), (chunk - 1 if chunk else None)

@@ -1,4 +1,4 @@
-"""When Python collected garbage in a step and before it, as a timeline holds it."""
+"""Python's garbage collections in a step and before it, in a timeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _RANGE = np.iinfo(np.int32)
 
 
 def pack_collections(found: Iterable[tuple[int, int]], start_ns: int) -> bytes:
-    """8 bytes for each, by ``found``, their starts and ends in nanoseconds, and ``start_ns``, the step's start."""
+    """Returns 8 bytes for each collection. ``found``: their starts and ends in nanoseconds; ``start_ns``: the step's
+    start."""
     times = np.array([*found], dtype=np.int64).reshape(-1, 2)
     rows = np.empty(len(times), dtype=_ROW)
     rows["start"] = ((times[:, 0] - start_ns) // 1000).clip(_RANGE.min, _RANGE.max)
@@ -21,7 +22,8 @@ def pack_collections(found: Iterable[tuple[int, int]], start_ns: int) -> bytes:
 
 
 def unpack_collections(payload: bytes) -> npt.NDArray[np.int64]:
-    """``[collection, 2]``: start and end in microseconds since the step's start, in order; damaged bytes have none."""
+    """Returns ``[collection, 2]``: start and end in microseconds since the step's start, in order; none for damaged
+    bytes."""
     if len(payload) % _ROW.itemsize:
         return np.empty((0, 2), dtype=np.int64)
     rows = np.frombuffer(payload, dtype=_ROW)

@@ -1,4 +1,4 @@
-"""The work of microbatches: the lengths of their sequences, which attention is quadratic in, as files hold it."""
+"""The work of microbatches in files: the lengths of their sequences, in which attention is quadratic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: Where lengths are from, the most exact first; in a timeline the place in here plus one.
+#: Sources of the lengths, the most exact first. A timeline has the place in this list plus one.
 SOURCES = PACKED, MASK, POSITIONS, SHAPES = "packed_seq_params", "attention_mask", "position_ids", "shapes"
 
 _MICROBATCH = struct.Struct("<IIQ")
@@ -19,23 +19,23 @@ _MOST = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Work:
-    """What one microbatch consists of."""
+    """The work of one microbatch."""
 
     tokens: int
-    """Tokens that were computed, padding included."""
+    """Tokens that were computed, including padding."""
     lengths: tuple[int, ...]
-    """The sequences that attend to themselves alone."""
+    """The lengths of the sequences, each of which attends to itself only."""
     source: str
     """One of `SOURCES`."""
 
     @property
     def squares(self) -> int:
-        """The sum of the squares of the lengths: what attention is in proportion to."""
+        """The sum of the squares of the lengths, to which the cost of attention is proportional."""
         return sum(length * length for length in self.lengths)
 
 
 def pack_work(found: Mapping[int, Work]) -> bytes:
-    """16 bytes a microbatch, by its number, and one for the least exact source; empty where nothing is known."""
+    """Returns 16 bytes for each microbatch and one for the least exact source; empty if nothing is known."""
     if not found:
         return b""
     rows = []
@@ -48,8 +48,8 @@ def pack_work(found: Mapping[int, Work]) -> bytes:
 
 
 def unpack_work(payload: bytes) -> tuple[str, npt.NDArray[np.float64]] | None:
-    """The source, and [microbatch, 3]: tokens, sequences and sum of squares, NaN for a microbatch of which nothing is
-    known. None: nothing is known of any, or the bytes say what cannot be."""
+    """Returns the source and [microbatch, 3]: tokens, sequences and sum of squares, NaN for a microbatch of which
+    nothing is known. None if nothing is known of any, or if the bytes are impossible."""
     if not payload or not 1 <= payload[0] <= len(SOURCES) or (len(payload) - 1) % _ROW.itemsize:
         return None
     rows = np.frombuffer(payload, dtype=_ROW, offset=1)
