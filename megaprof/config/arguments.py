@@ -41,7 +41,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
             continue
         keywords: dict[str, Any] = {"default": None, "dest": destination(option.name)}
         # Percent signs are argparse's own; the default belongs to ProfileConfig and is only quoted here.
-        keywords["help"] = f"{_told(option)} [{variable(option.name)}]".replace("%", "%%")
+        keywords["help"] = f"{_help(option)} [{variable(option.name)}]".replace("%", "%%")
         if isinstance(option.default, bool):
             keywords |= {"action": "store_true"}
         elif isinstance(option.default, tuple):
@@ -60,7 +60,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
     return parser
 
 
-def _told(option: Field[Any]) -> str:
+def _help(option: Field[Any]) -> str:
     """Returns the help of an option, with its default where it has one."""
     default, text = option.default, str(option.metadata["help"])
     if isinstance(default, bool) or default in (None, ()):
@@ -75,11 +75,12 @@ def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | No
     of megaprof without a target, and if the host's own profiler is also on.
     """
     env = os.environ if env is None else env
-    host = _HostOptions(args)
-    typed = {name: host.typed(destination(name)) for name in (*(option.name for option in options()), ALL_RANKS)}
+    recorded = getattr(args, _HOST_DEFAULTS, None)
+    defaults: Mapping[str, Any] = _MEGATRON_DEFAULTS if recorded is None else recorded
+    typed = {name: _typed(args, defaults, destination(name)) for name in (*(o.name for o in options()), ALL_RANKS)}
     given = {name: value for name, value in typed.items() if value is not None and value is not False}
-    ours = {name for name in given if not host.owns(destination(name))}
-    names = _honour_host(given, host, env)
+    ours = {name for name in given if destination(name) not in defaults}
+    names = _honour_host(given, args, defaults, env)
     config = ProfileConfig.from_values(given, env, names)
     if not config.enabled:
         if ours:
@@ -105,55 +106,41 @@ def check_host_profilers(config: ProfileConfig, args: argparse.Namespace | Any) 
             )
 
 
-class _HostOptions:
-    """The options in a parsed namespace: what was typed, and what is the host's default of an option of the host's."""
-
-    def __init__(self, args: Any) -> None:
-        self._args = args
-        known = getattr(args, _HOST_DEFAULTS, None)
-        self._defaults: Mapping[str, Any] = _MEGATRON_DEFAULTS if known is None else known
-
-    def owns(self, name: str) -> bool:
-        """Returns whether the host defines the option, too."""
-        return name in self._defaults
-
-    def default(self, name: str) -> Any:
-        """The host's default of an option, None without one."""
-        return self._defaults.get(name)
-
-    def value(self, name: str) -> Any:
-        """Returns the value that the namespace has, whether the user typed it or not."""
-        return getattr(self._args, name, None)
-
-    def typed(self, name: str) -> Any:
-        """Returns the value that the user typed; None if it equals the host's default: the two cannot be told apart."""
-        value = self.value(name)
-        return None if name in self._defaults and value in (self._defaults[name], []) else value
+def _typed(args: Any, defaults: Mapping[str, Any], name: str) -> Any:
+    """Returns the value of an attribute of ``args`` that the user typed; None if it equals the host's default, since
+    the two cannot be told apart."""
+    value = getattr(args, name, None)
+    return None if name in defaults and value in (defaults[name], []) else value
 
 
-def _honour_host(given: dict[str, Any], host: _HostOptions, env: Mapping[str, str]) -> dict[str, str]:
-    """Fill ``given`` from options of the host that mean the same, where the user gave none of ours.
+def _honour_host(
+    given: dict[str, Any], args: Any, defaults: Mapping[str, Any], env: Mapping[str, str]
+) -> dict[str, str]:
+    """Fills ``given`` from options of the host that mean the same, where the user gave none of ours. Returns how the
+    user spelled each option that was filled in.
 
-    What the user typed counts as a flag; what the host merely defaults to ranks below the environment, and turns
-    profiling on only together with an explicit ``--profile-dir``. Returns how the user spelled what was filled in.
+    A value that the user typed counts as a flag. A default of the host's ranks below the environment, and turns
+    profiling on only together with an explicit ``--profile-dir``.
     """
 
     def set_anywhere(*names: str) -> bool:
         return any(name in given or variable(name) in env for name in names)
 
     names: dict[str, str] = {}
-    if not set_anywhere("target") and "dir" in given and host.default(destination("target")):
-        given["target"] = host.default(destination("target"))
+    if not set_anywhere("target") and "dir" in given and defaults.get(destination("target")):
+        given["target"] = defaults[destination("target")]
     if not set_anywhere("target"):
         return names
-    ranks = host.typed(_HOST_RANKS) if set_anywhere("select", ALL_RANKS) else host.value(_HOST_RANKS)
+    ranks = _typed(args, defaults, _HOST_RANKS)
+    if ranks is None and not set_anywhere("select", ALL_RANKS):
+        ranks = getattr(args, _HOST_RANKS, None)
     if isinstance(ranks, list | tuple) and ranks and "select" not in given:
         given["select"] = ",".join(map(str, ranks))
         names["select"] = "--profile-ranks"
-    start, end = host.value(_HOST_START), host.value(_HOST_END)
+    start, end = getattr(args, _HOST_START, None), getattr(args, _HOST_END, None)
     if not isinstance(start, int) or not isinstance(end, int) or "steps" in given:
         return names
-    typed = host.typed(_HOST_START) is not None or host.typed(_HOST_END) is not None
+    typed = any(_typed(args, defaults, name) is not None for name in (_HOST_START, _HOST_END))
     if typed or not set_anywhere("steps", *SCHEDULE):
         if not 0 <= start < end:
             raise ValueError(
