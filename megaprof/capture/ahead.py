@@ -1,9 +1,10 @@
-"""When the profiler is prepared ahead: behind a call that a captured one follows at once, in torch's own warm-up state.
+"""Decides whether the profiler is prepared after a call, because the next one is captured, and prepares it.
 
-Starting a profiler takes milliseconds, the first time up to a second, and each rank another time: it then enters the
-captured step late, and its pipeline waits. Prepared in the gap before, it only has to be switched on. But a prepared
-Kineto already keeps every kernel, and nobody can end it before the next call: behind a call that an RL rollout follows
-it would fill the host's memory. So it is prepared only where the next call is known to come at once.
+Starting a profiler takes milliseconds, the first time up to a second, and a different time on each rank: the rank then
+enters the captured step late, and its pipeline waits. A profiler that was prepared after the call before, in torch's
+own warm-up state, only has to be switched on. But prepared Kineto already keeps every kernel, and nobody can end it
+before the next call: during an RL rollout it would fill the host's memory. So it is prepared only where the next call
+is expected at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megaprof.runtime.logs import logger
 
 
 class Pace:
-    """How closely a session's calls follow each other. Costs a clock's reading a call."""
+    """Observes how closely a session's calls follow each other. Costs one reading of the clock per call."""
 
     def __init__(self) -> None:
         self._before: Sequence[CountedStep] = ()
@@ -28,9 +29,9 @@ class Pace:
         self._between = 0
 
     def begins(self, steps: Sequence[CountedStep]) -> tuple[CountedStep, ...]:
-        """A call begins, and with it ``steps``. Returns those of them that follow the one before without another call
-        between them: the next call is probably the next step then, as it is in a job that only trains. Where calls
-        share a number, as RL's mini-batches do, nobody knows which is the last."""
+        """Returns those of ``steps``, which begin with a call, whose predecessor began with the call before. The next
+        call is then probably the next step, as in a job that only trains. Where calls share a number, as RL's
+        mini-batches do, nobody knows which is the last."""
         now = time.perf_counter_ns()
         self._between, self._began = now - self._began, now
         before = [(each.target, each.role, each.number) for each in self._before]
@@ -38,13 +39,13 @@ class Pace:
         return tuple(each for each in steps if (each.target, each.role, each.number - 1) in before)
 
     def ends(self) -> bool:
-        """Returns whether the call that ends took most of the time since the one before it began: the gap behind it is
-        short then, if it is like the gap before it."""
+        """Returns whether the call that ends took at least half of the time since the call before it began. If the next
+        gap is like the last one, it is short then."""
         return self._between <= 2 * (time.perf_counter_ns() - self._began)
 
 
 class Prepared:
-    """Recorders that are prepared for the next call of the process, which uses them or ends that."""
+    """Recorders that are prepared for the next call of the process, which uses or discards them."""
 
     def __init__(self, owner: object, recorders: Sequence[Recorder]) -> None:
         """``owner``: the session whose recorders they are. Nothing is prepared yet."""
@@ -53,7 +54,7 @@ class Prepared:
         self._recorders = recorders
 
     def prepare(self) -> None:
-        """Prepare those that can be. Where one fails, its start will say so again."""
+        """Prepare the recorders that can be. A failure is no loss: the recorder's start will report it again."""
         for recorder in reversed(self._recorders):
             prepare = getattr(recorder, "prepare", None)
             try:
@@ -66,5 +67,5 @@ class Prepared:
                 recorder.discard()
 
     def leave(self, used: Sequence[Recorder]) -> None:
-        """End what is prepared, but for the recorders that are ``used`` now."""
+        """Discard the recorders that are not among those ``used`` now."""
         in_full(*(each.discard for each in self._recorders if all(each is not other for other in used)))

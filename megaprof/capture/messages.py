@@ -1,6 +1,6 @@
-"""What the user is told: one line at the start, one for each finished window, one at the end.
+"""The lines in the log of a job that captures: one at its start, one for each finished window, one at its end.
 
-Rank 0 says the first one, and the lowest rank that captures says the others, so that a large job says each once.
+Rank 0 writes the first one, and the lowest rank that captures windows the others, so a large job has each line once.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from megaprof.artifacts.remote import is_remote
@@ -17,7 +17,7 @@ from megaprof.capture.window_files import names_of
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList
 from megaprof.formats.phrases import counted
-from megaprof.parallel.selectors import Selector, join_spans, spans_of
+from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Window
 from megaprof.runtime.interruption import Suppressed
@@ -28,22 +28,8 @@ from megaprof.runtime.ray import in_ray_worker
 _LISTED = 5
 
 
-def selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLayout | None) -> list[int] | None:
-    """The ranks that ``selectors`` select together, ascending; None where coordinates cannot be turned into ranks."""
-    ranks: set[int] = set()
-    for selector in selectors:
-        if layout is not None:
-            ranks.update(selector.ranks(layout))
-        elif selector.rank_spans is None:
-            return None
-        else:
-            ends = ((first, min(last, coords.sizes.world - 1)) for first, last in selector.rank_spans)
-            ranks.update(rank for first, last in ends for rank in range(first, last + 1))
-    return sorted(ranks)
-
-
 def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None, layout: WorldLayout | None) -> None:
-    """Say what is captured, where, and on how many of the job's ranks and stages."""
+    """Log what is captured, where the files go, and how many of the job's ranks and stages are captured."""
     parts = []
     if config.windowed and not config.steps_are_none:
         parts.append(f"captures {', '.join(config.target)} ({_steps(config)}) {_ranks(config, coords, ranks)}")
@@ -90,8 +76,8 @@ def _stages(ranks: list[int] | None, layout: WorldLayout | None) -> int | None:
 
 
 def say_window(config: ProfileConfig, folder: str, window: Window) -> None:
-    """Say that the files of ``window``, in ``folder``, are complete. Says nothing where there are none: why not stands
-    in the log already."""
+    """Log that the files of ``window``, in ``folder``, are complete. Logs nothing if there are none: the log says why
+    already."""
     files, remote = names_of(folder, window), is_remote(str(config.dir))
     if not files and not remote:
         return
@@ -103,7 +89,7 @@ def say_window(config: ProfileConfig, folder: str, window: Window) -> None:
 
 
 def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
-    """Say at the end of the run that so many ``windows`` were captured, and what was asked for and never came."""
+    """Log at the end of the run how many ``windows`` were captured, and what was asked for but never ran."""
     if not config.windowed or config.steps_are_none:
         return
     unmet = list(never_came(config, agenda))
@@ -115,9 +101,8 @@ def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
 
 
 def note_in_span(window: Window) -> None:
-    """Add an event ``megaprof.capture`` to the host's own OpenTelemetry span that is open on this thread, with what the
-    names of the capture's files begin with: one leads to the other. Does nothing where nobody traces; nothing of
-    OpenTelemetry is imported."""
+    """Add an event ``megaprof.capture`` to the host's own OpenTelemetry span that is open on this thread. The event has
+    the prefix of the names of the window's files. Imports nothing of OpenTelemetry, and does nothing without a span."""
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return
@@ -130,7 +115,7 @@ def note_in_span(window: Window) -> None:
 
 
 def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
-    """Yields what was asked for and has not come, a sentence each, without a full stop."""
+    """Yields a sentence, without a full stop, for each thing that was asked for and was not captured."""
     ran = {role for _, role in agenda.wishes if role is not None}
     for target in config.target:
         wishes = {role: wish for (of, role), wish in agenda.wishes.items() if of == target and wish.ran}
@@ -151,7 +136,7 @@ def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
 
 
 def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
-    """Returns the wishes of several roles for one target as one of no role; nothing where there are none."""
+    """Returns the wishes of several roles for one target as a single one, under no role; nothing if there are none."""
     if not wishes:
         return {}
     together = Wish(
@@ -167,7 +152,7 @@ def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
 
 
 def _missing(wish: Wish) -> Iterator[str]:
-    """Yields which wanted steps of ``wish``, of which some step ran, were not captured."""
+    """Yields a sentence for each reason why wanted steps were not captured. Some step of the wish has run."""
     ran = f"step {wish.first} ran" if wish.first == wish.last else f"steps {wish.first}-{wish.last} ran"
     done = wish.captured | wish.lost.keys() | set(wish.owed)
     if isinstance(wish.plan, StepList):
@@ -191,6 +176,6 @@ def _were_not_captured(steps: Collection[int]) -> str:
 
 
 def _listed(steps: Collection[int]) -> str:
-    """Returns the numbers of ``steps``, of which it names the first few."""
+    """Returns ``steps`` in words, the first few of them if there are many."""
     more = ", ..." if len(steps) > _LISTED else ""
     return f"step{'s' * (len(steps) > 1)} {join_spans(spans_of(list(steps)[:_LISTED]), ', ')}{more}"

@@ -1,4 +1,4 @@
-"""What a process has once, whatever asks for it: its sessions, the one open window, and the names of those it had.
+"""The state that a process has once, whoever uses it: its sessions, its one open window, the names of its files.
 
 Plain data, light to import.
 """
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class OpenWindow:
-    """What its session knows of a window while it is open."""
+    """A window while it is open."""
 
     owner: object
-    """The session that opened it. What others do meanwhile is recorded in it."""
+    """The session that opened it. Calls of other sessions are recorded in it, too."""
     window: Window
-    """What the recorders were asked for."""
+    """Its target, role and step, as the recorders know it."""
     planned: PlannedWindow
-    """Which steps are in it, and how it ends."""
+    """The steps that are in it, and how it ends."""
     recorders: Sequence[Recorder]
-    """What records it."""
+    """The recorders that run."""
     overall: Range | None = None
-    """The range of the running step of a window that outlives the call that opened it, or had none."""
+    """The range of the running step, in a window that does not end with a call; else None."""
     call: RecordedCall | None = None
-    """The window's first call: what the metadata describe."""
+    """Its first call, which the metadata describe; None: no call has begun in it yet."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that opened it, which alone can close it."""
     device: DeviceWait = field(default_factory=DeviceWait)
-    """For when it closes: what the device has not finished then is not in it."""
+    """Waits for the device when the window closes. What the device has not finished by then is not in it."""
 
 
 class Process:
@@ -55,27 +55,27 @@ class Process:
         self.window: OpenWindow | None = None
         """The open window, None: there is none. Kineto holds one session, so a process has one window at most."""
         self.prepared: Prepared | None = None
-        """What was prepared behind the call before, for this one."""
+        """The recorders that were prepared after the last call, for the next one; None: none were."""
         self.capturers: list[Any] = []
-        """The sessions that captured a window, that of the last window last. Those that were removed, too."""
+        """The sessions that captured a window, also those that were removed, in the order of their last windows."""
         self.repeats: dict[str, int] = {}
-        """By the path that the names of a window's files begin with: how many windows have it."""
+        """The number of windows, by the path that the names of their files begin with."""
         self.said: set[str] = set()
-        """Mistakes of the host's that stand in the log already."""
+        """Mistakes in the host's calls that were logged already."""
         self.answers: dict[Path, Any] = {}
-        """By control directory: which session's `megaprof.control.listener.Listener` answers there."""
+        """The `megaprof.control.listener.Listener` of the session that answers in a control directory, by its path."""
         self.memory_full: str | None = None
-        """Why the open window must close before the next microbatch: set in the thread of the host memory guard."""
+        """Why the open window has to close before the next microbatch. Set by the thread of the host memory guard."""
         self.urgent = False
-        """True: another thread wants something of the training thread, which looks at this before each microbatch."""
+        """True: another thread has work for the training thread, which looks at this before each microbatch."""
         self.traced = SESSION_VARIABLE in os.environ
-        """True: Nsight Systems records this process from start to end. A controller, which has no windows, has ranges
-        then without any hooks."""
+        """True: Nsight Systems records this process from start to end. A controller has no hooks and no windows, and
+        writes ranges then."""
 
     @property
     def recording(self) -> bool:
-        """True while ranges have somebody to reach: a window is open, or nsys records the process and no hooks are in
-        that would open windows."""
+        """True while somebody records ranges: a window is open, or nsys records a process without hooks, which would
+        open windows."""
         return self.window is not None if self.sessions else self.traced
 
     def captured(self, session: object) -> None:
@@ -83,17 +83,17 @@ class Process:
         self.capturers = [other for other in self.capturers if other is not session] + [session]
 
     def memory_ran_out(self, session: object, reason: str) -> None:
-        """The window of ``session``, if it is open, is to close because of ``reason``. From any thread."""
+        """Have the window of ``session`` closed because of ``reason``, if it is open. Any thread may call it."""
         if self.window is not None and self.window.owner is session:
             self.memory_full = reason
             self.urgent = True
 
     def abandon(self) -> None:
-        """After a fault: no session records anything more. Can be run twice."""
+        """Stop all recording after a fault. Can be run twice."""
         in_full(*(session.abandon for session in self.sessions))
 
     def forget(self) -> None:
-        """In a forked child: sessions and window are the parent's."""
+        """Forget the sessions and the window in a forked child: they are the parent's."""
         self.sessions.clear()
         self.capturers.clear()
         self.answers.clear()

@@ -24,17 +24,17 @@ STEP_END_SECONDS = 20.0
 
 
 class Profiler:
-    """Looks after the process: what goes in with the first session, ends with the last, or when the process does."""
+    """Installs what belongs to the process with the first session, and removes it with the last one or at exit."""
 
     def __init__(self) -> None:
         self.dispatcher = Dispatcher()
-        """Who is told of calls. A new one each time that hooks go in."""
+        """Routes calls to sessions. A new one each time that hooks go in."""
         self.patches = Patches()
-        """What of Megatron and the hosts is replaced while hooks are in."""
+        """The functions of Megatron and of hosts that are replaced while hooks are in."""
         self.background = Background()
-        """The thread of everything that is done beside the training."""
+        """The thread for everything that is done beside the training."""
         self.termination = Termination(self._save, self._unsaved)
-        """What holds a SIGTERM up while something is unsaved."""
+        """Holds up a SIGTERM while something is unsaved."""
         self._exit = AtExit(self._finish_all)
         self._put_in: list[Callable[[Patches, Dispatcher], None]] = []
         self._forks_watched = False
@@ -45,8 +45,8 @@ class Profiler:
         return process.sessions.copy()
 
     def enter(self, session: Session, patch: Callable[[Patches, Dispatcher], None]) -> None:
-        """The hooks of ``session`` go in: ``patch`` puts them in, once. When that fails, whatever was put in is taken
-        out again."""
+        """Install the hooks of ``session`` with ``patch``, which runs once however many sessions need it. If it fails,
+        what it replaced is put back."""
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
@@ -65,7 +65,7 @@ class Profiler:
             raise
 
     def remove(self, session: Session) -> None:
-        """Take out what ``session`` put in; the hooks themselves with the last session."""
+        """Remove ``session``; the hooks themselves go with the last session."""
         with self.termination:
             self.dispatcher.remove(session)
             if not process.sessions:
@@ -77,8 +77,8 @@ class Profiler:
         self._put_in.clear()
 
     def leave(self, session: Session) -> None:
-        """Close the window of ``session``, finish its files and take its hooks out: now, or as soon as the training
-        thread gets there. It alone can close its window, and not while it captures a CUDA graph."""
+        """Close the window of ``session``, finish its files and remove its hooks: now, or as soon as the training
+        thread can do it. Only that thread can close its window, and not while it captures a CUDA graph."""
         if session.removed.is_set():
             return
         training = {self.dispatcher.inside, session.thread} & set(sys._current_frames())
@@ -96,13 +96,13 @@ class Profiler:
             )
 
     def step_ended(self) -> None:
-        """A step of the host is over, and the host may end this process before it calls anything again (Ray does)."""
+        """A step of the host is over. The host may end this process before it calls anything again, as Ray does."""
         for session in self.sessions:
             session.step_ended()
         self._flush()
 
     def capture_ended(self) -> None:
-        """The host says that nothing more is to be captured: what runs at the end runs now."""
+        """The host captures nothing more, so the user's command for the end runs now."""
         for session in self.sessions:
             session.writer.end_capture()
         self._flush()
@@ -127,15 +127,15 @@ class Profiler:
         return process.window is not None or any(session.writer.pending for session in process.sessions)
 
     def _save(self, last: bool) -> None:
-        """SIGTERM: what an open window has, and every file, within the shorter of two limits. ``last``: False where a
-        handler of the host's decides whether the process ends, and profiling may have to go on."""
+        """Save the open window and finish every file on SIGTERM, within `TERM_SECONDS` and ``--profile-flush-seconds``.
+        ``last``: False if a handler of the host's decides whether the process ends, so that profiling may go on."""
         deadline, reason = time.monotonic() + TERM_SECONDS, "the process was terminated (SIGTERM)"
         for session in self.sessions:
             seconds = min(max(0.0, deadline - time.monotonic()), session.config.flush_seconds)
             (session.close if last else session.save)(reason, seconds)
 
     def _finish_all(self) -> None:
-        """The process ends; a training thread that still runs gets the time to close its window."""
+        """Remove all sessions as the process ends. A training thread that still runs has time to close its window."""
         ending = self.sessions
         for session in ending:
             self.leave(session)
@@ -143,7 +143,7 @@ class Profiler:
             session.removed.wait(session.config.flush_seconds)
 
     def _forget(self) -> None:
-        """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
+        """Reset a forked child, such as a DataLoader's worker: it has no hooks, no window and no files to finish."""
         self._exit.disarm()
         for session in (*process.capturers, *self.sessions):
             session.removed.set()

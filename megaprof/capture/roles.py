@@ -1,4 +1,4 @@
-"""Whose work the process is doing now (actor, ref, critic, reward, rollout) where models share it, and if it evaluates.
+"""The role whose work runs now (actor, ref, critic, reward, rollout), where models share a process; and evaluation.
 
     with megaprof.role("ref"):
         forward_backward_func(...)      # counted, captured and named as the reference model's
@@ -29,12 +29,12 @@ _MOST_SAID = 64
 
 
 class Scope(NamedTuple):
-    """A role's scope."""
+    """A stretch of code that is the work of one role."""
 
     role: str | None
-    """Whose work it is; None: nobody said."""
+    """The role; None: unknown."""
     window: object
-    """The open window that has a range for this scope, if any."""
+    """The window that was open when it began, which has a range for it; None: none was."""
 
 
 _NOBODY = Scope(None, None)
@@ -48,10 +48,11 @@ current: Callable[[], Scope] = _scope.get
 
 
 class Work:
-    """One run of somebody's code: the work of ``role``, in a range of its own while ranges have somebody to reach.
+    """A context manager around one run of the host's code: it is the work of ``role``, in a range of its own while
+    somebody records ranges.
 
-    None for ``role``: whose work it is stays as it was. ``message``: of an annotation; None: the range is the role's.
-    ``look`` and ``overlapping`` as `megaprof.recorders.ranges.emit.Range` has them.
+    ``role``: None leaves the role as it was. ``message`` names the range of an annotation; None: the range is the
+    role's. ``look`` and ``overlapping``: see `megaprof.recorders.ranges.emit.Range`.
     """
 
     __slots__ = ("_look", "_message", "_opened", "_overlapping", "_role", "_scope")
@@ -149,7 +150,7 @@ def enter_block(owner: object, state: object) -> None:
 
 
 def leave_block(owner: object) -> object:
-    """The ``state`` with which ``owner`` was entered last in this context; None where it was not."""
+    """Returns the ``state`` with which ``owner`` was last entered in this context; None if it was not."""
     blocks = _blocks.get()
     for place in reversed(range(len(blocks))):
         if blocks[place][0] is owner:
@@ -159,13 +160,13 @@ def leave_block(owner: object) -> object:
 
 
 def in_task() -> bool:
-    """Returns whether an event loop runs the caller: other tasks may then run before a block ends."""
+    """Returns whether an event loop runs the caller, so that other tasks may run before a block ends."""
     events = sys.modules.get("asyncio.events")
     return events is not None and events._get_running_loop() is not None
 
 
 def say_once(message: str) -> None:
-    """Log a mistake in the host's own calls, which may be in its training loop."""
+    """Log a mistake in the host's own calls, which may stand in its training loop, only the first time."""
     if message not in process.said and len(process.said) < _MOST_SAID:
         process.said.add(message)
         logger.warning("megaprof: %s", message)

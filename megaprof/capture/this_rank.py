@@ -1,13 +1,14 @@
-"""This rank, and what the configuration wants of it."""
+"""The place of this rank in the job, and whether the configuration has it capture windows or keep a timeline."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megaprof.capture.compat import check_daemon, check_model
-from megaprof.capture.messages import say_start, selected
+from megaprof.capture.messages import say_start
 from megaprof.config.options import ProfileConfig
 from megaprof.parallel.chunks import language_model
 from megaprof.parallel.process_groups import (
@@ -16,20 +17,21 @@ from megaprof.parallel.process_groups import (
     place_from_groups,
     place_from_parallel_state,
 )
+from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.runtime.logs import logger, show_lines
 
 
 @dataclass(frozen=True)
 class ThisRank:
-    """This rank, and what the configuration wants of it."""
+    """A rank's place in the job, and what it records."""
 
     coords: RankCoords
-    """Where it stands."""
+    """Its coordinates."""
     layout: WorldLayout | None
-    """How the world is laid out; None where no rank order explains it."""
+    """The layout of the job's ranks; None if no order of the parallel axes explains it."""
     ranks: list[int] | None
-    """All ranks that may capture windows, ascending; None where they cannot be counted."""
+    """All ranks of the job that may capture windows, ascending; None if they cannot be counted."""
     windowed: bool
     """True: windows may open on this rank."""
     timed: bool
@@ -45,11 +47,11 @@ class ThisRank:
         *,
         pipeline: bool,
     ) -> ThisRank:
-        """``groups``: the model's own process groups, where the caller has them. Raises ValueError for ranks that this
-        world does not have, and for a model that must not be profiled so.
+        """Returns what this rank is and does. ``groups``: the model's own process groups, if the caller has them.
 
-        Ranks of other roles are not checked: such a role may run in a world of another size. Where it runs in this
-        one, `Session` says which of its ranks do not exist.
+        Raises ValueError for selected ranks that the job does not have, and for a model that cannot be profiled this
+        way. The ranks of other roles are not checked, since such a role may run in a job of another size: if it runs
+        in this one, `check_role` logs which of its ranks do not exist.
         """
         coords, layout = _place(models, groups, pipeline=pipeline)
         own = config.selector(role)
@@ -65,31 +67,46 @@ class ThisRank:
         return cls(
             coords=coords,
             layout=layout,
-            ranks=selected(selectors, coords, layout),
+            ranks=_selected(selectors, coords, layout),
             windowed=config.windowed and any(selector.selects(coords) for selector in selectors),
             timed=timed is not None and timed.selects(coords),
         )
 
     def records(self, config: ProfileConfig) -> bool:
-        """Returns whether anything is to be done on this rank."""
+        """Returns whether this rank records or answers anything, so that it needs hooks."""
         return self.windowed or self.timed or config.listens
 
     @property
     def speaks(self) -> bool:
-        """True for the lowest rank that captures windows: it alone says what became of them."""
+        """True for the lowest rank that captures windows, which alone logs what became of them."""
         return self.coords.rank == (self.ranks[0] if self.ranks else 0)
 
     def announce(self, config: ProfileConfig) -> None:
-        """The line at the start of the job, said by rank 0."""
+        """Has rank 0 log the line at the start of the job, and makes lines visible on the ranks that log."""
         if self.coords.rank == 0 or self.speaks:
             show_lines()
         if self.coords.rank == 0:
             say_start(config, self.coords, self.ranks, self.layout)
 
 
+def _selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLayout | None) -> list[int] | None:
+    """Returns the ranks that any of ``selectors`` selects, ascending; None if they select by coordinates and the layout
+    is unknown."""
+    ranks: set[int] = set()
+    for selector in selectors:
+        if layout is not None:
+            ranks.update(selector.ranks(layout))
+        elif selector.rank_spans is None:
+            return None
+        else:
+            ends = ((first, min(last, coords.sizes.world - 1)) for first, last in selector.rank_spans)
+            ranks.update(rank for first, last in ends for rank in range(first, last + 1))
+    return sorted(ranks)
+
+
 def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
-    """Returns where this rank stands, and every other. A model's own process groups count where Megatron's global
-    ones do not exist."""
+    """Returns the coordinates of this rank, and the layout of all ranks. They come from the model's own process groups
+    if Megatron's global ones do not exist."""
     chunks = None if models is None else len(models)
     if pipeline:
         if not has_groups():
@@ -106,16 +123,16 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
 
 
 def moved(before: RankCoords) -> bool:
-    """Returns whether Megatron's global process groups give this process another place than ``before``, as they do
-    after an in-process restart."""
+    """Returns whether Megatron's global process groups give this process other coordinates than ``before``, as after
+    an in-process restart."""
     return has_groups() and coords_from_parallel_state(before.sizes.vpp) != before
 
 
 def check_role(config: ProfileConfig, role: str, coords: RankCoords) -> None:
-    """Say it where the ranks of ``role``, which runs in this world for the first time, do not all exist in it.
+    """Log which selected ranks of ``role``, which runs in this process for the first time, do not exist.
 
-    Which role runs in which process is not known before it runs, and worlds have different sizes: ranks of a role of
-    another world are no mistake in this one.
+    This is no error, and cannot be checked earlier: nobody knows which role runs in which process before it runs, and
+    roles may run in jobs of different sizes.
     """
     selector = config.selector(role)
     if selector is None:

@@ -10,8 +10,8 @@ from megaprof.runtime.interruption import Suppressed
 
 
 def look(repeats: dict[str, int], folder: str, rank: int) -> None:
-    """Note in ``repeats`` what ``folder`` has of ``rank``: by the names of a window, how many there are. Now: a window
-    that opens must not wait for the disk."""
+    """Note in ``repeats`` how many windows of ``rank`` ``folder`` has, by the path that their files' names begin with.
+    Done when the hooks go in, because a window that opens must not wait for the disk."""
     with Suppressed(OSError):
         for artifact in map(parse_artifact_name, os.listdir(folder)):
             if artifact is not None and artifact.place.rank == rank:
@@ -21,14 +21,14 @@ def look(repeats: dict[str, int], folder: str, rank: int) -> None:
 
 
 def next_repeat(repeats: dict[str, int], folder: str, window: Window) -> int:
-    """Returns which window with these names ``window``, which opens, is, from 1 on."""
+    """Returns the number of ``window``, which opens, among the windows whose files' names begin alike, from 1 on."""
     names = os.path.join(folder, artifact_name(window.target, window.role, window.step, window.coords, ""))
     repeats[names] = repeats.get(names, 0) + 1
     return repeats[names]
 
 
 def names_of(folder: str, window: Window) -> list[str]:
-    """Returns what the finished files of ``window`` in its rank's directory are called."""
+    """Returns the names of the finished files of ``window`` in ``folder``, the directory of its rank."""
     names = list[str]()
     with Suppressed(OSError):
         names = sorted(name for name in os.listdir(folder) if name.startswith(window.stem))
@@ -37,7 +37,7 @@ def names_of(folder: str, window: Window) -> list[str]:
 
 
 def remove(folder: str, window: Window) -> None:
-    """Remove the files of ``window``: of a step that failed and ran again. For the writer's thread, behind those
-    files."""
+    """Remove the files of ``window``, whose step failed and ran again. Called in the writer's thread, once they are
+    complete."""
     for name in names_of(folder, window):
         os.unlink(os.path.join(folder, name))
