@@ -1,7 +1,7 @@
 """Files that are computed from a finished raw trace: the kernel summary and collapsed stacks.
 
-The computing is done by a child process: in a thread of this one it would hold the interpreter lock, which the training
-thread needs. The child runs at a lower priority, on the standard library alone, and reads the trace through a file
+A child process computes them: a thread of this one would hold the interpreter lock, which the training thread needs.
+The child runs at a lower priority, on the standard library alone, and reads the trace through a file
 that was opened for it, so it does not matter when the trace is compressed and its raw file removed.
 """
 
@@ -43,10 +43,11 @@ class DerivedFiles:
         self._summaries: dict[str | None, bytes] = {}  # by role, of its last window once it is ready
 
     def prepare(self, raw: Path, files: Mapping[str, Path], identity: Mapping[str, Any]) -> Callable[[], None] | None:
-        """A task for the writer that derives ``files`` (suffix -> final path) from the trace ``raw``; None: it cannot.
+        """Returns a task for the writer that derives ``files`` (suffix -> final path) from the trace ``raw``; None if
+        that is not possible.
 
-        Opens ``raw`` now, so it may be renamed or removed before the task runs. ``identity`` is plain data for inside
-        the kernel summary.
+        Opens ``raw`` now, so it may be renamed or removed before the task runs. The kernel summary repeats
+        ``identity``, which is plain data.
         """
         names = ", ".join(path.name for path in files.values())
         with self._changed:
@@ -66,8 +67,8 @@ class DerivedFiles:
         return lambda: self._do(trace, files, identity)
 
     def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
-        """The summary of the last window, or of the last one of ``role``. None: there is none, it is not ready within
-        ``timeout`` seconds, or it could not be made."""
+        """Returns the summary of the last window, or of the last one of ``role``. None: there is none, it is not ready
+        within ``timeout`` seconds, or it could not be made."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending, timeout)
             summary = None if self._pending else self._summaries.get(self._role if role is None else role)
@@ -118,7 +119,7 @@ class DerivedFiles:
 
 
 def main(order: str) -> None:
-    """The child: reads a raw trace on standard input and writes the files that ``order`` (JSON) names."""
+    """Read a raw trace on standard input and write the files that ``order`` (JSON) names, in the child process."""
     os.nice(5)
     wanted = json.loads(order)
     files: dict[str, str] = wanted["files"]

@@ -88,7 +88,7 @@ class FinishHook:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The command and what it started: it leads a session, and so a process group, of its own."""
+    """Kill the command and what it started: it leads a session, and so a process group, of its own."""
     if process.poll() is None:
         try:
             os.killpg(process.pid, signal.SIGKILL)

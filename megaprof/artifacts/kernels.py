@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 
 def read_events(file: TextIO) -> Iterator[dict[str, Any]]:
-    """The events of a Chrome trace, one by one in bounded memory. Numbers with a fraction come as text, undamaged.
+    """Yields the events of a Chrome trace one by one, in bounded memory. Numbers with a fraction are exact, as text.
 
     Raises ValueError for a file that ends in the middle or is no trace.
     """
@@ -59,7 +59,7 @@ def read_events(file: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def nanoseconds(value: Any) -> int:
-    """A trace time, in microseconds with up to three decimals, as whole nanoseconds."""
+    """Returns a trace time, in microseconds with up to three decimals, as whole nanoseconds."""
     if isinstance(value, int):
         return value * 1000
     whole, _, fraction = str(value).partition(".")
@@ -80,7 +80,7 @@ class Lane:
         self.names.append(name)
 
     def in_order(self) -> Iterator[tuple[int, int, int]]:
-        """``(start, end, name)`` by start, an enclosing event before what it encloses."""
+        """Yields ``(start, end, name)`` by start, an enclosing event before the events inside it."""
         starts, ends, names = self.starts, self.ends, self.names
         for i in sorted(range(len(starts)), key=lambda i: (starts[i], -ends[i])):
             yield starts[i], ends[i], names[i]
@@ -95,7 +95,7 @@ def by_name(_around: int | None, _start: int, name: int) -> int:
 
 
 def self_times(spans: Iterable[tuple[int, int, int]], enter: Enter = by_name) -> dict[int, int]:
-    """Key -> nanoseconds during which an event with that key was the innermost one.
+    """Returns by key the nanoseconds during which an event with that key was the innermost one.
 
     ``spans`` as `Lane.in_order` gives them.
     """
@@ -126,7 +126,7 @@ def self_times(spans: Iterable[tuple[int, int, int]], enter: Enter = by_name) ->
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> int:
-    """Length of the union of ``(start, end)`` intervals."""
+    """Returns the length of the union of ``(start, end)`` intervals."""
     total, reached = 0, 0
     for start, end in sorted(intervals):
         if end > reached:
@@ -136,7 +136,7 @@ def union(intervals: Iterable[tuple[int, int]]) -> int:
 
 
 class KernelSummary:
-    """Collects events; ``result()`` is the summary. Operators of the CPU are what it lists where no device event is."""
+    """Collects events; ``result()`` is the summary. It lists operators of the CPU if there are no device events."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, str, str], int] = {}  # (name, category, device) -> number
@@ -161,7 +161,7 @@ class KernelSummary:
         self._lanes[on_device].setdefault(lane, Lane()).add(start, start + nanoseconds(event.get("dur", 0)), number)
 
     def result(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """Plain data: ``identity``, then ``devices`` and ``kernels`` (most self time first), times in microseconds."""
+        """Returns ``identity``, ``devices`` and ``kernels`` (most self time first) as plain data; times in us."""
         on_device = bool(self._lanes[True])
         lanes = self._lanes[on_device]
         own: dict[int, int] = defaultdict(int)

@@ -21,10 +21,10 @@ class Incomplete(Exception):
 
 
 def publish(raw: Path, final: Path) -> Path:
-    """``raw`` under its final name, compressed where that ends in ``.gz``; ``raw`` is gone afterwards.
+    """Give ``raw`` its final name, compressed if that ends in ``.gz``; ``raw`` is gone afterwards.
 
     Returns the name: ``final``, or its first repeat that is free. It is never half-written. Raises OSError, with
-    ``raw`` untouched and nothing left behind; Incomplete when ``raw`` is a Kineto trace without its end.
+    ``raw`` untouched and nothing left behind, and Incomplete if ``raw`` is a Kineto trace without its end.
     """
     if final.name.endswith((".trace.json", ".trace.json.gz")):
         check_trace(raw)
@@ -104,8 +104,8 @@ def _grown(raw: Path, final: Path, fill: Callable[[BinaryIO, BinaryIO], None]) -
 def check_trace(raw: Path) -> None:
     """Raises Incomplete unless ``raw`` ends as Kineto ends a trace (torch 2.6 to 2.13).
 
-    Kineto reports a full disk on stderr only. Where it does not write to a temporary name of its own, what it leaves
-    under the name that we gave it is half a trace.
+    Kineto reports a full disk on stderr only. If it does not write to a temporary name of its own, it leaves half a
+    trace under the name that it was given.
     """
     with open(raw, "rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -32,7 +32,7 @@ _PREFIX = "megaprof-scratch."
 class Scratch:
     """The scratch directory of this process for files that are to lie in ``destination``, which exists.
 
-    Made at once, and private. Where there is no room, or no other disk, it places nothing. Raises nothing.
+    It is made at once, and is private. Without room, or without another disk, it places nothing. Raises nothing.
     """
 
     def __init__(self, destination: Path, bases: tuple[Path, ...] | None = None) -> None:
@@ -50,7 +50,7 @@ class Scratch:
                 raise
 
     def place(self, final: Path) -> Path | None:
-        """Returns where the raw file of ``final`` is to be written; None: beside it, as there is no room here."""
+        """Returns where the raw file of ``final`` is to be written; None: beside it, because there is no room here."""
         directory = self._directory
         if directory is None:
             return None

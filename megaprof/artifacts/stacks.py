@@ -47,7 +47,7 @@ class CollapsedStacks:
         self._lanes.setdefault(thread, Lane()).add(start, start + duration, name)
 
     def host(self) -> Iterator[str]:
-        """Self time on the host, per stack."""
+        """Yields a line per stack, with its self time on the host."""
         totals: dict[int, int] = {}
         for thread, lane in self._lanes.items():
             for node, time in self_times(lane.in_order(), partial(self._enter, thread)).items():
@@ -55,7 +55,7 @@ class CollapsedStacks:
         yield from self._lines(totals)
 
     def device(self) -> Iterator[str]:
-        """Time of kernels and copies, under the host stack that launched them. Call ``host()`` first."""
+        """Yields a line per stack, with the time of the kernels and copies that it launched. Call ``host()`` first."""
         totals: dict[int, int] = {}
         for correlation, name, duration in self._kernels:
             parent = self._launched_under.get(correlation, _ROOT)  # launched before the window: no stack

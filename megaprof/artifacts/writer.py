@@ -26,7 +26,7 @@ KEEP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that a recorder has written, and what is to become of it."""
+    """A file that a recorder has written, with the name that it is to get."""
 
     raw: Path
     """The file as it was written, complete: uncompressed, hidden, on a disk of this host."""
@@ -104,9 +104,9 @@ class Writer:
         self._put(lambda: self._write(artifact))
 
     def run(self, task: Callable[[], None]) -> None:
-        """Do ``task`` in the writer's thread, after everything that was submitted before it. What it raises is logged.
+        """Run ``task`` in the writer's thread, after everything that was submitted before it. What it raises is logged.
 
-        For files that are made from a finished one: the task hands them to ``finish``.
+        A task that makes files from a finished one hands them to ``finish``.
         """
         self._put(task)
 
@@ -121,8 +121,8 @@ class Writer:
             self._put(self._announce)
 
     def end_capture(self) -> None:
-        """Nothing more is going to be captured: the finish hook of the end may run once every file is complete. What is
-        captured after all is announced by ``close``."""
+        """Nothing more is going to be captured: the finish hook of the end may run once every file is complete. Files
+        that are captured after all are announced by ``close``."""
         if self._hook is not None and self._hook.when == "end":
             self._put(self._announce)
 
@@ -142,9 +142,9 @@ class Writer:
         return True
 
     def close(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """``flush``, and the finish hook that runs at the end, within ``timeout`` seconds altogether. Idempotent.
+        """``flush``, and run the finish hook of the end, within ``timeout`` seconds altogether. Idempotent.
 
-        What is not done by then: a finish hook is killed, a file that waits is renamed to its uncompressed name.
+        After that time a finish hook is killed, and a file that still waits is renamed to its uncompressed name.
         """
         if self._closed:
             return self.flush(timeout)
@@ -194,7 +194,7 @@ class Writer:
             self._do(task)
 
     def _next(self) -> _Task | None:
-        """Wait for a task; None: this thread's work is over."""
+        """Wait for a task and return it; None: this thread's work is over."""
         with self._idle:
             while self._thread is threading.current_thread():
                 if self._tasks:
@@ -226,7 +226,7 @@ class Writer:
                 self._work_in(busy)
 
     def _work_in(self, busy: Path) -> None:
-        """Say to other processes that this one is not done, if they are not told yet."""
+        """Mark for other processes that this one is not done, if no mark is there yet."""
         if self._busy is None:
             try:
                 busy.touch()
@@ -236,7 +236,7 @@ class Writer:
                     raise
 
     def _rest(self) -> None:
-        """Nothing is left to do. Not under the lock, which the training thread needs: a disk may not answer."""
+        """Remove that mark. Not under the lock, which the training thread needs: a disk may not answer."""
         busy, self._busy = self._busy, None
         if busy is not None:
             _remove(busy)
@@ -318,8 +318,8 @@ def _remove(path: Path) -> None:
 
 
 def _keep(artifact: Artifact) -> Path | None:
-    """The raw file under its uncompressed name, which needs neither space nor time unless it lies in scratch. None: it
-    stays where it is."""
+    """Gives the raw file its uncompressed name, which takes neither space nor time unless it lies in scratch, and
+    returns the path. None: it stays where it is."""
     plain = plain_path(artifact.final)
     try:
         if artifact.raw.parent != plain.parent:

@@ -178,8 +178,8 @@ class annotate:
         return wrapper
 
     def _life(self) -> AbstractContextManager[Any]:
-        """From the first step of a coroutine or a generator to its end: one piece of work. A generator has no scope and
-        no range between its steps."""
+        """Returns what is entered from the first step of a coroutine or generator to its end, as one piece of work. The
+        role and the range of a generator are left between its steps."""
         return _RoleWindow(self._role) if _watched() else nullcontext()
 
     def _stretch(self, message: str, *, overlapping: bool = False) -> AbstractContextManager[Any]:
@@ -193,7 +193,7 @@ def _watched() -> bool:
 
 
 class _RoleWindow:
-    """The window of a role's annotated work, where one is to be opened."""
+    """A context manager around annotated work of a role, in a window of its own if one is to be opened."""
 
     __slots__ = ("_role", "_session")
 
@@ -220,7 +220,7 @@ class _RoleWindow:
 
 
 def _check(**given: tuple[Any, Any]) -> None:
-    """Raises ValueError for the first of ``given`` (value and types) that is neither None nor of its types."""
+    """Raises ValueError for the first of ``given``, values with their types, that is neither None nor of its types."""
     for name, (value, kinds) in given.items():
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
             raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")

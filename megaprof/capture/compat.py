@@ -1,4 +1,4 @@
-"""Configurations that cannot work together with profiling, whatever we do: refused before the first step.
+"""Refuses, before the first step, configurations that cannot work together with profiling.
 
 FSDP2 keeps its parameters in DTensors, so ``model.to("cpu")``, the manual way of offloading, exchanges them with
 ``torch.utils.swap_tensors``, and that fails on a tensor with weak references: "_apply(): Couldn't swap ...". While a
@@ -43,10 +43,9 @@ def check_offload(config: ProfileConfig | None = None, *, strategy: str, cpu_off
 
 
 def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
-    """What a model itself tells: raises ValueError for FSDP2 without its own offload under windows that outlast a call.
+    """Raises ValueError for FSDP2 models without CPUOffloadPolicy if windows are to be open between calls.
 
-    Whether somebody is going to move it between calls, the model cannot tell; such a window would make that a crash.
-    Other windows are closed by then.
+    A model does not show whether the host will move it between calls. If it does, an open window makes that a crash.
     """
     refusal = Offloading(config).refusal(tuple(chunks))
     lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
@@ -56,8 +55,8 @@ def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
 
 
 def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
-    """Raises ValueError where a daemon may ask for captures of its own: with ``KINETO_USE_DAEMON`` Kineto asks dynolog
-    for them, and cancels one that runs when a window opens (``prepareTrace`` of Kineto's controller)."""
+    """Raises ValueError if a daemon may ask for captures of its own. With ``KINETO_USE_DAEMON`` Kineto asks dynolog for
+    them, and cancels one that runs when a window opens (``prepareTrace`` of Kineto's controller)."""
     if not config.windowed or "torch" not in config.tool or env.get("KINETO_USE_DAEMON", "") in ("", "0"):
         return
     if _dynolog_listens(env.get("KINETO_IPC_SOCKET_DIR")):
@@ -80,17 +79,17 @@ def _dynolog_listens(directory: str | None) -> bool:
 
 
 class Offloading:
-    """Knows of the models of one session whether a window that is open between calls would make moving them crash."""
+    """Remembers whether moving the models of one session would crash while a window is open between calls."""
 
     def __init__(self, config: ProfileConfig) -> None:
         self._held = held_by(config)
         self._manual = False
 
     def refusal(self, chunks: tuple[Any, ...], held: tuple[str, ...] | None = None) -> str | None:
-        """Returns why no such window may open, None where it may.
+        """Returns why no such window may open; None: it may.
 
-        ``chunks``: the model of the call that begins; models of earlier calls count as well. ``held``: the options with
-        which this window's profiler holds tensors, by default those of the configuration.
+        ``chunks``: the model of the call that begins. Models of earlier calls count as well. ``held``: the options with
+        which this window's profiler holds tensors; None: those of the configuration.
         """
         held = self._held if held is None else held
         if not held:
@@ -106,12 +105,12 @@ class Offloading:
 
 
 def held_by(config: ProfileConfig) -> tuple[str, ...]:
-    """The options of ``config`` with which the torch profiler holds tensors."""
+    """Returns the options of ``config`` with which the torch profiler holds tensors."""
     return tuple(name for name in HOLDING if config.enabled and "torch" in config.tool and getattr(config, name))
 
 
 def offloads_manually(model: Any) -> bool:
-    """True for a model that FSDP2 (``fully_shard``) shards, in whole or in part, without ``CPUOffloadPolicy``."""
+    """Returns whether FSDP2 (``fully_shard``) shards ``model``, or a part of it, without ``CPUOffloadPolicy``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: then nothing is sharded by it
     sharded, policy = getattr(fsdp, "FSDPModule", None), getattr(fsdp, "CPUOffloadPolicy", None)
     if sharded is None or policy is None or not hasattr(model, "modules"):
@@ -120,7 +119,7 @@ def offloads_manually(model: Any) -> bool:
 
 
 def _has_policy(module: Any, policy: type) -> bool:
-    """The policy is private to FSDP2 (torch 2.6 to 2.13); where it cannot be read, there is none."""
+    """Returns whether ``module`` offloads by ``policy``, as its private state says (torch 2.6 to 2.13)."""
     try:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

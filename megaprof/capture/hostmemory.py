@@ -1,8 +1,8 @@
-"""Host memory guard: while a window is open, a thread watches how much memory is left.
+"""The host memory guard: while a window is open, a thread watches how much memory is left.
 
 A profiler keeps everything it records in host memory until the window closes, and closing takes several times as much
-again. Where that would not fit, a window must end before the kernel's out-of-memory killer ends the training. The
-watcher only sets an attribute; the training thread looks at it before each microbatch and closes the window itself.
+again. If that does not fit, the window must end before the kernel's out-of-memory killer ends the training. The guard
+only sets an attribute; the training thread looks at it before each microbatch and closes the window itself.
 
 Two bounds, of which ``--profile-max-host-memory`` sets one:
 

@@ -1,8 +1,8 @@
-"""What the other processes of this host still need to close their windows.
+"""The host memory that the other processes of this host still need to close their windows.
 
 Ranks capture the same step, so they close together, and there may be room for each alone but not for all. Each process
-writes what it needs into a file of its own, in a private directory in memory that all processes of its user on this
-host see: no launcher need say who is there. What cannot be written or read counts as nothing.
+writes the bytes that it needs into a file of its own, in a private directory in memory that all processes of its user
+on this host see, so no launcher has to say who is there. A file that cannot be written or read counts as nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STALE_SECONDS = 600
 
 
 class Neighbours:
-    """A context manager: inside, this process is one of them."""
+    """The processes of this host that have a window open. As a context manager: this process is one of them inside."""
 
     def __init__(self, base: Path | None = None) -> None:
         """``base``: where the directory lies."""
@@ -53,13 +53,13 @@ class Neighbours:
             directory.close()
 
     def say(self, needed: int) -> None:
-        """This process needs so many bytes more than it has."""
+        """Tell the others that this process needs so many bytes more than it has."""
         if self._directory is not None:
             with Suppressed(OSError):
                 self._write(self._directory, b"%*d" % (_LONGEST, needed))
 
     def others(self) -> int:
-        """The bytes that the others need together."""
+        """Returns the bytes that the others need together."""
         directory = self._directory
         if directory is None:
             return 0

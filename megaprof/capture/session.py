@@ -1,4 +1,4 @@
-"""The conductor: hook events -> windows -> recorders. One session per ``install_hooks`` call."""
+"""A session, which turns calls into windows and drives the recorders. One for each ``install_hooks`` call."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class Session:
         self.timeline = timeline
         self.agenda = Agenda(config, here.coords, role)
         self.off: str | None = None
-        """Why nothing more is recorded in this run, after a fault; None: it is."""
+        """The fault after which nothing more is recorded in this run; None: there was none."""
         self.removed = threading.Event()
-        """Set once its hooks are out, and everything of it is finished."""
+        """Set once its hooks are out and its files are finished."""
         self.handle: object = None
-        """What the host holds of it, and gets again where it asks for the same once more."""
+        """The `megaprof.install.Handle` that the host holds, and gets again if it installs the same hooks once more."""
         self.at_end: list[Callable[[], object]] = []
-        """What ends with the session, once its files are finished."""
+        """Functions that are called when the session ends, once its files are finished."""
         #: A capture that was asked for while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
         self._termination = termination
@@ -102,10 +102,10 @@ class Session:
         self._losses: set[str] = set()
         self._offloading = Offloading(config)
         self._pace = Pace()
-        #: What is prepared behind the call that runs, because the next one is captured.
+        #: The recorders that are prepared after the call that runs, because the next one is captured.
         self._coming: Sequence[Recorder] = ()
         self._thread = threading.get_ident()
-        self._last: Window | None = None  # that has closed
+        self._last: Window | None = None  # the one that closed last
         limit = parse_limit("max_host_memory", config.max_host_memory)
         self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self))
 
@@ -119,7 +119,7 @@ class Session:
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
-        """By target and role: how many calls have begun. Read by the background thread."""
+        """By target and role: the number of calls that have begun. Read by the background thread."""
         return self.agenda.calls
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
@@ -195,23 +195,23 @@ class Session:
 
     @property
     def _own_window(self) -> OpenWindow | None:
-        """The open window, if this session opened it."""
+        """The open window, if this session opened it; else None."""
         opened = process.window
         return opened if opened is not None and opened.owner is self else None
 
     @property
     def thread(self) -> int | None:
-        """The thread that opened this session's window, or prepared its recorders, and alone can end that; None: there
-        is nothing to end."""
+        """The thread that opened this session's window or prepared its recorders, and alone can end them; None: nothing
+        is open or prepared."""
         for pending in (process.window, process.prepared):
             if pending is not None and pending.owner is self:
                 return pending.thread
         return None
 
     def end_window(self, reason: str, seconds: float | None = None) -> None:
-        """Close an open window early; what it has is kept and marked truncated. A no-op without one.
+        """Close an open window early, and mark what it has as truncated because of ``reason``. A no-op without one.
 
-        What the device has not finished within ``seconds`` (None: ``--profile-flush-seconds``) is not in it.
+        Work that the device has not finished within ``seconds`` (None: ``--profile-flush-seconds``) is not in it.
         """
         with Contained("closing the last window", self.abandon), self._termination:
             self._close(reason, seconds, last=True)
@@ -219,8 +219,8 @@ class Session:
                 self._leave_prepared()
 
     def close(self, reason: str, seconds: float) -> None:
-        """Close an open window, finish every file within ``seconds``, and say what there is. The window gets half of
-        that time: the device may never be idle, and the files of other windows are to be finished all the same."""
+        """Close an open window, finish every file within ``seconds``, and log what was captured. The window gets half
+        of that time: the device may never be idle, and the files of other windows are to be finished as well."""
         deadline = time.monotonic() + seconds
         in_full(
             partial(self.end_window, reason, seconds / 2),
@@ -236,7 +236,7 @@ class Session:
             say_end(self.config, self._windows, self.agenda)
 
     def save(self, reason: str, seconds: float) -> None:
-        """Close an open window and wait for its files, as `close` does, but leave everything on."""
+        """Close an open window and wait for its files, as `close` does, but let the session go on."""
         deadline = time.monotonic() + seconds
         in_full(
             partial(self.end_window, reason, seconds / 2),
@@ -253,7 +253,7 @@ class Session:
         return None
 
     def forget_attempt(self) -> None:
-        """The call that has just ended runs again: its file, if it was captured, makes room for the next one's."""
+        """The call that has just ended failed and runs again. If it was captured, its files are removed."""
         window = self._last
         if window is None or window.target != TRAIN_ACTOR or window.last not in (None, window.step):
             return
@@ -262,7 +262,7 @@ class Session:
             self.writer.run(partial(remove, self._folder, window))
 
     def step_ended(self) -> None:
-        """The host's step is over: the window of all its work is complete. A no-op without one."""
+        """The host's step is over, so a window of the whole step closes. A no-op without one."""
         opened = self._own_window
         if opened is not None and opened.window.target == TRAIN_OVERALL:
             with Contained("closing the window of a step", self.abandon), self._termination:
@@ -270,7 +270,7 @@ class Session:
                     self._close(None)
 
     def abandon(self) -> None:
-        """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""
+        """Record nothing more in this run after a fault, and leave no recorder running. Can be run twice."""
         self.off = self.off or fault_now()
         opened, demand = self._own_window, self.demand
         with self._termination:
@@ -290,8 +290,8 @@ class Session:
         return self.agenda.begins(Call(target, role, *self._numbers(target)), opened, self.demand)
 
     def _needed_next(self, steps: Sequence[CountedStep]) -> Sequence[Recorder]:
-        """Returns what records the next call, if that is the step behind one of ``steps`` and to be captured; else
-        nothing."""
+        """Returns the recorders of the next call, if it is expected to be the step after one of ``steps`` and is to be
+        captured; else none."""
         demand = self.demand
         for step in self._pace.begins(steps):
             if self.agenda.comes(step):
@@ -301,7 +301,7 @@ class Session:
         return ()
 
     def _leave_prepared(self) -> None:
-        """A call has begun: what was prepared for it is in use now, or is not wanted after all."""
+        """Discard the recorders that were prepared for the call that has begun, unless a window uses them now."""
         prepared, process.prepared = process.prepared, None
         if prepared is not None:
             opened = self._own_window
@@ -313,7 +313,7 @@ class Session:
             check_role(self.config, str(role), self.coords)
 
     def _end_or_extend(self, opened: OpenWindow, decision: Decision, facts: CallFacts) -> None:
-        """A call begins while ``opened`` is open: it ends there, takes a further step, or nothing changes."""
+        """Carry out what a call that begins means for the window that is open: it closes, takes in a step, or stays."""
         if decision.closes:
             self._close(None)
         elif decision.joins is not None and opened.overall is not None:
@@ -326,7 +326,7 @@ class Session:
                 in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
     def _open_first(self, wanted: Sequence[PlannedWindow], facts: CallFacts) -> None:
-        """Open the first of ``wanted`` that can be. What cannot be opened now takes a later call, if it is to be."""
+        """Open the first of ``wanted`` that can be opened, and put the others off."""
         for planned in wanted:
             opened, step = process.window, f"{planned.target} step {planned.first.number}"
             if opened is not None or facts.graph == "capture":  # nothing may be synchronised while it is captured
@@ -345,7 +345,7 @@ class Session:
                     logger.error("megaprof: %s is not captured: %s", step, refusal)
 
     def _refusal_of(self, facts: CallFacts, planned: PlannedWindow) -> str | None:
-        """Returns why no window may open for ``planned``, None where it may."""
+        """Returns why ``planned`` must not open, because it would be open between calls; None: it may."""
         demand = planned.demand
         if planned.target == TRAIN_OVERALL or (demand is None and self.config.merge_steps):
             return self._offloading.refusal(facts.chunks, None if demand is None else demand.holding)
@@ -375,7 +375,7 @@ class Session:
         return call
 
     def _open(self, planned: PlannedWindow) -> None:
-        """Open ``planned``; where its recorders cannot start, it is lost."""
+        """Open ``planned``. If its recorders cannot start, it is lost."""
         step = planned.first
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
@@ -402,7 +402,7 @@ class Session:
         return entering
 
     def _close(self, truncated: str | None, seconds: float | None = None, *, last: bool = False) -> None:
-        """``last``: no later call can close the window."""
+        """Close the window, if one is open. ``last``: even while a CUDA graph is captured, since no later call can."""
         opened = self._own_window
         if opened is None or (capturing() and not last):
             return
@@ -420,7 +420,7 @@ class Session:
             opened.planned.demand.closes()
 
     def _save(self, opened: OpenWindow, truncated: str | None) -> None:
-        """Have the files of a window written."""
+        """Stop the recorders of a window and have its files written."""
         self._guard.closes()
         window = replace(opened.window, last=opened.planned.last.number)
         call = opened.call or RecordedCall(NO_CALL, Tape())
@@ -446,7 +446,7 @@ class Session:
             self.agenda.saved(opened.planned)
 
     def _lose(self, opened: OpenWindow, why: str, fault: Exception) -> None:
-        """A tool failed: there is no file of this window. Later ones are tried again, and the timeline goes on."""
+        """A recorder failed, so this window has no files. Later windows are tried again, and the timeline goes on."""
         in_full(*(recorder.discard for recorder in opened.recorders), self._release)
         reason, kind = f"{why}: {fault}", f"{why}: {type(fault).__name__}"
         planned = opened.planned
@@ -465,7 +465,7 @@ class Session:
 
 
 def _reference(model: Any) -> Callable[[], Any]:
-    """Returns ``model`` while it lives: an address alone may belong to another model later."""
+    """Returns a function that returns ``model`` while it lives. Its address may belong to another model later."""
     try:
         return weakref.ref(model)
     except TypeError:

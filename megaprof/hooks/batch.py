@@ -1,4 +1,4 @@
-"""What a host says of a function of its own that trains without Megatron's schedule.
+"""How a host describes a function of its own that trains without Megatron's schedule.
 
 Brings no torch: hosts are described in every process of a cluster.
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Batch:
-    """What is to be known of a method that runs the microbatches of one call, one after the other, without Megatron's
-    schedule: a forward each, and where it trains a backward, by ``Tensor.backward``."""
+    """A method that runs the microbatches of one call, one after the other, without Megatron's schedule: a forward
+    each, and in training a backward, by ``Tensor.backward``."""
 
     model: Callable[[Any], Any]
-    """Gets the object that has the method, returns its model."""
+    """Gets the object that has the method, and returns its model."""
     forward: str | None = None
     """The name of the object's own method that runs one microbatch forward; None: the model does, when it is called."""
     forward_only: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
-    """Gets the call's arguments by name: true without a backward."""
+    """Gets the call's arguments by name, and returns whether it has no backward."""

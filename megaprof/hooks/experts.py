@@ -1,4 +1,4 @@
-"""How many tokens the experts of a rank get in a call that a window records: what the dispatcher counted for them.
+"""Hooks on experts, which note how many tokens the experts of a rank get in a call that a window records.
 
 ``forward(hidden_states, tokens_per_expert, ...)`` of a MoE layer's experts (0.12 to 0.19) has the tokens of each local
 expert as a small tensor. It is kept as it is, and read when the window is closed and the device is through.
@@ -21,7 +21,7 @@ _COUNTS = "tokens_per_expert"
 
 
 def patch_experts(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Note what the experts of ``chunks`` get, until the call ends."""
+    """Note how many tokens the experts of ``chunks`` get, until the call ends."""
     for chunk in chunks:
         compiled = compiled_in(chunk)
         for owner, method, name in sites(chunk, parts=True):

@@ -72,25 +72,25 @@ def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
 
 
 def _begin_backward(call: RecordedCall, output: Any) -> int:
-    """The part of a code that says which microbatch and chunk are differentiated; the call keeps it."""
+    """Returns the part of a code that has the microbatch and chunk that are differentiated; the call keeps it."""
     call.backwards += 1
     call.backward = int(call.tape.consumed(output))
     return call.backward
 
 
 def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """A reader of one argument of ``function``'s calls, however it is passed; None where it is not passed."""
+    """Returns a reader of one argument of ``function``'s calls, however it is passed; None if it is not passed."""
     index = _place(function, name)
     return lambda args, kwargs: args[index] if index < len(args) else kwargs.get(name)
 
 
 def _place(function: Callable[..., Any], name: str) -> int:
-    """Returns which positional argument ``name`` is; one that no call can have when it is none."""
+    """Returns the position of argument ``name``; one that no call can have if it is not positional."""
     parameters = list(inspect.signature(function).parameters)
     return parameters.index(name) if name in parameters else sys.maxsize
 
 
 def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
-    """``kind``, and the microbatch and model chunk that a call of ``function`` runs forward; the tape keeps those."""
+    """Returns a code of ``kind`` with the microbatch and chunk that ``function`` runs; the tape keeps them."""
     model, microbatch = _argument(function, model_name), _argument(function, "current_microbatch")
     return lambda call, args, kwargs: kind | call.tape.position(model(args, kwargs), microbatch(args, kwargs))

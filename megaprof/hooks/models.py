@@ -1,4 +1,4 @@
-"""What a model is given in a recorded call: the lengths of its sequences say what its microbatches take."""
+"""Hooks on models, which note the lengths of the sequences that they get in a recorded call."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megaprof.recorders.work import MOST_SEQUENCES
 from megaprof.runtime.device import capturing
 from megaprof.runtime.isolation import contained
 
-#: What runs a model forward; the combined 1F1B schedule has it planned and calls its parts.
+#: The methods that run a model forward; the combined 1F1B schedule has one plan it and calls its parts.
 _METHODS = "forward", "build_schedule_plan"
 _PACKED, _TOKENS = "packed_seq_params", "input_ids"
 
 
 def patch_models(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Note what the models of ``chunks`` are given, until the call ends. A model that torch.compile compiles is left
-    alone: another ``forward`` would be compiled again."""
+    """Note what the models of ``chunks`` get, until the call ends. A model that torch.compile compiles is left alone,
+    because another ``forward`` would be compiled again."""
     for chunk in chunks:
         model = dispatcher.unwrapped(chunk)
         if is_compiled(model) or (chunk is not model and is_compiled(chunk)) or not hasattr(model, "__dict__"):
@@ -56,7 +56,7 @@ def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[.
 
 
 def patch_plain_model(dispatcher: Dispatcher, model: Any) -> None:
-    """The same of a model without Megatron's packed sequences: its mask or its positions tell, until the call ends."""
+    """The same for a model without Megatron's packed sequences, whose mask or positions show the lengths."""
     inner = innermost(model)
     if not is_compiled(model) and not is_compiled(inner):
         dispatcher.of_this_call.shadow(inner, "forward", partial(_seen, dispatcher))
@@ -80,8 +80,8 @@ def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
 def _told(
     input_ids: Any = None, *, attention_mask: Any = None, position_ids: Any = None, **others: Any
 ) -> tuple[Any, ...] | None:
-    """Returns what `recorders.work` reads lengths from. A few operations on the model's own device, which nobody waits
-    for."""
+    """Returns the tensors and sizes from which `recorders.work` reads lengths later. They take a few operations on the
+    model's own device, which nobody waits for."""
     import torch
 
     shape = getattr(input_ids, "shape", None)

@@ -34,7 +34,7 @@ Site = tuple[Any, str, str]
 
 
 class _Pass:
-    """One forward of one module, and its backward. Plain data: an autograd node's hook that held a tensor or a node
+    """One forward of one module, with its backward. Plain data: a hook of an autograd node that held a tensor or a node
     would keep the whole graph alive."""
 
     __slots__ = ("enclosing", "name", "opened", "until")
@@ -71,18 +71,18 @@ class ModuleRanges:
         self._without: dict[str, str] = {}
 
     def expect(self, name: str, otherwise: str) -> None:
-        """A range called ``name`` is wanted; ``otherwise``: why there is none, if there is none in the end."""
+        """A range called ``name`` is wanted. If there is none in the end, ``otherwise`` is the reason."""
         self._without[name] = otherwise
 
     @property
     def _active(self) -> bool:
-        """A graph, or a reference to a shadowed method, may outlive the call: it must do nothing then, nor when the
-        window has closed early."""
+        """True while the call runs and its window is open. A graph, or a reference to a shadowed method, may outlive
+        both, and must do nothing then."""
         call = self._dispatcher.call
         return call is not None and call is self._call and call.ranged
 
     def ranged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original`` inside a range called ``name``, and hooks for the range of its backward."""
+        """Returns ``original`` inside a range called ``name``, with hooks for the range of its backward."""
         import torch
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class ModuleRanges:
         return forward
 
     def close(self) -> None:
-        """Close what an exception left open in this thread, and say what had no range. Can be run twice."""
+        """Close what an exception left open in this thread, and note which ranges are missing. Can be run twice."""
         self._call.without = _grouped(self._without)
         for stack in (self._running.forward, self._running.backward):
             while stack:
@@ -157,7 +157,7 @@ class ModuleRanges:
 
 
 def _grouped(without: dict[str, str]) -> tuple[WithoutRange, ...]:
-    """``without``: by range name, why there was none."""
+    """Returns ``without``, which has the reason by the name of each missing range, with one entry for layers alike."""
     layers: dict[tuple[str, str], list[int | None]] = {}
     for name, reason in without.items():
         read = ranges.parse(name)
@@ -167,7 +167,7 @@ def _grouped(without: dict[str, str]) -> tuple[WithoutRange, ...]:
 
 
 def _close(stack: list[_Pass], this: _Pass) -> None:
-    """Close the range of ``this`` in ``stack``, and those inside it, innermost first; a no-op when it is not there."""
+    """Close the range of ``this`` in ``stack``, and those inside it, innermost first. A no-op if it is not there."""
     while this in stack:
         inner = stack[-1]
         if inner.opened is not None:
@@ -177,7 +177,7 @@ def _close(stack: list[_Pass], this: _Pass) -> None:
 
 
 def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Range the modules of ``chunks`` for the call that is being recorded, as ``--profile-ranges`` wants."""
+    """Put ranges around the modules of ``chunks`` until the recorded call ends, as ``--profile-ranges`` wants."""
     call, level = dispatcher.call, dispatcher.level
     if call is None or (call.facts.graph is not None and not (call.facts.graph == "capture" and names.available)):
         return
@@ -194,8 +194,8 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
 
 
 def compiled_in(chunk: Any) -> set[int]:
-    """The identities of the modules, and their token dispatchers, that torch.compile compiles: what is shadowed there
-    breaks graphs, is refused under ``fullgraph``, and costs one compilation with it and one more without it."""
+    """Returns the identities of the modules, and of their token dispatchers, that torch.compile compiles. A method that
+    is shadowed there breaks graphs, is refused under ``fullgraph``, and costs a compilation with it and one without."""
     found: set[int] = set()
     for module in chunk.modules() if hasattr(chunk, "modules") else ():
         if id(module) not in found and is_compiled(module):
@@ -215,7 +215,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def _reason(chunk: Any, name: str) -> str:
-    """Returns why a module of ``chunk`` that is shadowed may have no range in the end."""
+    """Returns why the range ``name`` of a shadowed module of ``chunk`` may be missing in the end."""
     config = getattr(innermost(chunk), "config", None)
     read = ranges.parse(name)
     label = read.label if isinstance(read, ranges.RangeName) else ""
@@ -227,10 +227,10 @@ def _reason(chunk: Any, name: str) -> str:
 
 
 def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
-    """The methods of a model chunk that are ranges; ``parts``: those inside layers too.
+    """Yields the methods of a model chunk that get a range; ``parts``: also those inside layers.
 
-    Found by the attribute names that GPTModel, MambaModel, HybridModel and their kin share, never by class: the classes
-    are the layer spec's choice. A vision model is one range; T5's encoder has none.
+    They are found by the attribute names that GPTModel, MambaModel, HybridModel and their kin share, never by class,
+    because the layer spec chooses the classes. A vision model is one range; T5's encoder has none.
     """
     language = language_model(chunk)
     for label in ranges.ENCODERS:
@@ -278,7 +278,7 @@ def _layer_sites(layer: Any, mtp: int | None, parts: bool) -> Iterator[Site]:
 
 
 def _forward(module: Any, name: str) -> Iterator[Site]:
-    """The site of a module's ``forward``, where it has one that does something and that can be replaced."""
+    """Yields the site of a module's ``forward``, if it has one that does something and can be replaced."""
     import torch
     from megatron.core.transformer.identity_op import IdentityOp  # what a spec puts where a layer has no such part
 
@@ -287,7 +287,7 @@ def _forward(module: Any, name: str) -> Iterator[Site]:
 
 
 def _nodes(result: Any) -> list[Any]:
-    """The autograd nodes of the tensors in what a ``forward`` returned."""
+    """Returns the autograd nodes of the tensors in ``result``, which a ``forward`` returned."""
     import torch
 
     if isinstance(result, torch.Tensor):
@@ -298,7 +298,7 @@ def _nodes(result: Any) -> list[Any]:
 
 
 def _lowest(output: Any, first: int) -> Any:
-    """The oldest node that ``output`` reaches through nodes no older than ``first``, ``output`` included.
+    """Returns the oldest node that ``output`` reaches through nodes no older than ``first``, or ``output`` itself.
 
     Accumulations into parameters carry the highest number there is and run as soon as they can.
     """

@@ -1,7 +1,7 @@
 """The steps of a trainer without a pipeline: one model, whole, and a forward and a backward per microbatch.
 
-What the schedule's hooks find out by themselves is told here by code that knows the trainer: a callback (`PlainSteps`),
-or a `Batch`, which says of a function of the trainer's that it runs the microbatches of a step.
+The schedule's hooks find out by themselves what runs. Here code that knows the trainer says so: a callback calls
+`PlainSteps`, or a `Batch` describes the function of the trainer's that runs the microbatches of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaprof.runtime.isolation import Contained
 
 
 def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, a method that `Batch` describes, as a call of a schedule without a pipeline."""
+    """Returns ``original``, a method that `Batch` describes, as a call of a schedule without a pipeline."""
     signature = inspect.signature(original)
 
     def runs_batch(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def _facts(batch: Batch, signature: inspect.Signature, args: tuple[Any, ...], kw
 
 
 def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: RecordedCall) -> None:
-    """Until the call ends, its forwards and backwards are passes."""
+    """Hook the forwards and backwards of a call, which are passes until it ends."""
     import torch
 
     passes, model = _Passes(dispatcher, call.facts), call.facts.chunks[0]
@@ -67,8 +67,8 @@ def _plain(model: Any, microbatches: int | None, *, forward_only: bool = False) 
 
 
 class _Passes:
-    """Numbers the passes of one call: forwards and backwards in turns, or forwards alone. How many microbatches it has
-    is counted where it was not known before."""
+    """Numbers the passes of one call: forwards and backwards in turns, or forwards alone. Counts its microbatches, if
+    their number was not known before."""
 
     def __init__(self, dispatcher: Dispatcher, facts: CallFacts) -> None:
         self._dispatcher = dispatcher
@@ -79,7 +79,7 @@ class _Passes:
         self.microbatch = 0
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original``, which runs one microbatch forward, in a range."""
+        """Returns ``original``, which runs one microbatch forward, inside a range."""
 
         def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             return codes.FORWARD | int(call.tape.position(self._model, self.microbatch))
@@ -93,8 +93,8 @@ class _Passes:
         return ranged(original, self._dispatcher, code, produced)
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original``, which runs that microbatch backward, in a range. A call inside itself is part of it: so does
-        activation checkpointing run a part of the model again, and backward."""
+        """Returns ``original``, which runs that microbatch backward, inside a range. A call inside itself is part of
+        it: activation checkpointing runs a part of the model again that way, and backward."""
 
         def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             return codes.BACKWARD | codes.of_chunk(0) | codes.of_microbatch(self.microbatch)
@@ -118,11 +118,11 @@ class _Passes:
 
 
 class PlainSteps:
-    """``begin`` and ``end`` of each training step; in between, the functions that ``forward`` and ``backward`` wrapped
-    are the passes of its microbatches, in turns."""
+    """A callback's training steps: it calls ``begin`` and ``end`` of each. The functions that ``forward`` and
+    ``backward`` wrapped are, in turns, the passes of its microbatches."""
 
     def __init__(self, model: Any, microbatches: int) -> None:
-        """``microbatches``: how many a step has, which are accumulated before the optimizer's step. Hooks are in."""
+        """``microbatches``: the number that a step accumulates before the optimizer's step. Hooks are in already."""
         self._dispatcher = profiler.dispatcher
         self._facts = _plain(model, microbatches)
         self._recorded = False
@@ -130,7 +130,7 @@ class PlainSteps:
         self.forward, self.backward = self._passes.forward, self._passes.backward
 
     def begin(self) -> None:
-        """A step starts. One that was not ended had failed."""
+        """A step starts. A step before it that was not ended had failed."""
         self.end(failed=True)
         self._passes.microbatch = 0
         self._recorded = self._dispatcher.begin(self._facts) is not None

@@ -1,4 +1,4 @@
-"""The background thread: what an armed process does beside its training, on one thread, whatever asks for it."""
+"""The background thread: everything that an armed process does beside its training, on one thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 0.001
 
 @dataclass
 class _Task:
-    """Something that is done again and again."""
+    """A function that is called again and again."""
 
     run: Callable[[], None]
     """Does it once."""
@@ -39,7 +39,7 @@ class Background:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: the thread and its tasks are the parent's, and so is the holder of the lock."""
+        """Start afresh in a forked child: the thread, its tasks and the holder of the lock are the parent's."""
         self._tasks: list[_Task] = []
         self._lock = threading.Lock()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -65,8 +65,8 @@ class Background:
         self._wakes.put(False)
 
     def pause(self) -> None:
-        """In the middle of a long task, on the thread: let others have the interpreter. Whoever holds it while the
-        training thread waits for it is made to hand it over after 5 ms only, again and again."""
+        """Let other threads have the interpreter, in the middle of a long task on this thread. Python takes it from a
+        thread that does not let go only after 5 ms, again and again, and the training thread waits meanwhile."""
         self._note()
         time.sleep(_PAUSE_SECONDS)
 

@@ -1,5 +1,5 @@
-"""The GPU under a window. It may be waiting for peers that are gone, so nothing of ours waits for it without a limit;
-and while a CUDA graph is captured nothing waits for it at all."""
+"""Waiting for the GPU when a window closes. It may be waiting for peers that are gone, so we never wait for it without
+a limit; and while a CUDA graph is captured, not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
-#: How long a window that closes waits for the device where others wait for this rank meanwhile, in seconds.
+#: The seconds that a window which closes waits for the device while other ranks may be waiting for this one.
 GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
@@ -61,7 +61,7 @@ class DeviceWait:
         return None
 
     def end(self) -> None:
-        """Nobody will ask any more; a thread that does not wait for the device ends."""
+        """Nobody will wait any more: the thread ends, unless it is waiting for the device."""
         self._done.set()
         self._asked.set()
 
@@ -74,6 +74,6 @@ class DeviceWait:
 
 
 def _cuda() -> Any:
-    """torch.cuda where this process uses it, else None; asking must not initialise it."""
+    """Returns torch.cuda if this process uses it, else None. Asking must not initialise it."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None

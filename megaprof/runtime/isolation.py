@@ -36,8 +36,8 @@ class Contained:
 
 
 def contained(doing: str, on_fault: Callable[[], None], fault: BaseException) -> bool:
-    """The same for ``except BaseException as fault:``, which costs nothing where nothing fails. False: ``fault`` is the
-    host's, and the caller must raise it again."""
+    """Does the same for ``except BaseException as fault:``, which costs nothing as long as nothing fails. Returns False
+    if ``fault`` is the host's, and the caller must raise it again."""
     in_full(on_fault)
     if from_host(fault):
         logger.warning(

@@ -38,7 +38,7 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def show_lines() -> None:
-    """Make lines of level INFO visible where the host has configured no logging; where it has, its settings hold."""
+    """Make lines of level INFO visible, unless the host has configured its logging."""
     own = logging.getLogger("megaprof")
     if own.hasHandlers() or own.level != logging.NOTSET:
         return

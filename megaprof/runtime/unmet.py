@@ -32,7 +32,7 @@ _CAME = (
 
 
 def watch() -> None:
-    """At the end of this process speak, or leave a mark for the one that will."""
+    """Have this process log the line at its end, or leave a mark for the process that will."""
     from tempfile import mkdtemp  # not in every process that only waits for megatron-core
 
     pid, _, directory = os.environ.get(_FIRST, "").partition(":")
@@ -45,7 +45,7 @@ def watch() -> None:
 
 
 def installed() -> None:
-    """Hooks were asked for: what becomes of them is said elsewhere."""
+    """Leave a mark that hooks were asked for: what becomes of them is logged elsewhere."""
     _mark(_INSTALLED)
 
 
