@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.capture.agenda import Agenda, Call, Demand, PlannedWindow
-from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
+from megaprof.capture.agenda import Call, Demand, PlannedWindow
 from megaprof.recorders.nsys_command import windows
-
-ACTOR, LOG_PROBS, EVALUATE, OVERALL = "train_actor", "train_log_probs", "evaluate", "train_overall"
-
-
-def train(*numbers: int, **given: Any) -> list[Call]:
-    return [Call(ACTOR, number=number, host_step=number, **given) for number in numbers]
-
-
-def rl(*numbers: int, mini_batches: int = 1) -> list[Call]:
-    """Steps of a host that numbers its own: log-probs, which have no number, and then training."""
-    return [call for number in numbers for call in (Call(LOG_PROBS, host_step=number), *train(number) * mini_batches)]
+from tests.capture.planning import ACTOR, EVALUATE, LOG_PROBS, OVERALL, agenda, rl, train, windows_of
 
 
 def in_words(windows: Any) -> list[str]:
@@ -36,45 +24,8 @@ def in_words(windows: Any) -> list[str]:
     return [one(window) for window in windows]
 
 
-def plan(
-    config: ProfileConfig, coords: RankCoords, calls: Iterable[Call], demand: Demand | None = None
-) -> Sequence[PlannedWindow]:
-    """Returns the windows of a run with these calls, in order, if every one of them opens: what a session does, without
-    recorders. Annotated work is a call that ends at once. A window that is open at the end is the last one."""
-    agenda = Agenda(config, coords)
-    windows: list[PlannedWindow] = []
-    opened: PlannedWindow | None = None
-
-    def close() -> None:
-        nonlocal opened
-        if opened is not None:
-            agenda.saved(opened)
-            if opened.demand is not None:
-                opened.demand.closes()
-        opened = None
-
-    for call in calls:
-        decision = agenda.begins(call, opened, demand)
-        if decision.closes:
-            close()
-        for window in decision.opens:
-            if opened is not None:
-                agenda.put_off(window, opened.target)
-                continue
-            agenda.opens(window)
-            opened = window
-            windows.append(window)
-            if window.demand is not None:
-                window.demand.taken.append(window.first.number)
-        if opened is not None and opened.target != OVERALL and opened.complete:
-            close()
-    return windows
-
-
 def planned(calls: list[Call], *targets: str, demand: Demand | None = None, **options: Any) -> list[str]:
-    config = ProfileConfig(targets or (ACTOR,), "traces", **options)
-    coords = WorldLayout(ParallelSizes(dp=2)).coords(1)
-    return in_words(plan(config, coords, calls, demand))
+    return in_words(windows_of(agenda(*(targets or (ACTOR,)), **options), calls, demand))
 
 
 NOT_NUMBERED = [Call(ACTOR)] * 8

@@ -1,0 +1,61 @@
+"""Runs of calls, and the windows that an agenda plans for them. No recorder runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megaprof import ProfileConfig
+from megaprof.capture.agenda import Agenda, Call, Demand, PlannedWindow
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+
+ACTOR, LOG_PROBS, EVALUATE, OVERALL = "train_actor", "train_log_probs", "evaluate", "train_overall"
+
+
+def train(*numbers: int, **given: Any) -> list[Call]:
+    return [Call(ACTOR, number=number, host_step=number, **given) for number in numbers]
+
+
+def rl(*numbers: int, mini_batches: int = 1, role: str | None = None) -> list[Call]:
+    """Steps of a host that numbers its own: log-probs, which have no number, and then training."""
+    steps = ((Call(LOG_PROBS, role, host_step=n), *train(n, role=role) * mini_batches) for n in numbers)
+    return [call for step in steps for call in step]
+
+
+def agenda(*targets: str, role: str | None = None, **options: Any) -> Agenda:
+    """Returns the agenda of the second of two ranks."""
+    config = ProfileConfig(targets, "traces", **options)
+    return Agenda(config, WorldLayout(ParallelSizes(dp=2)).coords(1), role)
+
+
+def windows_of(agenda: Agenda, calls: Iterable[Call], demand: Demand | None = None) -> list[PlannedWindow]:
+    """Returns the windows of a run with these calls, in order, if every one of them opens: what a session does, without
+    recorders. Annotated work is a call that ends at once. A window that is open at the end closes there."""
+    windows: list[PlannedWindow] = []
+    opened: PlannedWindow | None = None
+
+    def close() -> None:
+        nonlocal opened
+        if opened is not None:
+            agenda.saved(opened)
+            if opened.demand is not None:
+                opened.demand.closes()
+        opened = None
+
+    for call in calls:
+        decision = agenda.begins(call, opened, demand)
+        if decision.closes:
+            close()
+        for window in decision.opens:
+            if opened is not None:
+                agenda.put_off(window, opened.target)
+                continue
+            agenda.opens(window)
+            opened = window
+            windows.append(window)
+            if window.demand is not None:
+                window.demand.taken.append(window.first.number)
+        if opened is not None and opened.target != OVERALL and opened.complete:
+            close()
+    close()
+    return windows
