@@ -1,4 +1,4 @@
-"""What a flag, a variable or a keyword may hold, and how it is read: ``read(name, value)``.
+"""Functions that read the value of a flag, a variable or a keyword: ``read(name, value)``.
 
 Each reader takes the option as it was spelled, for its messages, and a value as text or as plain data, and raises
 ValueError naming option, value and what would be valid.
@@ -22,24 +22,25 @@ _FALSE = ("0", "false", "no", "off")
 
 
 def text(name: str, value: Any) -> str:
-    """A string or a path that is not empty, without the spaces around it."""
+    """Reads a string or a path that is not empty, without the spaces around it."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value).strip():
         raise ValueError(f"{name}: {value!r} is not a non-empty string")
     return str(os.fspath(value)).strip()
 
 
 def directory(name: str, value: Any) -> str:
-    """A directory, absolute from now on: the process may change its working directory. A remote one stays as it is.
+    """Reads a directory as an absolute path, since the process may change its working directory. A remote one stays as
+    it is.
 
-    Raises ValueError for a relative one in a worker of Ray's, which was started in another directory than the one in
-    which the user typed it.
+    Raises ValueError for a relative path in a worker of Ray's, which was not started in the directory in which the user
+    typed it.
     """
     place = text(name, value)
     return place if is_remote(place) else _absolute(name, place, "an absolute path, or the URI of a remote directory")
 
 
 def file(name: str, value: Any) -> str:
-    """A file of this machine's, absolute from now on. Raises ValueError for a remote one, and as `directory` does."""
+    """Reads a file of this machine as an absolute path. Raises ValueError for a remote one, and as `directory` does."""
     place = text(name, value)
     if is_remote(place):
         raise ValueError(f"{name}: {place!r} is not valid; valid: a path on this machine")
@@ -56,7 +57,7 @@ def _absolute(name: str, place: str, valid: str) -> str:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """True for 1, true, yes and on in any case, False for 0, false, no and off."""
+    """Reads 1, true, yes and on in any case as True; 0, false, no and off as False."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lower() in _TRUE + _FALSE:
@@ -100,13 +101,13 @@ def tools(name: str, value: Any) -> tuple[str, ...]:
 
 
 def memory_limit(name: str, value: Any) -> str:
-    """Text that `parse_limit` understands."""
+    """Reads text that `parse_limit` understands."""
     parse_limit(name, limit := text(name, value))
     return limit
 
 
 def numbers(name: str, value: Any) -> str:
-    """Text of a step or rank list: ``[1, 2]`` and ``"1,2"`` are the same, None and ``[]`` are ``none``."""
+    """Reads a list of steps or ranks as text: ``[1, 2]`` and ``"1,2"`` are the same, None and ``[]`` are ``none``."""
     if value is None or (isinstance(value, list | tuple) and not value):
         return NONE
     items = value if isinstance(value, list | tuple) else [value]
@@ -119,19 +120,19 @@ def numbers(name: str, value: Any) -> str:
 
 
 def ranks(name: str, value: Any) -> str:
-    """Text of a selection of ranks; ``[0, 8]`` is ``0,8``, ``[]`` is ``none``."""
+    """Reads a selection of ranks as text: ``[0, 8]`` is ``0,8``, ``[]`` is ``none``."""
     return numbers(name, value) if isinstance(value, list | tuple) else text(name, value)
 
 
 def per_name(name: str, value: Any) -> str:
-    """Text of numbers per target: a mapping ``{"train_actor": [1, 2]}`` is ``train_actor=1,2``."""
+    """Reads numbers per target as text: a mapping ``{"train_actor": [1, 2]}`` is ``train_actor=1,2``."""
     if isinstance(value, Mapping):
         value = ";".join(f"{key}={numbers(name, own)}" for key, own in value.items())
     return numbers(name, value)
 
 
 def per_role(name: str, value: Any) -> str:
-    """Text of numbers per role: a mapping ``{"actor": [0, 1]}`` is ``actor=0,1``."""
+    """Reads numbers per role as text: a mapping ``{"actor": [0, 1]}`` is ``actor=0,1``."""
     given = per_name(name, value)
     parse_per_role(given, name)
     return given
@@ -149,7 +150,7 @@ def word(known: tuple[str, ...]) -> Callable[[str, Any], str]:
 
 
 def factor(name: str, value: Any) -> float:
-    """A number greater than 1."""
+    """Reads a number greater than 1."""
     try:
         times = float(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Which tools exist: the values of ``--profile-tool``. What each of them does is in `megaprof.recorders`."""
+"""The tools that exist, which are the values of ``--profile-tool``. `megaprof.recorders` has what each of them does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ registered: dict[str, object] = {}
 
 
 def known_tools() -> tuple[str, ...]:
-    """The values that ``--profile-tool`` takes now."""
+    """Returns the values that ``--profile-tool`` takes now."""
     return (*BUILTIN, TIMELINE, *registered)
 
 

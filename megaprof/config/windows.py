@@ -28,14 +28,14 @@ class StepList:
     """Captures the steps whose number, in the host's own counting, lies in one of ``ranges``."""
 
     ranges: tuple[range, ...]
-    """The wanted step numbers. Ranges may overlap; none of them: no step."""
+    """The step numbers. Ranges may overlap; without any, no step is captured."""
 
     def captures(self, step: int, index: int) -> bool:
-        """``step`` is the host's number of the step; ``index`` (calls since install) does not matter here."""
+        """Returns whether the step with the host's number ``step`` is captured; ``index`` does not matter here."""
         return any(step in steps for steps in self.ranges)
 
     def continues(self, step: int, index: int) -> bool:
-        """Returns whether the step behind ``step`` is captured, too: merged steps put both into one file."""
+        """Returns whether the step after ``step`` is captured as well, so that merged steps put both into one file."""
         return self.captures(step + 1, index + 1)
 
     def windows(self, *, merged: bool) -> int:
@@ -44,7 +44,7 @@ class StepList:
         return sum(step - 1 not in steps for step in steps) if merged else len(steps)
 
     def left(self, captured: Collection[int], most: int) -> list[int]:
-        """The first wanted steps that are not among ``captured``, ascending, ``most`` of them at most."""
+        """Returns the first steps that are not among ``captured``, ascending, ``most`` of them at most."""
         missing = (islice((step for step in steps if step not in captured), most) for steps in self.ranges)
         return sorted(set(chain.from_iterable(missing)))[:most]
 
@@ -56,9 +56,9 @@ class Schedule:
     skip_first: int
     """Calls before the first cycle."""
     wait: int
-    """Calls at the start of each cycle with which nothing is done."""
+    """Calls at the start of each cycle that are not captured."""
     warmup: int
-    """Calls after those, which are not captured either: behind the last one the profiler is prepared."""
+    """Calls after those, which are not captured either. The profiler is prepared after the last one."""
     active: int
     """Calls after those that are captured."""
     repeat: int
@@ -70,15 +70,15 @@ class Schedule:
         return self.wait + self.warmup + self.active
 
     def captures(self, step: int, index: int) -> bool:
-        """``index`` counts this target's calls in this process from 0; ``step`` does not matter here."""
+        """Returns whether call ``index`` of the target, from 0 on, is captured; ``step`` does not matter here."""
         position = index - self.skip_first
         if position < 0 or (self.repeat and position >= self.cycle * self.repeat):
             return False
         return position % self.cycle >= self.wait + self.warmup
 
     def continues(self, step: int, index: int) -> bool:
-        """Returns whether the call behind ``index`` is captured in the same cycle, and goes into the same file if
-        merged."""
+        """Returns whether the call after ``index`` is captured in the same cycle, so that merged steps put both into
+        one file."""
         return self.captures(step, index) and (index - self.skip_first + 1) % self.cycle != 0
 
     def windows(self, *, merged: bool) -> int | None:
@@ -91,10 +91,11 @@ NONE = "none"
 
 
 def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
-    """Read ``10``, ``1,2,5``, ``20:30``, ``20:30:5`` (end excluded), ``none``, or the same per target.
+    """Read ``10``, ``1,2,5``, ``20:30``, ``20:30:5`` (end excluded), ``none``, or the same per target, as in
+    ``train_actor=10:12;train_log_probs=0``.
 
-    Per target: ``train_actor=10:12;train_log_probs=0``. The key ``None`` holds the steps of all targets that are not
-    named. Raises ValueError that names ``option``, the value and what would be valid.
+    The key ``None`` holds the steps of all targets that are not named. Raises ValueError that names ``option``, the
+    value and what would be valid.
     """
     lists: dict[str | None, StepList] = {}
     for part in text.split(";"):

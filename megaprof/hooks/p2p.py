@@ -47,7 +47,7 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
 
 
 def _name(label: str, transfers: tuple[str, ...], call: RecordedCall) -> str:
-    """The name of a range in which the input or the result of a pass is transferred in each direction."""
+    """Returns the name of a range that transfers, in each direction, the input or the result of a pass."""
     return ranges.exchange_range(
         label,
         *(
@@ -64,12 +64,12 @@ def _ran(call: RecordedCall, kind: str) -> int:
 
 
 def _sent(call: RecordedCall, kind: str) -> Place:
-    """The forward or backward that ran last."""
+    """Returns the microbatch and chunk of the forward or backward that ran last, whose result is sent."""
     return codes.place((call.tape.forward or 0) if kind == "forward" else call.backward)
 
 
 def _awaited(call: RecordedCall, kind: str) -> Place:
-    """The forward or backward that is next in the schedule's order."""
+    """Returns those of the forward or backward that is next in the schedule's order, whose input is received."""
     facts = call.facts
     if facts.microbatches is None or facts.schedule is None:
         return _UNKNOWN
@@ -82,8 +82,9 @@ def _awaited(call: RecordedCall, kind: str) -> Place:
 
 
 def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-    """An exchange with ``overlap_p2p_comm`` returns ``(tensors..., {operation: handle})``, and the schedule waits on
-    each handle when it needs it (0.12 to 0.19): give each wait a range. Anything else is returned as it came."""
+    """Returns the result of an exchange, in which the wait for each handle has a range. With ``overlap_p2p_comm`` an
+    exchange returns ``(tensors..., {operation: handle})``, and the schedule waits on each handle when it needs it (0.12
+    to 0.19)."""
     if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):
         return result
     waits = {name: _RangedWait(dispatcher, handle, name, call) for name, handle in result[-1].items()}

@@ -1,4 +1,4 @@
-"""How a process ends or splits: what is finished at exit and on SIGTERM."""
+"""The end of a process, at exit or by SIGTERM, and its forks."""
 
 from __future__ import annotations
 
@@ -157,19 +157,19 @@ class AtExit:
     """Calls ``finish`` when the process ends, by an exception too. Not by os._exit, SIGKILL or a crash."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
-        """Not yet: see `arm`."""
+        """Does nothing before `arm`."""
         self._finish = finish
         self._finalizer: multiprocessing.util.Finalize | None = None
 
     def arm(self) -> None:
-        """From now on."""
+        """Call ``finish`` at the end from now on."""
         atexit.register(self._finish)
         if multiprocessing.parent_process() is not None:
             # A child that multiprocessing forked leaves by os._exit, past atexit, but runs these.
             self._finalizer = multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
 
     def disarm(self) -> None:
-        """Not any more. Can be run twice."""
+        """Do not call it any more. Can be run twice."""
         atexit.unregister(self._finish)
         finalizer, self._finalizer = self._finalizer, None
         if finalizer is not None:
@@ -177,7 +177,7 @@ class AtExit:
 
 
 def in_forked_child(*, recording: bool) -> None:
-    """A child forked inside a window: its thread would go on recording into memory that nobody ever reads."""
+    """Stop recording in a child that was forked inside a window, whose records nobody would ever read."""
     if recording:
         import torch
 

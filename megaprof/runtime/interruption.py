@@ -1,13 +1,13 @@
-"""Whose an exception is that arrives in our code: a fault of ours, or raised by the host in the middle of our code.
+"""Tells a fault of ours from an exception that the host raised in the middle of our code.
 
-Python runs a signal handler between two instructions of the main thread, whatever those belong to. So what a handler
-of the host's raises (a time-out by SIGALRM, an exit by SIGTERM, Ctrl-C) may surface in our code, as an exception like
-any other. It is the host's, and must reach the host.
+Python runs a signal handler between two instructions of the main thread, whatever code those belong to. So an exception
+that a handler of the host's raises (a time-out by SIGALRM, an exit by SIGTERM, Ctrl-C) may surface in our code like any
+other. It is the host's, and must reach the host.
 
-It is told from ours by its traceback, which names every frame that it passed: one of them is the handler, called from
-the frame that it interrupted with that very frame as an argument. Nothing is paid for this before there is an
-exception. Holding signals back instead would not do: a mask is one thread's, and any other thread of the process
-takes the signal then, upon which Python runs the handler in the main thread all the same.
+The traceback tells them apart, because it has every frame that the exception passed. If one of them is a signal
+handler, the exception is the host's: a handler is called by the frame that it interrupted, with that very frame as an
+argument. This costs nothing before there is an exception. Blocking signals would not do: a mask belongs to one thread,
+another thread of the process takes the signal, and Python then runs the handler in the main thread all the same.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 
 def from_host(fault: BaseException) -> bool:
-    """True when ``fault`` is no fault of ours: a signal handler raised it, or it is none of the exceptions that stand
-    for an error (KeyboardInterrupt, SystemExit and their kin)."""
+    """Returns whether ``fault`` is no fault of ours: a signal handler raised it, or it stands for no error at all
+    (KeyboardInterrupt, SystemExit and their kin)."""
     if not isinstance(fault, Exception):
         return True
     outer: FrameType | None = None
@@ -39,16 +39,16 @@ def from_host(fault: BaseException) -> bool:
 
 
 class Suppressed(contextlib.suppress):
-    """``with Suppressed(OSError): ...``: `contextlib.suppress` for what is ours. A time-out that a handler of the
-    host's raises in there is an OSError, too, and passes."""
+    """``with Suppressed(OSError): ...``: `contextlib.suppress` for our own errors. A time-out that a handler of the
+    host's raises inside is an OSError, too, and passes."""
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> bool:
         return bool(super().__exit__(kind, fault, tb)) and fault is not None and not from_host(fault)
 
 
 def _was_handed(frame: FrameType, interrupted: FrameType) -> bool:
-    """Returns whether ``frame`` got ``interrupted``, which called it, as an argument: nobody but Python does that, for
-    signal handlers and for trace functions."""
+    """Returns whether ``frame`` got ``interrupted``, which called it, as an argument. Only Python does that, for signal
+    handlers and for trace functions."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     for name in code.co_varnames[:count]:
@@ -59,7 +59,7 @@ def _was_handed(frame: FrameType, interrupted: FrameType) -> bool:
 
 
 def _handlers() -> set[CodeType]:
-    """The code of the signal handlers that are in: one may have dropped its arguments."""
+    """Returns the code of the signal handlers that are installed: a handler may have rebound its arguments."""
     found = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
