@@ -6,8 +6,10 @@ communicated inside a microbatch.
 - compute of a stage: the median of its ranks that are not slow. A slow rank is named by itself; it does not make its
   stage one that computes longer than the others.
 - imbalance: the slowest stage's compute over the mean of all stages'.
-- bubble fraction: 1 - (compute + gradient finalisation) / step, for the median stage: the part of a step in which a
-  stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
+- step: that of the stage whose ranks are in it longest, each stage being the median of its ranks. Other stages enter
+  later or leave earlier.
+- bubble fraction: 1 - (compute + gradient finalisation) / step, averaged over the stages: the part of a step in which
+  a stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
 - straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
 - slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, even without their waits
   for a processor core, and that are about as slow as the slowest of them. Of ranks that communicate with each other
@@ -86,13 +88,13 @@ class Summary:
     stages: tuple[StageFigures, ...]
     """Stages with at least one known rank, in order."""
     step_ms: float | None
-    """Duration of a step in milliseconds: median of all ranks."""
+    """Duration of a step in milliseconds: that of the stage whose ranks are in it longest."""
     imbalance: float | None
     """Compute of the slowest stage / mean of all stages."""
     slowest_stage: int | None
     """Pipeline rank of that stage."""
     bubble_fraction: float | None
-    """Fraction of a step for which the median stage waits for others."""
+    """Fraction of a step for which a stage waits for others, averaged over the stages."""
     straggler: int | None
     """Rank that computes longest compared with its peers, the other ranks of its stage."""
     straggler_ratio: float | None
@@ -118,16 +120,17 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     stages = tuple(_stage(pp, of_stage[pp], compute[pp], mean) for pp in sorted(of_stage))
     everyone = [status for members in of_stage.values() for status in members]
     slowest = max(known, key=lambda pp: known[pp]) if mean is not None else None
+    step_ms = max((stage.step_ms for stage in stages if stage.step_ms is not None), default=None)
     straggler, ratio = _straggler(of_stage.values())
     steps = [step for status in everyone if (step := status.last_step()) is not None]
     return Summary(
         target=next((status.recent.target for status in everyone if status.recent is not None), None),
         step=max(steps, default=None),
         stages=stages,
-        step_ms=_median([status.step_ms for status in everyone]),
+        step_ms=step_ms,
         imbalance=None if mean is None or slowest is None else known[slowest] / mean,
         slowest_stage=slowest,
-        bubble_fraction=_median([_bubble(stage) for stage in stages]) if mean is not None else None,
+        bubble_fraction=_bubble(stages, step_ms) if mean is not None else None,
         straggler=straggler,
         straggler_ratio=ratio,
         recent=max((status.recent.steps for status in everyone if status.recent is not None), default=None),
@@ -153,11 +156,12 @@ def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: 
     )
 
 
-def _bubble(stage: StageFigures) -> float | None:
-    if stage.compute_ms is None or stage.gradients_ms is None or not stage.step_ms:
+def _bubble(stages: Sequence[StageFigures], step_ms: float | None) -> float | None:
+    busy = [s.compute_ms + s.gradients_ms for s in stages if s.compute_ms is not None and s.gradients_ms is not None]
+    if not busy or not step_ms:
         return None
     # Medians of the parts of steps may come to more than the median of the steps.
-    return max(0.0, 1 - (stage.compute_ms + stage.gradients_ms) / stage.step_ms)
+    return statistics.fmean(max(0.0, 1 - each / step_ms) for each in busy)
 
 
 def slow_ranks(statuses: Iterable[RankStatus]) -> SlowRanks | None:

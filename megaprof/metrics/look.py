@@ -134,7 +134,7 @@ def verdict(view: View) -> str | None:
     if blame.stuck:
         have = "has" if len(blame.stuck) == 1 else "have"
         return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
-    told = [*([slower(view.slow)] if view.slow else []), *([_waits(view.waits)] if view.waits else [])]
+    told = [*([slower(view.slow)] if view.slow else []), *([waiting_for_cores(view.waits)] if view.waits else [])]
     return " ".join(told) or None
 
 
@@ -145,11 +145,14 @@ def slower(slow: SlowRanks) -> str:
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
 
 
-def _waits(found: Mapping[int, float]) -> str:
+def waiting_for_cores(found: Mapping[int, float]) -> str:
     """Returns a sentence about ranks that wait for a processor core."""
-    (first, most), several = next(iter(found.items())), len(found) > 1
+    first, most = next(iter(found.items()))
+    # As in the report: one that waits far less than the longest is not what to look at.
+    named = [rank for rank, part in found.items() if part >= most / 2]
+    several = len(named) > 1
     longest = f"rank {first} " if several else ""
-    who = f"Rank{'s' * several} {few(sorted(found))} wait{'s' * (not several)}"
+    who = f"Rank{'s' * several} {few(sorted(named))} wait{'s' * (not several)}"
     return f"{who} for a processor core, {longest}{most:.0%} of the time: something else runs on the cores."
 
 

@@ -21,6 +21,7 @@ from megaprof.formats.job.status import RankStatus
 from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
 from megaprof.metrics.figures import SLOW, SlowRanks, Summary, slow_ranks, summarise
+from megaprof.metrics.look import waiting_for_cores
 from megaprof.metrics.overview import Overview
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
@@ -301,3 +302,18 @@ def test_options_that_could_not_be_honoured(options: dict[str, Any], complaint: 
     with pytest.raises(ValueError, match=r".") as fault:
         ProfileConfig(**{"target": ("train_actor",), "dir": "traces", **options})
     assert complaint in str(fault.value)
+
+
+def test_a_step_is_as_long_as_its_longest_stage_and_the_bubble_is_of_that() -> None:
+    entered_later = {0: 40.0, 1: 40.0, 2: 30.0, 3: 30.0}
+    found = summarise(
+        RUN, [status(rank, ms, step_ms=100.0 if rank < 2 else 80.0) for rank, ms in entered_later.items()]
+    )
+    assert found.step_ms == 100.0, "no mean of ranks that enter it at different times"
+    assert found.bubble_fraction == pytest.approx(((1 - 0.5) + (1 - 0.4)) / 2)
+
+
+def test_ranks_that_wait_for_a_core_are_named_by_the_rule_of_the_report() -> None:
+    said = waiting_for_cores({2: 0.74, 0: 0.40, 1: 0.20})
+    assert said.startswith("Ranks 0, 2 wait for a processor core, rank 2 74% of the time"), "not one that hardly waits"
+    assert waiting_for_cores({2: 0.74, 1: 0.20}).startswith("Rank 2 waits for a processor core, 74% of the time")

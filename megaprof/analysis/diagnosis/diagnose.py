@@ -7,15 +7,18 @@ from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.examine import Examined, Price, more_steps, most_gained
+from megaprof.analysis.diagnosis.examine import Examined, Price, mended, more_steps, most_gained
 from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
 from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
-from megaprof.analysis.diagnosis.terms import Term, terms
+from megaprof.analysis.diagnosis.terms import Term, terms, waiting
 from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
+
+#: The reason of ``processor_wait`` where a rank waits in every pass, or before every step.
+ALWAYS = "always"
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,17 @@ class Cause:
     stage in a captured step, ``expert_tokens``, ``usual_expert_tokens`` of the others, and in ``explained`` the
     largest fraction of its slowness that these can explain; ``transfer_ms`` of a slow link and ``usual_ms`` of the
     others; ``late_ms`` of a late entry; ``longest_ms`` of garbage collection; ``waited_ms`` for a processor core by
-    the rank that waited longest and, if that is the reason, ``usual_waited_ms`` by the others. These two are per
-    step, inside passes and between them, averaged over all steps."""
+    the rank that waited longest and, for ``layers``, ``usual_waited_ms`` by the others. These two are per step, inside
+    passes and between them, averaged over all steps."""
     more_steps: int = 0
     """Number of further steps that would show whether it costs `policy.LEAST`; 0 if it certainly does, or if that would
     take too many."""
     reason: str | None = None
     """Why microbatches or replicas differ: ``data`` (the lengths of their sequences) or ``machine`` (not explained by
-    these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts), ``processor_wait`` (it waits
-    for a processor core) or ``machine``. Why a rank is late: ``processor_wait``. None if not known."""
+    these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts) or ``machine``. For
+    ``processor_wait``: ``always`` if a rank waits in every pass or before every step, so that no file shows how long
+    its passes take otherwise. For ``layers``: ``processor_wait`` if their stage also waits longer for a processor core
+    than the others. None if not known."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Diagnosis:
 
 def diagnose(run: Examined) -> Diagnosis:
     """The causes of one job's lost time."""
-    left, asked = terms(run.table, run.view, run.step_ms), run
+    left, asked = _with_one_wait(run, terms(run.table, run.view, run.step_ms)), run
     causes: list[Cause] = []
     perhaps: list[Cause] = []
     # Terms that gain enough only together: they are causes as soon as one beside them is.
@@ -148,6 +153,36 @@ def diagnose(run: Examined) -> Diagnosis:
     )
 
 
+def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
+    """Returns the terms, with a single one for all that ranks wait for a processor core: what their longer passes
+    waited, and what waiting adds to all passes of a rank or a stage, or to the time before it enters a step."""
+    least, table = LEAST * run.step_ms, run.table
+    if not table.waited.any():
+        return every
+    always = np.ones(len(table.steps), dtype=bool)
+    # Layers are uneven whoever waits.
+    others = [each for each in every if each.kind not in (WAIT, "layers")]
+    slow = [each for each in others if _waits(run, each, always) and most_gained(each, run.view) >= least]
+    if not slow:
+        return every
+    parts = [*(each for each in every if each.kind == WAIT), *slow]
+
+    def gone(view: View) -> View:
+        for part in parts:
+            view = mended(part, view)
+        return view
+
+    whole = Term(
+        WAIT,
+        gone,
+        ranks=waiting(table),
+        fitted=any(each.fitted for each in slow),
+        once=True,
+        always=any(run.price(each, run.gain(each))[0].low > least for each in slow),
+    )
+    return [whole, *(each for each in every if not any(each is part for part in parts))]
+
+
 def _explained(run: Examined, found: Fit, cause: Cause) -> Cause:
     """Why microbatches or replicas differ, from their lengths."""
     if cause.kind == "uneven_microbatches":
@@ -168,7 +203,7 @@ def _by_experts(run: Examined, cause: Cause) -> Cause:
         load, factor = load_of_stage(run.table, cause.stage), float(run.model.content.stage[cause.stage].mean())
     else:
         return cause
-    if load is None or cause.reason == WAIT:
+    if load is None:
         return cause
     explained = load.explains(factor)
     parts = {"expert_tokens": load.tokens, "usual_expert_tokens": load.usual, "explained": explained}
@@ -249,11 +284,9 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         begins = None  # there before, too, and only smaller
     if begins:
         there = np.arange(len(there)) >= begins  # what is told of these steps is told since then
-    waits = _waits(run, term, there)
+    waits = _waits(run, term, there) if kind in (WAIT, "layers") else {}
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
-        # A stage that waits for a core takes longer whatever it holds.
-        kind = "unexplained" if waits else kind
     else:
         parts = {name: float(of_step[there].mean()) for name, of_step in own.items()}
         if kind == GARBAGE:
@@ -281,7 +314,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         term.group,
         {**parts, **waits},
         more,
-        WAIT if waits and kind != WAIT else None,
+        (ALWAYS if term.always else None) if kind == WAIT else WAIT if waits else None,
     )
 
 
@@ -315,9 +348,9 @@ _LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
 
 
 def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:
-    """What the ranks of a term wait for a processor core in a step, where that is at least half of what it takes them
-    longer, more than the others wait; else nothing. What single passes waited is a term of its own, and not why. But
-    what a rank waits is told with it: one number of every rank, whatever it is told of."""
+    """Returns what the ranks of a term wait for a processor core in a step, if it is at least half of what they take
+    longer by that term, compared with how long the others wait; otherwise nothing. The comparison leaves out what
+    single passes waited, which is part of another term. The numbers do not, so a rank has one, in every sentence."""
     table, own = run.table, run.view if term.replica is None else run.view.of(term.replica)
     if (term.stage is None and not term.ranks) or term.kind == "uneven_microbatches":
         return {}

@@ -70,7 +70,7 @@ class Examined:
 
     def mended(self, term: Term) -> Examined:
         """Without a cause."""
-        return replace(self, view=_apply(term, self.view), drawn=_apply(term, self.drawn))
+        return replace(self, view=mended(term, self.view), drawn=mended(term, self.drawn))
 
     def gain(self, term: Term) -> Floats:
         """Returns [step]: by how many milliseconds it is shorter without a term."""
@@ -121,7 +121,7 @@ class Examined:
     def _in_other_blocks(self, term: Term) -> Floats:
         """[draw]: what a term costs in the steps that a single one might as well have been: of other blocks of its
         microbatches."""
-        before, after = self.view.state, _apply(term, self.view).state
+        before, after = self.view.state, mended(term, self.view).state
         columns = blocks(len(self.rows), before.passes.shape[-1], np.random.default_rng(0))
         took = []
         for state in (before, after):
@@ -221,7 +221,8 @@ def _alone(term: Term, view: View) -> View:
     return term.change(_of(term, view))
 
 
-def _apply(term: Term, view: View) -> View:
+def mended(term: Term, view: View) -> View:
+    """Returns the view without a term."""
     without = _alone(term, view)
     return without if term.replica is None else view.joined(term.replica, without)
 

@@ -31,6 +31,8 @@ class Term:
     """Whether it rests on contents, which are estimated."""
     once: bool = False
     """Whether a step shows it once, and not in every microbatch."""
+    always: bool = False
+    """Whether it makes every pass of a rank longer, and not only some."""
     doubt_ms: float = 0.0
     """What may be in it that is none of it."""
 
@@ -219,13 +221,14 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
         def going_on(v: View, kind: str = kind) -> View:
             return v.less(v.held[kind], held={**v.held, kind: np.zeros_like(v.held[kind])})
 
-        yield Term(kind, going_on, ranks=_waiting(table) if kind == WAIT else (), once=True)
+        yield Term(kind, going_on, ranks=waiting(table) if kind == WAIT else (), once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
 
 
-def _waiting(table: Table) -> tuple[int, ...]:
-    """The ranks that wait for a processor core at least half as long as the one that waits longest, that one first."""
+def waiting(table: Table) -> tuple[int, ...]:
+    """Returns the ranks that wait for a processor core at least half as long as the one that waits longest, with that
+    one first."""
     waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
     order = np.argsort(-waited, kind="stable")
     return tuple(table.ranks.ravel()[order[waited[order] >= 0.5 * waited.max()]].tolist())

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.diagnosis.diagnose import ALWAYS, Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
@@ -114,7 +114,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     for cause in diagnosis.causes:
-        if cause.reason == WAIT:
+        if cause.reason in (WAIT, ALWAYS):
             stages = () if cause.stage is None or cause.ranks else (cause.stage,)
             return replace(replayed, warnings=(Note("waits_for_rank", ranks=cause.ranks, stages=stages),)), None
     if table.schedule.stages == 1 and sequences is None:

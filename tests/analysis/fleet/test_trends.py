@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megaprof.analysis.fleet.reading import BIN, percentile
 from megaprof.analysis.fleet.trends import (
     LASTING_STEPS,
     Floats,
+    Percentiles,
     Shift,
     drift,
     lasting,
@@ -97,3 +99,13 @@ def test_a_slow_growth_is_a_drift_and_noise_is_none() -> None:
 def test_medians_without_what_is_not_there() -> None:
     values = np.array([[1.0, np.nan], [np.nan, np.nan], [5.0, 7.0]])
     assert low_median(values).tolist() == [1.0, 7.0]
+
+
+def test_percentiles_of_a_few_times_are_the_same_whether_counted_or_kept() -> None:
+    times = np.array([1400.0, 1750.0, 1200.0, 1300.0, 1600.0])
+    bins = np.rint(np.log(times * 1e3) / np.log1p(BIN) - 0.5).astype(np.int64)
+    histogram = np.bincount(bins)
+    kept = Percentiles.of(times)
+    counted = [percentile(histogram, part) for part in (0.5, 0.95, 0.99)]
+    assert [kept.p50, kept.p95, kept.p99] == pytest.approx(counted, rel=BIN)
+    assert kept.p95 == kept.max == 1750.0

@@ -121,18 +121,20 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     assert ("node-1" in said.text) == ("ranks" in about)
     assert ("45.3 ms" in said.text and "0.76 ms" in said.text) == ("link" in about)
     assert "None" not in said.text
-    parts = {"forward_ms": 3.0, "backward_ms": 6.0, "waited_ms": 36.0, "usual_waited_ms": 0.5}
-    because = cause(kind, parts=parts, reason="processor_wait", **about)
-    told, *others = causes.findings(MEASURED, diagnosis(because, cause("processor_wait", ranks=(5,))), None)
+
+
+def test_layers_that_also_wait_for_a_core_say_so_and_what_to_do_about_it_stands_once() -> None:
+    parts = {"waited_ms": 36.0, "usual_waited_ms": 0.5}
+    uneven = cause("layers", parts=parts, reason="processor_wait", stage=0)
+    told, *others = causes.findings(MEASURED, diagnosis(uneven, cause("processor_wait", ranks=(5,))), None)
     assert "36.0 ms a step" in told.text
-    assert [each.kind for each in others] == ["cores", "processor_wait"], "what to do about it stands once"
+    assert [each.kind for each in others] == ["cores", "processor_wait"]
 
 
 @pytest.mark.parametrize(
     ("host", "about", "command"),
     [
         ("megatron-lm", {"ranks": (5,)}, "torchrun --nproc_per_node=gpu megatron/training/gpu_sniff_test.py"),
-        ("megatron-lm", {"ranks": (5,), "reason": "processor_wait"}, None),
         ("megatron-lm", {"ranks": (4, 5)}, None),
         ("verl", {"ranks": (5,)}, None),
         (None, {"ranks": (5,)}, None),
@@ -141,7 +143,7 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
 def test_a_slow_rank_of_megatron_lm_comes_with_its_own_test_of_gpus(
     host: str | None, about: dict[str, Any], command: str | None
 ) -> None:
-    found = diagnosis(cause("slow_rank", stage=2, parts={"waited_ms": 36.0, "usual_waited_ms": 0.5}, **about))
+    found = diagnosis(cause("slow_rank", stage=2, **about))
     said, *_ = causes.findings(replace(MEASURED, framework=host), found, None)
     assert said.command == command
 

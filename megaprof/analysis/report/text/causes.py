@@ -94,11 +94,6 @@ def in_brief(diagnosis: Diagnosis | None, fleet: Fleet | None, standstill: Stand
 
 def name_of(cause: Cause) -> str:
     """``slow rank 5``, ``layers of stage 0``: a few words for a table."""
-    waits = cause.reason == WAIT and cause.kind != "layers"  # these are there all the same
-    return f"{_name(cause)} that waits for a core" if waits else _name(cause)
-
-
-def _name(cause: Cause) -> str:
     kind = cause.kind.replace("_", " ")
     if cause.kind == "slow_rank":
         return f"slow {ranks(cause.ranks)}"

@@ -43,12 +43,7 @@ _OVER_REPLICAS = {
 def evidence(cause: Cause, measured: TargetStages) -> str:
     """Returns what is so, and where: a sentence or two."""
     words = _SENTENCES[cause.kind]
-    text = words if isinstance(words, str) else words(cause, measured)
-    if cause.reason != WAIT:
-        return text
-    who = ranks(cause.ranks) if cause.ranks else f"stage {cause.stage}"
-    waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
-    return f"{text} On average {who} waited {waited} a step for a processor core, and the others {usual}."
+    return words if isinstance(words, str) else words(cause, measured)
 
 
 def when(cause: Cause) -> str:
@@ -75,6 +70,15 @@ def of_steps(cause: Cause) -> bool:
 
 
 def _layers(cause: Cause, measured: TargetStages) -> str:
+    text = _uneven_layers(cause, measured)
+    if cause.reason != WAIT:
+        return text
+    waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
+    where = stages(cause.stages or (() if cause.stage is None else (cause.stage,)))
+    return f"{text} {capital(where)} also waited {waited} a step for a processor core, and the others {usual}."
+
+
+def _uneven_layers(cause: Cause, measured: TargetStages) -> str:
     held = {stage.pp: [c.holds.layers if c.holds else None for c in stage.chunks] for stage in measured.stages}
     most = cause.stages or (() if cause.stage is None else (cause.stage,))
     whole = {pp: sum(each or 0 for each in own) for pp, own in held.items() if None not in own}
@@ -111,7 +115,7 @@ def _one_kind(cause: Cause, measured: TargetStages) -> str:
 
 
 def _unexplained(cause: Cause, measured: TargetStages) -> str:
-    why = _why_slow(cause) or " Nothing that was recorded says why." * (cause.reason != WAIT)
+    why = _why_slow(cause) or " Nothing that was recorded says why."
     if of_steps(cause):
         return f"Stage {cause.stage} takes longer than in its quicker steps{when(cause)}.{why}"
     longer = f"it takes {_parts(cause)} longer for each microbatch than its layers need"
@@ -133,9 +137,7 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
 
 
 def _why_slow(cause: Cause) -> str:
-    """Why a rank or a stage is slow, where that is known, or what it looks like; waits for a core are told apart."""
-    if cause.reason == WAIT:
-        return ""
+    """Returns why a rank or a stage is slow, if that is known, or what it looks like."""
     tokens, usual = cause.parts.get("expert_tokens"), cause.parts.get("usual_expert_tokens")
     if tokens is None or usual is None:
         goes = elsewhere(cause) <= _HARDLY * cause.while_ms
