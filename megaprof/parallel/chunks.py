@@ -1,4 +1,4 @@
-"""What a model chunk consists of, read off the model: layers and their kinds, embedding, loss."""
+"""Reads from a model what its chunks consist of: layers and their kinds, embedding, MTP layers, loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def describe_chunk(chunk: Any) -> dict[str, Any]:
-    """Returns what a model chunk consists of, read off the model: null where the model does not say.
+    """Returns what a model chunk consists of; None for what the model does not say.
 
     GPTModel, HybridModel and their kin share ``pre_process`` (owns the embedding), ``post_process`` (owns the output
     layer and the loss), ``decoder.layers`` and ``mtp``; T5 has ``encoder.layers``, too, and BERT has them alone.
@@ -28,23 +28,24 @@ def describe_chunk(chunk: Any) -> dict[str, Any]:
 
 
 def innermost(model: Any) -> Any:
-    """The model inside its wrappers (DistributedDataParallel, Float16Module, ...), which all call it ``module``."""
+    """Returns the model inside its wrappers (DistributedDataParallel, Float16Module, ...), which all call it
+    ``module``."""
     while (inner := getattr(model, "module", None)) is not None and callable(inner):
         model = inner
     return model
 
 
 def language_model(chunk: Any) -> Any:
-    """The module of a model chunk that has the decoder; multimodal models hold it one level down, and LLaVA hands the
-    decoder through."""
+    """Returns the module of a model chunk that has the decoder. Multimodal models hold it one level down, and LLaVA
+    exposes the decoder itself."""
     model = innermost(chunk)
     inner = getattr(model, "language_model", None)
     return model if inner is None else inner
 
 
 def _kind(layer: Any) -> str:
-    """``moe`` or ``dense`` by the layer's MLP; ``attention`` or ``mlp`` where a hybrid stack has halves of layers as
-    layers of their own; else the layer's class name (Mamba and others have no MLP)."""
+    """Returns ``moe`` or ``dense`` by the layer's MLP; ``attention`` or ``mlp`` for the half layers of a hybrid stack;
+    else the layer's class name (Mamba and others have no MLP)."""
     mlp, attention = getattr(layer, "mlp", None), getattr(layer, "self_attention", None)
     if mlp is None:
         return type(layer).__name__
@@ -56,5 +57,5 @@ def _kind(layer: Any) -> str:
 
 
 def _is_nothing(module: Any) -> bool:
-    """Returns whether ``module`` stands where a layer has no such part."""
+    """Returns whether ``module`` is the placeholder for a part that the layer does not have."""
     return type(module).__name__ == "IdentityOp"

@@ -1,4 +1,5 @@
-"""The machine that a rank stands on: its cores, and how much memory it and the containers around this process have."""
+"""The machine that a rank runs on: its cores, and the memory of the machine and of the containers around this
+process."""
 
 from __future__ import annotations
 
@@ -10,39 +11,40 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Bound:
-    """Something whose memory can run out: what it is called, and ``read() -> (bytes in use, bytes there are)``."""
+    """Something that can run out of memory: its name, and ``read() -> (bytes in use, bytes in all)``."""
 
     name: str
     read: Callable[[], tuple[int, int]]
 
 
 def physical_cores(system: Path = Path("/sys/devices/system/cpu")) -> int | None:
-    """Physical cores that this process may run on, two hardware threads of one core counted once; None where the
-    operating system does not say. A virtual machine may call a hardware thread a core."""
-    found = set()
+    """Returns the number of physical cores that this process may run on; None if the operating system does not say. Two
+    hardware threads of a core count once, but a virtual machine may call a hardware thread a core."""
+    cores = set()
     for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
         topology = system / f"cpu{cpu}" / "topology"
         try:
-            found.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
+            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return None
-    return len(found) or None
+    return len(cores) or None
 
 
 def local_ranks() -> int | None:
-    """Ranks of the job on this host, as torchrun and other launchers say; None where nobody says."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdecimal() else None
+    """Returns the number of ranks of the job on this host, as torchrun and other launchers set it; None if it is not
+    set."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdecimal() else None
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Returns the resident memory of this process."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def find_bounds(proc: Path = Path("/proc")) -> tuple[Bound, ...]:
-    """The machine, and every control group above this process that limits memory."""
+    """Returns the machine, and every control group above this process that limits memory."""
     return (Bound("the machine", lambda: _machine(proc)), *_cgroups(proc))
 
 
@@ -54,7 +56,7 @@ def _machine(proc: Path) -> tuple[int, int]:
 
 
 def _cgroups(proc: Path) -> list[Bound]:
-    """Own group first, then its parents up to the root of the mount: any of them may hold the limit.
+    """Returns the limits of this process's group, then those of its parents up to the root of the mount.
 
     ``/proc/self/cgroup`` gives the group's path in its hierarchy, ``mountinfo`` which part of the hierarchy is mounted
     where. In a container without a cgroup namespace the path is the host's and the mount's root a prefix of it.
@@ -79,7 +81,7 @@ def _cgroups(proc: Path) -> list[Bound]:
 
 
 def _cgroup_mounts(proc: Path) -> dict[int, tuple[str, Path]]:
-    """Version -> (root within the hierarchy, mount point) of the hierarchy that controls memory."""
+    """Returns, by version, (root within the hierarchy, mount point) of the hierarchies that control memory."""
     mounts = {}
     for line in (proc / "self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -93,7 +95,7 @@ def _cgroup_mounts(proc: Path) -> dict[int, tuple[str, Path]]:
 
 
 def _cgroup(group: Path, version: int, machine: int) -> Bound | None:
-    """The limit of one group; None where it has none, or none below the machine's memory."""
+    """Returns the limit of one group; None if it has none below the machine's memory."""
     if version == 2:
         usage, limit, cached = "memory.current", "memory.max", ("inactive_file", "active_file")
     else:

@@ -1,6 +1,6 @@
-"""Where this rank stands, as Megatron's process groups have it, and the layout of the world that explains them.
+"""The coordinates of this rank, and the layout of the world, read from Megatron's process groups.
 
-Nothing here communicates: groups know their members.
+Nothing here communicates: process groups know their members.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, RankC
 
 
 class NoGrid(ValueError):
-    """The process groups of this rank are no grid over all ranks of the job."""
+    """The process groups of this rank do not form a grid over all ranks of the job."""
 
 
 def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
@@ -36,14 +36,13 @@ def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoord
             "which do not say how the modules follow each other: give install_hooks the pipeline's communicator, "
             "groups=p2p_communicator"
         )
-    found = {axis: getattr(groups, axis, None) for axis in ("tp", "pp", "cp", "ep", "dp")}
-    found = {axis: group for axis, group in found.items() if group is not None}
-    lacking = {"tp", "pp", "cp", "dp"} - found.keys()
+    by_axis = {axis: group for axis in AXES if (group := getattr(groups, axis, None)) is not None}
+    lacking = {"tp", "pp", "cp", "dp"} - by_axis.keys()
     if lacking:
         raise NoGrid(f"the model's process groups lack {', '.join(sorted(lacking))}, so ranks have no coordinates")
     expert_tp = getattr(groups, "expt_tp", None)
-    count = {axis: dist.get_world_size(group) for axis, group in found.items()}
-    place = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in found.items()}
+    count = {axis: dist.get_world_size(group) for axis, group in by_axis.items()}
+    place = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in by_axis.items()}
     remat = getattr(groups, "gtp_remat", None)
     if remat is not None:
         # Its ranks have data of their own, and are neighbours in what `parallel_state` calls the data-parallel group.
@@ -56,9 +55,9 @@ def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoord
             f"pp={sizes.pp}), and the job has {dist.get_world_size()}"
         )
     coords = RankCoords(rank=dist.get_rank(), sizes=sizes, **place)
-    lines = {axis: getattr(groups, axis, None) for axis in AXES}
-    whole = dist.get_world_size(lines["dp"]) == sizes.dp
-    return coords, _layout(coords, lines if whole else lines | {"dp": None})
+    if dist.get_world_size(by_axis["dp"]) != sizes.dp:  # it is a part of what `parallel_state` calls data-parallel
+        del by_axis["dp"]
+    return coords, _layout(coords, by_axis)
 
 
 def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
@@ -98,14 +97,14 @@ def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
             f"the modules' grids have {behind} ranks along {', '.join([*width, 'pp'])}, and the job has {world}; only "
             "tp, cp, dp and pp of all ranks are known"
         )
-    own = next(name for name in names if rank < grids[name].rank_offset + grids[name].size)
-    place, left = dict.fromkeys(AXES, 0), rank - grids[own].rank_offset
-    for axis, size in shapes[own].items():
+    module = next(name for name in names if rank < grids[name].rank_offset + grids[name].size)
+    place, left = dict.fromkeys(AXES, 0), rank - grids[module].rank_offset
+    for axis, size in shapes[module].items():
         left, position = divmod(left, size)
         if size > 1:
             place[axis] = position
     stages = {name: shape.get("pp", 1) for name, shape in shapes.items()}
-    place["pp"] += sum(stages[name] for name in names[: names.index(own)])
+    place["pp"] += sum(stages[name] for name in names[: names.index(module)])
     coords = RankCoords(rank=rank, sizes=ParallelSizes(pp=sum(stages.values()), **width), **place)
     orders = [[axis for axis, size in shape.items() if size > 1] for shape in shapes.values()]
     slowest = all("pp" not in order or order[-1] == "pp" for order in orders)
@@ -175,25 +174,25 @@ def place_from_parallel_state(chunks: int | None = None) -> tuple[RankCoords, Wo
     return coords, _layout(coords, groups)
 
 
-def _layout(own: RankCoords, groups: Mapping[str, Any]) -> WorldLayout | None:
-    """Returns the layout in which the groups of `own` are the lines through it; None where no order explains them."""
+def _layout(coords: RankCoords, groups: Mapping[str, Any]) -> WorldLayout | None:
+    """Returns the layout in which these groups are the lines through a rank; None if no order explains them."""
     import torch.distributed as dist
 
-    members = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items() if group is not None}
+    members = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
     for order in permutations(DEFAULT_ORDER.split("-")):
         try:
-            layout = WorldLayout(own.sizes, "-".join(order))
+            layout = WorldLayout(coords.sizes, "-".join(order))
         except ValueError:
             continue
-        if all(_line(layout, own, axis) == ranks for axis, ranks in members.items()):
+        if all(_line(layout, coords, axis) == ranks for axis, ranks in members.items()):
             return layout
     return None
 
 
-def _line(layout: WorldLayout, own: RankCoords, axis: str) -> list[int]:
-    """Returns the ranks on the axis through `own`: what Megatron's group of that axis must contain."""
-    stride, size, position = layout.strides[axis], getattr(own.sizes, axis), getattr(own, axis)
-    return [own.rank + (other - position) * stride for other in range(size)]
+def _line(layout: WorldLayout, coords: RankCoords, axis: str) -> list[int]:
+    """Returns the ranks along an axis through a rank: the members that Megatron's group of that axis must have."""
+    stride, size, position = layout.strides[axis], getattr(coords.sizes, axis), getattr(coords, axis)
+    return [coords.rank + (other - position) * stride for other in range(size)]
 
 
 def has_groups() -> bool:

@@ -1,5 +1,5 @@
-"""Pipeline schedules as data: which pass each stage runs when, which pass needs the result of which, and who exchanges
-with whom. Everything else in megaprof that asks one of these reads it here.
+"""Pipeline schedules as data: the order of passes on each stage, which pass needs the result of which, and which stages
+exchange what. Everything in megaprof that needs to know one of these reads it here.
 
 Source of Megatron's rules: ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19 agree), that is
 ``get_schedule_table``, ``get_pp_rank_microbatches``, ``recv_tensor_from_previous_stage`` and the loops of the three
@@ -23,31 +23,32 @@ _V_SHAPED = ("zbv", "dualpipev")
 
 
 class PassId(NamedTuple):
-    """Which of a stage's passes: one microbatch forward or backward through one model chunk."""
+    """One pass of a stage: a microbatch forward or backward through a model chunk."""
 
     kind: str
-    """``forward`` or ``backward``; where that is split ``backward`` is the half that makes the gradient of the input,
-    and ``weight`` the other one."""
+    """``forward`` or ``backward``. In a schedule that splits backwards, ``backward`` is the half that computes the
+    gradient of the input, and ``weight`` the other half."""
     chunk: int
     """Model chunk of the stage, from 0."""
     microbatch: int
-    """From 0."""
+    """Microbatch of the step, from 0."""
 
 
 class SendReceive(NamedTuple):
     """One batched call to send and receive: the stage waits in it until all its transfers are done.
 
-    Each field is the pass whose input is transferred, as numbered on the *receiving* stage; None: no such transfer.
+    Each field is the pass whose input is transferred, as numbered on the *receiving* stage; None if there is no such
+    transfer.
     """
 
     send_next: PassId | None = None
-    """To the stage behind: the input of its forward."""
+    """Sent to the next stage: the input of its forward."""
     recv_prev: PassId | None = None
-    """From the stage before: the input of the own forward."""
+    """Received from the previous stage: the input of this stage's forward."""
     send_prev: PassId | None = None
-    """To the stage before: the input of its backward."""
+    """Sent to the previous stage: the input of its backward."""
     recv_next: PassId | None = None
-    """From the stage behind: the input of the own backward."""
+    """Received from the next stage: the input of this stage's backward."""
 
 
 #: What each of Megatron's exchanges transfers, as the fields of `SendReceive`: functions of ``p2p_communication`` up to
@@ -63,8 +64,8 @@ EXCHANGES = {
     "send_backward_recv_backward": ("send_prev", "recv_next"),
     "send_forward_backward_recv_forward_backward": SendReceive._fields,
 }
-#: The transfers whose tensors are the inputs of one kind of pass; the others are those of the other kind. With
-#: ``overlap_p2p_comm`` a handle of the transfer's name is waited for.
+#: The transfers by the kind of pass whose input they carry. With ``overlap_p2p_comm``, Megatron waits for a handle with
+#: the name of the transfer.
 SENDS = {"forward": "send_next", "backward": "send_prev"}
 RECEIVES = {"forward": "recv_prev", "backward": "recv_next"}
 
@@ -77,10 +78,10 @@ class Placement(NamedTuple):
     chunks: int = 1
     """Model chunks of each."""
     v_shaped: bool = False
-    """Whether the stages take every other chunk in reverse, so that the last one goes on with its own result."""
+    """Whether every other chunk passes the stages in reverse, so that the last stage continues with its own result."""
 
     def consumer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
-        """Returns the stage and chunk that the result of a forward or backward goes to; None behind the last one."""
+        """Returns the stage and chunk that the result of a forward or backward goes to; None after the last one."""
         return None if kind == "weight" else self._beside(stage, chunk, 1 if kind == "forward" else -1)
 
     def producer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
@@ -89,12 +90,12 @@ class Placement(NamedTuple):
         return None if kind == "weight" else self._beside(stage, chunk, -1 if kind == "forward" else 1)
 
     def previous(self, stage: int) -> int | None:
-        """Returns the stage before ``stage`` in the pipeline, or the far end of it where chunks make a ring; else
-        None."""
+        """Returns the stage before ``stage``; before the first one, the last one if chunks make the pipeline a ring,
+        else None."""
         return stage - 1 if stage else self.stages - 1 if self._ring else None
 
     def following(self, stage: int) -> int | None:
-        """Returns the stage behind ``stage``, likewise."""
+        """Returns the stage after ``stage``, likewise."""
         return stage + 1 if stage < self.stages - 1 else 0 if self._ring else None
 
     @property
@@ -109,12 +110,12 @@ class Placement(NamedTuple):
         return self._along(place, chunk), chunk
 
     def _along(self, stage: int, chunk: int) -> int:
-        """The stage's turn among the stages, or the stage whose turn it is."""
+        """Returns the stage's position among the stages in a chunk; likewise the stage at a position."""
         return self.stages - 1 - stage if self.v_shaped and chunk % 2 else stage
 
 
 class PipelineSchedule(NamedTuple):
-    """What determines the order of passes; make it with `PipelineSchedule.checked`."""
+    """Everything that determines the order of passes. Make one with `PipelineSchedule.checked`."""
 
     name: str
     """One of `SCHEDULES` or `SPLIT_SCHEDULES`."""
@@ -125,11 +126,11 @@ class PipelineSchedule(NamedTuple):
     microbatches: int
     """Microbatches of a step."""
     group_size: int
-    """Microbatches that pass one chunk before the next one's turn; only the interleaved schedule looks at it."""
+    """Microbatches that pass one chunk before the next chunk begins; only used by the interleaved schedule."""
     forward_only: bool = False
     """Whether there are no backwards."""
     combined: bool = False
-    """Whether a forward and a backward that follow each other run as one (``overlap_moe_expert_parallel_comm``)."""
+    """Whether consecutive forwards and backwards run together (``overlap_moe_expert_parallel_comm``)."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -140,7 +141,7 @@ class PipelineSchedule(NamedTuple):
 
     @property
     def placement(self) -> Placement:
-        """Where the parts of the model are."""
+        """Where the pieces of the model are."""
         return Placement(self.stages, self.chunks, self.name in _V_SHAPED)
 
     @classmethod
@@ -155,7 +156,7 @@ class PipelineSchedule(NamedTuple):
         forward_only: bool = False,
         combined: bool = False,
     ) -> PipelineSchedule:
-        """The schedule that Megatron (of `SPLIT_SCHEDULES`: torch) would run, or a refusal where it refuses.
+        """Returns the schedule that Megatron would run (torch, for `SPLIT_SCHEDULES`); refuses what it refuses.
 
         ``name`` None: no_pipelining for one stage, 1f1b for one chunk a stage, else interleaved, as Megatron's
         ``get_forward_backward_func`` chooses. ``group_size``: ``microbatch_group_size_per_vp_stage``, by default the
@@ -229,7 +230,7 @@ class PipelineSchedule(NamedTuple):
 
 @lru_cache(maxsize=16)
 def forward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
-    """Every stage's forwards in order: groups of microbatches, and within a group chunk after chunk."""
+    """Returns the forwards of every stage, in order: groups of microbatches, and within a group chunk after chunk."""
     count = schedule.microbatches
     group = schedule.group_size if schedule.name == "interleaved" else count
     return tuple(

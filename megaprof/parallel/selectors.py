@@ -1,4 +1,4 @@
-"""Which ranks are captured: `--profile-select`, decided by each rank from its own coordinates, without communication.
+"""Which ranks are captured: `--profile-select`. Each rank decides from its own coordinates, without communication.
 
     0                     that rank (the default)
     0,8,16-23             these ranks
@@ -7,8 +7,8 @@
     pp=*,tp=0,dp=0        every rank with these coordinates; unnamed axes are free
     pp=0|2-4,ep=*         several positions of one axis
 
-Everything is kept as spans of numbers, never as lists of ranks, so the size of the world and of the numbers in the
-text does not matter.
+Selections are kept as spans of numbers, not as lists of ranks, so neither the size of the world nor the size of the
+numbers matters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Selector:
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[int]) -> Selector:
-        """These ranks, of which there is at least one."""
+        """Returns the selector of these ranks, of which there is at least one."""
         return cls(rank_spans=spans_of(ranks))
 
     def __str__(self) -> str:
@@ -55,20 +55,20 @@ class Selector:
         return ",".join(f"{axis}={join_spans(spans, '|')}" for axis, spans in self.axes)
 
     def selects(self, coords: Place) -> bool:
-        """Returns whether the rank with these coordinates is captured. O(1), local."""
+        """Returns whether the rank with these coordinates is captured, in O(1)."""
         if self.rank_spans is not None:
             return _holds(self.rank_spans, coords.rank)
         return all(_holds(spans, getattr(coords, axis)) for axis, spans in self.axes)
 
     def ranks(self, layout: WorldLayout) -> list[int]:
-        """All selected global ranks of a world, ascending. For reports; a rank asks `selects` about itself."""
+        """Returns all selected global ranks of a world, ascending. For reports; a rank asks `selects` about itself."""
         return sorted(self._matches(layout))
 
     def check(self, sizes: ParallelSizes, layout: WorldLayout | None = None, *, option: str = OPTION) -> None:
-        """ValueError, which names `option`, unless every rank and coordinate exists and at least one rank is selected.
+        """Raises a ValueError that names `option` unless every rank and coordinate exists and some rank is selected.
 
-        An `ep` constraint beside others can be empty (the expert grid is another one than the decoder's), and whether
-        it is depends on the rank order: that is checked when a layout is given, since guessing one would be wrong.
+        Together with others, an `ep` constraint may select no rank, because the expert grid is not that of the decoder.
+        Whether it does depends on the rank order, so that is checked only if a layout is given.
         """
         if self.rank_spans is not None:
             last = self.rank_spans[-1][1]
@@ -96,17 +96,17 @@ class Selector:
             yield from _clip(self.rank_spans, sizes.world)
             return
         wanted = dict(self.axes)
-        # tp, cp, dp and pp name every rank once, so only ep has to be looked up rank by rank.
+        # tp, cp, dp and pp identify every rank, so only ep has to be checked rank by rank.
         offsets = [
             [value * strides[axis] for value in _clip(wanted.get(axis), getattr(sizes, axis))]
             for axis in ("pp", "dp", "cp", "tp")
         ]
-        found = map(sum, product(*offsets))
+        ranks = map(sum, product(*offsets))
         if "ep" not in wanted:
-            yield from found
+            yield from ranks
             return
         stride, size, allowed = strides["ep"], sizes.ep, set(_clip(wanted["ep"], sizes.ep))
-        yield from (rank for rank in found if rank // stride % size in allowed)
+        yield from (rank for rank in ranks if rank // stride % size in allowed)
 
 
 ALL = Selector()
@@ -115,7 +115,7 @@ PER_STAGE = Selector(axes=tuple((axis, ((0, 0),)) for axis in ("tp", "cp", "dp")
 
 
 def parse_selector(text: str, option: str = OPTION) -> Selector:
-    """Read the value of `--profile-select` (grammar above; keywords and axis names in any case, spaces free).
+    """Returns the selector of a `--profile-select` value (grammar above; case and spaces do not matter).
 
     Equal selections written differently give equal selectors: `pp=*` is `all`. ValueError, which names `option`, for
     anything else.
@@ -179,17 +179,17 @@ def _holds(spans: Spans, number: int) -> bool:
 
 
 def _clip(spans: Spans | None, size: int) -> list[int]:
-    """The numbers of the spans below `size`; all of them where there is no constraint."""
+    """Returns the numbers of the spans below `size`; all of them if there is no constraint."""
     if spans is None:
         return list(range(size))
     return [number for first, last in spans for number in range(first, min(last + 1, size))]
 
 
 def spans_of(numbers: Iterable[int]) -> Spans:
-    """The numbers as spans, in whatever order they come."""
+    """Returns the numbers, which need not be sorted, as spans."""
     return _merge((number, number) for number in numbers)
 
 
 def join_spans(spans: Spans, between: str) -> str:
-    """``3,8-15`` where ``between`` is a comma."""
+    """Returns spans as text, such as ``3,8-15`` if ``between`` is a comma."""
     return between.join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,5 +1,5 @@
-"""Where a rank stands: its TP, PP, CP, EP and DP coordinates, computed from the sizes and the order of ranks alone.
-`process_groups` reads them from Megatron.
+"""The coordinates of ranks along TP, PP, CP, EP and DP, computed from the parallel sizes and Megatron's rank order.
+`process_groups` reads those of this rank from Megatron.
 
 Megatron lays its ranks out in two grids over the same world (`RankGenerator` and `initialize_model_parallel` in
 `megatron/core/parallel_state.py`, the same from megatron-core 0.12 to 0.19). Both count through the axes named in
@@ -64,7 +64,7 @@ class ParallelSizes:
     def of(
         cls, world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, vpp: int = 1, etp: int | None = None
     ) -> ParallelSizes:
-        """The sizes of a world of `world` ranks, `dp` being what is left. ValueError where Megatron would refuse."""
+        """Returns the sizes of a world of `world` ranks; `dp` is what is left. ValueError if Megatron would refuse."""
         etp = tp if etp is None else etp
         given = {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp, "etp": etp}
         for option, value in given.items():

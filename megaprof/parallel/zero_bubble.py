@@ -1,6 +1,6 @@
-"""Orders of passes that fill the bubble with the halves of backwards that make the gradients of weights.
+"""Orders of passes that split backwards, and fill the bubble with the halves that compute the gradients of weights.
 
-Megatron-Core does not have these schedules; torch does, and torchtitan runs them. Source of the orders:
+Megatron-Core does not have these schedules; torch does, and torchtitan uses them. Source of the orders:
 ``torch/distributed/pipelining/schedules.py`` (2.13), which the tests compare them with. ``zb_h1`` and ``zbv`` are ZB-H1
 and ZB-V (Qi et al. 2023, arXiv 2401.10241; in torch ``InterleavedZeroBubble`` with one chunk a stage, and
 ``ZBVZeroBubble``), and ``dualpipev`` is DeepSeek's DualPipeV (``DualPipeV``).
@@ -12,31 +12,31 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 Order = list[tuple[tuple[str, int, int], ...]]
-"""Turns of one stage; each pass has a kind, a model chunk and a microbatch."""
+"""The turns of one stage; each pass in a turn has a kind, a model chunk and a microbatch."""
 
 _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 class _Turns:
-    """A stage's turns in the making: each pass is of the next microbatch of its kind and chunk."""
+    """Collects the turns of a stage; each pass gets the next microbatch of its kind and chunk."""
 
     def __init__(self) -> None:
-        self.found: Order = []
+        self.turns: Order = []
         self.count: Counter[str] = Counter()
 
     def add(self, *each: str) -> None:
-        """One turn of passes such as ``F0``: kind and chunk."""
-        self.found.append(tuple((_KINDS[name[0]], int(name[1:]), self.count[name]) for name in each))
+        """Adds one turn of passes such as ``F0``: kind and chunk."""
+        self.turns.append(tuple((_KINDS[name[0]], int(name[1:]), self.count[name]) for name in each))
         self.count.update(each)
 
     def repeat(self, times: int, *each: str) -> None:
-        """Several times a turn of each pass."""
+        """Adds a turn for each pass, several times over."""
         for name in each * times:
             self.add(name)
 
 
 def _zb_h1(stages: int, microbatches: int, stage: int) -> Order:
-    """1F1B, in which a stage's weight halves stay behind by as many microbatches as there are stages before it."""
+    """1F1B, in which the weight halves of a stage are late by as many microbatches as there are stages before it."""
     order, count = _Turns(), microbatches
     for _ in range(min(stages - 1 - stage, count)):
         order.add("F0")
@@ -48,7 +48,7 @@ def _zb_h1(stages: int, microbatches: int, stage: int) -> Order:
             order.add("W0")
     while order.count["W0"] < count:
         order.add("W0")
-    return order.found
+    return order.turns
 
 
 def _zbv(stages: int, microbatches: int, stage: int) -> Order:
@@ -67,7 +67,7 @@ def _zbv(stages: int, microbatches: int, stage: int) -> Order:
     order.repeat(ahead, "B0", "W0")
     order.repeat(count - order.count["W1"], "W1")
     order.repeat(count - order.count["W0"], "W0")
-    return [turn for turn in order.found if turn[0][2] < microbatches]
+    return [turn for turn in order.turns if turn[0][2] < microbatches]
 
 
 def _dualpipev(stages: int, microbatches: int, stage: int) -> Order:
@@ -104,7 +104,7 @@ def _dualpipev(stages: int, microbatches: int, stage: int) -> Order:
         backward(0, split=True)
     while later:
         order.add(later.popleft())
-    return order.found
+    return order.turns
 
 
 #: The order of turns by name, from the number of stages, of microbatches, and the stage.

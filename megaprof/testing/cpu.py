@@ -1,9 +1,9 @@
-"""Real megatron-core in a process that has no GPU, or must not touch the one it has.
+"""Real megatron-core in a process that has no GPU, or must not use the one it has.
 
-Megatron-core asks torch.cuda for devices, streams and random states even where everything else it does is
-device-neutral. `cpu_megatron` answers those questions for the CPU and changes nothing else: models, schedules,
-optimizers and process groups stay megatron-core's own. The replacements are data (`cpu_patches`), applied and
-taken back by one mechanism, so that after the context every attribute is the very object it was before.
+Megatron-core asks torch.cuda for devices, streams and random states even in code that is otherwise device-neutral.
+`cpu_megatron` answers for the CPU and changes nothing else: models, schedules, optimizers and process groups stay
+megatron-core's own. The replacements are data (`cpu_patches`), applied and undone by one mechanism, so that after the
+context every attribute is the same object as before.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Patch:
     target: Any
     """A module or a class."""
     name: str
-    """Of the attribute."""
+    """The attribute's name."""
     replacement: Any
-    """What stands there instead."""
+    """What replaces it."""
 
 
 class _Event:
-    """A CUDA event of a device on which everything has already happened: it only keeps its time."""
+    """A CUDA event on a device where everything is done at once: it only keeps its time."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self._time = 0.0
@@ -63,7 +63,7 @@ class _Event:
 
 
 class _Stream:
-    """A CUDA stream on which work is done when it is issued; megatron-core compares streams by identity."""
+    """A CUDA stream whose work is done when it is issued. Megatron-core compares streams by identity."""
 
     device = _CPU
 
@@ -113,7 +113,7 @@ def is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-#: The second is what `torch.nn.Module.to` and tensordict read their arguments with.
+#: `torch.nn.Module.to` and tensordict parse their arguments with the second one.
 _TO = (torch.Tensor.to, torch._C._nn._parse_to)
 
 
@@ -132,7 +132,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _also_in_backward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A mode is off while it handles a call, and backward is such a call; autograd functions run inside it."""
+    """Returns ``run_backward`` with the mode on: a mode is off while it handles a call, and backward is such a call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _OnCpu():
@@ -142,7 +142,7 @@ def _also_in_backward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
-    """``create`` process groups, those of NCCL over gloo: megatron-core names it for the borders of modules (0.16+)."""
+    """Returns ``create`` with gloo in place of NCCL, which megatron-core names for groups between modules (0.16+)."""
 
     @functools.wraps(create)
     def created(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
     return created
 
 
-# Dynamo keeps a table of torch's functions and refuses one object under two names: every replacement is its own.
+# Dynamo keeps a table of torch's functions and refuses one object under two names, so every replacement is new.
 def constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
@@ -209,15 +209,16 @@ def _torch_patches() -> list[Patch]:
 
 
 def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron-core converts only what it moves off a GPU, so sizes that are on the CPU already would stay tensors."""
+    """Converts sizes as megatron-core does when it moves them off a GPU; on the CPU they would stay tensors."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _norm_under_sequence_parallel(wrapped_norm: Any) -> Any:
-    """A ``__new__`` for megatron-core's torch norm that marks parameters for sequence parallelism.
+    """Returns a ``__new__`` for megatron-core's torch norm that marks parameters for sequence parallelism.
 
-    The fused norms of Apex and Transformer Engine do so themselves and torch's is refused with it, though the norm
-    computes the same; the mark makes ``finalize_model_grads`` sum the gradients over the tensor parallel group.
+    The fused norms of Apex and Transformer Engine do so themselves. Torch's norm is refused with sequence parallelism,
+    though it computes the same; the mark makes ``finalize_model_grads`` sum the gradients over the tensor parallel
+    group.
     """
     original = wrapped_norm.__new__
 
@@ -233,7 +234,7 @@ def _norm_under_sequence_parallel(wrapped_norm: Any) -> Any:
 
 
 def _kept(owner: Any, *names: str) -> list[Patch]:
-    """Globals that megatron-core fills while the context is open and that must not outlive it."""
+    """Returns patches that restore globals which megatron-core fills while the context is open."""
     return [Patch(owner, name, getattr(owner, name)) for name in names if hasattr(owner, name)]
 
 
@@ -244,7 +245,7 @@ def _megatron_patches() -> list[Patch]:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     patches = [
-        # With the CPU's generator in the place of the GPU's, megatron-core's own RNG tracker (fork included) works.
+        # With the CPU's generator in place of the GPU's, megatron-core's own RNG tracker works, including fork.
         Patch(random, "_get_cuda_rng_state", _get_rng_state),
         Patch(random, "_set_cuda_rng_state", _set_rng_state),
         Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_value),
@@ -263,12 +264,12 @@ def _megatron_patches() -> list[Patch]:
 
 
 def cpu_patches() -> list[Patch]:
-    """Everything that `cpu_megatron` replaces in this process, for the megatron-core that is installed."""
+    """Returns everything that `cpu_megatron` replaces in this process, for the installed megatron-core."""
     return _torch_patches() + _megatron_patches()
 
 
 def process_wide() -> None:
-    """Redirect devices in this thread for good."""
+    """Redirects devices in this thread permanently."""
     mode: Any = _OnCpu()
     mode.__enter__()
 
@@ -282,7 +283,7 @@ def _restore(target: Any, name: str, saved: object) -> None:
 
 @contextlib.contextmanager
 def cpu_megatron() -> Iterator[None]:
-    """Build and run real megatron-core models on the CPU, over gloo, whether or not the machine has a GPU.
+    """A context in which real megatron-core models are built and run on the CPU, over gloo, even if there is a GPU.
 
     While the context is open ``torch.cuda`` answers for the CPU: calls that name a CUDA device get the CPU,
     ``.cuda()`` returns its object, streams and events exist and are always done, the CUDA random state is the CPU's

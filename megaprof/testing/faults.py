@@ -1,8 +1,8 @@
-"""Times and faults made on purpose in a real job, to see them found: passes that take a given time or longer than they
-should, a slow link, a rank that stops.
+"""Faults made on purpose in a real job, to check that they are found: passes that take a given time, or longer than
+they should, a slow link, a rank that stops.
 
-What is slow waits, as a host waits for a GPU. That needs no core, so that a busy machine disturbs it little. A fault
-stays for the life of the process or of the model; what it does is asked each time.
+Slow parts wait, as a host waits for a GPU. Waiting needs no core, so a busy machine hardly disturbs it. A fault stays
+for the life of the process or the model; a function says each time what it does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["after_exchange", "before_forward", "layers", "linger", "pace"]
 
 
 class _Backward(torch.autograd.Function):
-    """Computes nothing, and calls a function in the backward."""
+    """Computes nothing; calls a function in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, act: Callable[[], object]) -> torch.Tensor:
@@ -31,7 +31,7 @@ class _Backward(torch.autograd.Function):
 
 
 class _Longer:
-    """Two hooks of one module."""
+    """Two hooks that make one module take longer."""
 
     def __init__(self, more: Callable[[float], tuple[float, float]]) -> None:
         self.more = more
@@ -47,7 +47,7 @@ class _Longer:
 
 
 class _Paced:
-    """Two hooks of one module."""
+    """Two hooks that make one module take a given time."""
 
     def __init__(self, takes: Callable[[], tuple[float, float]]) -> None:
         self.takes = takes
@@ -78,17 +78,17 @@ def _until(end: float) -> None:
 
 
 def layers(chunks: Iterable[Any]) -> list[Any]:
-    """The transformer layers of model chunks."""
+    """Returns the transformer layers of model chunks."""
     from megatron.core.utils import get_attr_wrapped_model
 
     return [layer for chunk in chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
 
 
 def linger(modules: Iterable[Any], more: Callable[[float], tuple[float, float]]) -> None:
-    """Let modules that return tuples, such as `layers`, take longer.
+    """Makes modules that return tuples, such as `layers`, take longer.
 
-    ``more`` gets the milliseconds that the module's own forward took, and returns those that this forward and its
-    backward wait beyond their work.
+    ``more`` gets the milliseconds that the module's own forward took, and returns how many milliseconds this forward
+    and its backward wait in addition.
     """
     for module in modules:
         longer = _Longer(more)
@@ -97,10 +97,10 @@ def linger(modules: Iterable[Any], more: Callable[[float], tuple[float, float]])
 
 
 def pace(modules: Iterable[Any], takes: Callable[[], tuple[float, float]]) -> None:
-    """Let passes of modules that return tuples, such as `layers`, take a given time: what they compute is part of it,
-    so that other work on the machine does not change it unless it makes them compute for longer than that.
+    """Makes passes of modules that return tuples, such as `layers`, take a given time, which includes what they
+    compute. So other work on the machine does not change it, unless it makes them compute for longer than that.
 
-    ``takes`` is asked before each forward, and returns the milliseconds of that forward and of its backward.
+    ``takes`` is called before each forward, and returns the milliseconds of that forward and of its backward.
     """
     for module in modules:
         paced = _Paced(takes)
@@ -109,7 +109,7 @@ def pace(modules: Iterable[Any], takes: Callable[[], tuple[float, float]]) -> No
 
 
 def before_forward(chunk: Any, act: Callable[[], object]) -> None:
-    """Call ``act`` before every forward of a model chunk."""
+    """Calls ``act`` before every forward of a model chunk."""
 
     def hook(module: Any, inputs: Any) -> None:  # what a hook returns would become the inputs
         act()
@@ -118,8 +118,8 @@ def before_forward(chunk: Any, act: Callable[[], object]) -> None:
 
 
 def after_exchange(peer: int, act: Callable[[], object]) -> None:
-    """Call ``act`` behind every exchange with global rank ``peer``, as a part of it, that is batched, as those of all
-    schedules are but those that overlap with compute. A link is slow for both its ranks."""
+    """Calls ``act`` at the end of every batched exchange with global rank ``peer``, as a part of it. Exchanges of all
+    schedules are batched, unless they overlap with compute. A slow link is slow for both its ranks."""
     exchange = torch.distributed.batch_isend_irecv
 
     def exchanged(operations: Any) -> Any:
@@ -130,7 +130,7 @@ def after_exchange(peer: int, act: Callable[[], object]) -> None:
 
 
 class _Acts:
-    """Stands behind the works of an exchange, which are waited for in turn."""
+    """Comes after the works of an exchange, which are waited for in turn."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.wait = act

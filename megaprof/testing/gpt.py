@@ -1,7 +1,7 @@
 """A small GPT of megatron-core's own classes, trained by megatron-core's own schedules: something real to measure.
 
-`build` makes what a `~megaprof.testing.GPTWorkload` says in an initialised process, and `BuiltGPT`
-trains it, evaluates it and passes it over log-probs the way Megatron-LM and the RL frameworks on top of it do.
+`build` makes the model that a `~megaprof.testing.GPTWorkload` describes, in an initialised process. `BuiltGPT` trains
+it, evaluates it and computes log-probs, as Megatron-LM and the RL frameworks based on it do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ForwardBackward = Callable[..., list[Any]]
 
 
 def _layout_options(workload: GPTWorkload, known: Iterable[str]) -> dict[str, Any]:
-    """The TransformerConfig fields (of those ``known`` to this megatron-core) that give this layout."""
+    """Returns the fields of TransformerConfig, of those ``known`` to this megatron-core, that give this layout."""
     layout, pp, vpp = workload.chunk_layers, workload.pp, workload.vpp or 1
     if len(set(layout)) == 1:
         return {}
@@ -87,7 +87,7 @@ def _config(workload: GPTWorkload) -> Any:
 
 
 def _build_chunk(workload: GPTWorkload, config: Any, chunk: int, device: str = "cpu") -> Any:
-    """One model chunk, wrapped as Megatron-LM's ``get_model`` wraps it."""
+    """Returns one model chunk, wrapped as Megatron-LM's ``get_model`` wraps it."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.enums import ModelType
@@ -125,11 +125,11 @@ def _build_chunk(workload: GPTWorkload, config: Any, chunk: int, device: str = "
 
 
 def build(workload: GPTWorkload, device: str = "cpu") -> BuiltGPT:
-    """Initialise model parallelism and build this rank's part of the model, with its optimizer.
+    """Initialises model parallelism, and builds this rank's part of the model, with its optimizer.
 
-    On the CPU it needs an open `~megaprof.testing.cpu_megatron`, on ``device="cuda"`` none; and the default process
-    group (`~megaprof.testing.init_distributed`) with ``workload.world_size`` ranks. Called again in the same process,
-    it takes the model parallel groups of the earlier workload down first, whose model can then no longer run.
+    On the CPU it needs an open `~megaprof.testing.cpu_megatron`; on any device the default process group
+    (`~megaprof.testing.init_distributed`) with ``workload.world_size`` ranks. Called again in the same process, it
+    first destroys the model parallel groups of the earlier workload, whose model can then no longer run.
 
     Raises:
         ValueError: the world has another size, or this megatron-core cannot do what the workload asks for.
@@ -230,7 +230,7 @@ class BuiltGPT:
 
     @staticmethod
     def _inputs(tokens: torch.Tensor, packed: tuple[int, ...] = ()) -> tuple[Any, ...]:
-        """The model's positional arguments."""
+        """Returns the model's positional arguments."""
         length = tokens.shape[1]
         if packed:
             return tokens, torch.cat([torch.arange(each, device=tokens.device) for each in packed])[None], None
@@ -279,9 +279,9 @@ class BuiltGPT:
         return (forward_backward_func or get_forward_backward_func())(**arguments)
 
     def train_step(self, forward_backward_func: ForwardBackward | None = None) -> list[float]:
-        """One step: schedule, gradient reduction, AdamW on megatron-core's main gradients.
+        """Runs one step: schedule, gradient reduction, AdamW on megatron-core's main gradients.
 
-        ``forward_backward_func``: asked for once before the loop, as Megatron-LM does; None = asked for now.
+        ``forward_backward_func``: fetched once before the loop, as Megatron-LM does; None: fetched at this call.
         Returns the microbatches' losses on the last stage, an empty list elsewhere.
         """
         for chunk in self.chunks:
@@ -297,7 +297,7 @@ class BuiltGPT:
 
     @torch.no_grad()
     def log_probs_pass(self, forward_backward_func: ForwardBackward | None = None) -> list[torch.Tensor]:
-        """Log-probs of the next step's labels on the last stage: [micro_batch_size, length] per microbatch."""
+        """Returns log-probs of the next step's labels on the last stage: [micro_batch_size, length] per microbatch."""
         for chunk in self.chunks:
             chunk.eval()
         return self._run(
@@ -310,7 +310,7 @@ class BuiltGPT:
 
     @torch.no_grad()
     def evaluate(self, forward_backward_func: ForwardBackward | None = None) -> list[float]:
-        """Losses of a batch that training never sees, in a function named as Megatron-LM's is."""
+        """Returns losses of a batch that training never sees; named as Megatron-LM's function is."""
         for chunk in self.chunks:
             chunk.eval()
         losses = self._run(forward_backward_func, -1, forward_only=True)
@@ -322,16 +322,16 @@ class BuiltGPT:
                 yield f"{number}.{name}", parameter
 
     def parameter_digest(self) -> str:
-        """sha256 over this rank's parameters, bit by bit."""
+        """Returns the sha256 of this rank's parameters, bit by bit."""
         return _digest((name, parameter.detach()) for name, parameter in self._parameters())
 
     def gradient_digest(self) -> str:
-        """sha256 over this rank's reduced gradients of the last step, bit by bit."""
+        """Returns the sha256 of this rank's reduced gradients of the last step, bit by bit."""
         return _digest((name, parameter.main_grad) for name, parameter in self._parameters())
 
 
 def _packed(lengths: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Returns what a model is told of packed sequences."""
+    """Returns what a model gets for packed sequences."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if not lengths:

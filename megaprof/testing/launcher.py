@@ -1,8 +1,8 @@
-"""Run a function on n ranks of this machine, and lose nothing of what went wrong.
+"""Runs a function on n ranks of this machine, and reports everything that went wrong.
 
-Each rank is a fresh interpreter in a session of its own. The parent holds the rendezvous store, so no port is chosen
-before it is bound and any number of launchers can run at once. A rank that fails is reported with its traceback or
-its signal, a rank that hangs with its stack, and nothing that a rank started outlives `run_ranks`.
+Each rank is a fresh interpreter in a session of its own. The parent holds the rendezvous store on a port that it has
+bound, so any number of launchers can run at once. A rank that fails is reported with its traceback or its signal, a
+rank that hangs with its stack, and nothing that a rank started outlives `run_ranks`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["RankReport", "RanksFailed", "init_distributed", "run_ranks"]
 T = TypeVar("T")
 
 GRACE = 5.0
-"""Seconds that the other ranks get to end by themselves once one has failed."""
+"""Seconds that the other ranks have to end by themselves after one has failed."""
 
 _STDERR_LINES = 40
 _POLL = 0.02
@@ -42,7 +42,7 @@ _DUMP_SIGNAL = signal.SIGUSR1
 _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from megaprof.testing.launcher import _rank_main; _rank_main({job!r})"
 
 
-#: True while a rank imports the modules of the process that started it: nothing may start ranks again there.
+#: True while a rank imports the modules of the process that started it, which must not start ranks again.
 _importing = False
 
 
@@ -51,23 +51,23 @@ class RankReport:
     """How one rank ended."""
 
     rank: int
-    """Its number, from 0."""
+    """Number of the rank, from 0."""
     outcome: str
     """``returned``, ``raised``, ``exited`` (without returning, or with a non-zero ``exit_status`` after it),
     ``signalled``, ``hung`` (still running at the time limit) or ``killed`` (still running ``GRACE`` seconds after
     another rank had failed)."""
     exit_status: int | None = None
-    """Of a process that ended by itself."""
+    """Exit status of a process that ended by itself."""
     signal: str | None = None
-    """The name of the signal that ended it."""
+    """Name of the signal that ended it."""
     traceback: str = ""
-    """Of the exception that it raised."""
+    """Traceback of the exception that it raised."""
     stack: str = ""
-    """Where its threads stood, if it had to be killed."""
+    """The stacks of its threads, if it had to be killed."""
     stderr: str = ""
-    """Its last lines."""
+    """Its last lines on stderr."""
     failed_rank: int | None = None
-    """The rank that failed before, if this one was killed."""
+    """The rank that had failed, if this one was killed for it."""
 
     def __str__(self) -> str:
         headline = {
@@ -85,7 +85,7 @@ class RankReport:
 
 
 class _Unguarded(BaseException):
-    """``run_ranks`` was called by a script that a rank imports. Not for that script to catch."""
+    """``run_ranks`` was called by a script that a rank imports. That script should not catch it."""
 
 
 class RanksFailed(RuntimeError):
@@ -111,7 +111,7 @@ def run_ranks(
     on_line: Callable[[int, str], None] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Call ``fn(*args, **kwargs)`` in ``world`` fresh processes and return their results in rank order.
+    """Calls ``fn(*args, **kwargs)`` in ``world`` fresh processes, and returns their results in rank order.
 
     ``fn`` must be importable by name; arguments and results are pickled. Each process has RANK, LOCAL_RANK,
     WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, one OMP thread, and ``env`` on top; inside,
@@ -164,10 +164,10 @@ def run_ranks(
 
 
 def init_distributed(timeout: float = 60.0) -> tuple[int, int]:
-    """Join the ranks of `run_ranks` (or of torchrun) over gloo; returns (rank, world size).
+    """Joins the ranks of `run_ranks` (or of torchrun) over gloo; returns (rank, world size).
 
-    ``timeout``: seconds after which a collective that some rank does not reach raises. Does nothing when the default
-    process group exists already.
+    ``timeout``: seconds until a collective that some rank does not reach raises. If the default process group exists
+    already, it is kept.
     """
     import torch
 
@@ -198,7 +198,7 @@ def _rank_env(rank: int, world: int, port: int, token: str, env: Mapping[str, st
 
 
 def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Run ``code`` in a fresh interpreter and a session of its own, with ``env`` as its whole environment."""
+    """Starts ``code`` in a fresh interpreter and a session of its own, with ``env`` as its whole environment."""
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env=env,
@@ -212,7 +212,7 @@ def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 class _Rank:
-    """One rank's process, seen from the parent."""
+    """The process of one rank, as the parent sees it."""
 
     def __init__(self, rank: int, job: Path, env: dict[str, str], on_line: Callable[[int, str], None] | None) -> None:
         self.rank = rank
@@ -238,7 +238,7 @@ class _Rank:
         return self.process.poll() is not None and not self.result.exists()
 
     def report(self, stack: str | None, failed_rank: int | None) -> RankReport:
-        """``stack`` is None for a rank that ended by itself."""
+        """Returns how the rank ended; ``stack`` is None if it ended by itself."""
         stderr = "".join(self.stderr)
         if stack is not None:
             outcome = "hung" if failed_rank is None else "killed"
@@ -259,7 +259,7 @@ def _forward(stream: IO[str], write: Callable[[str], object]) -> None:
 
 
 def _wait(ranks: list[_Rank], timeout: float) -> int | None:
-    """Until all ranks ended or their time is up; returns the first rank seen to have failed."""
+    """Waits until all ranks have ended or their time is up; returns the first rank that was seen to have failed."""
     deadline = time.monotonic() + timeout
     failed_rank: int | None = None
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
@@ -272,7 +272,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> int | None:
 
 
 def _dump_stacks(ranks: list[_Rank]) -> dict[int, str]:
-    """The Python stacks of ranks that still run. faulthandler writes them even from inside a blocked C call."""
+    """Returns the Python stacks of ranks that still run. faulthandler writes them even during a blocked C call."""
     for rank in ranks:
         if rank.stack.exists():  # without its handler the signal would kill the rank
             rank.process.send_signal(_DUMP_SIGNAL)
@@ -285,7 +285,7 @@ def _dump_stacks(ranks: list[_Rank]) -> dict[int, str]:
 
 
 def _kill(ranks: list[_Rank], token: str) -> None:
-    """End the ranks and whatever they started, sessions of their own included."""
+    """Kills the ranks and everything that they started, even in sessions of its own."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(rank.process.pid, signal.SIGKILL)
@@ -299,13 +299,14 @@ def _kill(ranks: list[_Rank], token: str) -> None:
 
 
 def _marked(token: str) -> list[int]:
-    """Processes with ``token`` in their environment (Linux; elsewhere only process groups are followed)."""
-    found = []
+    """Returns the processes with ``token`` in their environment (on Linux; elsewhere only process groups are
+    followed)."""
+    processes = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if token.encode() in environ.read_bytes():
-                found.append(int(environ.parent.name))
-    return found
+                processes.append(int(environ.parent.name))
+    return processes
 
 
 def _import_as_the_parent(preparation: dict[str, Any]) -> None:
@@ -316,7 +317,7 @@ def _import_as_the_parent(preparation: dict[str, Any]) -> None:
 
 
 def _rank_main(job_directory: str) -> None:
-    """What a rank runs: restore the parent's imports, call the function, leave result or traceback behind."""
+    """Runs in a rank: restores the parent's imports, calls the function, and leaves its result or traceback behind."""
     job = Path(job_directory)
     rank = os.environ["RANK"]
     # Named .stack only once the handler is in, because the parent signals no earlier than it sees that name.

@@ -1,5 +1,5 @@
-"""Attention over packed sequences on the CPU, where megatron-core's own refuses them: each sequence by itself, and so
-quadratic in its length, as on a GPU."""
+"""Attention over packed sequences on the CPU, which megatron-core's own attention refuses there. Each sequence is
+computed by itself, so the time is quadratic in its length, as on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class PackedAttention(torch.nn.Module):
-    """In the place of megatron-core's ``DotProductAttention``: causal, without dropout."""
+    """Replaces megatron-core's ``DotProductAttention``: causal, without dropout."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **others: Any) -> None:
         super().__init__()
@@ -20,14 +20,14 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """``query``, ``key`` and ``value`` are [token, head, size]; the result is [token, head x size]."""
         packed = others["packed_seq_params"]
-        # What a sequence is filled up with stands behind it, where no token of it looks.
+        # Padding follows the sequence, where none of its tokens attends to it.
         padded = packed.cu_seqlens_q_padded
         ends = (packed.cu_seqlens_q if padded is None else padded).tolist()
-        found = []
+        outputs = []
         for begin, end in itertools.pairwise(ends):
-            if begin == end:  # a host's lists of boundaries are filled up
+            if begin == end:  # hosts pad their lists of boundaries
                 continue
             q, k, v = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
             attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            found.append(attended[0].transpose(0, 1).reshape(end - begin, -1))
-        return torch.cat(found)
+            outputs.append(attended[0].transpose(0, 1).reshape(end - begin, -1))
+        return torch.cat(outputs)

@@ -1,4 +1,4 @@
-"""What the small GPT of `megaprof.testing.gpt` is to be: sizes, parallelism, layout, batch."""
+"""The description of the small GPT that `megaprof.testing.gpt` builds: sizes, parallelism, layout, batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class GPTWorkload:
-    """Model, parallel sizes and batch of a run. Every value is checked here, so that no rank finds out alone.
+    """Model, parallel sizes and batch of a run. Every value is checked here, before any rank starts.
 
     Raises ValueError, naming the field, its value and what would be valid.
     """
@@ -39,18 +39,18 @@ class GPTWorkload:
     seq_length: int = 128
     """Tokens in a sequence."""
     seq_lengths: tuple[int, ...] | None = None
-    """Tokens in a sequence of each microbatch instead, as RL frameworks have them; ``seq_length`` is the longest."""
+    """Tokens in a sequence of each microbatch, if they differ, as in RL frameworks; ``seq_length`` is the longest."""
     packs: tuple[tuple[int, ...], ...] | None = None
-    """Tokens of every sequence that is packed into each microbatch instead: as many microbatches as there are in one
-    replica, or in all of them, replica after replica. Attention is within a sequence alone."""
+    """Tokens of every sequence that is packed into each microbatch, if any are: for the microbatches of one replica, or
+    of all of them, replica after replica. Attention stays within a sequence."""
     hidden: int = 256
-    """Hidden size. A layer costs far more than the embedding or the output layer at the defaults."""
+    """Hidden size. With the defaults, a layer costs far more than the embedding or the output layer."""
     heads: int = 4
     """Attention heads."""
     vocab: int = 128
     """Vocabulary size."""
     num_experts: int | None = None
-    """Experts per layer of a mixture of experts; None: dense layers, or 2 x ``ep`` where ep > 1."""
+    """Experts per layer of a mixture of experts; None: dense layers, or 2 x ``ep`` if ep > 1."""
     combined_1f1b: bool = False
     """Overlap expert communication with compute (``overlap_moe_expert_parallel_comm``), which needs megatron-core >=
     0.14, ep > 1, bfloat16, and chunks (``vpp``) where pp > 1."""
@@ -61,11 +61,11 @@ class GPTWorkload:
     overlap_grad_reduce: bool = False
     """Reduce gradients while computing, with megatron-core's no_sync around all but the last microbatch."""
     seed: int = 1234
-    """Of weights and data."""
+    """Seed of weights and data."""
     dtype: str = "float32"
     """``float32`` or ``bfloat16``."""
     learning_rate: float = 1e-3
-    """Of the optimizer."""
+    """Learning rate of the optimizer."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -143,17 +143,17 @@ class GPTWorkload:
 
     @property
     def experts(self) -> int | None:
-        """Experts per layer, None for dense layers."""
+        """Experts per layer; None for dense layers."""
         return self.num_experts or (2 * self.ep if self.ep > 1 else None)
 
     @property
     def sequence_parallel(self) -> bool:
-        """Megatron-core wants it wherever experts meet tensor parallelism."""
+        """Whether sequence parallelism is on: megatron-core demands it if there are experts and tensor parallelism."""
         return self.tp > 1 and self.experts is not None
 
     @property
     def dispatcher(self) -> str:
-        """Megatron-core's token dispatcher: the all-to-all one gathers unevenly over TP, which gloo cannot."""
+        """Megatron-core's token dispatcher. The all-to-all one gathers unevenly over TP, which gloo cannot do."""
         return "allgather" if self.sequence_parallel else "alltoall"
 
     @property
@@ -163,7 +163,7 @@ class GPTWorkload:
 
     @property
     def chunk_layers(self) -> tuple[int, ...]:
-        """Layers of every chunk, chunk-major, written out also where ``layout`` is None."""
+        """Layers of every chunk, chunk-major, even if ``layout`` is None."""
         pieces = self.pp * (self.vpp or 1)
         return self.layout or (self.layers // pieces,) * pieces
 
