@@ -200,7 +200,7 @@ def test_what_has_no_costs_says_so(client: TestClient, top: Path, tmp_path: Path
     pipeline(tmp_path / "single", [4])
     with browsing(tmp_path) as alone:
         shown = page(alone, f"/capture/{address(tmp_path, 'single')}/what-if")
-        assert "nothing to change here by hand" in shown.text
+        assert "Nothing can be changed here." in shown.text
         assert "a single stage has no other layout" in shown.text
 
 
