@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, Schedule
+from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, StepList
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ class PlannedWindow:
     """Its first step."""
     last: CountedStep
     """Its last step so far."""
-    asked: int | None = None
-    """The wanted step in whose place `last` is captured, because another window was open in it; None: `last` itself."""
+    asked: int
+    """The wanted step that `last` is captured for: itself, or an earlier one in which another window was open."""
     complete: bool = True
     """False: with ``--profile-merge-steps``, a wanted step that follows is to go into it, too."""
     demand: Demand | None = None
@@ -154,11 +154,6 @@ class PlannedWindow:
     def outlasts_call(self) -> bool:
         """True: it ends with the host's step, or with annotated work, and not with a call."""
         return self.target in (TRAIN_OVERALL, ANNOTATED)
-
-    @property
-    def wanted(self) -> int:
-        """The wanted step that its last step is captured for."""
-        return self.last.number if self.asked is None else self.asked
 
 
 class Decision(NamedTuple):
@@ -292,28 +287,26 @@ class Agenda:
         follow each other share a window, and so do steps that are captured in the place of owed ones."""
         wish, last = self.wish(step.target, step.role), window.last
         asked = wish.asks(step)
-        if asked == step.number and window.asked is None:
-            joins = isinstance(wish.plan, Schedule) or step.number == last.number + 1
-        else:
-            joins = None not in (asked, window.asked) and asked != step.number
-        if joins:
-            self.saved(window)
-            window.last, window.asked = step, None if asked == step.number else asked
-            self.opens(window)
-        return joins
+        itself = asked == step.number
+        if asked is None or itself != (window.asked == last.number):
+            return False
+        if itself and isinstance(wish.plan, StepList) and step.number != last.number + 1:
+            return False
+        self.saved(window)
+        window.last, window.asked = step, asked
+        self.opens(window)
+        return True
 
     def _wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> list[PlannedWindow]:
         """Returns the windows that may open with ``steps``: one on demand first, those for owed steps last."""
         windows: list[PlannedWindow] = []
         owed: list[PlannedWindow] = []
         if demand is not None and (step := self._demanded(demand, steps)) is not None:
-            windows.append(PlannedWindow(step, step, demand=demand))
+            windows.append(PlannedWindow(step, step, step.number, demand=demand))
         for step in steps:
             asked = self.wish(step.target, step.role).asks(step)
-            if asked == step.number:
-                windows.append(PlannedWindow(step, step))
-            elif asked is not None:
-                owed.append(PlannedWindow(step, step, asked))
+            if asked is not None:
+                (windows if asked == step.number else owed).append(PlannedWindow(step, step, asked))
         return windows + owed
 
     def _demanded(self, demand: Demand, steps: tuple[CountedStep, ...]) -> CountedStep | None:
@@ -331,11 +324,12 @@ class Agenda:
         last = window.last
         wish = self.wish(last.target, last.role)
         wish.handled = last.number
-        if window.asked is not None:
+        if window.asked in wish.owed:
             wish.owed.remove(window.asked)
-            follows = bool(wish.owed)
-        else:
+        if window.asked == last.number:
             follows = wish.plan is not None and wish.plan.continues(last.number, last.index)
+        else:
+            follows = bool(wish.owed)
         window.complete = not (follows and self._config.merge_steps)
 
     def put_off(self, window: PlannedWindow, inside: str | None) -> bool:
@@ -347,7 +341,7 @@ class Agenda:
         target = window.target
         if window.demand is not None:
             window.demand.give_up("a CUDA graph was captured" if inside is None else "another window was open")
-        if window.demand is not None or window.asked is not None:
+        if window.demand is not None or window.asked != window.first.number:
             return False
         if inside == ANNOTATED or inside == target == TRAIN_OVERALL:
             return False
@@ -361,14 +355,14 @@ class Agenda:
     def saved(self, window: PlannedWindow) -> None:
         """``window`` has closed with its files, or its last step so far is complete."""
         if window.demand is None:
-            self.wish(window.target, window.last.role).captured.add(window.wanted)
+            self.wish(window.target, window.last.role).captured.add(window.asked)
 
     def lose(self, window: PlannedWindow, reason: str) -> None:
         """``window``, which opened or was about to, has no files, because of ``reason``."""
         if window.demand is not None:
             window.demand.give_up(reason)
         else:
-            self.wish(window.target, window.last.role).lost[window.wanted] = reason
+            self.wish(window.target, window.last.role).lost[window.asked] = reason
 
     def repeats(self, target: str, role: str | None, number: int) -> bool:
         """The last call of ``target`` and ``role`` failed, and runs again. Returns whether it was step ``number`` and

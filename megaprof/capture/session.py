@@ -379,7 +379,8 @@ class Session:
         step = planned.first
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
-        window = Window(step.target, role, step.number, self.coords, asked=planned.asked)
+        asked = None if planned.asked == step.number else planned.asked
+        window = Window(step.target, role, step.number, self.coords, asked=asked)
         window = replace(window, repeat=next_repeat(process.repeats, self._folder, window))
         recorders = self.recorders if planned.demand is None else planned.demand.recorders
         process.window = opened = OpenWindow(self, window, planned, recorders)

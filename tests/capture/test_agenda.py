@@ -19,7 +19,7 @@ def in_words(windows: Any) -> list[str]:
         whose = window.target if window.first.role is None else f"{window.target}.{window.first.role}"
         first, last = window.first.number, window.last.number
         steps = f"{first}" if first == last else f"{first}-{last}"
-        return f"{whose} {steps}" + ("" if window.asked is None else f" for {window.asked}")
+        return f"{whose} {steps}" + ("" if window.asked == last else f" for {window.asked}")
 
     return [one(window) for window in windows]
 
