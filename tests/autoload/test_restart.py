@@ -15,7 +15,7 @@ from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.process_groups import coords_from_parallel_state
 from megaprof.runtime.armed import armed
 from tests.control import places
-from tests.parallel.test_topology import megatron
+from tests.parallel.test_process_groups import megatron
 
 
 @pytest.mark.parametrize("way", ["asked again", "installed again", "taken out before"])

@@ -19,7 +19,8 @@ _COUNTS = re.compile(r"\d{1,5}(,\d{1,5})*")
 def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
     """Predicts what is chosen by name: ``layout``, as Megatron writes it or as decoder layers by piece (``5,3``);
     ``chunks`` of every stage; ``microbatches``; ``p2p``: milliseconds of a transfer; ``tokens``: ``more`` if other
-    microbatches stay as large; ``packing``: one of `packing.PLANS`. What is missing or empty stays as it was captured.
+    microbatches stay as large; ``packing``: one of `packing.PLANS`. ``was``: the number of chunks of the page on which
+    ``layout`` stands; another ``chunks`` asks for another layout. What is missing or empty stays as it was captured.
     Raises ValueError, as `tried` does."""
     return tried(run, _setting(run, choices))
 
