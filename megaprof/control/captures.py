@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 #: Seconds after the time-out of a request until its job removes it: the command that should have done so is gone.
 _GRACE = 30.0
-#: Seconds that files may take to be finished after the last window closed.
-_FINISHING = 900.0
 #: Characters of a reason at most.
 _LONGEST_REASON = 1000
 #: A target counts as one that nobody runs if it was not called while others were called this often.
@@ -128,7 +126,6 @@ class CaptureTask:
         self._session = session
         self._reporter = reporter
         self._demand: Demand | None = None
-        self._finished_by: float | None = None
         try:
             check(request, run)
             self._demand = self._demand_of(request, writer, directory)
@@ -160,12 +157,17 @@ class CaptureTask:
             self._begin(demand, first)
         if self.over or demand is None:
             return
-        if self._session.off is not None and self.records:
+        records = self.records  # once: the training thread goes on
+        if not records and self._session.demand is demand:
+            self._session.demand = None
+        if records and self._session.off is not None:
             self._answer("failed", f"profiling went off on this rank after a fault: {self._session.off}")
-        elif self.records:
+        elif records or len(demand.written) < demand.saved:
             self._answer("recording" if demand.taken else "accepted")
+        elif demand.reason is not None:
+            self._answer("failed", demand.reason)
         else:
-            self._finish(demand)
+            self._answer("done")
 
     def cancel(self, reason: str) -> None:
         """Gives it up, unless a window has been opened."""
@@ -227,20 +229,6 @@ class CaptureTask:
         demand.cancelled = True
         if self._session.demand is demand:
             self._session.demand = None
-
-    def _finish(self, demand: Demand) -> None:
-        """All windows are closed: waits for their files."""
-        if self._session.demand is demand:
-            self._session.demand = None
-        now = time.monotonic()
-        if self._finished_by is None:
-            self._finished_by = now + _FINISHING
-        if len(demand.written) < demand.saved and now < self._finished_by:
-            self._answer("recording")
-        elif demand.reason is not None:
-            self._answer("failed", demand.reason)
-        else:
-            self._answer("done")
 
     def _answer(self, state: State, reason: str | None = None) -> None:
         demand, own = self._demand, shard(self._session.coords)

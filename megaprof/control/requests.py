@@ -15,6 +15,8 @@ from megaprof.config.windows import TARGETS
 from megaprof.formats.job.requests import LONGEST_TIMEOUT, MOST_STEPS, Refused, Request
 from megaprof.formats.job.run import RunRecord
 
+#: The defaults of a request: how many steps, which ranks, and seconds until nobody waits for it any more.
+STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
 #: Options that a request may set, besides the tool.
 OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
 #: The run of a request that is for no particular run.
@@ -25,10 +27,10 @@ def draft(
     target: str,
     *,
     role: str | None = None,
-    steps: int = 2,
-    select: str = "per-stage",
+    steps: int = STEPS,
+    select: str = SELECT,
     options: dict[str, Any] | None = None,
-    timeout: float = 300.0,
+    timeout: float = TIMEOUT,
     by: str = "megaprof trigger",
 ) -> Request:
     """Returns a request that is not for any run yet (`address`). Raises Refused for what no job could carry out."""

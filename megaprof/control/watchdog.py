@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requester import Requester
-from megaprof.control.requests import new_request
+from megaprof.control.requests import STEPS, new_request
 from megaprof.formats.job.requests import Refused
 from megaprof.runtime.logs import logger
 
@@ -24,8 +24,6 @@ _HISTORY = 4096
 _LEAST = 30
 #: A change counts when this many looks in a row see it.
 _IN_A_ROW = 3
-#: Steps that are captured.
-STEPS = 2
 
 
 class Watchdog:

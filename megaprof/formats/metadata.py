@@ -42,26 +42,26 @@ class ModelChunk:
 
 @dataclass(frozen=True)
 class WithoutRange:
-    """Modules of one kind that were to have ranges, and have none."""
+    """Modules of one kind that have no ranges although they were asked for."""
 
     module: str
     """Their label: ``layer``, ``attention``, ``mlp``, ..."""
     layers: tuple[int | None, ...]
     """The number of each one's layer, from 1; null for a module outside the layers."""
     reason: str
-    """Why they have none."""
+    """Why they have no ranges."""
 
 
 @dataclass(frozen=True)
 class MicrobatchRanges:
-    """Whether the step holds a range for every microbatch."""
+    """Which ranges a step lacks."""
 
     microbatch: bool = True
-    """True where it does."""
+    """True if the step has a range for every microbatch."""
     reason: str | None = None
-    """Why it does not."""
+    """Why it has not; None if it has."""
     without: tuple[WithoutRange, ...] = ()
-    """Modules that have no range though ``--profile-ranges`` asked for them."""
+    """Modules without ranges although ``--profile-ranges`` asked for them."""
 
 
 @dataclass(frozen=True)
@@ -71,56 +71,56 @@ class Profiler:
     asked: tuple[str, ...]
     """The activities that ``--profile-activities`` asks for: ``cpu``, ``cuda``."""
     recorded: tuple[str, ...]
-    """Those of them that this process could record."""
+    """The activities of these that this process could record."""
     start_ns: Number | None = None
-    """How many nanoseconds the first step of the window began late, because the profiler was started before it."""
+    """Nanoseconds by which the first step of the window began late, because the profiler was started before it."""
     prepared: bool = False
-    """Whether it was prepared behind the call before, so that it only had to be switched on."""
+    """True if it was prepared at the end of the call before, and only had to be switched on."""
     waited_ns: Number | None = None
-    """For how many nanoseconds of the window the training thread could have run and had no processor core; None where
-    the system does not count that."""
+    """Nanoseconds of the window in which the training thread could have run but had no processor core; None if the
+    system does not count that."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What an artifact holds, and where and how that ran."""
+    """The content of an artifact, and where and how that ran."""
 
     target: str
-    """What was captured, for instance ``train_actor``."""
+    """What was captured, such as ``train_actor``."""
     coords: RankCoords
     """The rank, with the sizes of the run."""
     steps: tuple[Step, Step]
-    """First and last step, inclusive, in the host's own numbering where it has one."""
+    """First and last step, inclusive, in the host's own numbering if it has one."""
     version: str | None = None
     """Version of megaprof that wrote it."""
     run: str | None = None
-    """The process that wrote it: host, process number, start time. A restarted job has other ones."""
+    """The process that wrote it: host, process id, start time. A restarted job has others."""
     asked_step: Step | None = None
-    """The step that was asked for, where another window was open in it and this later one was captured instead."""
+    """The step that was asked for, if another window was open in it and this later step was captured instead."""
     role: str | None = None
-    """The model's role, where it has one."""
+    """The role of the model; None without one."""
     framework: str | None = None
-    """The host that trains: ``megatron-lm``, ``slime``, ``verl``, ``skyrl``, ``ms-swift`` or ``megatron-bridge``; None
+    """The host framework: ``megatron-lm``, ``slime``, ``verl``, ``skyrl``, ``ms-swift`` or ``megatron-bridge``; None
     for another one."""
     schedule: str | None = None
-    """``no_pipelining``, ``1f1b`` or ``interleaved``; None where no schedule ran."""
+    """``no_pipelining``, ``1f1b`` or ``interleaved``; None if no schedule ran."""
     forward_only: bool = False
     """True for log-prob and evaluation passes."""
     microbatches: Count | None = None
     """Microbatches of the step."""
     microbatch_group_size: Count | None = None
-    """Microbatches that pass one chunk before the next one's turn; of the interleaved schedule only."""
+    """Microbatches that pass through one chunk before the next chunk; of the interleaved schedule only."""
     seq_length: Number | None = None
-    """Tokens of a sequence, as the schedule was told."""
+    """Tokens of a sequence, by the schedule's argument."""
     micro_batch_size: Number | None = None
-    """Sequences of a microbatch, as the schedule was told."""
+    """Sequences of a microbatch, by the schedule's argument."""
     tokens: tuple[Number | None, ...] | None = None
-    """Tokens that each microbatch of the window's first call really had, padding included; None where this rank's model
-    is given none, and in timelines."""
+    """Tokens that each microbatch of the window's first call really had, including padding; None if this rank's model
+    gets none, and in timelines."""
     lengths: Annotated[tuple[tuple[Number, ...] | None, ...], Many] | None = None
-    """The sequences of each of them that attend to themselves alone, likewise."""
+    """For each of these microbatches, the lengths of its sequences, each of which attends to itself only."""
     lengths_from: str | None = None
-    """Where lengths are from, one of `megaprof.formats.steps.work.SOURCES`."""
+    """The source of the lengths, one of `megaprof.formats.steps.work.SOURCES`."""
     expert_tokens: Annotated[tuple[Number, ...], Many] | None = None
     """Tokens that each of this rank's experts got in the window's first call, all MoE layers together; None without
     experts, and in timelines."""
@@ -131,40 +131,41 @@ class Metadata:
     host: str | None = None
     """Host name."""
     pid: Number | None = None
-    """Process number on the host."""
+    """Process id on the host."""
     local_ranks: Number | None = None
     """Ranks on this host, in a run without a GPU whose launcher says it; else None."""
     cores: Number | None = None
     """Physical cores that the process may run on, in a run without a GPU; else None."""
     device: str | None = None
-    """Where the model's parameters are when the window closes: ``cuda``, ``cpu``, ...; None where that is not known."""
+    """The device of the model's parameters when the window closes: ``cuda``, ``cpu``, ...; None if that is not
+    known."""
     megatron_core: str | None = None
     """Version of megatron-core."""
     torch: str | None = None
     """Version of torch."""
     ranges: MicrobatchRanges = MicrobatchRanges()
-    """Whether microbatches have ranges."""
+    """Which ranges it lacks."""
     truncated: bool = False
-    """True when the window was closed early."""
+    """True if the window was closed early."""
     truncated_reason: str | None = None
-    """Why it was."""
+    """Why it was closed early; None if it was not."""
     profiler: Profiler | None = None
     """How the torch profiler recorded it; None for another tool."""
     timeline: dict[str, Any] | None = None
-    """How it was recorded, in a timeline: its ``clock`` (``host`` or ``device``) among others."""
+    """How a timeline was recorded, such as its ``clock`` (``host`` or ``device``); None for another tool."""
 
     @property
     def sizes(self) -> ParallelSizes:
-        """How many ways the run is parallel along each axis."""
+        """The parallel sizes of the run."""
         return self.coords.sizes
 
     @property
     def placement(self) -> Placement:
-        """Where the parts of the model are."""
+        """The places of the model's chunks in the pipeline."""
         return Placement(self.sizes.pp, max(len(self.chunks), 1))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, as docs/trace-metadata.md lists it: ``sizes`` stand beside ``coords``."""
+        """Returns plain data for JSON, as docs/trace-metadata.md lists it: ``sizes`` are beside ``coords``."""
         fields = asdict(self)
         for tool in ("profiler", "timeline"):
             if fields[tool] is None:
@@ -175,7 +176,7 @@ class Metadata:
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """The reverse of `Metadata.as_dict`, for JSON of any origin: every value is checked by type and bound.
+    """Reads the JSON of `Metadata.as_dict`. It may be of any origin: every value is checked by type and bound.
 
     Unknown keys are left out. Raises ValueError, which says what cannot be.
     """

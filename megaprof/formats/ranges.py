@@ -18,8 +18,8 @@ The same name goes to NVTX (domain ``megaprof``) and to the torch trace::
     megaprof/role/ref/compute_log_prob                        an annotated function or block of a role
     megaprof/annotated/load_batch                             the same without a role
 
-A label and ``key=value`` fields, separated by single spaces. A value that is not known is ``?``: it is read back as
-``None`` and never as a number. A module's forward that runs inside a ``backward`` is a recomputation of it.
+A name is a label and ``key=value`` fields, separated by single spaces. A value that is not known is ``?``, and is read
+back as ``None``. A module's forward that runs inside a ``backward`` is a recomputation.
 
 An exchange has the microbatch and chunk, as this rank numbers them, of the pass whose result it sends, or, in a
 direction in which it only receives, of the next pass. Traces of earlier versions have neither.
@@ -42,7 +42,7 @@ DOMAIN = "megaprof"
 FORWARD = "forward"
 BACKWARD = "backward"
 COMBINED = "combined"
-#: What a microbatch runs in.
+#: The passes of a microbatch.
 PASSES = (FORWARD, BACKWARD, COMBINED)
 FINALIZE_GRADS = "finalize_grads"
 #: A collection of Python's oldest objects, whoever ran it.
@@ -95,7 +95,7 @@ _NO_LABEL = re.compile(r"[\s=/\x00-\x1f]+")
 
 @dataclass(frozen=True)
 class RangeName:
-    """A range name, parsed: ``label`` and its integer fields (``None`` where it is not known); ``str`` writes it."""
+    """A parsed range name: a label and integer fields (``None`` if not known). ``str`` writes it."""
 
     label: str
     fields: dict[str, int | None]
@@ -109,7 +109,7 @@ class RangeName:
 
     @property
     def module(self) -> str | None:
-        """The module's label (one of ``MODULES``) of a forward or a backward module range, None for other ranges."""
+        """The label of the module (one of ``MODULES``) whose forward or backward it is; None for other ranges."""
         label = self.label.removesuffix(_BACKWARD_OF_MODULE)
         return label if label in MODULES else None
 
@@ -119,12 +119,12 @@ class RangeName:
 
     @property
     def role(self) -> str | None:
-        """The role of a role range or of an annotation, as far as the name tells."""
+        """The role of a role range or of an annotation; None if the name has none."""
         return self.label.removeprefix(_ROLE).partition("/")[0] if self.label.startswith(_ROLE) else None
 
 
 def transfers(label: str) -> tuple[str, ...]:
-    """Returns what is exchanged in a range of this label, as fields of `SendReceive`; nothing in other ranges. The wait
+    """Returns what is exchanged in a range of this label, as fields of `SendReceive`; empty for other ranges. The wait
     for an exchange whose handle has no name of its own may be for any of them."""
     if not label.startswith(WAIT):
         return EXCHANGES.get(label, ())
@@ -132,19 +132,19 @@ def transfers(label: str) -> tuple[str, ...]:
 
 
 def step_range(target: str, step: int, coords: RankCoords) -> str:
-    """Name of the outermost range of one schedule call."""
+    """Returns the name of the outermost range of one schedule call."""
     c = coords
     return f"{PREFIX}{target} step={step} pp={c.pp} tp={c.tp} cp={c.cp} ep={c.ep} dp={c.dp}"
 
 
 def operation_range(operation: str) -> str:
-    """Name of a range without fields: the gradient finalisation, the embedding, a collection."""
+    """Returns the name of a range without fields: the gradient finalisation, the embedding, a garbage collection."""
     return PREFIX + operation
 
 
 def exchange_range(operation: str, *places: Place) -> str:
-    """Name of a pipeline exchange or a wait, with the microbatch and model chunk of each pass that it is for: that of a
-    forward before that of a backward. What is not known is written as such."""
+    """Returns the name of a pipeline exchange or a wait, with the microbatch and model chunk of each pass that it is
+    for: a forward's before a backward's."""
     fields: dict[str, int | None] = {}
     for prefix, (microbatch, chunk) in zip(("", "b"), places, strict=False):
         fields |= {f"{prefix}mb": microbatch, f"{prefix}chunk": chunk}
@@ -152,29 +152,29 @@ def exchange_range(operation: str, *places: Place) -> str:
 
 
 def module_range(label: str, number: int | None, mtp: int | None = None) -> str:
-    """Name of one forward of a module in layer ``number``, where ``mtp`` is given inside that MTP layer."""
+    """Returns the name of one forward of a module in layer ``number``, or in that layer of MTP layer ``mtp``."""
     within = "" if mtp is None else f" mtp={mtp}"
     return f"{PREFIX}{label}{within} n={_value(number)}"
 
 
 def module_backward(name: str) -> str:
-    """Name of the backward of the module whose forward is called ``name``."""
+    """Returns the name of the backward of the module whose forward is called ``name``."""
     label, space, rest = name.partition(" ")
     return f"{label}{_BACKWARD_OF_MODULE}{space}{rest}"
 
 
 def role_range(role: str) -> str:
-    """Name of a stretch of a role's work. What a label cannot hold is written as ``_``, here and in a message."""
+    """Returns the name of a stretch of a role's work. Characters that a label cannot hold become ``_``."""
     return f"{PREFIX}{_ROLE}{_words(role)}"
 
 
 def annotation_range(message: str, role: str | None) -> str:
-    """Name of an annotated function or block."""
+    """Returns the name of an annotated function or block."""
     return f"{role_range(role)}/{_words(message)}" if role else f"{PREFIX}{_ANNOTATED}{_words(message)}"
 
 
 def parse(name: str) -> RangeName | None:
-    """Read a range name back; ``None`` when ``name`` is not one of ours (never raises)."""
+    """Reads a range name; ``None`` if ``name`` is not one of ours. Never raises."""
     if not name.startswith(PREFIX):
         return None
     label, *rest = name[len(PREFIX) :].split(" ")

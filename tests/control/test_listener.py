@@ -117,6 +117,27 @@ def test_exactly_the_calls_that_were_chosen(job: Job, tmp_path: Path) -> None:
     assert job.finish(again).steps == (7,)
 
 
+def test_an_answer_says_how_far_the_rank_is_now(job: Job) -> None:
+    """The command chooses by it, and may read it long after the rank accepted."""
+    job.step(2)
+    request = job.order()
+    for begun in (3, 4):
+        job.step()
+        job.listener.look()
+        assert (job.answer(request).state, job.answer(request).calls) == ("accepted", begun)
+
+
+def test_a_withdrawn_capture_does_not_wait_for_its_files(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.handle._session.writer, "run", lambda task: None)  # the disk does not answer
+    first = job.order(steps=1)
+    job.go(first, 0)
+    job.step(2)
+    job.listener.look()
+    assert job.answer(first).state == "recording"
+    second = job.order(steps=1)
+    assert job.answer(second).state == "accepted"
+
+
 def test_too_late_is_no_capture_at_all(job: Job, tmp_path: Path) -> None:
     job.step(2)
     request = job.order(steps=3)

@@ -21,8 +21,9 @@ from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import CommandError, in_a_line
 from megaprof.cli.agent import answers, documents
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
-from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, prepare
+from megaprof.cli.jobs.trigger import prepare
 from megaprof.config.windows import TARGETS
+from megaprof.control.requests import SELECT, STEPS, TIMEOUT
 from megaprof.formats.phrases import counted
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__

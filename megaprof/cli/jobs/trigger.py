@@ -16,12 +16,10 @@ from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
 from megaprof.control.requester import Requester, requester_for
-from megaprof.control.requests import OPTIONS
+from megaprof.control.requests import OPTIONS, SELECT, STEPS, TIMEOUT
 from megaprof.formats.job.requests import Refused
 from megaprof.formats.phrases import counted
 
-#: What is asked for unless the user says otherwise.
-STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
 EXAMPLES = (
     "megaprof trigger traces --target train_actor",
     "megaprof trigger traces --target train_actor --steps 1 --select 8-15 --with-stack",
