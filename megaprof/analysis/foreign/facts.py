@@ -7,8 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
 from megaprof.analysis.notes import Note
@@ -105,9 +103,10 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     axes = _Axes(sizes, max((r.world or 0 for r in recordings), default=0))
     ordered = sorted(recordings, key=lambda r: (r.rank is None, r.rank or 0, str(r.path), r.rank_from))
     warnings = list(axes.warnings)
-    if any(each == SEND_RECEIVE for r in recordings for each in r.operation):
+    kinds = {key for r in recordings for key in r.communication}
+    if any(operation == SEND_RECEIVE for operation, _ in kinds):
         warnings.append(Note("sends_not_apart"))
-    if any(group is not None and group.name == UNKNOWN for r in recordings for group in r.group):
+    if any(group.name == UNKNOWN for _, group in kinds):
         warnings.append(Note("group_unnamed"))
     if unreadable := sum(r.unreadable for r in recordings):
         warnings.append(Note("events_left_out", count=unreadable))
@@ -145,14 +144,12 @@ class _Axes:
 
 def _facts(recording: Recording, axes: _Axes) -> RankFacts:
     gpu = recording.gpu
-    communicates = np.array([each is not None for each in recording.operation], dtype=np.bool_)
-    computing = union(gpu.spans[~communicates])
+    computing = union(gpu.spans[recording.computes])
     start, end = int(gpu.spans[:, 0].min()), int(gpu.spans[:, 1].max())
     idle = difference(union(intervals([(start, end)])), union(gpu.spans))
     rows: defaultdict[tuple[str, str, str | None], list[int]] = defaultdict(list)
-    for place, (operation, group) in enumerate(zip(recording.operation, recording.group, strict=True)):
-        if operation is not None and group is not None:
-            rows[operation, group.name, axes.of(group)].append(place)
+    for (operation, group), places in recording.communication.items():
+        rows[operation, group.name, axes.of(group)] += places.tolist()
     exposed = [
         Exposed(*key, len(places), total(difference(union(gpu.spans[places]), computing)) / 1e6)
         for key, places in rows.items()
@@ -182,19 +179,16 @@ def _holds(group: Group, rank: int) -> bool:
 
 def _late(recordings: Sequence[Recording]) -> list[Late]:
     """Collectives of one group are matched by their number in it, which all of its ranks count alike."""
-    lengths: defaultdict[tuple[str, str], dict[int, list[int]]] = defaultdict(dict)
+    lengths: defaultdict[tuple[Group, str], dict[int, list[int]]] = defaultdict(dict)
     for recording in recordings:
         if recording.rank is None:
             continue
-        own: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-        for place, (operation, group) in enumerate(zip(recording.operation, recording.group, strict=True)):
-            if operation is not None and group is not None and _holds(group, recording.rank):
-                start, end = recording.gpu.spans[place].tolist()
-                own[f"{group.name}\0{group.ranks}", operation].append(end - start)
-        for key, each in own.items():
-            lengths[key][recording.rank] = each
+        for (operation, group), places in recording.communication.items():
+            if _holds(group, recording.rank):
+                spans = recording.gpu.spans[places]
+                lengths[group, operation][recording.rank] = (spans[:, 1] - spans[:, 0]).tolist()
     found = []
-    for (group_key, operation), by_rank in lengths.items():
+    for (group, operation), by_rank in lengths.items():
         # A recording that begins later lacks the first ones: only equal counts are surely the same collectives.
         if len(by_rank) < 2 or len({len(each) for each in by_rank.values()}) != 1:
             continue
@@ -205,6 +199,5 @@ def _late(recordings: Sequence[Recording]) -> list[Late]:
         waits = [
             (statistics.median(ns for each, ns in call.items() if each != rank) - call[rank]) / 1e6 for call in late
         ]
-        name = group_key.partition("\0")[0]
-        found.append(Late(name, operation, len(calls), rank, times, statistics.median(waits)))
+        found.append(Late(group.name, operation, len(calls), rank, times, statistics.median(waits)))
     return sorted(found, key=lambda each: -each.waited_ms * each.times)

@@ -67,7 +67,7 @@ class _Step:
 
 
 def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], Note | None]:
-    """The stages; and where pipeline groups are there but tell none, why."""
+    """Returns the stages; or, if there are pipeline groups that tell none, why."""
     found: defaultdict[tuple[int, int], list[tuple[int, _Step]]] = defaultdict(list)
     for recording in recordings:
         if (ranks := _pipeline(recording)) is None or recording.rank is None:
@@ -83,24 +83,19 @@ def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], 
 
 
 def _pipeline(recording: Recording) -> tuple[int, ...] | None:
-    """The ranks of its pipeline group, in order of stage."""
-    for group in recording.group:
-        if group is not None and (group.description or "").startswith(_GROUP) and group.ranks:
+    """Returns the ranks of its pipeline group, in order of stage."""
+    for _, group in recording.communication:
+        if (group.description or "").startswith(_GROUP) and group.ranks:
             return group.ranks if len(group.ranks) > 1 and recording.rank in group.ranks else None
     return None
 
 
 def _steps(recording: Recording, stage: int, stages: int) -> Iterator[_Step]:
-    """Whole steps, if all of them follow 1F1B."""
+    """Yields the whole steps, if all of them follow 1F1B."""
     gpu = recording.gpu
-    exchanges = np.array(
-        [
-            group is not None and (group.description or "").startswith(_GROUP) and operation in _OPERATIONS
-            for operation, group in zip(recording.operation, recording.group, strict=True)
-        ],
-        dtype=np.bool_,
-    )
-    computes = np.array([each is None for each in recording.operation], dtype=np.bool_)
+    exchanges, computes = np.zeros(len(gpu.spans), dtype=np.bool_), recording.computes
+    for (operation, group), rows in recording.communication.items():
+        exchanges[rows] = (group.description or "").startswith(_GROUP) and operation in _OPERATIONS
     computing = union(gpu.spans[computes])
     whole = [[int(gpu.launched.min()), int(gpu.spans[:, 1].max())]]
     steps = []
@@ -141,7 +136,7 @@ def _step(
 
 
 def _count(exchanges: int, stage: int, stages: int) -> int | None:
-    """The number of microbatches with which a stage exchanges so often."""
+    """Returns the number of microbatches with which a stage has so many exchanges."""
     low, high = 1, min(exchanges, _MOST_MICROBATCHES)
     while low < high:
         middle = (low + high) // 2

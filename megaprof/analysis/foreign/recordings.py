@@ -1,15 +1,17 @@
-"""What one GPU did, from a trace by the torch profiler or a file of nsys's without ranges of ours."""
+"""Reads what one GPU did, from a trace of the torch profiler or a file of nsys that has no ranges of megaprof."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from megaprof.analysis.trace.calls import grouped
 from megaprof.analysis.trace.decoding import Args, Document, Event, Undecodable, read, whole_number
@@ -58,7 +60,7 @@ class Group:
     """A process group, as far as the recording names it."""
 
     name: str
-    """What it is called, with its ranks where its name says nothing; ``?`` where nothing is known."""
+    """Its name, or its ranks if the name says nothing; ``?`` if nothing is known."""
     description: str | None = None
     """As the framework described it."""
     ranks: tuple[int, ...] | None = None
@@ -72,27 +74,33 @@ class Recording:
     path: Path
     """The file."""
     rank: int | None
-    """Global rank; None where nothing says it."""
+    """Global rank; None if unknown."""
     rank_from: str
-    """What says the rank, or how else the process is called."""
+    """Where the rank is from, or another name of the process."""
     world: int | None
-    """Ranks of the job; None where the recording does not say it."""
+    """Number of ranks of the job; None if the recording does not say."""
     gpu: Activities
-    """Its activities; what each is for is in ``operation``."""
-    operation: tuple[str | None, ...]
-    """Of every activity: the communication that it is; None for computation, copies and memsets."""
-    group: tuple[Group | None, ...]
-    """Of every activity: whose communication it is."""
+    """Its activities; ``communication`` says what they are for."""
+    communication: Mapping[tuple[str, Group], npt.NDArray[np.int64]]
+    """By operation and group, rows of ``gpu`` in order of time. The others are computation, copies and memsets."""
     steps: Intervals
-    """When each step ran on the host: ``ProfilerStep#n``, or in a file of nsys's whatever range is called like one."""
+    """When each step ran on the host: ``ProfilerStep#n``, or any range of nsys's that is called like a step."""
     unreadable: int
     """Events without a possible time or type."""
     cut: str | None = None
     """Why its file ends too early; None for a whole file."""
 
+    @property
+    def computes(self) -> npt.NDArray[np.bool_]:
+        """Whether each row of ``gpu`` is no communication."""
+        found = np.ones(len(self.gpu.spans), dtype=np.bool_)
+        for rows in self.communication.values():
+            found[rows] = False
+        return found
+
 
 def read_recording(source: Source) -> list[Recording]:
-    """Every GPU process in a file. Raises UnreadableTrace."""
+    """Returns every process with a GPU in a file. Raises UnreadableTrace."""
     path = path_of(source)
     with refusing(path):
         found = list(_nsys(source)) if isinstance(source, NsysFile) else [_kineto(source)]
@@ -113,15 +121,14 @@ def _kineto(path: Path) -> Recording:
     base = base if abs(base) < LONGEST else 0
     gpu, _ = seen.gpu.activities(base, None)
     notes = _Notes(_moved(seen.notes, base), seen.said)
-    operation: list[str | None] = [None] * len(gpu.spans)
-    group: list[Group | None] = [None] * len(gpu.spans)
+    communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
     for place, row in enumerate(gpu.row.tolist()):
         if row in seen.communication:
             name, own = seen.communication[row]
             # A kernel of RCCL's brings no metadata: the operator of the same external id does.
             args = own if own.collective or own.group else seen.params.get(own.external, own)
-            operation[place] = _operation(name, args.collective or notes.at(int(gpu.launched[place])))
-            group[place] = _group(args)
+            operation = _operation(name, args.collective or notes.at(int(gpu.launched[place])))
+            communication[operation, _group(args)].append(place)
     info = _decoded(document, "distributedInfo")
     rank, rank_from = _rank(info.get("rank"), path.name)
     return Recording(
@@ -130,8 +137,7 @@ def _kineto(path: Path) -> Recording:
         rank_from=rank_from,
         world=_count(info.get("world_size")),
         gpu=gpu,
-        operation=tuple(operation),
-        group=tuple(group),
+        communication=_as_arrays(communication),
         steps=_moved(seen.steps, base),
         unreadable=document.unreadable + seen.impossible,
         cut=document.cut,
@@ -139,7 +145,7 @@ def _kineto(path: Path) -> Recording:
 
 
 class _Seen:
-    """What the events of a file say, taken up a piece at a time; times count from the file's base."""
+    """Collects what the events of a file say, a piece at a time. Times count from the file's base."""
 
     def __init__(self) -> None:
         self.gpu = GpuEvents()
@@ -178,10 +184,10 @@ class _Seen:
 def _nsys(file: NsysFile) -> Iterator[Recording]:
     found: list[Process] = processes(file)
     for process in found:
-        operation = tuple(
-            _operation(name, None) if kernel and _COMMUNICATION.search(name) else None
-            for name, kernel in zip(process.names, process.gpu.kernel.tolist(), strict=True)
-        )
+        communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
+        for place in np.flatnonzero(process.gpu.kernel).tolist():
+            if _COMMUNICATION.search(name := process.names[place]):
+                communication[_operation(name, None), Group(UNKNOWN)].append(place)
         rank, rank_from = _rank(None, file.path.name if len(found) == 1 else "")
         yield Recording(
             path=file.path,
@@ -189,11 +195,14 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
             rank_from=rank_from if rank is not None else f"process {process.pid}",
             world=None,
             gpu=process.gpu,
-            operation=operation,
-            group=tuple(None if each is None else Group(UNKNOWN) for each in operation),
+            communication=_as_arrays(communication),
             steps=process.steps,
             unreadable=0,
         )
+
+
+def _as_arrays(rows: Mapping[tuple[str, Group], Sequence[int]]) -> dict[tuple[str, Group], npt.NDArray[np.int64]]:
+    return {key: np.array(each, dtype=np.int64) for key, each in rows.items()}
 
 
 class _Notes:
@@ -210,7 +219,8 @@ class _Notes:
 
 
 def _operation(kernel: str, said: str | None) -> str:
-    """The operation: as torch says it, else as the kernel's name does. A send-receive kernel may be either."""
+    """Returns the operation as torch names it, or else as the kernel's name does. A send-receive kernel may be an
+    exchange or an all-to-all."""
     name = (said or kernel).lower().replace("_", "")
     for known in _OPERATIONS:
         if known in name:
