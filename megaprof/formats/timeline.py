@@ -14,7 +14,7 @@ import json
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -225,6 +225,13 @@ class Timeline:
     def is_cut(self) -> bool:
         """True if it ends inside a record, because the process was killed or still writes."""
         return self.damage == _CUT
+
+    def by_metadata(self) -> Iterator[tuple[Metadata, npt.NDArray[Any]]]:
+        """Yields the steps of each target and role in it, with their metadata, where there are any."""
+        for number, metadata in enumerate(self.metadata):
+            steps = self.steps if len(self.metadata) == 1 else self.steps[self.steps["metadata"] == number]
+            if len(steps):
+                yield metadata, steps
 
     def facts(self, what: int) -> Mapping[int, bytes]:
         """Returns the facts of a kind such as ``WORK``, by the positions of their steps in ``steps``."""

@@ -1,13 +1,13 @@
-"""The clocks of several hosts on one time axis, from messages between ranks: no clock service is asked.
+"""Puts the clocks of several hosts on one time axis, from the messages between ranks.
 
-A receive cannot end before its send began. With ``offset`` as what must be added to a rank's times, every message
+A receive cannot end before its send began. With ``offset`` as the time to add to a rank's times, each message
 from rank s to rank r gives ``offset[r] - offset[s] >= send.start - receive.end``, and the quickest message of many
 gives a tight bound. Messages the other way bound the same difference from above, as in NTP (RFC 5905, section 8,
 without its assumption about single packets): in a pipeline, activations go one way and their gradients the other.
-Where a send ends only after its receive was posted (NCCL), one direction is enough.
+If a send ends only after its receive was posted (NCCL), one direction is enough.
 
-Ranks of one host share its clock, which is verified rather than believed: containers on different machines may bear
-one name. Times are integers in nanoseconds.
+Ranks of one host share a clock. That is verified, because containers on different machines may have the same name.
+Times are integers in nanoseconds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megaprof.analysis.clocks.matching import Link, links_of
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import Call
 
-#: What timestamps of one clock may contradict each other by, and what clocks may drift apart within a step (at 50 ppm,
-#: a lot for a machine in service, 2 s make 0.1 ms) before anybody is told.
+#: By how much timestamps of one clock may contradict each other, and clocks may drift apart within a step, without a
+#: note (at 50 ppm, a lot for a machine in service, 2 s make 0.1 ms).
 TOLERANCE_NS = 100_000
 
 _FAR = 1 << 62  # as a bound: none; as an uncertainty: worse than any known one, and small enough to be added up
@@ -31,15 +31,15 @@ _Clock = tuple[str, int]  # host, and the rank where the host's name stands for 
 
 @dataclass(frozen=True)
 class Clock:
-    """What to add to a rank's times."""
+    """What to add to a rank's times to put them on the common clock."""
 
     offset_ns: int
     """Nanoseconds."""
     uncertainty_ns: int | None
-    """Plus or minus nanoseconds. None: there are messages in one direction only, so that the offset is bounded from one
-    side, and assumes that the quickest of them took no time."""
+    """Plus or minus nanoseconds. None if all messages go in one direction, so that the offset is bounded from one side
+    only, and assumes that the quickest message took no time."""
     messages: int
-    """How many messages it rests on."""
+    """Number of messages it is based on."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,21 @@ class Alignment:
     """The clocks of all ranks that messages connect."""
 
     reference: int | None
-    """The rank whose clock counts; None without ranks."""
+    """The rank whose clock is the common one; None without ranks."""
     clocks: dict[int, Clock]
-    """By rank, of those that are connected with it."""
+    """By rank, for ranks that messages connect with ``reference``."""
     hosts: dict[int, str | None]
-    """By rank; None where unknown."""
+    """Each rank's host; None if unknown."""
     warnings: tuple[Note, ...]
-    """What the messages contradict, and who is not connected."""
+    """Contradictions between messages, and ranks that are not connected."""
 
     def offset(self, rank: int) -> int:
-        """Nanoseconds to add to the times of ``rank``: 0 where nothing is known."""
+        """Returns the nanoseconds to add to the times of ``rank``; 0 if nothing is known."""
         clock = self.clocks.get(rank)
         return clock.offset_ns if clock else 0
 
     def within(self, nanoseconds: int) -> bool:
-        """Whether the clock of every rank is known to so many nanoseconds."""
+        """Returns whether the clock of every rank is known to so many nanoseconds."""
         known = [clock.uncertainty_ns for clock in self.clocks.values()]
         return len(known) == len(self.hosts) and all(each is not None and each <= nanoseconds for each in known)
 
@@ -81,7 +81,7 @@ class _Bounds:
 
     @property
     def contradiction_of_zero(self) -> int:
-        """By how many nanoseconds the bounds exclude that both clocks are one."""
+        """By how many nanoseconds the bounds exclude that both are the same clock."""
         return max(0, self.low, -self.high)
 
     @property
@@ -96,10 +96,10 @@ _Graph = dict[tuple[_Clock, _Clock], _Bounds]
 
 
 def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
-    """Offsets that put all ranks on the clock of the lowest one. ``hosts``: each rank's host, None where unknown.
+    """Returns offsets that put all ranks on the clock of the lowest one. ``hosts``: each rank's host, None if unknown.
 
-    Clocks that are only connected through others are reached by the way of the least uncertainty, which adds up along
-    it. What the messages contradict, and ranks that none connects with the lowest, is said in ``warnings``.
+    Clocks that are only connected through others are reached on the path of the least uncertainty, which adds up along
+    it. ``warnings`` of the result name contradictions and ranks that are not connected with the lowest.
     """
     links = [link for link in links if link.sends and link.receives]
     warnings: list[Note] = []
@@ -127,9 +127,9 @@ def aligned(step: Sequence[Call]) -> Alignment:
 
 
 def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[Note]) -> dict[int, _Clock]:
-    """The clock of every rank: its host's, or its own where the host is unknown or its name proves to be shared.
+    """Returns the clock of each rank: its host's, or its own if the host is unknown or several machines share its name.
 
-    It proves so where messages contradict one clock, and a clock for each rank resolves that.
+    They share it if messages contradict a single clock, and a clock for each rank resolves the contradiction.
     """
     within: dict[str, _Graph] = {}
     for link in links:
@@ -152,7 +152,7 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[N
 
 
 def _bounds(link: Link) -> tuple[int, int]:
-    """Bounds of ``offset[receiver] - offset[sender]``; the upper one only where the two ends meet."""
+    """Returns bounds of ``offset[receiver] - offset[sender]``; an upper one only if the two ends meet."""
     both = list(zip(link.sends, link.receives, strict=False))
     high = min(send[1] - receive[0] for send, receive in both) if link.rendezvous else _FAR
     return max(send[0] - receive[1] for send, receive in both), high
@@ -170,7 +170,7 @@ def _add(graph: _Graph, sender: _Clock, receiver: _Clock, link: Link) -> None:
 
 
 def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
-    """Every clock that is connected with ``reference``, by the way of the least uncertainty (Dijkstra)."""
+    """Returns every clock connected with ``reference``, on the path of the least uncertainty (Dijkstra)."""
     near: defaultdict[_Clock, list[tuple[_Clock, int, int, int]]] = defaultdict(list)
     for (a, b), bounds in graph.items():
         difference, more = bounds.estimate
@@ -190,7 +190,7 @@ def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
 
 
 def _contradictions(graph: _Graph) -> Iterator[Note]:
-    """One note for all pairs of clocks whose messages exclude each other, about the worst of them."""
+    """Yields one note about all pairs of clocks whose messages exclude each other, with the worst of them."""
     pairs = [(b.contradiction, pair) for pair, b in graph.items() if b.contradiction > TOLERANCE_NS]
     if pairs:
         worst, (a, b) = max(pairs)
@@ -199,7 +199,7 @@ def _contradictions(graph: _Graph) -> Iterator[Note]:
 
 
 def _disagreements(graph: _Graph, reached: dict[_Clock, Clock]) -> Iterator[Note]:
-    """Pairs whose own messages exclude the offsets that the way through other hosts gave them."""
+    """Yields a note for each pair whose messages exclude the offsets found on a path through other hosts."""
     for (a, b), bounds in graph.items():
         if a not in reached or bounds.contradiction > TOLERANCE_NS:
             continue

@@ -1,8 +1,8 @@
-"""Send-receive kernels of the pipeline, split into waiting for the neighbour and transferring.
+"""Splits the pipeline's send-receive kernels into waiting for the neighbour and transfer.
 
-NCCL's send and receive meet, so that the kernels of both ends contain waiting for the other. Bytes move when both run:
-with both ends captured and on one clock, the end that came last is known for every message, and a late neighbour is
-not mistaken for a slow network.
+NCCL's send and receive meet, so each end's kernel includes waiting for the other end. Bytes only move while both run.
+If both ends were captured and are on one clock, the later end of each message is known, and a late neighbour is not
+mistaken for a slow network.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megaprof.analysis.clocks.matching import Interval, links_of
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.intervals import Intervals, intersection, intervals, total, union
 
-#: Kernels without a partner that are still put up with, as a fraction.
+#: Fraction of kernels that may lack their partner.
 _UNMATCHED = 0.05
 
 
@@ -29,7 +29,8 @@ class Meeting:
 
 
 def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeting]:
-    """By rank, for those whose every exchange has its other end in ``step``; ``offset`` puts ranks on one clock."""
+    """Returns the exchanges by rank, for ranks whose exchanges all have their other end in ``step``. ``offset``:
+    nanoseconds to add to the times of each rank."""
     by_kernels = [call for call in step if call.gpu is not None and call.gpu.exchanges]
     # By rank and kernel the time at which the later end of it came, on the rank's own clock.
     both: dict[int, dict[Interval, int]] = {call.rank: {} for call in by_kernels}

@@ -1,8 +1,8 @@
-"""Which send belongs to which receive: the one place that matches a pipeline's messages.
+"""Matches the sends and receives of a pipeline.
 
-That follows from microbatch and chunk, so nothing is counted and a schedule's order does not matter: the output of a
-forward leaves in the first sending exchange behind it, and the input of a forward has come when it begins, at the end
-of a receiving exchange before it.
+Microbatch and chunk tell which belong together, so nothing is counted and the schedule's order does not matter. The
+output of a forward leaves in the first sending exchange after it. Its input has arrived when it begins, at the end of a
+receiving exchange before it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class End(NamedTuple):
     """One end of a message; nanoseconds on its rank's clock."""
 
     time: Interval
-    """When it happened, as a bound allows it."""
+    """An interval that contains the moment when it happened."""
     within: Interval
     """The range or kernel of the trace in which it happened."""
 
 
 Unseen = Literal["no_pipeline", "exchanges_unseen"]
-"""There is no pipeline; or the host does not wait for exchanges on the GPU, and no kernels of theirs are known."""
+"""There is no pipeline; or the host does not wait for exchanges on the GPU, and their kernels were not captured."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Ends:
     receives: dict[Message, End]
     """What it received."""
     kernels: bool = False
-    """Whether they are NCCL's kernels, which meet."""
+    """Whether they are NCCL's kernels, which run at both ends at once."""
     unknown: Unseen | None = None
-    """Why there are none."""
+    """Why there are none; None if there are some."""
 
 
 def ends_of(metadata: Metadata, calls: Sequence[Call]) -> Ends:
-    """The messages that one rank's ``calls``, of one trace or more, sent to and received from neighbouring stages: as
-    kernels where they are captured.
+    """Returns the messages that one rank's ``calls`` exchanged with neighbouring stages, as kernels if those were
+    captured.
 
-    On the host, a send's interval starts no later than its send did, and a receive's ends no earlier, so that bounds
-    from them hold.
+    On the host, the interval of a send begins no later than the send, and that of a receive ends no earlier, so bounds
+    from them are valid.
     """
     if metadata.sizes.pp == 1:
         return Ends(metadata, {}, {}, unknown="no_pipeline")
@@ -146,7 +146,7 @@ class _Turn(NamedTuple):
 
 
 def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: bool, found: Ends) -> None:
-    """Add what the passes of one kind in ``call`` sent and received to ``found``."""
+    """Adds to ``found`` what the passes of one kind in ``call`` sent and received."""
     placement = call.metadata.placement
     labels = {each.label for each in exchanges}
     taking = {label for label in labels if _sends(label, kind)}
@@ -175,14 +175,14 @@ def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: boo
 
 
 def _sends(label: str, kind: str) -> bool:
-    """Whether an exchange takes away results of passes of one kind. An overlapped one does when it is posted, not when
-    it is waited for."""
+    """Returns whether an exchange sends results of passes of one kind. An overlapped one does when it is posted, not
+    when it is waited for."""
     return not label.startswith(ranges.WAIT) and SENDS[kind] in ranges.transfers(label)
 
 
 def _received(label: str, kind: str, overlapped: bool) -> bool:
-    """Whether inputs of passes of one kind have come when an exchange ends. An overlapped one returns at once, and what
-    it receives has come when the wait for it ends."""
+    """Returns whether inputs of passes of one kind have arrived when an exchange ends. An overlapped one returns at
+    once; what it receives has arrived when the wait for it ends."""
     named = label != ranges.WAIT_ANY and RECEIVES[kind] in ranges.transfers(label)
     return named and (label.startswith(ranges.WAIT) or not overlapped)
 
@@ -198,8 +198,8 @@ def _turns(call: Call, kind: str) -> Iterator[_Turn]:
 
 
 def _end(turn: _Turn, exchange: Exchange | None, moment: int, kernels: bool) -> End | None:
-    """In the exchange; without one in the pass itself, at a ``moment`` or, of a combined one, somewhere inside, unless
-    kernels are wanted."""
+    """Returns an end in the exchange. Without an exchange it is in the pass: at a ``moment``, or anywhere in a combined
+    pass; None if kernels are wanted."""
     if exchange is not None and not turn.combined:
         return End((exchange.start, exchange.end), (exchange.start, exchange.end))
     own = turn.start, turn.end

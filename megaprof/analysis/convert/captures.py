@@ -1,4 +1,4 @@
-"""Which of the captured steps and ranks in a directory are meant, by file names where these say it."""
+"""Chooses one captured step of a directory, and its ranks, by file names as far as possible."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 
-#: Of more captured ranks, one of each stage is taken unless somebody says which: more are no readable timeline.
+#: Of more captured ranks, only one per stage is taken by default: a timeline with more cannot be read.
 MOST_RANKS = 64
 _PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
 
 
 class NothingToMerge(Unanswerable):
-    """No captured step here can be merged; the message says what there is instead."""
+    """No captured step can be merged; the message says what there is instead."""
 
 
 class StepName(NamedTuple):
-    """One captured step, as the names of its files tell it."""
+    """One captured step, as its file names show it."""
 
     target: str
-    """The target, sanitised."""
+    """Sanitised target."""
     role: str
-    """The role, sanitised; empty for none."""
+    """Sanitised role; empty for none."""
     step: int
     """The first step of the window."""
 
@@ -58,11 +58,11 @@ class Chosen:
     files: tuple[Source, ...]
     """Its files."""
     others: tuple[StepName, ...]
-    """Captured steps of the same run that are not it."""
+    """The other captured steps of the same run."""
     left_out: int
-    """Ranks of it that are not among ``files``."""
+    """Number of captured ranks that are not among ``files``."""
     runs: Runs
-    """The runs that have traces there, of which it is of the chosen one."""
+    """The runs that have traces there; the step is of the chosen one."""
 
 
 def choose(
@@ -75,11 +75,11 @@ def choose(
     ranks: Selector | None = None,
     run: int | None = None,
 ) -> Chosen:
-    """The latest step of the first target of `_PREFERRED`, unless ``target``, ``role`` and ``step`` say otherwise, and
-    ``ranks`` of it; None: all, or the lowest of each stage where there are more than `MOST_RANKS`. ``run``: of which
-    run, from 1, by default the newest.
+    """Returns the latest step of the first target of `_PREFERRED`, unless ``target``, ``role`` and ``step`` say
+    otherwise. ``ranks``: None for all, or for the lowest of each stage if there are more than `MOST_RANKS`. ``run``:
+    its number from 1, by default the newest.
 
-    A file that cannot be used is added to ``warnings``. Raises NothingToMerge and NoSuchRun.
+    Files that cannot be used become ``warnings``. Raises NothingToMerge and NoSuchRun.
     """
     if not source.exists():
         raise NothingToMerge(f"{source} does not exist")
@@ -118,8 +118,8 @@ def choose(
 def _of_runs(
     source: Path, captures: Mapping[StepName, Iterable[tuple[Source, Place]]], run: int | None
 ) -> tuple[Runs, set[StepName]]:
-    """The runs that the captures are of, and the steps that are of others than the chosen one: told by the rank that
-    has the most files. Raises NoSuchRun."""
+    """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. The rank with the
+    most files decides. Raises NoSuchRun."""
     held = Counter(rank for rank, _ in {(place.rank, file) for files in captures.values() for file, place in files})
     rank, count = max(held.items(), key=lambda each: (each[1], -each[0]))
     if count == 1 and run is None:
@@ -149,7 +149,7 @@ def _taken(places: Iterable[Place], there: set[int], ranks: Selector | None) -> 
 
 
 def _named(source: Source) -> list[tuple[StepName, Place]]:
-    """Returns what the name of a trace says; nothing for a file that may hold several."""
+    """Returns the step and place in a trace's name; nothing for a file that may hold several."""
     name = None if isinstance(source, NsysFile) else parse_artifact_name(source.name)
     return [(StepName(name.target, name.role or "", name.step), name.place)] if name else []
 

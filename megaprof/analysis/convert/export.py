@@ -1,4 +1,4 @@
-"""Timelines as one Parquet file: one row per rank and step, for the query engine that a fleet already has.
+"""Writes timelines as one Parquet file with one row per rank and step, for any query engine.
 
 The columns are `COLUMNS`; units stand in their names.
 """
@@ -30,7 +30,7 @@ from megaprof.formats.timeline import Timeline, UnreadableTimeline, read_timelin
 
 #: Rows that wait in memory until they are written together; a row takes about 200 bytes there.
 WAITING_ROWS = 500_000
-#: How far the clocks of a job's hosts may lie apart without a step counting as another run's.
+#: How far apart the clocks of a job's hosts may be before a step counts as another run's.
 _CLOCKS_APART_NS = 60_000_000_000
 _AXES = ("pp", "tp", "cp", "ep", "dp")
 _TOTALS = ("duration", "forward", "backward", "combined", "finalize", "p2p", "own")
@@ -137,10 +137,8 @@ def _named(directory: Path) -> tuple[str | None, int]:
 def tables_of(timeline: Timeline, run: str | None = None, since_ns: int = 0) -> Iterator[pa.Table]:
     """Yields the steps of a timeline as Arrow tables with `COLUMNS`, one for each target and role in it. ``run``: the
     name of the steps that began at ``since_ns`` or later."""
-    for number, metadata in enumerate(timeline.metadata):
-        steps = timeline.steps[timeline.steps["metadata"] == number]
-        if len(steps):
-            yield _table(metadata, steps, run, since_ns)
+    for metadata, steps in timeline.by_metadata():
+        yield _table(metadata, steps, run, since_ns)
 
 
 def _table(metadata: Metadata, steps: npt.NDArray[Any], run: str | None, since_ns: int) -> pa.Table:

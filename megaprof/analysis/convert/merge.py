@@ -1,8 +1,8 @@
-"""One Perfetto timeline of all captured ranks of a step, in Chrome's JSON trace format.
+"""Merges the captured ranks of a step into one Perfetto timeline, in Chrome's JSON trace format.
 
-One process per rank, named by its coordinates and sorted by stage; clocks aligned (`clocks`); an arrow from every send
-to its receive. Ranks are read twice, for the clocks and for their events, and written one after the other, event by
-event: no whole trace is in memory.
+Each rank is a process, named by its coordinates and sorted by stage. Clocks are aligned (`clocks`), and an arrow leads
+from each send to its receive. Ranks are read twice, for the clocks and for their events, and written one after the
+other, event by event, so that no whole trace is in memory.
 
 Process, thread and flow ids are unique in a file only: each gets a new one. Perfetto takes a process id of 0 for the
 idle task and a thread id that equals a process id for its main thread, so neither occurs.
@@ -40,7 +40,7 @@ from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 from megaprof.version import __version__
 
-#: Key of the object that tells a merged timeline from every other file.
+#: Key of the object that marks a file as a merged timeline.
 MARK = "megaprofMerge"
 
 _FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
@@ -81,7 +81,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Arrow:
-    """One end of a flow, in its rank's own time: ``phase`` is ``s`` (start) or ``f`` (finish)."""
+    """One end of an arrow, in its rank's own time. ``phase`` is ``s`` (start) or ``f`` (finish)."""
 
     phase: str
     number: int
@@ -91,8 +91,8 @@ class _Arrow:
 
 @dataclass
 class _Rank:
-    """A rank on its way into the file, as ``part`` of one, where it is not all of it; ``arrows`` by the range in which
-    they start or end."""
+    """A rank to be written. ``part``: its part of a file of several processes or windows. ``arrows``: by the range in
+    which they start or end."""
 
     path: Path
     part: Part | None
@@ -134,11 +134,11 @@ def merge(
     run: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
-    """Merge one captured step below ``source`` into ``out`` (gzipped where that ends in ``.gz``).
+    """Merges one captured step below ``source`` into ``out`` (gzipped if that ends in ``.gz``).
 
-    Which run, step and ranks, of several, `captures.choose` says. ``progress(done, total)`` is called behind every file
-    that was read. ``out`` appears whole or not at all, and replaces nothing but an older merged timeline. Files that
-    cannot be used become warnings.
+    `captures.choose` chooses the run, step and ranks. ``progress(done, total)`` is called after each file.
+    ``out`` appears whole or not at all, and only replaces an older merged timeline. Files that cannot be used become
+    warnings.
 
     Raises:
         NothingToMerge: there is no such step, or none of its files can be read.
@@ -182,7 +182,7 @@ def merge(
 
 
 def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank]:
-    """Read a file for its ranks' places and messages."""
+    """Reads the places and messages of the ranks in a file."""
     try:
         traces = traces_in(source)
     except UnreadableTrace as fault:
@@ -212,7 +212,7 @@ def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[Note]) -> list[_Ra
 
 
 def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -> tuple[Alignment, int]:
-    """Align the clocks, and hand every rank its ends of the arrows."""
+    """Aligns the clocks, and gives each rank its ends of the arrows."""
     of_rank = {rank.coords.rank: rank for rank in ranks}
     links = links_between({number: rank.ends for number, rank in of_rank.items()})
     alignment = align({n: rank.ends.metadata.host for n, rank in of_rank.items()}, links)
@@ -358,7 +358,7 @@ def _may_have_arrows(event: dict[str, Any]) -> bool:
 
 
 def _time(event: Any) -> int | None:
-    """An event's ``ts`` in nanoseconds; None where it has none, or a duration that is no duration."""
+    """Returns an event's ``ts`` in nanoseconds; None if it has none, or if its duration is impossible."""
     if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
         return None
     ts: Any = event.get("ts", 0 if event["ph"] == "M" else None)

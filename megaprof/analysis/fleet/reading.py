@@ -294,12 +294,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
                 found.warnings.append(Note("timeline_damaged", files=(path.name,), said=timeline.damage, count=read))
         if len(timeline.steps):
             found.read.append(path)
-        for number, metadata in enumerate(timeline.metadata):
-            steps = (
-                timeline.steps[timeline.steps["metadata"] == number] if len(timeline.metadata) > 1 else timeline.steps
-            )
-            if not len(steps):
-                continue
+        for metadata, steps in timeline.by_metadata():
             unusable = _unusable(metadata, steps)
             if unusable is None:
                 yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)

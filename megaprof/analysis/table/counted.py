@@ -1,4 +1,4 @@
-"""Do these calls belong together? What is missing, doubled or of another run, noted once."""
+"""Finds the calls of traces that belong together, and notes what is missing, twice there or of another job."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
 
-#: How far apart ranks may begin a step behind the opening of a tool, of the step, until that is told.
+#: Part of a step by which ranks may begin it at different times after a tool was opened, without a note.
 OPENED = 0.01
-#: The first of several steps are left out while they take this many times as long as the median one.
+#: First steps are left out as long as they take this many times as long as the median step.
 WARM_UP = 1.25
 
 
 @dataclass
 class Findings:
-    """Collects what a reader must know: warnings, facts about single stages, and why no stage may be called slow."""
+    """Collects notes about a job and its stages, and the reason why no stage may be called slow."""
 
     stages: int
     """How many stages the job has."""
@@ -31,8 +31,8 @@ class Findings:
     _notes: dict[Note, set[int]] = field(default_factory=dict)
 
     def warn(self, note: Note, stage: int | None = None, *, block: bool = False) -> None:
-        """A warning about the whole target or one stage; the same one about several stages is kept once. ``block``: it
-        allows no verdict about imbalance; the first such warning is the one that is told."""
+        """Adds a note about the whole job or one stage; the same note about several stages is kept once. ``block``: it
+        allows no verdict about imbalance; the first such note is the reason."""
         self._notes.setdefault(note, set()).update(() if stage is None else (stage,))
         if block:
             self.unjudgeable = self.unjudgeable or note
@@ -49,9 +49,9 @@ class Counted:
     """The calls of one target, role and set of parallel sizes that count together."""
 
     calls: list[Call]
-    """One of a rank and step, only of steps that every captured stage has, and without a first one that warms up."""
+    """One call per rank and step, of the steps that every captured stage has, without first steps that warm up."""
     findings: Findings
-    """What was left out, and what must be known of the rest."""
+    """Notes about what was left out, and about the rest."""
 
     @property
     def target(self) -> tuple[str, str | None, ParallelSizes]:
@@ -60,7 +60,7 @@ class Counted:
 
 
 def counted(calls: Iterable[Call]) -> list[Counted]:
-    """Group calls by target, role and parallel sizes, and leave out what does not count."""
+    """Groups calls by target, role and parallel sizes, and leaves out those that do not count."""
     groups = grouped(calls, lambda call: (call.label, call.role, call.metadata.sizes))
     found = []
     for (label, role, sizes), own in groups.items():
@@ -77,7 +77,7 @@ def counted(calls: Iterable[Call]) -> list[Counted]:
 
 
 def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
-    """The calls that may be averaged together: no duplicates, and only steps that every captured stage has.
+    """Returns the calls that may be averaged together: no duplicates, and only steps that every captured stage has.
 
     Adds what it leaves out to ``findings``, and blocks a verdict that the rest does not allow.
     """
@@ -105,8 +105,8 @@ def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def _check_same_job(calls: list[Call], findings: Findings) -> None:
-    """Adds to ``findings`` what is one job's own and yet differs: the layers of a rank, its place, the schedule, the
-    number of microbatches. Asked of the calls that count only: a step that is left out warns of nothing."""
+    """Adds to ``findings`` what must be the same in one job and differs: the layers of a rank, its place, the schedule,
+    the number of microbatches. Only looks at calls that count, so a step that is left out causes no note."""
     of_rank: dict[int, Metadata] = {}
     at_stage: dict[int, Metadata] = {}
     for metadata in (call.metadata for call in calls):
@@ -129,8 +129,7 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
 
 
 def _without(calls: list[Call], findings: Findings, wrong: Callable[[Sequence[Call]], Iterable[Note]]) -> list[Call]:
-    """Returns the calls without the steps with which something is ``wrong``, if there are others: what stages take is
-    told of the same steps on all of them."""
+    """Returns the calls without the steps in which something is ``wrong`` on any rank, if there are other steps."""
     found = {key: tuple(wrong(step)) for key, step in grouped(calls, lambda call: call.key).items()}
     others = [call for call in calls if not found[call.key]]
     if not others:
@@ -144,21 +143,21 @@ def _without(calls: list[Call], findings: Findings, wrong: Callable[[Sequence[Ca
 
 
 def _unseen(step: Sequence[Call]) -> Iterator[Note]:
-    """Kernels of a rank were not recorded."""
+    """Yields a note for each rank whose kernels were not recorded."""
     for call in step:
         if call.unseen is not None:
             yield Note("step_left_out", steps=(call.step,), ranks=(call.rank,), why=call.unseen)
 
 
 def _in_part(step: Sequence[Call]) -> Iterator[Note]:
-    """A rank has a part of it only."""
+    """Yields a note for each rank that has only a part of the step."""
     for call in step:
         if call.incomplete:
             yield Note("file_left_out", files=(call.source,), why=call.incomplete)
 
 
 def _opened(step: Sequence[Call]) -> Iterator[Note]:
-    """It begins with the opening of a tool."""
+    """Yields a note if ranks opened a tool right before the step."""
     if any(call.after_opening for call in step):
         yield Note("opened_by_nsys", steps=(step[0].step,))
     if (apart := opened_apart(step)) is not None:
@@ -166,8 +165,8 @@ def _opened(step: Sequence[Call]) -> Iterator[Note]:
 
 
 def opened_apart(step: Sequence[Call]) -> Note | None:
-    """Returns why the stages of one step waited for each other more than they would have: the torch profiler, started
-    before it, delayed some ranks more than others; None where it did not."""
+    """Returns why stages waited for each other too long in a step: starting the torch profiler right before it delayed
+    some ranks more than others. None if it did not."""
     delays = [call.opening_ns for call in step if call.opening_ns is not None]
     longest = max(end - begin for begin, end in (call.extent for call in step))
     if step[0].metadata.sizes.pp == 1 or len(delays) < 2 or max(delays) - min(delays) <= OPENED * longest:
@@ -189,7 +188,7 @@ def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def warming_up(lengths: Sequence[float]) -> int:
-    """Returns how many of several steps in order belong to a beginning in which all takes longer."""
+    """Returns how many of the first steps take longer than the rest."""
     longest = WARM_UP * statistics.median(lengths)
     return next(n for n, length in enumerate(lengths) if length <= longest) if len(lengths) > 2 else 0
 
@@ -204,7 +203,7 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def _explain(call: Call, findings: Findings) -> None:
-    """Note why numbers of ``call`` are missing."""
+    """Adds notes about why numbers of ``call`` are missing."""
     pp = call.stage
     if call.unseen is not None:
         findings.warn(call.unseen, pp, block=True)

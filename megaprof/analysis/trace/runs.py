@@ -1,9 +1,9 @@
-"""Which run a trace or a timeline belongs to, where several runs lie in one directory.
+"""Finds out which run a trace or a timeline belongs to, if a directory holds the files of several runs.
 
-A restart is seen by its process: what a rank records has the name of the process that recorded it. It is the same run
-where its timelines go on behind the steps of the run before (after a checkpoint) with the same sizes and layers. It is
-another one where they begin at a step which their rank has already passed, or where it has only traces: these do not
-tell what they go on from. Runs that write at once are not told apart.
+A restart shows in the name of the process, which is in everything that it recorded. It continues the same run if its
+timelines go on after the steps of the run before (from a checkpoint) with the same sizes and layers. It is another run
+if they begin at a step that the rank has already passed, or if it has only traces, which do not tell what they
+continue. Runs that write at the same time are not told apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     """Steps that follow each other in one file."""
 
     line: Line
-    """What counts steps on its own: a target and role on a rank."""
+    """Target, role and rank, which count steps together."""
     first_step: int
     """The lowest step."""
     last_step: int
@@ -45,25 +45,25 @@ class Piece(NamedTuple):
     end_ns: int
     """When the last one ended."""
     process: str | None = None
-    """Who recorded it; None where that is not known."""
+    """The process that recorded it; None if unknown."""
     sizes: ParallelSizes | None = None
-    """Those of the run, without virtual stages, which a rank knows by its model; None where they are not known."""
+    """The run's sizes without virtual stages, which differ by model; None if unknown."""
     chunks: tuple[ModelChunk, ...] = ()
-    """What the rank holds; empty where that is not known."""
+    """The rank's model chunks; empty if unknown."""
     timeline: bool = True
-    """Whether it is of a timeline, which begins with the first step of its process."""
+    """Whether it is from a timeline, which begins with the first step of its process."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs that files are of, and the one that is reported on."""
+    """The runs whose files lie there, and the one that is reported on."""
 
     begins: tuple[int, ...] = (0,)
-    """From when on each may have steps, in nanoseconds on the wall clock; the oldest first."""
+    """When each may have its first step, in nanoseconds on the wall clock; the oldest first."""
     chosen: int = 0
-    """The number, from 0, of the one that is reported on."""
+    """Index of the run that is reported on."""
     pieces: tuple[Piece, ...] = ()
-    """Of the timelines that were looked at, those of the chosen run."""
+    """The chosen run's pieces, of the timelines that were looked at."""
 
     @property
     def count(self) -> int:
@@ -75,8 +75,8 @@ class Runs:
 
 
 def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = None) -> Runs:
-    """The runs that the calls of traces and the timelines are of. ``run``: which to choose, from 1; None: the newest.
-    Raises NoSuchRun."""
+    """Returns the runs of the calls in traces and of the timelines. ``run``: the number of the one to choose, from 1;
+    None for the newest. Raises NoSuchRun."""
     traced = [*_traced(calls)]
     files: dict[tuple[object, ...], list[Path]] = {}
     for path in timelines:
@@ -91,7 +91,8 @@ def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = 
 
 
 def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
-    """``run``: which to choose, from 1; None: the newest. Raises NoSuchRun."""
+    """Returns the runs of some pieces. ``run``: the number of the one to choose, from 1; None for the newest. Raises
+    NoSuchRun."""
     every = sorted(pieces, key=lambda piece: piece.start_ns)
     # Of a process that has both, the timeline tells what it goes on from.
     recorded = {piece.process for piece in every if piece.timeline} - {None}
@@ -115,7 +116,7 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
 
 
 class _Run:
-    """What is known of a run, from its pieces so far."""
+    """What the pieces so far tell about a run."""
 
     def __init__(self) -> None:
         self._first: dict[Line, int] = {}
@@ -133,7 +134,7 @@ class _Run:
             self._chunks[line] = piece.chunks
 
     def is_contradicted_by(self, piece: Piece) -> bool:
-        """Returns whether a piece of a process that was not seen before is of another run."""
+        """Returns whether a piece of a new process belongs to another run."""
         line = piece.line
         if piece.sizes is not None and self._sizes.get(line[:2], piece.sizes) != piece.sizes:
             return True
@@ -159,12 +160,10 @@ def _recorded(paths: Iterable[Path]) -> Iterator[Piece]:
             timeline = read_timeline(path, events=False)
         except UnreadableTimeline:
             continue  # whoever reads it says so
-        for number, metadata in enumerate(timeline.metadata):
-            steps = timeline.steps[timeline.steps["metadata"] == number]
-            if len(steps):
-                numbers, last = steps["step"], steps[-1]
-                span = int(steps[0]["start_ns"]), int(last["start_ns"]) + 1000 * int(last["duration"])
-                yield _piece(metadata, (int(numbers.min()), int(numbers.max())), span, timeline=True)
+        for metadata, steps in timeline.by_metadata():
+            numbers, last = steps["step"], steps[-1]
+            span = int(steps[0]["start_ns"]), int(last["start_ns"]) + 1000 * int(last["duration"])
+            yield _piece(metadata, (int(numbers.min()), int(numbers.max())), span, timeline=True)
 
 
 def _piece(metadata: Metadata, steps: tuple[int, int], span: tuple[int, int], *, timeline: bool) -> Piece:
