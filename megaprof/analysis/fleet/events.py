@@ -1,4 +1,4 @@
-"""What a rank did in a single step, by the events of its timeline."""
+"""Reads what a rank did in a single step, from the events in its timeline."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megaprof.formats.steps import codes
 
 
 def call_of(key: Key, files: Iterable[Path], step: int) -> list[Pass[int]]:
-    """The first call of ``step`` on a rank with these ``files``, under the name of its target, and behind it everything
-    that was in it, in order; nothing where the files do not tell. Of a step that ran again as it ran last."""
+    """Returns the first call of ``step`` on a rank with these ``files``, named by its target, followed by everything in
+    it in order; an empty list if the files do not have it. A step that ran again counts as it ran last."""
     found: list[tuple[int, int, list[Pass[int]]]] = []
     for path in files:
         with suppress(format.UnreadableTimeline):
@@ -38,6 +38,6 @@ def call_of(key: Key, files: Iterable[Path], step: int) -> list[Pass[int]]:
 
 
 def longest_pass(key: Key, files: Iterable[Path], step: int) -> Pass[int] | None:
-    """The pass in which a rank with these ``files`` was longest in ``step``; None where the files do not tell."""
+    """Returns the longest pass of a rank with these ``files`` in ``step``; None if the files do not have it."""
     passes = (each for each in call_of(key, files, step) if each.kind in ranges.PASSES)
     return max(passes, key=lambda each: each.end - each.start, default=None)

@@ -176,7 +176,7 @@ class Fleet:
 
 
 def survey(reading: FleetReading) -> list[Fleet]:
-    """One `Fleet` for every target, role and set of sizes in ``reading``."""
+    """Returns one `Fleet` for each target, role and set of sizes in ``reading``."""
     return [
         _fleet(key, series, reading.width.get(key[:2], 1), partial(_longest, key, reading.files.get(key, {})))
         for key, series in reading.series.items()
@@ -231,7 +231,7 @@ def _matrix(ranks: Sequence[RankSeries], buckets: Buckets) -> Floats:
 
 
 def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[Floats, Buckets]:
-    """Milliseconds of the median step of every bucket, on its longest rank, and the buckets."""
+    """Returns the milliseconds of each bucket's median step, on its longest rank, and the buckets."""
     with_steps = _with_steps(ranks)
     begin = min(r.first for r in with_steps)
     count = max(r.first + len(r.counts) for r in with_steps) - begin
@@ -268,8 +268,8 @@ def _times(series: Series, step_ms: Floats, buckets: Buckets, width: int) -> Ste
 
 
 def _to_the_step(shift: Shift, series: Series, width: int) -> Shift:
-    """With the very step of its bucket, or of the one before: single steps before it are nearest to the level before,
-    and those from it on to the level after."""
+    """Returns the shift with the exact step, in its bucket or the one before: single steps before it are closer to the
+    level before, and those from it on to the level after."""
     steps = series.steps >> INDEX_BITS
     near = (steps >= shift.step - width) & (steps < shift.step + width)
     own = series.longest[near]
@@ -297,7 +297,7 @@ def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Perce
 
 
 def _by_group(times: Mapping[tuple[int, int], tuple[int, Floats]], buckets: Buckets) -> tuple[list[Group], Floats]:
-    """Every group that synchronises gradients, and what that took its quickest rank [row, bucket]."""
+    """Returns every group that synchronises gradients, and what that took its quickest rank, [row, bucket]."""
     groups = sorted(times)
     rows = np.full((len(groups), len(buckets.first)), np.nan)
     for row, group in zip(rows, groups, strict=True):

@@ -1,7 +1,8 @@
-"""Timelines of a whole fleet read once, each to a few numbers per bucket of steps: memory does not grow with steps.
+"""Reads the timelines of a whole job once, each to a few numbers per bucket of steps, so that memory does not grow with
+the number of steps.
 
-A work item is the files of the ranks that synchronise gradients with each other (data- and context-parallel peers),
-read one rank after the other: what all of them spent on a step's synchronisation needs them together.
+A work item holds the files of the ranks that synchronise gradients with each other (data- and context-parallel peers),
+because the time that a step's synchronisation takes is that of the quickest of them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ MOST_BUCKETS = 200
 #: Percentiles come from a histogram whose bins are this wide, as a fraction, from a microsecond on.
 BIN = 0.005
 _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
-#: Steps that are held at once, of several ranks.
+#: Steps of several ranks that are in memory at once.
 _STEPS_AT_ONCE = 1 << 16
-#: Bytes of files below which one process is quicker than several.
+#: One process is quicker than several for fewer bytes of files.
 _WORTH_IT = 512 << 20
 _MOST_TOLD = 5
 INDEX_BITS = 16
@@ -85,7 +86,7 @@ class RankSeries:
 
 @dataclass
 class Series:
-    """Everything about one key, of some ranks or of all."""
+    """The numbers of one key, of some ranks or of all."""
 
     ranks: list[RankSeries] = field(default_factory=list)
     """The ranks, in the order in which they were read."""
@@ -127,10 +128,10 @@ class Series:
 
 @dataclass
 class FleetReading:
-    """What came of many timelines."""
+    """The numbers in many timelines."""
 
     runs: Runs = field(default_factory=Runs)
-    """Those that lie there, of which one was read."""
+    """The runs that lie there; only the chosen one was read."""
     width: Widths = field(default_factory=dict)
     """Steps per bucket, by target and role."""
     series: dict[Key, Series] = field(default_factory=dict)
@@ -144,7 +145,7 @@ class FleetReading:
     skipped: list[Note] = field(default_factory=list)
     """Files that cannot be read."""
     warnings: list[Note] = field(default_factory=list)
-    """What is wrong with single files."""
+    """Notes about single files."""
 
     def add(self, other: FleetReading) -> None:
         """Of the same runs."""
@@ -168,14 +169,14 @@ class FleetReading:
 
 
 def find_timelines(directory: Path) -> list[Path]:
-    """Every timeline under ``directory``, sorted. Hidden files are none of ours."""
+    """Returns every timeline under ``directory``, sorted. Hidden files are not megaprof's."""
     return sorted(files_below(directory, (format.SUFFIX,)), key=attrgetter("parts"))
 
 
 def read_fleet(
     paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None, runs: Runs | None = None
 ) -> FleetReading:
-    """Read every file once. ``workers`` as for `reading.read_all`; ``progress``: files done; ``runs``: of which one
+    """Reads every file once. ``workers`` as for `reading.read_all`; ``progress``: files done; ``runs``: the chosen one
     is read, by default the newest."""
     items = _items(paths)
     runs = runs or runs_in((), paths)
@@ -255,8 +256,8 @@ class _Group:
         self._quickest = _merge(*self._quickest, numbers, calls["finalize"] / 1e3, np.minimum)
 
     def of(self, size: int) -> tuple[Integers, Floats]:
-        """Steps that ``size`` ranks have at least, and the quickest rank's milliseconds: where one is missing, it may
-        be the one that the others waited for."""
+        """Returns the steps that at least ``size`` ranks have, and the quickest rank's milliseconds. If a rank is
+        missing, the others may have waited for it."""
         whole = self._ranks[1] >= size
         return self._quickest[0][whole] >> INDEX_BITS, self._quickest[1][whole]
 
@@ -276,8 +277,8 @@ class _Steps(NamedTuple):
 
 
 def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> Iterator[_Steps]:
-    """The steps in files of the chosen run, of all without ``runs``; what was read and what is wrong with a file goes
-    to ``found``."""
+    """Yields the steps in files of the chosen run, or of all runs without ``runs``. Adds to ``found`` which files were
+    read, and what is wrong with them."""
     for path in paths:
         try:
             timeline = format.read_timeline(path, events=False)
@@ -303,7 +304,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
 
 
 def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
-    """Why the times of these steps say nothing; None where they do."""
+    """Returns why the times of these steps say nothing; None if they do."""
     if (reason := (metadata.timeline or {}).get("reason")) is not None:
         return Note("timelines_of_host", said=str(reason))
     if not (steps["duration"] > 0).any():
@@ -312,8 +313,8 @@ def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
 
 
 def _latest(calls: npt.NDArray[Any], whose: Integers) -> tuple[npt.NDArray[Any], Integers]:
-    """Of all ranks the calls in order, and whose they are, without those that a later one is the same call of the same
-    step again (a job that went on from a checkpoint)."""
+    """Returns the calls of all ranks in order, and the rank of each. If a call of a step is there twice (a job that
+    continued from a checkpoint), the later one counts."""
     numbers = _numbers(calls)
     if ((np.diff(numbers) > 0) | (np.diff(whose) > 0)).all():
         return calls, whose
@@ -324,7 +325,7 @@ def _latest(calls: npt.NDArray[Any], whose: Integers) -> tuple[npt.NDArray[Any],
 
 
 def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) -> npt.NDArray[Any]:
-    """Add ranks of one stage to their series; returns their calls that count."""
+    """Adds ranks of one stage to their series, and returns their calls that count."""
     read = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
     # As bytes: numpy looks at every field of every file otherwise.
     raw = [np.ascontiguousarray(part.steps).view(_BYTES) for parts in ranks for part in parts]
@@ -387,13 +388,14 @@ def _compute(calls: npt.NDArray[Any]) -> Integers:
 
 
 def percentile(histogram: Integers, fraction: float) -> float:
-    """Milliseconds below which this fraction of the counted times lies, to half a bin."""
+    """Returns the milliseconds below which this fraction of the counted times lies, to half a bin."""
     place = int(np.searchsorted(np.cumsum(histogram), fraction * int(histogram.sum())))
     return float((1 + BIN) ** (place + 0.5)) / 1e3
 
 
 def bucketed(steps: Integers, values: Floats, width: int) -> tuple[int, Floats, Integers]:
-    """Number of the first bucket (step // width), and the median and the number of the steps of each; steps ascend."""
+    """Returns the number of the first bucket (step // width), and each bucket's median and number of steps. ``steps``
+    ascend."""
     begins, _, medians, counts = _bucketed(np.zeros(len(steps), dtype=np.int64), steps, values, width, 1)
     return begins[0], medians, counts
 
@@ -401,8 +403,8 @@ def bucketed(steps: Integers, values: Floats, width: int) -> tuple[int, Floats, 
 def _bucketed(
     rows: Integers, steps: Integers, values: Floats, width: int, count: int
 ) -> tuple[list[int], list[int], Floats, Integers]:
-    """Of every row of steps, which ascend in it: the number of its first bucket; where its buckets begin and end among
-    those of all rows; and the median and the number of the steps of each bucket."""
+    """Returns, for rows of ascending steps: the number of each row's first bucket; the bounds of its buckets among
+    those of all rows; and the median and the number of steps of each bucket."""
     number = np.bincount(rows, minlength=count)
     ends = np.cumsum(number)
     bucket = steps // width
@@ -427,7 +429,7 @@ def _bucketed(
 def _merge(
     numbers: Integers, values: Floats, others: Integers, other_values: Floats, combine: np.ufunc
 ) -> tuple[Integers, Floats]:
-    """Values by number, ascending, combined with others of any order, where there are several."""
+    """Returns values by ascending number, with ``others`` in any order; values of the same number are combined."""
     every = np.concatenate((numbers, others))
     order = np.argsort(every, kind="stable")
     every = every[order]
@@ -436,5 +438,5 @@ def _merge(
 
 
 def useful(paths: Sequence[Path], items: int) -> int:
-    """How many processes at most read files quicker than one does."""
+    """Returns the most processes that read files quicker than one does."""
     return 1 if sum(sizes_of(paths).values()) < _WORTH_IT else max(1, min(items, processors()))

@@ -1,5 +1,4 @@
-"""Stages that became slower than those beside them, and from when on: what makes a step long for all of them cancels
-out."""
+"""Finds stages that became slower than the others, and when. What makes a step long for all stages cancels out."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from megaprof.analysis.samples import MAD
 
 @dataclass(frozen=True)
 class Buckets:
-    """The stretches of steps that a series has a value for."""
+    """The buckets of steps; a series has one value for each."""
 
     begin: int
     """The number of the first bucket, counted from step 0."""
@@ -40,9 +39,8 @@ class Buckets:
 
 
 def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> list[tuple[Shift, ...]]:
-    """Returns when each row of ``values`` [row, bucket] changed its level, beside what changed all rows alike. With
-    one row, when that changed. ``floor_ms``: added to all of them, for times that matter only beside something
-    longer."""
+    """Returns when each row of ``values`` [row, bucket] changed its level, without changes that all rows share. A
+    single row counts as it is. ``floor_ms``: added to all values, for times that matter beside longer ones."""
     raised = values + floor_ms
     baseline = np.array([_quickest(row) for row in raised])
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -66,7 +64,7 @@ def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> 
 
 
 def _quickest(row: Floats) -> float:
-    """The level that a row had when it was quickest, for some buckets."""
+    """Returns the level of a row in its quickest stretch of some buckets."""
     known = row[np.isfinite(row)]
     if len(known) < 2 * LASTING_BUCKETS:
         return _median(known)
@@ -80,7 +78,7 @@ def _median(values: Floats) -> float:
 
 
 def noise_of(relative: Floats) -> float:
-    """Standard deviation of the logarithm of one bucket of a row: by differences of neighbours, which a change of level
-    does not move."""
+    """Returns the standard deviation of the logarithm of one bucket in a row, from differences between neighbours,
+    which a change of level does not affect."""
     jumps = np.abs(np.diff(logarithms(relative), axis=1))
     return MAD / float(np.sqrt(2)) * float(np.nanmedian(jumps)) if np.isfinite(jumps).any() else 0.0

@@ -1,7 +1,7 @@
-"""Steps in which the whole job stood still, from timelines: which rank the others waited for, and where it was.
+"""Finds steps in which the whole job stood still, from timelines: the rank that others waited for, and where it was.
 
-Such a step tells nothing of how long steps take, so it counts for no time. A rank that waits does so in an exchange or
-in the gradient reduction; a rank whose own passes took the time is the one that is waited for.
+Such a step says nothing about usual step times, so it counts for none. Ranks wait in an exchange or in the gradient
+reduction; a rank whose own passes took the time is the one they waited for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, STUCK_STEPS, Standing, Standstill
 from megaprof.parallel.topology import RankCoords
 
-#: Ranks that are waited for and whose files are opened again to see where they stood.
+#: The most ranks whose files are opened again to see where they stood.
 _MOST_PLACES = 4
 
 
@@ -27,7 +27,7 @@ class StoodStill(NamedTuple):
     step: int
     coords: RankCoords
     seconds: float
-    """How much longer than usual the step took."""
+    """Seconds by which the step took longer than usual."""
     computing: bool
     """Whether its own passes took more than half of that."""
     failed: bool

@@ -1,8 +1,8 @@
-"""Levels, changes and outliers of a series of times, by medians: a few slow steps move none of them.
+"""Finds levels, changes and outliers in a series of times, by medians, which a few slow steps do not move.
 
-A series is split where a stretch stands out most, and its parts again. A split counts when the medians of both sides
-differ by more than `EXCESS`, by more than `SIGMAS` standard errors, and each side lasts for `LASTING_STEPS` steps.
-All of it is done on logarithms: what disturbs a time multiplies it.
+A series is split where a stretch stands out most, and then its parts in the same way. A split counts if the medians of
+both sides differ by more than `EXCESS` and by more than `SIGMAS` standard errors, and if each side lasts for
+`LASTING_STEPS` steps. All of this is done on logarithms, because what disturbs a time multiplies it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megaprof.analysis.samples import MAD, MEDIAN_ERROR
 EXCESS = 0.10
 #: How many standard errors a change must be. Many series are looked at, at many places of each.
 SIGMAS = 6.0
-#: What is shorter is a few slow steps and no level.
+#: Shorter stretches are a few slow steps and not a level.
 LASTING_STEPS = 10
 LASTING_BUCKETS = 3
-#: And this is how long another program may take a processor away, which tells nothing of a job with short steps.
+#: A level also lasts this long: another program may take a processor away for a while, many short steps long.
 LASTING_SECONDS = 5.0
 #: A single step is slow from this factor over the median of the steps around it on, ...
 SINGLE = 1.5
@@ -107,10 +107,10 @@ class SingleSteps:
 
 
 def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:
-    """Split a series into stretches of one level each. NaN: no value, and part of none.
+    """Splits a series into stretches of one level each. NaN is no value, and belongs to no stretch.
 
-    ``steps``: how many each value is the median of. ``noise``: standard deviation of a value's logarithm, where more is
-    known of it than the level's own scatter tells.
+    ``steps``: the number of steps that each value is the median of. ``noise``: least standard deviation of a value's
+    logarithm, if more is known about it than the scatter within a level shows.
     """
     known = np.flatnonzero(np.isfinite(values))
     if not known.size:
@@ -159,7 +159,7 @@ def logarithms(times: Floats) -> Floats:
 
 
 def single_steps(steps: Integers, times: Floats) -> SingleSteps:
-    """Steps that are slow on their own, in a series of all steps."""
+    """Returns the single slow steps in a series of all steps."""
     if len(times) < 3:
         return SingleSteps(0, (), None)
     around = moving_median(times, min(2 * AROUND + 1, len(times) - (len(times) + 1) % 2))
@@ -199,8 +199,8 @@ def _trend(y: Floats) -> float:
 
 
 def low_median(values: Floats) -> Floats:
-    """Median along the first axis without NaN, the lower one of two: NaN where there is nothing else. One slow of two
-    does not move it."""
+    """Returns the median along the first axis without NaN, the lower of two middle ones, so that one slow value of two
+    does not move it; NaN if there is no value."""
     ordered = np.sort(values, axis=0)
     count = np.isfinite(values).sum(axis=0)
     place = np.maximum((count - 1) // 2, 0)
@@ -216,8 +216,8 @@ def _level(x: Floats, a: int, b: int, noise: float) -> tuple[float, float]:
 
 
 def _split(x: Floats, cumulated: Integers, a: int, b: int, noise: float) -> list[tuple[int, int]]:
-    """Parts of the stretch from ``a`` to ``b``: the one that stands out most, what is before and behind it, each split
-    again."""
+    """Returns the parts of the stretch from ``a`` to ``b``: the one that stands out most, those before and after it,
+    each split again."""
     smooth = moving_median(x[a:b], 5) if b - a >= 5 else x[a:b]
     # By ranks, among which a few enormous values weigh no more than others; a short stretch may need the values.
     for values in (np.argsort(np.argsort(smooth)), smooth):
@@ -277,7 +277,7 @@ def _differ(x: Floats, a: int, k: int, b: int, noise: float) -> bool:
 
 
 def moving_median(x: Floats, width: int) -> Floats:
-    """Medians of ``width`` values, an odd number, around each; the series is mirrored at its ends."""
+    """Returns the median of ``width`` values (an odd number) around each value. The series is mirrored at its ends."""
     padded = np.pad(x, width // 2, mode="reflect")
     out = np.empty_like(x)
     for begin in range(0, len(x), 1 << 14):

@@ -1,17 +1,17 @@
-"""Whose communication a GPU activity is, by its name and by the process group that the recording names.
+"""Finds the parallel axis of a GPU activity's communication, by its name and its process group.
 
 Kineto copies the arguments of torch's operator ``record_param_comms`` to the kernels that were launched inside it, the
-description of the process group among them. Without operators of the CPU, in files of nsys's, and for communication
-that does not go through a ``ProcessGroup``, no group is named; `attribution` tells what then is still certain.
+description of the process group among them. No group is named without operators of the CPU, in files of nsys, and for
+communication that does not go through a ``ProcessGroup``; `attribution` says what is still certain then.
 """
 
 from __future__ import annotations
 
-#: What an activity is for: its index here in `Activities.use`. ``other``: communication of a group that is none of
-#: Megatron's. ``unknown``: communication of a group that nothing names.
+#: Uses of an activity; `Activities.use` has their index. ``other``: communication in a group that is not Megatron's.
+#: ``unknown``: communication in a group that nothing names.
 USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other", "unknown")
 AXES = USES[1:-2]
-#: Those whose ranks wait for each other inside a pass.
+#: Axes whose ranks wait for each other inside a pass.
 INSIDE = ("tp", "ep", "cp")
 COMPUTE, PP, OTHER, UNKNOWN = (USES.index(use) for use in ("compute", "pp", "other", "unknown"))
 #: The operator whose arguments name the group of what is launched inside it.
@@ -64,8 +64,8 @@ BY_GROUP, BY_GROUP_PAIRWISE = -1, -2
 
 
 class ByName(dict[str, int]):
-    """Index into `USES` by an activity's name, `BY_GROUP` or `BY_GROUP_PAIRWISE` where its group decides; found once
-    for each name."""
+    """Maps an activity's name to an index into `USES`, or to `BY_GROUP` or `BY_GROUP_PAIRWISE` if its group decides;
+    worked out once per name."""
 
     def __missing__(self, name: str) -> int:
         self[name] = found = _by_name(name)
@@ -82,12 +82,13 @@ def _by_name(name: str) -> int:
 
 
 def axis_of(description: str) -> str | None:
-    """The first axis of the process group that Megatron describes so; None for another's."""
+    """Returns the first axis of the process group with this description; None if it is not Megatron's."""
     return next(iter(_axes(description)), None)
 
 
 def use_of(description: str | None, sizes: object) -> int:
-    """Index into `USES` of communication in the group with this description; ``sizes``: ranks of every axis."""
+    """Returns the index into `USES` of communication in the group with this description. ``sizes``: ranks of each
+    axis."""
     if description in _UNNAMED:
         return UNKNOWN
     axes = _axes(description or "")
@@ -98,7 +99,7 @@ def use_of(description: str | None, sizes: object) -> int:
 
 
 def is_parallel(description: str, sizes: object) -> bool:
-    """Returns whether the group with this description is of more than one rank, as far as its axes tell."""
+    """Returns whether the group with this description has more than one rank, as far as its axes tell."""
     return bool(parallel_of(_axes(description) or AXES, sizes))
 
 

@@ -1,4 +1,4 @@
-"""Several processes at once, where that pays, here or on a Ray cluster: the one process pool of the analysis.
+"""The process pool of the analysis, on this machine or on a Ray cluster.
 
 Decoding holds the interpreter's lock, so threads would not help: two of them read two traces in the time that one
 takes. A process costs about half a second to start, and imports the main module anew, so a script that asks for several
@@ -25,21 +25,21 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Progress = Callable[[int, int], None]
-"""Called with the number of files that are done, and of all."""
+"""Called with the number of files that are done, and the number of all files."""
 
 
 Workers = int | str
-"""How many processes read, or which Ray cluster does: ``ray`` for the one that this machine belongs to (or
+"""The number of processes that read, or a Ray cluster: ``ray`` for the one that this machine belongs to (or that
 ``RAY_ADDRESS`` names), or its address, ``ray://host:10001``."""
 
 
 class NoCluster(Exception):
-    """No Ray cluster can read for us; the message says why."""
+    """There is no Ray cluster to read on; the message says why."""
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], workers: Workers) -> Iterator[Result]:
-    """``work`` of every item, in order, in ``workers`` processes. Where one of them is killed, most likely for its
-    memory, the rest is done here: one item at a time may still fit. Raises NoCluster."""
+    """Yields ``work`` of each item, in order, done in ``workers`` processes. If one of them is killed, most likely for
+    its memory, this process does the rest: one item at a time may still fit. Raises NoCluster."""
     done = 0
     for result in _on_ray(work, items, workers) if isinstance(workers, str) else _here(work, items, workers):
         done += 1
@@ -48,7 +48,7 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], workers: Workers
 
 
 def at_most(workers: Workers, useful: int) -> Workers:
-    """Fewer processes, where more are of no use; a cluster knows itself."""
+    """Returns ``workers``, but at most ``useful`` processes. A cluster decides for itself."""
     return workers if isinstance(workers, str) else min(workers, useful)
 
 
@@ -85,7 +85,7 @@ def _on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str)
 
 @contextmanager
 def _cluster(address: str) -> Iterator[Any]:
-    """Ray, connected to a cluster that is there; the connection is closed if it was made here."""
+    """Connects Ray to a running cluster, and closes the connection if it was made here."""
     try:
         ray = import_module("ray")
     except ImportError as fault:
@@ -104,12 +104,12 @@ def _cluster(address: str) -> Iterator[Any]:
 
 
 def processors() -> int:
-    """Processors that this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
-    """Bytes of every file that is there."""
+    """Returns the size in bytes of each file that exists."""
     found = {}
     for path in paths:
         try:

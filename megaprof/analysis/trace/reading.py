@@ -1,4 +1,4 @@
-"""Many traces read at once, in several processes where that pays."""
+"""Reads many traces, in several processes if that pays."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, proce
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
 from megaprof.formats.inputs import memory_left
 
-#: Bytes of files below which one process is quicker than several.
+#: One process is quicker than several for fewer bytes of files.
 _WORTH_IT = 24 << 20
-#: Memory that reading takes: of every process, and for each byte of the file, compressed and plain.
+#: Bytes of memory that reading takes: for each process, and for each byte of its file, compressed or plain.
 _PROCESS, _COMPRESSED, _PLAIN = 64 << 20, 4.0, 0.4
 _SHARE = 0.5
 
 Source = Path | NsysFile
-"""A trace of Kineto's, or a file of nsys's."""
+"""A trace of Kineto, or a file of nsys."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What came of one file."""
+    """What one file held."""
 
     path: Path
     """The file."""
     calls: tuple[Call, ...]
     """Its schedule calls."""
     warnings: tuple[Note, ...]
-    """What must be known about it."""
+    """Warnings about it."""
     skipped: Note | None = None
-    """Why there are no calls; None where there are."""
+    """Why it has no calls; None if it has some."""
 
 
 def sources_in(place: Path) -> list[Source]:
-    """Every file under a directory whose name ends like a trace's, or the one file that this is."""
+    """Returns the traces under a directory, by their suffixes, or the single file that ``place`` is."""
     if place.is_file():
         return [*find_nsys(place)] if is_nsys(place) else [place]
     return [*find_traces(place), *find_nsys(place)]
 
 
 def path_of(source: Source) -> Path:
-    """Its file."""
+    """Returns the file of a source."""
     return source.path if isinstance(source, NsysFile) else source
 
 
 def read(source: Source) -> Reading:
-    """Read one file; whatever it holds, nothing is raised."""
+    """Reads one file. Raises nothing, whatever it holds."""
     path = path_of(source)
     try:
         traces = traces_in(source)
@@ -64,13 +64,13 @@ def read(source: Source) -> Reading:
 
 
 def traces_in(source: Source) -> list[Trace]:
-    """What a file holds, whatever wrote it. Raises UnreadableTrace."""
+    """Returns the traces in a file of any tool. Raises UnreadableTrace."""
     return read_nsys(source) if isinstance(source, NsysFile) else [read_trace(source)]
 
 
 def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
-    """Read every file, in order. ``workers``: processes at most, or a Ray cluster (`pool.each`); fewer processes are
-    used where it does not pay or would not fit into memory. Raises NoCluster."""
+    """Yields the reading of each file, in order. ``workers``: the most processes, or a Ray cluster (`pool.each`).
+    Fewer processes are used if more do not pay or do not fit into memory. Raises NoCluster."""
     paths = list(map(path_of, sources))
     for done, reading in enumerate(each(read, sources, at_most(workers, _useful(paths))), 1):
         if progress is not None:

@@ -1,9 +1,9 @@
-"""Ranges inside the replay of a CUDA graph, from the names that its kernels were captured with.
+"""Restores the ranges inside the replay of a CUDA graph, from the names that its kernels were captured with.
 
-A replay is one launch, so all its kernels have one moment. Here each range that it went through gets moments of its
-own, nanoseconds behind that launch and in the order of the capture, and its kernels count as launched then. So whoever
-reads a trace finds ranges and launches as in a step that was not replayed. The launch itself takes longer than that:
-a few microseconds, and a nanosecond or more for each node.
+A replay is one launch, so all its kernels have the same launch time. Here each range in it gets times of its own,
+nanoseconds after that launch and in the order of the capture, and its kernels count as launched then. Readers of the
+trace then find ranges and launches as in a step without a replay. The launch itself takes longer: a few microseconds,
+and a nanosecond or more for each node.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from megaprof.formats import ranges
 from megaprof.formats.graphs import GraphNames
 from megaprof.formats.ranges import RangeName
 
-#: Between its passes Megatron counts tokens, in no range. Where more of a replay's kernels than this have no name, some
-#: of passes have none.
+#: Megatron counts tokens between passes, in no range. If a larger part of a replay's kernels has no name, kernels of
+#: passes lack theirs.
 MOST_UNNAMED = 0.01
 
 Named = tuple[RangeName, int, int]
-"""A range, when it began and when it ended, in wall-clock nanoseconds."""
+"""A range, its start and its end, in wall-clock nanoseconds."""
 
 
 @dataclass(frozen=True)
 class Replays:
-    """What the replays of a trace went through."""
+    """The ranges in the replays of a trace."""
 
     gpu: Activities
-    """The activities, with moments of their own where that is known."""
+    """The activities, with launch times of their own where their range is known."""
     ranges: tuple[Named, ...]
-    """Sorted by start, an enclosing one before what it encloses. Only their order means something: on the host they
-    took no time."""
+    """Sorted by start, an enclosing one before those inside it. Only their order has a meaning: they took no time on
+    the host."""
     unnamed: str | None
-    """Why there is a replay whose ranges are not known; None where there is none."""
+    """Why the ranges of some replay are unknown; None if all are known."""
 
 
 def replayed(gpu: Activities, names: GraphNames, passes: npt.NDArray[np.int64]) -> Replays:
-    """Returns what the graphs went through that were launched outside of the host's own ``passes``: a disjoint set of
-    times. A layer's graph is launched in a pass, which is known then."""
+    """Returns the ranges in graphs that were launched outside of the host's ``passes``, a disjoint set of times. A
+    layer's graph is launched inside a pass, so its pass is known."""
     which = _runs(gpu.node, names)
     place = np.searchsorted(passes[:, 0], gpu.launched, side="right") - 1
     outside = np.ones(len(place), dtype=np.bool_)
@@ -68,7 +68,7 @@ def replayed(gpu: Activities, names: GraphNames, passes: npt.NDArray[np.int64]) 
 
 
 def _runs(nodes: npt.NDArray[np.int64], names: GraphNames) -> npt.NDArray[np.int64]:
-    """For every node its run; -1 for none."""
+    """Returns the index of each node's run; -1 for none."""
     if not names.runs:
         return np.full(len(nodes), -1, dtype=np.int64)
     first, last, _ = np.array(names.runs, dtype=np.int64).T
@@ -77,7 +77,7 @@ def _runs(nodes: npt.NDArray[np.int64], names: GraphNames) -> npt.NDArray[np.int
 
 
 def _around(stacks: Sequence[Sequence[RangeName]], moment: int) -> list[Named]:
-    """The ranges of ``stacks``, of which the kernels of the n-th are launched ``n`` nanoseconds after ``moment``."""
+    """Returns the ranges in ``stacks``. Kernels of the n-th stack are launched ``n`` nanoseconds after ``moment``."""
     found: list[tuple[RangeName, int]] = []
     ends: list[int] = []
     opened: list[int] = []  # those of `found` around the stack before

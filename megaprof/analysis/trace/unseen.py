@@ -1,8 +1,9 @@
-"""Kernels that ran and are not in the trace: nothing is true then that is reckoned from kernels, or from gaps in them.
+"""Detects kernels that ran and are missing in the trace. Numbers made from kernels, or from gaps between them, are then
+wrong.
 
-Kineto leaves them out without a word: when nobody asked for GPU activity, when another tool holds CUPTI, when its
-buffers were full, when one session follows another too soon (pytorch/kineto#1554), and some at the start of every
-session, one more each time (pytorch/pytorch#192021). The calls that launched them are there.
+Kineto drops kernels silently: if GPU activity was not asked for, if another tool holds CUPTI, if its buffers were full,
+if a session follows another one too soon (pytorch/kineto#1554), and a few at the start of each session, one more each
+time (pytorch/pytorch#192021). The calls that launched them are in the trace.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.gpu import Launches
 from megaprof.formats.metadata import Metadata
 
-#: In healthy traces (A100, H100, B200, MI300) every launch has its kernel. From this part without one on, a step's
-#: numbers are another step's.
+#: In healthy traces (A100, H100, B200, MI300) every launch has its kernel. If a larger part than this has none, a
+#: step's numbers are not shown.
 MOST_UNSEEN = 0.01
 
 
 def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, nsys: bool = False) -> Note | None:
-    """Returns why a trace without a kernel says nothing of its step; None where it ran on a CPU.
+    """Returns why a trace without kernels says nothing about its step; None if the step ran on a CPU.
 
     ``launches``: how many calls in the trace launched one. ``gpu_there``: whether the tool saw a GPU. ``nsys``: whether
     it is Nsight Systems. Older files do not say where the model was; but they count the cores of a machine
@@ -37,8 +38,8 @@ def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, nsys:
 
 
 def without_some(launches: Launches | None, start: int, end: int) -> Note | None:
-    """Returns why the kernels in a trace are too few for the step between two moments; None where they are not, and
-    where the tool does not tell its launches."""
+    """Returns why there are too few kernels for the step between two moments; None if there are enough, or if the tool
+    does not record launches."""
     if launches is None:
         return None
     launched, lost = (

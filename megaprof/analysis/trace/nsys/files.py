@@ -1,8 +1,8 @@
-"""Files of Nsight Systems, exported to SQLite, read back as the traces that they hold.
+"""Reads the traces in files of Nsight Systems, exported to SQLite.
 
-One file may hold several processes and several windows of each: a `Trace` comes of every window. Times are wall-clock
-nanoseconds, ``utcEpochNs`` of the session plus an event's own, comparable between the ranks of one host. What a window
-is says its ``.nsys.json``, found by host, process and step; without one, what its ranges say, and no more.
+A file may hold several processes with several windows each; every window becomes a `Trace`. Times are wall-clock
+nanoseconds, ``utcEpochNs`` of the session plus an event's own time, comparable between the ranks of one host. The
+``.nsys.json`` of a window, found by host, process and step, has its metadata; without one, only its ranges tell.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SQLITE, REPORT = ".sqlite", ".nsys-rep"
 _RANGE_EVENTS = "(59, 60)"
 _OURS = f"{ranges.PREFIX}*"
 _NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
-#: A capture range was opened for a window that begins this soon after the recording did.
+#: A window that begins this soon after the recording did was opened by a capture range.
 _OPENED_NS = 500_000_000
 _STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
@@ -62,18 +62,18 @@ class NsysFile:
     path: Path
     """The export, or a report that is exported first."""
     sizes: ParallelSizes | None = None
-    """How many ways the job is parallel at least, where nothing but the ranges of its files says it."""
+    """The least parallel sizes of the job, by the ranges of its files; None if metadata tell them."""
 
 
 def is_nsys(path: Path) -> bool:
-    """Returns whether a file's name is one of nsys's."""
+    """Returns whether a file has a suffix of nsys."""
     return path.name.endswith((SQLITE, REPORT))
 
 
 def find_nsys(source: Path) -> list[NsysFile]:
-    """Every file of nsys's under a directory, or one file. A report counts where its export does not lie beside it.
+    """Returns the files of nsys under a directory, or one file. A report counts only if its export is not beside it.
 
-    Files without any ``.nsys.json`` beside them are looked into, for the sizes that all of them show together.
+    Files without any ``.nsys.json`` beside them are opened, for the sizes that all of them show together.
     """
     found = [source] if source.is_file() else files_below(source, (SQLITE, REPORT))
     there = set(found)
@@ -84,7 +84,7 @@ def find_nsys(source: Path) -> list[NsysFile]:
 
 
 def read_nsys(file: NsysFile) -> list[Trace]:
-    """Every window of ours in a file, in order of process and time. Raises UnreadableTrace, whatever the file holds."""
+    """Returns megaprof's windows in a file, in order of process and time. Raises UnreadableTrace, and nothing else."""
     path = file.path
     with refusing(path), opened(exported(path)) as tables:
         return _Reader(replace(file, path=exported(path)), tables).traces()
@@ -92,12 +92,12 @@ def read_nsys(file: NsysFile) -> list[Trace]:
 
 @dataclass(frozen=True)
 class Process:
-    """What the GPU did for one process, whoever made the file."""
+    """GPU activity of one process, with or without ranges of megaprof."""
 
     pid: int
     """Its number on its host."""
     gpu: Activities
-    """Its activities in order of their start; nothing says what each is for."""
+    """Its activities in order of their start."""
     names: list[str]
     """Of every activity: its kernel's; empty for copies and memsets."""
     steps: Intervals
@@ -105,7 +105,7 @@ class Process:
 
 
 def processes(file: NsysFile) -> list[Process]:
-    """Every process with GPU activities. Raises Undecodable and OSError."""
+    """Returns every process with GPU activities. Raises Undecodable and OSError."""
     with opened(exported(file.path)) as tables:
         base, found = _epoch(tables), []
         pids: set[int] = set()
@@ -170,7 +170,7 @@ def _of(column: str) -> str:
 
 @dataclass(frozen=True)
 class _Row:
-    """One of our ranges as the file has it, in wall-clock nanoseconds."""
+    """One of megaprof's ranges in the file, in wall-clock nanoseconds."""
 
     name: ranges.RangeName
     start: int
@@ -208,7 +208,7 @@ class _Reader:
         return found
 
     def rows(self) -> Iterator[_Row]:
-        """Every range of ours, in the order of the file."""
+        """Yields megaprof's ranges in the order of the file."""
         query = (
             f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS WHERE eventType IN {_RANGE_EVENTS} AND "
             "(text GLOB ? OR text IS NULL AND textId IN (SELECT id FROM StringIds WHERE value GLOB ?))"
@@ -259,7 +259,7 @@ class _Reader:
             )
 
     def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[Note, ...]]]:
-        """Yields what each window is, its outermost ranges, and what must be known about it."""
+        """Yields the metadata of each window, its outermost ranges, and notes about it."""
         reach, last = -LONGEST, None
         found: list[tuple[Path | None, Metadata, list[_Row]]] = []
         for row in rows:
@@ -285,7 +285,7 @@ class _Reader:
             yield metadata, tops, (note,) if first else ()
 
     def _sidecar(self, row: _Row, step: int) -> Path | None:
-        """The ``.nsys.json`` of the window that holds a step's range: of this host and process."""
+        """Returns the ``.nsys.json`` of the window with a step's range, of this host and process; None without it."""
         place = tuple(row.name.fields.get(axis) for axis in AXES)
         for path in sidecars(self._file.path.parent):
             name = parse_artifact_name(path.name)
@@ -314,14 +314,14 @@ class _Reader:
         return self._metadata.get(path)
 
     def _neighbours(self) -> ParallelSizes | None:
-        """The sizes of a job whose metadata lie beside the file, if not this process's."""
+        """Returns the sizes in other metadata beside the file; None without any."""
         for path in sidecars(self._file.path.parent):
             if (metadata := self._read_sidecar(path)) is not None:
                 return metadata.sizes
         return None
 
     def _derived(self, top: _Row, step: int, rows: list[_Row], alone: bool) -> Metadata | None:
-        """Returns what the ranges alone say; None where they have no coordinates."""
+        """Returns the metadata that the ranges alone show; None if they have no coordinates."""
         place = {axis: top.name.fields.get(axis) for axis in AXES}
         inside = _within(rows, top.start, top.end)
         passes = [r.name for r in inside if r.name.label in ranges.PASSES]
@@ -358,7 +358,7 @@ def _within(rows: Sequence[_Row], start: int, end: int) -> list[_Row]:
 
 
 def _chunk(chunk: int, inside: Sequence[_Row]) -> ModelChunk:
-    """Returns what a model chunk consists of, as far as module ranges in its first forward say it."""
+    """Returns the content of a model chunk, as far as module ranges in its first forward show it."""
     forwards = (r for r in inside if r.name.label == ranges.FORWARD and r.name.fields.get("chunk") == chunk)
     first = next(forwards, None)
     modules = [r.name for r in _within(inside, first.start, first.end) if r.name.module] if first else []
@@ -376,13 +376,13 @@ def _chunk(chunk: int, inside: Sequence[_Row]) -> ModelChunk:
 
 
 def _rank(place: dict[str, int], sizes: ParallelSizes) -> int:
-    """A number for a rank that nothing names: its own in Megatron's order, if these are the sizes."""
+    """Returns a number for an unnamed rank: its place in Megatron's order, if these are the sizes."""
     inner = place["dp"] + sizes.dp * place["pp"]
     return place["tp"] + sizes.tp * (place["cp"] + sizes.cp * inner)
 
 
 def _cut(rows: Sequence[_Row]) -> set[int]:
-    """When a process ended with open ranges: these have no end, or all of them one, that of the process."""
+    """Returns when a process ended with open ranges: they have no end, or all of them that of the process."""
     ends = Counter(row.end for row in rows)
     return {row.end for row in rows if row.open or ends[row.end] > 1}
 
@@ -404,7 +404,7 @@ def _host(tables: Tables) -> str | None:
 
 
 def _shown(paths: Sequence[Path]) -> ParallelSizes | None:
-    """Sizes as large as the coordinates in the ranges of these files show."""
+    """Returns the least sizes that fit the coordinates in the ranges of these files; None without files."""
     most = dict.fromkeys(AXES, 1)
     for path in paths:
         try:
