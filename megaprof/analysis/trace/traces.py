@@ -113,10 +113,8 @@ class Trace:
     """Sorted by start."""
     compute: Intervals = field(default_factory=lambda: intervals(()))
     """When the CPU ran operators other than communication, a disjoint set; empty without collectives to hide."""
-    has_kernels: bool = False
-    """Whether GPU kernels ran. Then ``gpu`` has them, and the ranges are host time only."""
     gpu: Activities | None = None
-    """None without kernels."""
+    """What the GPU did; None without kernels."""
     launches: Launches | None = None
     """The calls that launched kernels; None without kernels, or if the tool does not record them."""
     unseen: Note | None = None
@@ -135,6 +133,11 @@ class Trace:
     """The moment that times in the file are counted from, in wall-clock nanoseconds."""
     memory: Allocations | None = None
     """Memory allocated on its device; None if that was not recorded."""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether GPU kernels ran, so that the ranges are host time only."""
+        return self.gpu is not None
 
 
 def times_of(things: Sequence[TracedRange | Collective]) -> Intervals:
@@ -241,7 +244,6 @@ class _File:
             ranges=tuple(found),
             collectives=tuple(collectives),
             compute=self._operators.compute(base) if collectives else intervals(()),
-            has_kernels=has_kernels,
             gpu=gpu,
             launches=launches,
             unseen=None if has_kernels else without_kernels(metadata, self.gpu.launches, gpu_there=_has_gpu(document)),

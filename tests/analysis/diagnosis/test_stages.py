@@ -6,15 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megaprof.analysis.diagnosis.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.calls import calls_of
-from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.scenarios import Scenario
@@ -362,29 +359,6 @@ class TestWhatTheTracesDoNotAllow:
         assert whole.stages[0].compute_ms.mean == actor.stages[0].compute_ms.mean == 360
         assert actor.stages[0].bubble_ms.mean == 0
         assert whole.unjudgeable is not None
-
-
-SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
-
-
-def points(spans):
-    return {t for start, end in spans for t in range(start, end)}
-
-
-@given(SPANS, SPANS)
-def test_interval_algebra_agrees_with_sets_of_points(left, right):
-    a, b = union(intervals(left)), union(intervals(right))
-    assert points(a.tolist()) == points(left)
-    assert total(a) == len(points(left))
-    assert points(intersection(a, b).tolist()) == points(left) & points(right)
-    assert points(difference(a, b).tolist()) == points(left) - points(right)
-    assert covered(a, intervals(right)).tolist() == [len(points(left) & points([span])) for span in right]
-
-
-def test_leaves_contain_no_other_interval_of_their_thread():
-    spans = intervals([(0, 100), (0, 50), (10, 20), (30, 50), (60, 90), (60, 80), (200, 300)])
-    threads = np.array([1, 1, 1, 1, 1, 2, 1])
-    assert leaves(threads, spans).tolist() == [False, False, True, True, True, True, True]
 
 
 def test_the_drawn_step_is_of_the_ranks_in_the_table(tmp_path):

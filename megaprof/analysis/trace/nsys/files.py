@@ -248,7 +248,6 @@ class _Reader:
                 path=self._file.path,
                 metadata=metadata,
                 ranges=inside,
-                has_kernels=activities is not None,
                 gpu=activities,
                 unseen=None if activities is not None else without_kernels(metadata, 0, gpu_there=seen, nsys=True),
                 warnings=warnings,
