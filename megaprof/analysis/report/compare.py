@@ -86,8 +86,8 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     return TargetDiff(
         target=first.target,
         role=first.role,
-        before=_target_side(before),
-        after=_target_side(after),
+        before=_target_side(before, after),
+        after=_target_side(after, before),
         step_time=_difference(first.step_time_ms, second.step_time_ms, [], []),
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys())),
         layer=layer,
@@ -95,9 +95,9 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     )
 
 
-def _target_side(target: TargetReport) -> TargetSide:
+def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
     return TargetSide(
-        verdict=target.in_brief().text,
+        verdict=target.in_brief(surely_in=other.diagnosis).text,
         schedule=target.schedule,
         microbatches=target.microbatches,
         sizes=target.sizes,

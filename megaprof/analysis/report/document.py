@@ -141,9 +141,10 @@ class TargetReport(TargetStages):
         other = not isclose(self.diagnosis.step_ms, self.step_ms)
         return causes.basis(self.diagnosis, captured=self.captured) if other else None
 
-    def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:
-        """The verdict in a few words; ``standstill``: where the job stands or was killed."""
-        return causes.in_brief(self.diagnosis, self.fleet, standstill)
+    def in_brief(self, standstill: Standstill | None = None, surely_in: Diagnosis | None = None) -> sentences.Finding:
+        """Returns the verdict in a few words. ``standstill``: where the job stands or was killed; ``surely_in``: the
+        diagnosis that it stands next to."""
+        return causes.in_brief(self.diagnosis, self.fleet, standstill, surely_in)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,11 +151,11 @@ def in_words(found: WhatIfAnswer) -> list[str]:
     from megaprof.analysis.report.text.words import number, percent, title, within
 
     own = found.prediction
-    surely = "" if own.tells else ": within the uncertainty"
+    surely = "" if own.tells else ", so it may be slower, too"
     lines = [
         f"{title(found.target, found.role)}: {found.what}",
         f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: {fast(own)}{surely}",
-        f"of one replayed step: bubble {percent(found.bubble)}"
+        f"in a replayed step of about average length: bubble {percent(found.bubble)}"
         + ("" if found.imbalance is None else f", imbalance {found.imbalance:.2f}, {found.microbatches} microbatches"),
         f"flags: {shlex.join(own.flags)}" if own.flags else "",
         f"the host's options: {shlex.join(found.host_options)}" if found.host_options else "",

@@ -224,19 +224,19 @@ def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together()
     """0.25 x 100 + 0.75 x 20 = 40, as far as three digits tell."""
     found = cause("slow_rank", stage=1, ranks=(3,), share=0.25, while_ms=100.0)
     (said,) = causes.findings(MEASURED, diagnosis(found), None)
-    there, other, average, *_ = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
+    average, _, there, other = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
     assert (there, other, average) == (100, 20, 40)
-    assert "above all in 12 of 48 steps" in said.text
+    assert "mainly in 12 of 48 steps" in said.text
     (as_much,) = causes.findings(MEASURED, diagnosis(replace(found, while_ms=39.0)), None)
     assert float(re.findall(r"([\d.]+) ms", as_much.text)[0]) == 40, "one number, where it costs no less elsewhere"
     only = replace(found, price=Price(25.0, 20.0, 30.0))
-    assert "above all" not in evidence.evidence(only, MEASURED)
+    assert "mainly" not in evidence.evidence(only, MEASURED)
     # What it costs elsewhere is told also where it is little: 0.75 x 182 + 0.25 x 14.4 = 140, and 0.75 x 182 = 136.
     little = replace(found, share=0.75, while_ms=181.8, price=Price(139.9, 57.9, 217.2))
     (said,) = causes.findings(MEASURED, diagnosis(little), None)
-    there, other, average, *_ = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
+    average, _, there, other = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
     assert 0.75 * there + 0.25 * other == pytest.approx(average, abs=0.5)
-    assert "above all" in said.text
+    assert "mainly" in said.text
     # Who comes and goes is told from who became slow.
     since = cause("slow_rank", stage=1, ranks=(3,), share=0.25, since=40)
     each = (only, little, found, since, cause("slow_rank"))
@@ -248,9 +248,28 @@ def test_what_gains_little_by_itself_has_no_price_that_looks_sure() -> None:
     hiding = cause("layers", stage=0, price=Price(6.0, -1.0, 13.0), while_ms=6.0)
     first, second = causes.findings(MEASURED, diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms", first.text)] == [13.0]
-    assert "40.0 ms" in second.text
-    # It is dearer than what stands above it, as nobody would gain who mends it first.
-    assert "once what stands above is mended" in second.text
+    assert "With the causes above fixed, it costs 40.0 ms" in second.text
+    brief = causes.in_brief(diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
+    assert brief.text == "layers of stage 0 (up to 13.0 ms), slow rank 3 (40.0 ms)", "as the sentence has it"
+
+
+def test_only_the_most_expensive_cause_is_priced_with_nothing_fixed_before_it() -> None:
+    first, second = causes.findings(MEASURED, diagnosis(cause("layers", stage=0), cause("slow_rank", ranks=(3,))), None)
+    assert "It costs 40.0 ms" in first.text
+    assert "With the causes above fixed, it costs 40.0 ms" in second.text
+
+
+@pytest.mark.parametrize(("stage", "name"), [(0, "embedding of stage 0"), (1, "output layer and loss of stage 1")])
+def test_what_a_stage_cannot_hold_is_not_named(stage: int, name: str) -> None:
+    assert causes.name_of(cause("embedding_or_loss", stage=stage)) == name
+
+
+def test_more_steps_are_asked_for_with_what_they_would_show() -> None:
+    few = cause("communication", group="dp", price=Price(9.0, -2.0, 20.0), more_steps=6)
+    (told,) = filter(None, [causes.to_tell(MEASURED, diagnosis(perhaps=(few,)), WhatIf(more_steps=9), None)])
+    assert told.text.startswith(
+        "To find out what exposed dp communication may cost and which layout is faster, capture"
+    )
 
 
 def test_what_nobody_can_name_is_said_where_it_is_much() -> None:

@@ -15,6 +15,7 @@ from megaprof.analysis.report.diff_terminal import show_diff
 from megaprof.analysis.report.document import Document, NotAReport
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import diff as text
+from megaprof.analysis.report.text import words
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
 
@@ -185,7 +186,23 @@ def test_a_layout_that_was_predicted_stands_beside_what_came_of_it(tmp_path):
         each["low"] = 0.9
     kept = only(compare(read(unsure), after)).prediction
     assert kept.inside is None, "1.4, from 0.9 on, predicts nothing, whatever comes"
-    assert "could not be predicted" in text.of_prediction(kept)
+    told = text.of_prediction(kept)
+    assert "not predicted to be faster or slower" in told
+    assert f"({words.number(kept.before_ms)} → {words.number(kept.measured_ms)} ms)" in told, (
+        "what was measured, and on what basis"
+    )
+
+
+def test_what_is_certain_in_one_capture_and_possible_in_the_other_does_not_look_new(tmp_path):
+    before, after = report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [6, 2])
+    (target,) = (saved := document(before))["targets"]
+    diagnosis = target["diagnosis"]
+    (layers,) = (each for each in diagnosis["causes"] if each["kind"] == "layers")
+    diagnosis |= {"causes": [], "perhaps": [layers], "sure": False}
+    found = only(compare(read(saved), after))
+    assert found.before.verdict.startswith("perhaps layers of stage 0 (")
+    assert "perhaps" not in found.after.verdict
+    assert "layers of stage 0 (" in found.after.verdict
 
 
 def test_what_disturbed_one_capture_alone_is_none_of_the_layout(tmp_path):

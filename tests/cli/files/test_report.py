@@ -69,7 +69,7 @@ def test_json_to_a_device_leaves_the_device_alone(traces):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "does not exist"), ({}, "is empty"), ({"a.pt.trace.json": b"[" * 100_000}, "its JSON ends too early")],
+    [(None, "does not exist"), ({}, "is empty"), ({"a.pt.trace.json": b"[" * 100_000}, "nested too deeply")],
 )
 def test_an_input_that_cannot_answer_is_one_line_and_exit_code_1(tmp_path, content, says):
     directory = tmp_path / "in\nput"

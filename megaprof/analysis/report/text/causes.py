@@ -11,7 +11,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps, when
 from megaprof.analysis.report.text.sentences import Finding, trigger
-from megaprof.analysis.report.text.words import counted, milliseconds, number, percent, ranks, steps
+from megaprof.analysis.report.text.words import both, counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.report.text.words import stages as stages_in_words
 from megaprof.analysis.table.table import WAIT
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -54,8 +54,7 @@ def findings(
                 f"No cause of lost time is named: {withheld.text if withheld else 'nothing was recorded'}.",
             ),
         )
-    beside = (None, *diagnosis.causes)
-    found = [_finding(*each, measured, diagnosis, job) for each in zip(diagnosis.causes, beside, strict=False)]
+    found = [_finding(cause, measured, diagnosis, job) for cause in diagnosis.causes]
     of_cores = [place for place, each in enumerate(diagnosis.causes) if WAIT in (each.kind, each.reason)]
     if of_cores:
         found.insert(of_cores[0] + 1, Finding("cores", "open", _SHARED))
@@ -73,17 +72,28 @@ def findings(
     return tuple(found)
 
 
-def in_brief(diagnosis: Diagnosis | None, fleet: Fleet | None, standstill: Standstill | None = None) -> Finding:
-    """The verdict in a few words, for a table of targets; ``standstill``: where the job stands or was killed."""
+def in_brief(
+    diagnosis: Diagnosis | None,
+    fleet: Fleet | None,
+    standstill: Standstill | None = None,
+    surely_in: Diagnosis | None = None,
+) -> Finding:
+    """Returns the verdict in a few words, for a table of targets. ``standstill``: where the job stands or was killed;
+    ``surely_in``: a diagnosis to compare with. What is certain there and only possible here is named too, so that it
+    does not look new there."""
     if standstill is not None:
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
         return Finding("in_brief", "slow", f"{text} step {standstill.step}")
     told = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
     # In milliseconds: the step time that stands beside it has in it what megaprof itself took, and prices have not.
     causes = diagnosis.causes if diagnosis is not None else ()
-    told += [f"{name_of(cause)} ({milliseconds(cause.price.ms)})" for cause in causes]
-    if told:
-        return Finding("in_brief", "slow", listed(told, _IN_BRIEF))
+    told += [f"{name_of(cause)} ({_amount(cause, diagnosis)})" for cause in causes if diagnosis is not None]
+    named = {name_of(cause) for cause in surely_in.causes} if surely_in is not None else set()
+    unsure = [each for each in diagnosis.perhaps if name_of(each) in named] if diagnosis is not None else []
+    possible = [f"perhaps {name_of(each)} ({milliseconds(each.price.ms)})" for each in unsure if each.price.ms > 0.0]
+    if told or possible:
+        shown = [*([listed(told, _IN_BRIEF)] if told else []), *possible]
+        return Finding("in_brief", "slow" if told else "open", ", ".join(shown))
     if diagnosis is None:
         return Finding("in_brief", "open", "no verdict")
     surely = "" if diagnosis.sure else " surely"
@@ -103,6 +113,8 @@ def name_of(cause: Cause) -> str:
         return f"{kind} {cause.link[0]}-{cause.link[1]}"
     if cause.group is not None:
         return "exchanges between stages" if cause.group == "pp" else f"exposed {cause.group} communication"
+    if cause.kind == "embedding_or_loss":
+        return f"{'output layer and loss' if cause.stage else 'embedding'} of stage {cause.stage}"
     if cause.kind == "slow_chunk":
         return f"slow chunk {cause.chunk} of stage {cause.stage}"
     of = cause.stages or (() if cause.stage is None or cause.kind == "data_wait" else (cause.stage,))
@@ -111,19 +123,34 @@ def name_of(cause: Cause) -> str:
     return f"{kind} of {stages_in_words(of)}" if of else kind
 
 
-def price(cause: Cause, diagnosis: Diagnosis) -> str:
-    """What that costs, a sentence."""
+def _hides(cause: Cause, diagnosis: Diagnosis) -> bool:
+    """Whether fixing the cause alone may gain next to nothing, because the next one holds the step back as much."""
+    return cause.price.low <= LEAST * diagnosis.step_ms
+
+
+def _amount(cause: Cause, diagnosis: Diagnosis) -> str:
+    """What a cause costs, in a few words: ``143 ms``, ``up to 25.7 ms``, ``nothing alone``."""
+    at = cause.price
+    if not _hides(cause, diagnosis):
+        return milliseconds(at.ms)
+    return f"up to {milliseconds(at.high)}" if at.high > 0.0 and at.ms > 0.0 else "nothing alone"
+
+
+def price(cause: Cause, diagnosis: Diagnosis, *, first: bool = True) -> str:
+    """Returns what a cause costs, a sentence. ``first``: whether it is the most expensive one, so that no other is
+    fixed before it."""
     at, whole = cause.price, diagnosis.step_ms
-    if at.low <= LEAST * whole:
+    if _hides(cause, diagnosis):
         most = f"no more than {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
         gains = most if at.high > 0.0 and at.ms > 0.0 else "nothing"
-        return f"Mending it alone gains {gains}, because another cause here holds the step back nearly as much."
+        return f"Fixing it alone gains {gains}, because another cause here holds the step back nearly as much."
+    costs = "It costs" if first else "With the causes above fixed, it costs"
     if cause.share == 1.0 or cause.while_ms <= at.ms:
-        return f"It costs {milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}."
+        return f"{costs} {milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}."
     others = elsewhere(cause)
-    of_others = f", {milliseconds(others)} of each other one" if others else ""
-    there = f"{milliseconds(cause.while_ms)} of each of these steps{of_others}"
-    return f"It costs {there}: {milliseconds(at.ms)} on average ({percent(at.ms / whole)}){_interval(at.low, at.high)}."
+    of_others = f" and {milliseconds(others)} in each other one" if others else ""
+    average = f"{milliseconds(at.ms)} a step on average ({percent(at.ms / whole)}){_interval(at.low, at.high)}"
+    return f"{costs} {average}: {milliseconds(cause.while_ms)} in each of these steps{of_others}."
 
 
 def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
@@ -134,13 +161,9 @@ def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
     return f"causes and predictions: of {step} a step, without {closed} in which megaprof closed the previous window"
 
 
-def _finding(
-    cause: Cause, before: Cause | None, measured: TargetStages, diagnosis: Diagnosis, job: Path | None
-) -> Finding:
-    """``before``: what is mended before it, and stands above it."""
-    text, command = f"{evidence(cause, measured)} {price(cause, diagnosis)}", None
-    if before is not None and cause.price.ms > before.price.ms:
-        text += " That is what it gains once what stands above is mended; before that it gains less."
+def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
+    costs = price(cause, diagnosis, first=cause is diagnosis.causes[0])
+    text, command = f"{evidence(cause, measured)} {costs}", None
     if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
         text += " While the job runs, a capture shows which of them it is:"
         command = trigger(job, measured.target, str(Selector.of_ranks(cause.ranks)))
@@ -175,9 +198,16 @@ def _asks(perhaps: Cause, diagnosis: Diagnosis) -> bool:
 
 
 def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
-    """How many more steps would tell what to do first: what costs most, and which layout is quicker."""
-    asked = [each.more_steps for each in diagnosis.perhaps if _asks(each, diagnosis)]
-    return max([*asked, predicted.more_steps])
+    """Returns how many more steps would show what to do first: what costs most, and which layout is faster."""
+    return max((steps for _, steps in _open(diagnosis, predicted)), default=0)
+
+
+def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
+    """Returns what more steps would show, as the end of "to find out ...", and how many each takes."""
+    asked = [
+        (f"what {name_of(each)} may cost", each.more_steps) for each in diagnosis.perhaps if _asks(each, diagnosis)
+    ]
+    return asked + [("which layout is faster", predicted.more_steps)] * (predicted.more_steps > 0)
 
 
 def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: WhatIf, job: Path | None) -> Finding | None:
@@ -187,10 +217,11 @@ def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: What
         return None
     wanted, begin = diagnosis.steps + more, measured.steps[0]
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
-    text = f"capture {counted(wanted, 'step')} instead of {diagnosis.steps}:"
+    why = both([each for each, _ in _open(diagnosis, predicted)])
+    text = f"To find out {why}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
     if job is None:
-        return Finding("capture", "open", f"To {text}", command)
-    return Finding("capture", "open", f"While the job runs, to {text}", trigger(job, measured.target, steps=wanted))
+        return Finding("capture", "open", f"{text}:", command)
+    return Finding("capture", "open", f"{text} while the job runs:", trigger(job, measured.target, steps=wanted))
 
 
 def _interval(low: float, high: float) -> str:

@@ -18,11 +18,11 @@ def of_causes(target: TargetDiff) -> str:
 def of_machine(layer: Difference | None) -> str:
     """Returns whether the machine is the same, a clause. ``layer``: what an undisturbed one takes."""
     if layer is None:
-        return "what an undisturbed layer takes is not known of both captures, nor what the machine changed"
+        return "whether the machine changed is not known: not both captures show how long an undisturbed layer takes"
     took = f"{words.number(layer.before)} → {words.number(layer.after)} ms"
     return (
-        f"undisturbed, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}): no layout "
-        "changes that, but another machine, load or setting does"
+        f"undisturbed, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}); the machine, "
+        "its load or a setting can change that, but not the layout"
     )
 
 
@@ -30,8 +30,9 @@ def of_prediction(kept: Kept) -> str:
     """Returns what was predicted of a layout, what came of it, and whether that agrees, a clause."""
     predicted = f"{words.speedup(kept.predicted, (kept.low, kept.high))} times as fast"
     measured = f"measured {kept.measured:.2f} times as fast"
+    took = f"{words.number(kept.before_ms)} → {words.number(kept.measured_ms)} ms"
     if kept.low <= 1.0 <= kept.high:
-        return f"{kept.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
+        return f"{kept.what}: not predicted to be faster or slower ({predicted}); {measured} ({took})"
     steps = f"{words.number(kept.before_ms)} → {words.number(kept.predicted_ms)} ms"
     text = f"{kept.what}: predicted {predicted} ({steps}), {measured} ({words.number(kept.measured_ms)} ms)"
     if kept.expected_ms is None or kept.uncertain_ms is None or kept.error is None:

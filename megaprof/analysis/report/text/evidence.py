@@ -50,7 +50,7 @@ def when(cause: Cause) -> str:
     """Returns in which steps it is so; empty where in all."""
     if cause.share == 1.0:
         return ""
-    mostly = ", above all" if elsewhere(cause) else ""
+    mostly = ", mainly" if elsewhere(cause) else ""
     begins = f" since step {cause.since}" if cause.since is not None else ""
     return mostly + (begins or f" in {round(cause.share * cause.steps)} of {counted(cause.steps, 'step')}")
 
@@ -163,8 +163,10 @@ def _late_entry(cause: Cause, measured: TargetStages) -> str:
 
 def _slow_link(cause: Cause, measured: TargetStages) -> str:
     one, other = cause.link or (cause.stage or 0, (cause.stage or 0) + 1)
-    longer = f"take {_part(cause, 'transfer_ms')}{when(cause)}, and those of the other links {_part(cause, 'usual_ms')}"
-    return f"Exchanges between stages {one} and {other} {longer}, once both stages are there."
+    there = f"{_part(cause, 'transfer_ms')} once both stages are there{when(cause)}"
+    return (
+        f"Exchanges between stages {one} and {other} take {there}, and those of other links {_part(cause, 'usual_ms')}."
+    )
 
 
 def _uneven(cause: Cause, measured: TargetStages) -> str:
@@ -227,11 +229,12 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
 
 
 def _processor(cause: Cause, measured: TargetStages) -> str:
-    several, waited = len(cause.ranks) > 1, f"{_part(cause, 'waited_ms')} a step"
-    average = "" if cause.share == 1.0 else " on average over all steps"
-    longest = f"rank {cause.ranks[0]} longest, {waited}" if several else waited
+    several = len(cause.ranks) > 1
     wait = "wait" if several else "waits"
-    return f"{capital(_who(cause))} {wait} for a processor core{when(cause)}, {longest}{average}."
+    whose = f"rank {cause.ranks[0]} waits longest, " if several else ""
+    average = "" if cause.share == 1.0 else " on average"
+    text = f"{capital(_who(cause))} {wait} for a processor core{when(cause)}"
+    return f"{text}; {whose}{_part(cause, 'waited_ms')} a step{average}."
 
 
 _SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {

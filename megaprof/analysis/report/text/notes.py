@@ -197,8 +197,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
     "pp_unknown": (
-        "exposed pp is not measured: waiting for a neighbour and the transfer itself were recorded as one, and both "
-        "are in the bubble"
+        "the tables do not show exposed pp: waiting for a neighbour and the transfer itself were recorded as one, and "
+        "the bubble contains both"
     ),
     "pp_not_split": (
         "exposed pp cannot be split into waiting and transferring, so the bubble contains both: only one end of its "
@@ -317,8 +317,9 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     # what is not predicted
     "not_replayed": lambda n: f"not replayed: {_why(n)}",
     "waits_for_rank": lambda n: (
-        "layouts are not compared: there were too few processor cores for "
-        f"{ranks(n.ranks) if n.ranks else stages(n.stages)}"
+        f"layouts are not compared: {ranks(n.ranks) if n.ranks else stages(n.stages)} "
+        f"{'waits' if len(n.ranks or n.stages) == 1 else 'wait'} for a processor core, and another layout would change "
+        "who waits"
     ),
     "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
     "nothing_to_change": (
@@ -336,7 +337,9 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "no exchange takes time in the replay: without a common clock of the stages nothing says how long exchanges "
         "take"
     ),
-    "replay_off": lambda n: f"the replay is {n.factor:.1%} off the measured step, and every prediction as uncertain",
+    "replay_off": lambda n: (
+        f"the replay misses the measured step by {n.factor:.1%}, so every prediction is at least as uncertain"
+    ),
     "cores_shared": lambda n: (
         f"{n.count} ranks share the {counted(n.of, 'physical core')} of a host: another layout changes what every "
         f"stage costs, so its speedup is uncertain by {n.factor:.0%} more"

@@ -21,7 +21,7 @@ _WORTH_SHOWING = 1.01
 #: Of more stages only the two whose activations change most are named.
 _MOST_STAGES = 4
 _GIB = 1 << 30
-_UNSURE = "whether another layout with as many model chunks is quicker is not sure: the best that was found"
+_UNSURE = "it is not certain that another layout with as many model chunks is faster: the best one found"
 _TIMES = {0.5: "half", 2.0: "twice"}
 _PACKINGS = {
     "balanced": "the same sequences in microbatches that take equally long",
@@ -33,7 +33,7 @@ _PACKINGS = {
 }
 _ASSUMED: dict[Assumption, str] = {
     "kinds_alike": "all kinds of layers take the same time",
-    "ends_hidden": "no chunk holds layers alone, so what layers, embedding and loss take is not surely told apart",
+    "ends_hidden": "no chunk holds layers alone, so what layers, embedding and loss take is not told apart for certain",
     "mtp_like_layer": "an MTP layer takes as long as a decoder layer",
 }
 
@@ -183,16 +183,16 @@ def _advice(found: WhatIf) -> str:
         alike = " and ".join(names.get(layout, layout) for layout in found.alike)
         ranged = found.costs is not None and found.costs.from_ranges
         tell = "more steps" if ranged else "a capture with --profile-ranges layer"
-        as_good = f"; {alike} may be quicker still, which {tell} would tell" if alike else ""
+        as_good = f"; {alike} may turn out faster, which {tell} would show" if alike else ""
         return f"{name}: {times}, {instead}{as_good}"
     if found.advice == "open":
         wanted = found.more_steps + (found.replay_error.count if found.replay_error else 0)
-        return f"{_UNSURE}, {name}, would be {times}; {wanted} steps would tell"
+        return f"{_UNSURE}, {name}, would be {times}; {wanted} steps would show it"
     would = f"{name} would be {times}"
     if found.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return f"with all else as it was, {_UNSURE}, {name}, would be {times}; more steps would not tell"
+        return f"{_UNSURE}, {name}, would be {times} if nothing else changes, and more steps would not settle it"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
