@@ -340,7 +340,7 @@ class ProfileConfig:
             ("torch", TORCH_ONLY),
         ):
             for name in names:
-                if tool not in self.tool and getattr(self, name) != _default(name):
+                if tool not in self.tool and getattr(self, name) != getattr(ProfileConfig, name):
                     raise ValueError(f"{flag(name)} has no effect with {tools}: add {tool}, or drop {flag(name)}")
         if self.timed and is_remote(str(self.dir)):
             raise ValueError(
@@ -371,7 +371,11 @@ class ProfileConfig:
                 raise ValueError(f"{flag(name)} has no effect without {flag('on_demand')} or {flag('tool')} {TIMELINE}")
         if self.trigger_imbalance is not None and not self.timed:
             raise ValueError(f"{flag('trigger_imbalance')} needs the stages' times: add {flag('tool')} {TIMELINE}")
-        if self.trigger_cooldown != 3600 and self.trigger_step_time is None and self.trigger_imbalance is None:
+        if (
+            self.trigger_cooldown != ProfileConfig.trigger_cooldown
+            and self.trigger_step_time is None
+            and self.trigger_imbalance is None
+        ):
             raise ValueError(
                 f"{flag('trigger_cooldown')} has no effect without {flag('trigger_step_time')} or "
                 f"{flag('trigger_imbalance')}"
@@ -380,7 +384,7 @@ class ProfileConfig:
     def _check_steps(self, steps: str) -> None:
         option = self.named("steps")
         for name in SCHEDULE:
-            if getattr(self, name) != _default(name):
+            if getattr(self, name) != getattr(ProfileConfig, name):
                 raise ValueError(
                     f"{option} {steps} and {self.named(name)} {getattr(self, name)} contradict each other: give steps "
                     "or a schedule"
@@ -413,7 +417,7 @@ class ProfileConfig:
         return {
             variable(name): " ".join(value) if isinstance(value, tuple) else str(value)
             for name, value in given.items()
-            if value != _default(name)
+            if value != getattr(ProfileConfig, name)
         }
 
     @classmethod
@@ -480,7 +484,3 @@ def set_in(env: Mapping[str, str]) -> set[str]:
     """The names of the options that ``env`` sets."""
     named = {option.name for option in options() if variable(option.name) in env}
     return named | {"select"} if read.boolean(variable(ALL_RANKS), env.get(variable(ALL_RANKS), "0")) else named
-
-
-def _default(name: str) -> Any:
-    return next(option.default for option in options() if option.name == name)

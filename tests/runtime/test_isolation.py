@@ -7,11 +7,12 @@ import json
 import logging
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaprof.runtime.interruption import from_host
+from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.isolation import Contained, contained, in_full
 
 
@@ -110,6 +111,16 @@ def test_what_the_hosts_own_function_raises_when_we_call_it_is_contained() -> No
     """It would not run without us."""
     with Contained("asking for the iteration", lambda: None):
         _raise(HostTimeout())
+
+
+def test_a_time_out_of_the_hosts_is_none_of_our_errors_of_files(tmp_path: Path) -> None:
+    signal.signal(signal.SIGUSR1, plain)
+    with Suppressed(OSError):
+        (tmp_path / "none").unlink()
+    with pytest.raises(HostTimeout), Suppressed(OSError):
+        signal.raise_signal(signal.SIGUSR1)
+    with pytest.raises(ValueError, match="another"), Suppressed(OSError):
+        raise ValueError("another")
 
 
 class Broken(logging.Handler):
