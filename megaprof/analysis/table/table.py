@@ -423,8 +423,9 @@ def _one_clock(
     uncertain that is, in milliseconds, where they had not one.
 
     No pass begins before its input was made: forwards bound the difference of two neighbours' clocks from one side,
-    backwards from the other. Pipelines are put beside each other by the end of their gradient reduction, which is one
-    collective.
+    backwards from the other, or, without backwards, senders that wait for their receivers. Pipelines are put beside
+    each other by the end of their gradient reduction, which is one collective; without one, each has a clock of its
+    own.
     """
     d, s, p = shape
     shift = np.zeros((len(start), d, s, p))
@@ -436,13 +437,17 @@ def _one_clock(
     if not device and len(set(hosts[there])) == 1:
         return shift, True, None
     uncertain = 0.0
+    one_way = "backward" not in schedule.kinds
     for stage in range(1, s):
-        own = start[:, :, :, 0], end[:, :, :, 0], enter[:, :, :, 0]
-        between, width = _between(*own, stage, schedule, each_step=device)
+        own = start[:, :, :, 0], end[:, :, :, 0]
+        if one_way:
+            between, width = _together(*own, shift[..., 0], stage, each_step=device)
+        else:
+            between, width = _between(*own, enter[:, :, :, 0], stage, each_step=device)
         same = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
         uncertain = max(uncertain, float(np.where(same[None, :], 0.0, width).max()) / 2)
         shift[:, :, stage] = (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
-    if d > 1:
+    if d > 1 and not one_way:  # without gradients, the steps of replicas begin independently
         ends = reduced[:, :, 0, 0] + shift[:, :, 0, 0]
         apart = ends[:, :1] - ends
         apart = apart if device else np.median(apart, axis=0, keepdims=True)
@@ -455,19 +460,14 @@ def _one_clock(
     return alone, False, None
 
 
-def _between(
-    start: Floats, end: Floats, enter: Floats, stage: int, schedule: PipelineSchedule, *, each_step: bool
-) -> tuple[Floats, Floats]:
+def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
     """What the clock of a stage must be moved by against that of the stage before, [t or 1, d], and how far apart its
-    bounds are; NaN where passes go one way only. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], where a
-    step of each begins, or NaN.
+    bounds are. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], where a step of each begins, or NaN.
 
     The two quickest messages bound it from below and above. A bound is the truth, less the transfer, where its receiver
     had been waiting, and may be far off where it had not; so each counts as the receiver's wait, and two waits for
     transfers alone meet in the middle.
     """
-    if "backward" not in schedule.kinds:
-        return np.full((1, start.shape[1]), np.nan), np.zeros((1, start.shape[1]))
     bounds, waits = [], []
     for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
         slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
@@ -485,6 +485,31 @@ def _between(
     of_low, of_high = (np.clip(wait, 1e-9, width / 2) for wait in waits)
     found: Floats = (low * of_low + high * of_high) / (of_low + of_high)
     return found, np.abs(high - low)
+
+
+def _together(start: Floats, end: Floats, shift: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
+    """Returns the same as `_between` where passes go one way only. ``shift`` [t, d, s]: of the stages before.
+
+    A sender that waits for its receiver leaves the exchange together with it, and then receives the input of its next
+    pass. How long that takes is known of the stage before, if the input was ready. The clock is NaN if nothing shows
+    that: the next pass of a sender that does not wait begins before the message arrives, so that the bounds contradict
+    each other; and with model chunks, a sender exchanges with several stages at once.
+    """
+    t, d, _, chunks, _, microbatches = start.shape
+    if chunks > 1 or microbatches == 1:
+        return np.full((1, d), np.nan), np.zeros((1, d))
+    start, end = start[:, :, :, 0, 0], end[:, :, :, 0, 0]
+    low = -(start[:, :, stage] - end[:, :, stage - 1]).min(axis=2)
+    left, received = start[:, :, stage - 1, 1:] - start[:, :, stage, :-1], np.zeros((t, d))
+    if stage > 1:
+        made = end[:, :, stage - 2] + (shift[:, :, stage - 2] - shift[:, :, stage - 1])[..., None]
+        received = (start[:, :, stage - 1] - made).min(axis=2)
+        left = np.where(made[..., 1:] <= end[:, :, stage - 1, :-1], left, np.inf)
+    high = left.min(axis=2) - received
+    if not each_step:
+        low, high = low.max(axis=0, keepdims=True), np.median(high, axis=0, keepdims=True)
+    known = np.isfinite(high) & (high >= low)
+    return np.where(known, high, np.nan), np.where(known, high - low, 0.0)
 
 
 def _free(start: Floats, end: Floats, enter: Floats) -> Floats:

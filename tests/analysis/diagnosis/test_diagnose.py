@@ -267,6 +267,19 @@ def test_clocks_are_told_from_a_slow_link_by_both_directions(tmp_path):
     assert diagnose(examine(table)).sure
 
 
+@pytest.mark.parametrize("recording", ["timeline", "gpu trace"])
+def test_where_senders_wait_one_direction_is_enough_to_compare_clocks(tmp_path, recording):
+    late, link = Fault("late_entry", 40.0, stage=2, replica=0), Fault("slow_link", 3.0, stage=1)
+    pipeline = replace(HEALTHY, recording=recording, apart=True, forward_only=True, faults=(late, link))
+    found = diagnosis_of(pipeline, tmp_path)
+    assert found.clocks
+    prices = {(cause.kind, cause.stage): cause.price.ms for cause in found.causes}
+    priced = Priced(pipeline)
+    assert prices["slow_link", 1] == pytest.approx(priced.price(link).mean(), rel=0.05)
+    assert prices["late_entry", 2] == pytest.approx(priced.price(late, [link]).mean(), rel=0.05)
+    assert prices.keys() == {("slow_link", 1), ("late_entry", 2)}
+
+
 def test_without_clocks_to_compare_no_late_entry_is_ruled_out(tmp_path):
     late = Fault("late_entry", 80.0, stage=2, replica=0)
     found = diagnosis_of(replace(HEALTHY, apart=True, buffered=True, forward_only=True, faults=(late,)), tmp_path)
