@@ -1,9 +1,9 @@
-"""How long the exchanges of each link took once both sides were there, from the passes around them.
+"""Measures how long the exchanges of each link took once both sides were ready, from the passes around them.
 
-Buffered, a message travels by itself: a stage that was free before its input was made waited for nothing but the
-exchange; so did, in turn, one that came to an exchange before what it receives there was made. As a rendezvous, an
-exchange begins when both its stages have come to it: behind their passes, or behind an exchange before, which was
-through when its receiver's pass began.
+A buffered message travels by itself. A stage that was free before its input was made waited only for the exchange; if
+messages are received in turn, so did a stage that reached the exchange before its input was made. A rendezvous begins
+when both stages have reached the exchange: after their passes, or after an earlier exchange, which was complete when
+the pass of its receiver began.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megaprof.parallel.schedules import PassId, SendReceive, phase_order, produc
 
 
 def links(table: Table, replay: Replay) -> Floats:
-    """Returns [t, d, s] milliseconds of an exchange between a stage and the next one.
+    """Returns the milliseconds of an exchange between each stage and the next one, [t, d, s].
 
-    Of every step the lower quartile, on average of both directions, in which clocks that are apart cancel out; a step
-    without any takes the usual one of the link, a link without any that of the others.
+    This is the lower quartile of a step, averaged over both directions so that differences of clocks cancel out. A step
+    without a sample gets the median of its link, and a link without samples that of the other links.
     """
     t, d, s = table.entry.shape
     samples: list[dict[str, list[Floats]]] = [{} for _ in range(s)]
@@ -35,11 +35,11 @@ def links(table: Table, replay: Replay) -> Floats:
 
 
 _Sample = tuple[int, int, str, Floats]
-"""Sender, receiver, kind of pass, and [t, d] milliseconds, NaN where it was not the exchange that was waited for."""
+"""Sender, receiver, kind of pass, and milliseconds [t, d]; NaN if the receiver waited for something else."""
 
 
 class _Ran:
-    """When single passes ran, [t, d] each."""
+    """Start and end of single passes, [t, d] each."""
 
     def __init__(self, table: Table) -> None:
         self.schedule = table.schedule
@@ -56,7 +56,7 @@ class _Ran:
         return found
 
     def sender(self, receiver: int, which: PassId) -> int:
-        """The stage that makes the input of a pass, or its own for one without."""
+        """Returns the stage that makes the input of a pass, or the receiver itself if it has no input."""
         source = self.placement.producer(which.kind, receiver, which.chunk)
         return receiver if source is None else source[0]
 
@@ -74,7 +74,7 @@ def _arrived(ran: _Ran) -> Iterator[_Sample]:
 
 
 def _met(table: Table, ran: _Ran, held: bool) -> Iterator[_Sample]:
-    """``held``: a sender waits for its receiver."""
+    """``held``: whether a sender waits for its receiver."""
     stages = table.schedule.stages
     programs = [stage_program(table.schedule, stage) for stage in range(stages)]
     came: dict[tuple[int, PassId], dict[int, Floats]] = {}
@@ -97,7 +97,7 @@ def _met(table: Table, ran: _Ran, held: bool) -> Iterator[_Sample]:
             if not isinstance(step, SendReceive) or not isinstance(following, PassId):
                 continue
             source = ran.sender(stage, following)
-            # What arrives for a pass that runs later says nothing: the exchange was over before it began.
+            # An input for a later pass is of no use here: that pass began some time after the exchange.
             if source == stage or following not in (step.recv_prev, step.recv_next):
                 continue
             ready = {each: came[each] for each in _transfers(step, stage, stages)}
@@ -107,7 +107,7 @@ def _met(table: Table, ran: _Ran, held: bool) -> Iterator[_Sample]:
                 later = {each: np.maximum(*both.values()) for each, both in ready.items()}
             else:
                 later = {each: both[ran.sender(*each)] for each, both in ready.items() if each[0] == stage}
-            # The exchange was over with the last of its transfers; another link's may have been that.
+            # The exchange ended with the last of its transfers, which may have been that of another link.
             last = reduce(np.maximum, later.values())
             waited = last >= came[stage, following][stage]
             for each, ends in later.items():
@@ -118,13 +118,13 @@ def _met(table: Table, ran: _Ran, held: bool) -> Iterator[_Sample]:
 
 
 def _link(sender: int, receiver: int, stages: int) -> int:
-    """The link between two stages: the first of them, or the last stage for that between it and the first one."""
+    """Returns the number of the link between two stages: the lower stage, or the last one if it leads to the first."""
     low, high = sorted((sender, receiver))
     return low if high == low + 1 else stages - 1
 
 
 def _transfers(step: SendReceive, stage: int, stages: int) -> Iterator[tuple[int, PassId]]:
-    """Receiving stage and the pass there of every transfer."""
+    """Yields the receiving stage of every transfer, and the pass there that needs it."""
     for receiver, which in (
         ((stage + 1) % stages, step.send_next),
         (stage, step.recv_prev),
@@ -136,7 +136,7 @@ def _transfers(step: SendReceive, stage: int, stages: int) -> Iterator[tuple[int
 
 
 def _mean(values: list[Floats], shape: tuple[int, int]) -> Floats:
-    """Of those that are known."""
+    """Returns the mean of the values that are known."""
     if not values:
         return np.full(shape, np.nan)
     stacked = np.stack(values)
@@ -152,7 +152,7 @@ def _quartile(samples: list[Floats]) -> Floats:
 
 
 def _filled(values: Floats) -> Floats:
-    """Missing links of a step as they usually are."""
+    """Fills in missing values: the median of the link, or else of the others."""
     for axis in (0, 1, 2):
         known = np.isfinite(values).any(axis=axis, keepdims=True)
         usual = np.nanmedian(np.where(known, values, 0.0), axis=axis, keepdims=True)

@@ -1,6 +1,6 @@
-"""What a pass takes: content of its stage x work of its microbatch x its rank x (1 + what disturbs it).
+"""Models the time of a pass: content of its stage x work of its microbatch x slowness of its rank x (1 + disturbance).
 
-Logarithms make it a sum. What disturbs only adds, so contents are lower quartiles.
+Logarithms make this a sum. Disturbances only add, so contents are lower quartiles.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
 @dataclass(frozen=True)
 class Content:
-    """What passes take undisturbed, [..., s, c, k] in milliseconds; leading axes are draws."""
+    """What undisturbed passes take, [..., s, c, k] in milliseconds; leading axes are draws."""
 
     whole: Floats
-    """All of it."""
+    """The whole pass."""
     unit: Floats
-    """[..., k]: one layer, or what a chunk has in common with the others where layers are not known."""
+    """[..., k]: one layer, or what all chunks have in common if the numbers of layers are not known."""
     ends: Floats
-    """Embedding on the first chunk, output layer and loss on the last, as long as they are on a usual stage."""
+    """The embedding on the first chunk, output layer and loss on the last, as long as a usual stage would take."""
     stage: Floats
-    """By which factor all that a stage holds takes longer on it; at least 1, as the next one."""
+    """The factor by which everything on a stage takes longer than elsewhere, at least 1."""
     chunk: Floats
-    """The same of single chunks, beside that."""
+    """The additional factor of single chunks, at least 1."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Factors of passes, 1 where nothing is special, each [t, d, ...]."""
+    """Factors of passes, each [t, d, ...] and 1 where nothing is special."""
 
     content: Content
-    """Of the run as it was."""
+    """Contents of the run as it was."""
     draws: Content
-    """Of `policy.DRAWS` draws of its steps and microbatches."""
+    """Contents of `policy.DRAWS` draws of its steps and microbatches."""
     level: Floats
-    """[t, d]: work of a replica in a step, against that of the others."""
+    """[t, d]: work of a replica in a step, relative to the other replicas."""
     work: Floats
-    """[t, d, m]: work of a microbatch, against that of the others in its replica and step."""
+    """[t, d, m]: work of a microbatch, relative to the others of its replica and step."""
     rank: Floats
-    """[t, d, s]: how slow a rank is against those of its stage in other replicas; at least 1."""
+    """[t, d, s]: how much slower a rank is than those of the same stage in other replicas; at least 1."""
     pace: Floats
-    """[t, d, s]: how slow a stage is in a step, on all replicas, against its quicker steps; at least 1."""
+    """[t, d, s]: how much slower a stage is in a step, on all replicas, than in its quicker steps; at least 1."""
     peer: Floats
-    """[t, d, s, p]: how slow a peer is against the others."""
+    """[t, d, s, p]: how slow a peer is, relative to the others."""
     own: Floats
-    """[t, d, s, m]: work of a microbatch on one stage alone."""
+    """[t, d, s, m]: additional work of a microbatch on this stage only."""
     expected: Floats
-    """[t, d, s, c, k, m]: a pass in milliseconds, as usual for all of that."""
+    """[t, d, s, c, k, m]: milliseconds of a pass that follow from all of these."""
 
 
 def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
-    """The model of a run. ``steps`` [draw, any number]: which steps each draw consists of."""
+    """Fits the model of a run. ``steps`` [draw, any number]: the steps that each draw consists of."""
     log = np.log(np.maximum(table.passes - sum(table.held.values()), 1e-9))
     t, d, s, c, k, m = log.shape
     usual = _quantile(np.median(log, axis=5).reshape(t * d, s, c, k), QUARTILE, 0)
@@ -68,7 +68,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     work = common - level[..., None]
     spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
-    # Of a step with uneven microbatches their mean says what a rank takes: their median is now this one, now that.
+    # If microbatches are uneven, their mean tells what a rank takes: their median is a different one in every step.
     own = _own(log - work[:, :, None, None, None, :])
     whose = work[:, :, None] + level[:, :, None, None] + own  # [t, d, s, m]
     rank = np.zeros((t, d, s))
@@ -78,7 +78,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
         level = level - rank[:, :, 0]
     elif d > 1:
         alone = left - whose[:, :, :, None, None]
-        rank = np.maximum(_against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
+        rank = np.maximum(against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
     whose = whose + rank[..., None]
     pace = _pace(left - whose[:, :, :, None, None], spread)
     peer = _peers(table)
@@ -103,16 +103,16 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
 def divided(
     content: Floats, layers: Floats, known: Floats | None = None, free: np.random.Generator | None = None
 ) -> Content:
-    """``content`` [..., s, c, k] as layers, ends, stages and chunks, with as little as possible in all but layers.
-    ``known`` [s, c, k]: the ends, where ranges tell them; then a chunk whose layers take longer is slow.
+    """Divides ``content`` [..., s, c, k] into layers, ends, stages and chunks, with as much as possible in layers.
+    ``known`` [s, c, k]: the ends, if ranges measured them. Then a chunk whose layers take longer is slow.
 
-    Two stages of one chunk each with different numbers of layers fit in many ways: what an embedding takes may as well
-    be the layers'. ``free`` draws from what the data cannot tell apart: an embedding that takes up to one layer.
+    With two stages of one chunk each and different numbers of layers, many divisions fit: the time of an embedding may
+    as well be that of layers. ``free`` draws from these: an embedding that takes up to one layer.
     """
     s, c = content.shape[-3:-1]
     held = np.where(np.isfinite(layers).all(), layers, 1.0)
     held = np.maximum(held, 1e-9)[:, :, None]
-    # What a chunk without layers takes tells nothing of them.
+    # A chunk without layers does not tell what a layer takes.
     beside = 0.0 if known is None else np.where(layers[:, :, None] == 0, 0.0, known)
     each = np.maximum(content - beside, 1e-9) / held
     flat = each.reshape(*content.shape[:-3], s * c, -1)
@@ -120,14 +120,14 @@ def divided(
     if s * c > 3:
         unit = _quantile(middle, 0.5, -2)
     else:
-        # Of three, two may be slow.
+        # Of three chunks, two may be slow.
         unit = flat.min(axis=-2)
         if s * c == 2 and known is None and free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
     layers_ms = np.maximum(held * unit[..., None, None, :], 1e-9)
     stage, ends = np.ones_like(content), np.zeros_like(content)
     if c > 1 or known is not None:
-        # What all chunks of a stage have too much of is the stage's.
+        # An excess that all chunks of a stage have belongs to the stage.
         alone = np.maximum(np.where(layers[:, :, None] == 0, np.inf, each * held / layers_ms), 1.0)
         alone = alone.min(axis=-2, keepdims=True)
         stage = np.broadcast_to(np.where(np.isfinite(alone), alone, 1.0), content.shape)
@@ -135,7 +135,7 @@ def divided(
         ends = np.minimum(known / stage, content)
     elif s * c > 1:
         over = np.maximum(content / stage - layers_ms, 0.0)
-        # Embedding and loss have a backward, too: what makes one kind of pass long is another matter.
+        # Embedding and loss have a backward, too, so an excess of only one kind of pass is something else.
         over = np.where(of_both(over)[..., None], over, 0.0)
         ends[..., 0, 0, :] = over[..., 0, 0, :]
         ends[..., -1, -1, :] = over[..., -1, -1, :]
@@ -144,7 +144,7 @@ def divided(
 
 
 def _ends(table: Table) -> Floats | None:
-    """[s, c, k]: what ranges say of embedding and loss; None unless they say it of both, on different chunks."""
+    """Returns what embedding and loss take by their ranges, [s, c, k]; None unless both are known, on two chunks."""
     told = measured(table)
     if not {EMBEDDING, LOSS} <= told.keys() or table.layers.size == 1:
         return None
@@ -154,7 +154,7 @@ def _ends(table: Table) -> Floats | None:
 
 
 def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator) -> Floats:
-    """[draw, s, c, k]: contents from drawn steps and, within them, blocks of microbatches."""
+    """Returns contents of drawn steps and, within them, drawn blocks of microbatches, [draw, s, c, k]."""
     found = []
     for rows, columns in zip(steps, blocks(len(steps), log.shape[-1], random), strict=True):
         own = log[rows][..., columns]
@@ -163,11 +163,11 @@ def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator
 
 
 def _own(log: Floats) -> Floats:
-    """[t, d, s, m]: what the passes of one microbatch on one stage have in common beside all else, as logarithms.
+    """Returns what the passes of one microbatch have in common on one stage only, as logarithms [t, d, s, m].
 
-    Forwards and backwards that agree which microbatches are long tell work from a disturbance, which comes and goes in
-    between; where there is one series of passes only, what other stages show is noise. A disturbance only adds: what is
-    longer than others are shorter is cut off.
+    Work makes the same microbatches long in forwards and backwards; a disturbance does not last that long. If there is
+    only one series of passes, the stage with median variance shows how large the noise is. Disturbances only add, so
+    values are clipped where they are further above the median than any value is below it.
     """
     t, d, s, c, k, m = log.shape
     flat = np.moveaxis(log, (3, 4), (0, 1)).reshape(c * k, t, d, s, m)
@@ -180,15 +180,18 @@ def _own(log: Floats) -> Floats:
     noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / (c * k) if known else _lower_median(variance)
     kept = np.maximum(0.0, 1.0 - noise / np.maximum(variance, 1e-18))
     found: Floats = mean * kept[:, None]
-    # Contents are those of average microbatches.
+    # Contents are those of an average microbatch.
     found -= np.log(np.exp(found).mean(axis=-1, keepdims=True))
     return found
 
 
 def _own_of_replicas(level: Floats) -> Floats:
-    """[t, d]: what a replica takes longer than the others because of its rank, where there is no pipeline. Work is
-    dealt anew in every step, so that is what one has more of than the others over all steps, surely beyond chance."""
-    longer = _against_others(level, 1)
+    """Returns how much longer a replica takes because its rank is slow, without a pipeline, as logarithms [t, d].
+
+    Work is distributed anew in every step, so the rank is slow if its replica takes longer over all steps, by more than
+    chance would explain.
+    """
+    longer = against_others(level, 1)
     n = len(longer)
     of_chance = LEVEL**2 * n * (longer.var(axis=0, ddof=1) if n > 1 else longer[0] ** 2)
     total = np.maximum(longer.sum(axis=0), 0.0)
@@ -197,8 +200,8 @@ def _own_of_replicas(level: Floats) -> Floats:
 
 
 def _pace(log: Floats, noise: float) -> Floats:
-    """[t, d, s]: by how much steps of a stage are longer than its quicker ones, as logarithms, beyond what noise of
-    this variance would show. Without a pipeline that is the work of a step."""
+    """Returns how much longer a step of a stage is than its quicker ones, as logarithms [t, d, s], beyond what noise of
+    this variance would show. Without a pipeline this is 0, because it is the work of the step."""
     t, d, s, c, k, m = log.shape
     if s == 1:
         return np.zeros((t, d, s))
@@ -209,21 +212,23 @@ def _pace(log: Floats, noise: float) -> Floats:
 
 
 def _peers(table: Table) -> Floats:
-    """[t, d, s, p]: by which factor a peer computes longer than the others of its group; below 1 where it is quicker:
-    chance makes it now this, now that."""
+    """Returns the factor by which a peer computes longer than the others of its group, [t, d, s, p]. It is below 1 for
+    a quicker one, so that chance averages out."""
     t, d, s, p = table.compute.shape[:4]
     if p == 1:
         return np.ones((t, d, s, p))
     each = np.median(np.log(np.maximum(table.compute, 1e-9)), axis=(4, 5, 6))
-    return np.exp(_against_others(each, 3))
+    return np.exp(against_others(each, 3))
 
 
-def _against_others(values: Floats, axis: int) -> Floats:
-    """Each value less the lower median of the others along an axis: of two the median would be half of it."""
+def against_others(values: Floats, axis: int) -> Floats:
+    """Returns each value minus the lower median of the others along an axis. Of a quick and a slow one, the median
+    proper would be half as slow."""
     values = np.moveaxis(values, axis, 0)
     n = len(values)
     order = np.sort(values, axis=0)
-    # Without itself the lower median is at (n - 2) // 2 of the others, one further up for those below it.
+    # The lower median of the others is at (n - 2) // 2 in their own order, and one further in the order of all values
+    # if the value itself is below it.
     place = (n - 2) // 2
     others = np.where(values <= order[place], order[place + 1], order[place])
     found: Floats = np.moveaxis(values - others, 0, axis)
@@ -231,7 +236,7 @@ def _against_others(values: Floats, axis: int) -> Floats:
 
 
 def _in_common(values: Floats) -> Floats:
-    """Returns the median along the last axis; of two middle values what is between them and nearest to nothing."""
+    """Returns the median along the last axis: of all numbers between the two middle values, the one nearest to 0."""
     low, high = (np.quantile(values, 0.5, axis=-1, method=method) for method in ("lower", "higher"))
     found: Floats = np.clip(0.0, low, high)
     return found
@@ -247,7 +252,7 @@ def _quantile(values: Floats, at: float, axis: int | tuple[int, ...]) -> Floats:
 
 
 def _shrunk(log: Floats, noise: float) -> Floats:
-    """Logarithms less what noise of this variance alone would show (James and Stein)."""
+    """Shrinks logarithms by what noise of this variance alone would show (James and Stein)."""
     spread = float(np.mean(log**2))
     return log * max(0.0, 1.0 - noise / spread) if spread > 0 else log
 
@@ -257,12 +262,12 @@ def _scatter(values: Floats) -> float:
 
 
 def blocks(count: int, microbatches: int, random: np.random.Generator) -> npt.NDArray[np.intp]:
-    """[count, microbatches]: drawn with replacement, in blocks: what disturbs one disturbs its neighbours."""
+    """Draws microbatches with replacement, [count, microbatches], in blocks because disturbances last for several."""
     length = max(1, round(microbatches**0.5))
     first = random.integers(0, microbatches, (count, -(-microbatches // length)))
     return (first[:, :, None] + np.arange(length)).reshape(count, -1)[:, :microbatches] % microbatches
 
 
 def drawn_steps(count: int, random: np.random.Generator) -> npt.NDArray[np.intp]:
-    """[draw, count]: steps drawn with replacement."""
+    """Draws steps with replacement, [draw, count]."""
     return random.integers(0, count, (DRAWS, count))

@@ -1,4 +1,4 @@
-"""What a term that is not neutral is called, from how its excess is spread over kinds of passes and over steps."""
+"""Names a term by how its excess is spread over kinds of passes and over steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ BOTH, FORWARD, BACKWARD, AGAIN = "both", "slow_forward", "slow_backward", "recom
 
 
 def looks(excess: Floats, whole: Floats) -> str:
-    """Returns which kind of pass has the excess [k] of a stage whose passes take ``whole`` [k]. A backward that is
-    longer by one forward computes that again."""
+    """Returns which kind of pass is longer by the ``excess`` [k] of a stage whose passes take ``whole`` [k]. A backward
+    that is longer by one forward recomputes it."""
     if of_both(excess):
         return BOTH
     forward, backward = float(excess[0]), float(excess[1])
@@ -21,25 +21,24 @@ def looks(excess: Floats, whole: Floats) -> str:
 
 
 def of_both(excess: Floats) -> np.typing.NDArray[np.bool_]:
-    """Returns whether every kind of pass has the excess [..., k], and not one of them nearly all of it."""
+    """Returns whether all kinds of passes share the excess [..., k], instead of one having nearly all of it."""
     found: np.typing.NDArray[np.bool_] = excess.min(axis=-1) >= QUARTILE * excess.max(axis=-1)
     return found
 
 
 def active(size: Floats) -> np.typing.NDArray[np.bool_]:
-    """Returns in which steps a cause is there: those in which its ``size`` [t] is at least half of what it can be."""
+    """Returns the steps in which a cause is present: its ``size`` [t] is above half of its 90th percentile."""
     much = float(np.quantile(size, 0.9))
     found: np.typing.NDArray[np.bool_] = size > 0.5 * much
     return found if found.any() else np.ones(len(size), dtype=bool)
 
 
 def began(there: np.typing.NDArray[np.bool_]) -> int | None:
-    """Returns since which step a cause is there: 0 for one that was there from the first step on, None for one that
-    comes and goes.
+    """Returns the step since which a cause is present: 0 if it was from the first step on, None if it comes and goes.
 
-    No other step leaves fewer exceptions: steps before it in which the cause is there, and steps from it on in which
-    it is not. A cause comes and goes when the exceptions are more than a quarter of the steps in which it is there, and
-    where only one step is before it, or from it on: of few steps one or another is quicker or slower by chance.
+    The step is the one with the fewest exceptions, which are earlier steps with the cause and later steps without it.
+    A cause comes and goes if there are more exceptions than a quarter of the steps with it, or if only one step is on
+    either side, because single steps differ by chance.
     """
     missing_after = (~there)[::-1].cumsum()[::-1]
     there_before = there.cumsum() - there

@@ -1,17 +1,17 @@
-"""Every number that decides what is named; other numbers of this room are facts of a format."""
+"""The numbers that decide what is named. All other numbers in this room are facts of a format."""
 
 from __future__ import annotations
 
-#: A cause is named when it surely costs more than this part of the step.
+#: A cause is named if it certainly costs more than this fraction of the step.
 LEAST = 0.02
-#: Surely: the lower end of a two-sided interval of 90 %, in standard errors.
+#: Half the width of a two-sided 90 % interval, in standard errors. Certainly: its lower end is above the limit.
 LEVEL = 1.645
-#: A pipeline is filled and drained at no cost that matters with this many microbatches for each stage (GPipe, Huang et
+#: With this many microbatches per stage, filling and draining a pipeline costs nothing that matters (GPipe, Huang et
 #: al. 2019, section 4: "negligible when M >= 4 K").
 FILLED = 4
-#: Draws of steps and microbatches.
+#: How many times steps and microbatches are drawn to see how much an estimate varies.
 DRAWS = 24
-#: Standard error of a price that no draw shows, as a part of it: what waits for what may differ. Of drawn pipelines
-#: (`make bench-truth`) that nothing disturbs half of the prices are off by less than 0.2 %, one in ten by more than
-#: 2.5 %; with this number intervals of 90 % hold 93 %.
+#: Standard error that no draw shows, as a fraction of a price: the replay may let a pass wait for something else than
+#: the job did. In undisturbed random pipelines (`make bench-truth`), half of the prices are off by less than 0.2 % and
+#: one in ten by more than 2.5 %. With this number, 93 % of the true prices are inside their 90 % intervals.
 REPLAYED = 0.015

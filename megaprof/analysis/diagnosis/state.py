@@ -1,4 +1,4 @@
-"""A run as a replay takes it: what passes, entries and links take, which terms change one by one."""
+"""A run in the form that a replay takes: the times of passes, entries and links, which terms change one by one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megaprof.analysis.diagnosis.exchanges import links
 from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.table.table import Floats, Table
 
-#: Steps that models of exchanges are compared in.
+#: How many steps are replayed to compare the models of exchanges.
 _COMPARED = 8
-#: Milliseconds that no timeline tells apart: models that differ by less are as close, and what the metadata say counts.
+#: Milliseconds that no timeline resolves. Of models that differ by less, the one that the metadata name is used.
 _RESOLUTION = 1e-3
 
 
 @dataclass(frozen=True)
 class State:
-    """Milliseconds: ``passes`` [..., d, s, c, k, m], ``entry`` and ``link`` [..., d, s], ``tail`` [...]. The
+    """Times in milliseconds: ``passes`` [..., d, s, c, k, m], ``entry`` and ``link`` [..., d, s], ``tail`` [...]. The
     leading axes are draws or steps."""
 
     passes: Floats
@@ -28,19 +28,19 @@ class State:
     tail: Floats
 
     def at(self, steps: npt.NDArray[np.intp]) -> State:
-        """Those steps alone."""
+        """Returns only those steps."""
         return State(self.passes[steps], self.entry[steps], self.link[steps], self.tail[steps])
 
     def step_ms(self, replay: Replay) -> Floats:
-        """Returns the length of every step [...]: all replicas wait for the longest before they reduce gradients."""
+        """Returns the length of every step [...]. All replicas wait for the slowest before they reduce gradients."""
         longest: Floats = replay.step_ms(self.passes, entry=self.entry, link=self.link).max(axis=-1)
         return longest + self.tail
 
 
 def measured(table: Table) -> tuple[State, Replay]:
-    """What was measured, and the replay whose model of exchanges comes closest to the measured passes."""
+    """Returns the measured times, and the replay whose model of exchanges fits the measured passes best."""
     entry = np.nan_to_num(table.entry)
-    # A rank's first pass can begin so long behind its entry as that of the first stage does, which waits for nobody.
+    # The first stage waits for nobody. What its first pass is late by may delay the first pass of any rank.
     entry += np.maximum(table.start[:, :, 0, 0, 0, 0] - entry[:, :, 0], 0.0)[..., None]
     own = table.schedule
     buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)
@@ -49,7 +49,7 @@ def measured(table: Table) -> tuple[State, Replay]:
         models = [buffered] if own.stages == 2 else [rendezvous, buffered, in_turn]
     models.sort(key=lambda model: model[0] != table.rendezvous)
     if not table.clocks:
-        # Ends of passes on clocks of their own say nothing about exchanges: what the metadata say counts.
+        # Without a common clock, the ends of passes say nothing about exchanges, so the metadata decide.
         models = models[:1]
     best: tuple[float, State, Replay] | None = None
     for model in models:
@@ -64,7 +64,7 @@ def measured(table: Table) -> tuple[State, Replay]:
 
 
 def _missed(table: Table, state: State, replay: Replay) -> float:
-    """Milliseconds by which passes end elsewhere in a replay."""
+    """Returns how far the ends of passes in a replay are off, on average, in milliseconds."""
     some = state.at(np.arange(min(_COMPARED, len(table.steps))))
     ends = replay.ends(some.passes, entry=some.entry, link=some.link)
     return float(np.mean(np.abs(ends - table.end[: len(ends)])))

@@ -1,4 +1,4 @@
-"""The terms of a step that may not be neutral, and the step in which each alone is."""
+"""The terms of a step, each with the change that makes it neutral."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Change = Callable[[View], View]
 
 @dataclass(frozen=True)
 class Term:
-    """One term. ``change`` makes it neutral; where ``replica`` is given, in that replica alone."""
+    """One term. ``change`` makes it neutral, only in one ``replica`` if that is given."""
 
     kind: str
     change: Change
@@ -28,17 +28,17 @@ class Term:
     group: str | None = None
     link: tuple[int, int] | None = None
     fitted: bool = False
-    """Whether it rests on contents, which are estimated."""
+    """True if it depends on contents, which are estimated."""
     once: bool = False
-    """Whether a step shows it once, and not in every microbatch."""
+    """True if it appears once per step and not in every microbatch."""
     always: bool = False
-    """Whether it makes every pass of a rank longer, and not only some."""
+    """True if it makes every pass of a rank longer, and not only some."""
     doubt_ms: float = 0.0
-    """What may be in it that is none of it."""
+    """How much of it something else may have caused, in milliseconds."""
 
 
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:
-    """Every term that could cost enough: no change gains more than what it takes out of passes."""
+    """Returns every term that could cost enough. No change gains more than what it takes out of passes."""
     return [
         *_of_content(table, view),
         *_of_microbatches(table, view),
@@ -173,11 +173,11 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
             return v.waiting(link=link)
 
         yield Term("slow_link", quick, stage=stage, link=(stage, (stage + 1) % s))
-    # What ends a pass and names no group may be of the pass or of the exchange behind it.
+    # Communication at the end of a pass that names no group may belong to the pass or to the exchange after it.
     if "unknown" not in view.exposed:
 
         def at_once(v: View) -> View:
-            # What all links have in common: a slow one among several has a term of its own.
+            # This is what all links have in common; a slow one among several has a term of its own.
             usual = np.quantile(v.state.link[..., :count], 0.5, axis=-1, keepdims=True, method="lower")
             return v.waiting(link=np.maximum(v.state.link - usual, 0.0))
 
@@ -227,8 +227,7 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
 
 
 def waiting(table: Table) -> tuple[int, ...]:
-    """Returns the ranks that wait for a processor core at least half as long as the one that waits longest, with that
-    one first."""
+    """Returns the ranks that wait for a core at least half as long as the one that waits longest, longest first."""
     waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
     order = np.argsort(-waited, kind="stable")
     return tuple(table.ranks.ravel()[order[waited[order] >= 0.5 * waited.max()]].tolist())

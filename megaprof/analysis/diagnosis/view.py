@@ -1,4 +1,4 @@
-"""What terms change and a replay evaluates: some steps of a run, each with the model of what its passes are made of."""
+"""Some steps of a run with the model of their passes: what terms change, and what a replay evaluates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.model import Content, Model
+from megaprof.analysis.diagnosis.model import Content, Model, against_others
 from megaprof.analysis.diagnosis.state import State
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
@@ -21,11 +21,11 @@ class View:
 
     state: State
     now: Floats
-    """[n, s, c, k]: contents as far as terms are neutral already."""
+    """[n, s, c, k]: contents, without the terms that have been made neutral."""
     slow: Floats
-    """[n, s, c, k]: by which factor stages and chunks are slow, likewise."""
+    """[n, s, c, k]: factor by which stages and chunks are slow, likewise."""
     content: Content
-    """Contents as they were, likewise."""
+    """Contents as they were, with all terms."""
     level: Floats
     work: Floats
     rank: Floats
@@ -33,21 +33,21 @@ class View:
     peer: Floats
     own: Floats
     timely: Floats
-    """[n, d, s]: when the ranks would have entered together with the others."""
+    """[n, d, s]: when each rank would have entered the step if it had not been late."""
     first: Floats
-    """[n, d]: by how much the first pass of the first stage is longer than it should be, and the others' are."""
+    """[n, d]: how much longer the first pass of the first stage is than expected, beyond what it is on the others."""
     opened: Floats
-    """[n, d]: by how much those are, if a profiler was opened for the step, which may disturb the first stage more."""
+    """[n, d]: how much longer it is on the others if a profiler was opened, which may disturb the first stage more."""
     stalled: Floats
-    """[n, d, s]: by how much one pass of a step is longer than the longest one of the usual steps."""
+    """[n, d, s]: how much longer one pass of a step is than the longest one of a usual step."""
     stalling: npt.NDArray[np.intp]
-    """[n, d, s]: which one, in a flattened [c, k, m]."""
+    """[n, d, s]: which pass that is, in a flattened [c, k, m]."""
     exposed: Mapping[str, Floats]
     idle: Floats
     held: Mapping[str, Floats]
 
     def at(self, rows: npt.NDArray[np.intp], content: Content | None = None) -> View:
-        """Those of its steps, with their own contents or others."""
+        """Returns only these steps, with their own contents or the given ones."""
         own = _rows(self.content, rows) if content is None else content
         ratio = self.now[rows] / self.content.whole[rows]
         slow = own.stage * own.chunk * self.slow[rows] / (self.content.stage * self.content.chunk)[rows]
@@ -56,7 +56,7 @@ class View:
         return View(self.state.at(rows), own.whole * ratio, slow, own, exposed=exposed, held=held, **per_step)
 
     def of(self, replica: int) -> View:
-        """One replica alone."""
+        """Returns only one replica."""
         one = slice(replica, replica + 1)
         state = State(self.state.passes[:, one], self.state.entry[:, one], self.state.link[:, one], self.state.tail)
         per_step = {name: getattr(self, name)[:, one] for name in _PER_STEP}
@@ -64,7 +64,7 @@ class View:
         return View(state, self.now, self.slow, self.content, exposed=exposed, held=held, **per_step)
 
     def joined(self, replica: int, other: View) -> View:
-        """With another view of one replica in its place."""
+        """Returns the view with one replica replaced by another view of it."""
         one = slice(replica, replica + 1)
         state = State(
             _put(self.state.passes, one, other.state.passes),
@@ -76,8 +76,8 @@ class View:
         return replace(self, state=state, **per_step)
 
     def scaled(self, factor: Floats, **neutral: Any) -> View:
-        """With passes that take ``factor`` times as long, but for what was added to single ones, and factors that are
-        neutral now."""
+        """Returns the view with passes that take ``factor`` times as long, apart from what single passes waited or
+        stalled. ``neutral``: the fields that change with it."""
         if (factor == 1.0).all():
             return replace(self, **neutral)
         passes = self.state.passes.copy()
@@ -96,13 +96,13 @@ class View:
         return replace(self, state=replace(self.state, passes=passes), **neutral)
 
     def waited(self) -> Floats:
-        """Returns [n, d, s, c, k, m]: how long passes waited for data."""
+        """Returns how long passes waited for data, [n, d, s, c, k, m]."""
         found = np.zeros_like(self.state.passes)
         found[:, :, 0, 0, 0, 0] = self.first
         return found
 
     def stalls(self) -> Floats:
-        """Returns [n, d, s, c, k, m]: by how much passes stalled."""
+        """Returns how long passes stalled, [n, d, s, c, k, m]."""
         found = np.zeros_like(self.state.passes)
         np.put_along_axis(
             found.reshape(*self.stalling.shape, -1), self.stalling[..., None], self.stalled[..., None], axis=-1
@@ -110,32 +110,32 @@ class View:
         return found
 
     def beside(self) -> Floats:
-        """Returns [n, d, s, c, k, m]: what passes took beside what they are made of."""
+        """Returns what passes took in addition to what the model explains, [n, d, s, c, k, m]."""
         return self.waited() + self.stalls() + sum(self.held.values())
 
     def holding(self, now: Floats) -> View:
-        """With other contents."""
+        """Returns the view with other contents."""
         now = np.maximum(now, 0.0)
         return self.scaled((now / np.maximum(self.now, 1e-9))[:, None, ..., None], now=now)
 
     def quick(self, where: Any, factor: Floats) -> View:
-        """Without a factor by which contents there are slow."""
+        """Returns the view without a factor by which some contents are slow."""
         now, slow = self.now.copy(), self.slow.copy()
         now[where] /= factor
         slow[where] /= factor
         return replace(self.holding(now), slow=slow)
 
     def less(self, passes: Floats, **neutral: Any) -> View:
-        """With shorter passes, and what is neutral now."""
+        """Returns the view with shorter passes. ``neutral``: the fields that change with it."""
         left = np.maximum(self.state.passes - passes, 0.0)
         return replace(self, state=replace(self.state, passes=left), **neutral)
 
     def waiting(self, **changes: Any) -> View:
-        """With other entries, links or tails."""
+        """Returns the view with other entries, links or tails."""
         return replace(self, state=replace(self.state, **changes))
 
     def pipelines_ms(self, replay: Replay) -> Floats:
-        """Returns [n, d]: how long every replica takes, before gradients are reduced."""
+        """Returns how long every replica takes until gradients are reduced, [n, d]."""
         return replay.step_ms(self.state.passes, entry=self.state.entry, link=self.state.link)
 
 
@@ -156,7 +156,7 @@ _PER_STEP = (
 
 
 def _put(values: Floats, where: slice, new: Floats) -> Floats:
-    """A copy with some replicas' values replaced; the same array where these are what they were."""
+    """Returns a copy with the values of some replicas replaced, or the same array if they did not change."""
     if np.shares_memory(values, new):
         return values
     found = values.copy()
@@ -165,16 +165,17 @@ def _put(values: Floats, where: slice, new: Floats) -> Floats:
 
 
 def viewed(table: Table, state: State, model: Model) -> View:
-    """The whole run."""
+    """Returns the view of the whole run."""
     n, d, s = state.entry.shape
-    flat = state.entry.reshape(n, -1)
-    timely = _median_of_others(flat).reshape(n, d, s) if flat.shape[1] > 1 else state.entry
+    late = np.zeros((n, d, s))
+    if d * s > 1:
+        late = np.maximum(against_others(state.entry.reshape(n, -1), 1), 0.0).reshape(n, d, s)
     over = state.passes - sum(table.held.values()) - model.expected
     first = over[:, :, 0, 0, 0, 0]
-    # Alone it may be the opening, all of it.
+    # With one stage, the opening may explain all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
     opened = np.maximum(others, 0.0) * table.opening[:, None]
-    # A peer that comes late for want of a core is waited for in the first pass: that is no wait for data.
+    # If a peer arrives late because it had no core, the first pass waits for it and not for data.
     first = (first - others if s > 1 else first) - table.waited_beside[:, :, 0].max(axis=2)
     over = over.copy()
     over[:, :, 0, 0, 0, 0] = 0.0
@@ -195,7 +196,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
         pace=model.pace,
         peer=model.peer,
         own=model.own,
-        timely=np.minimum(state.entry, timely),
+        timely=state.entry - late,
         first=np.maximum(first, 0.0),
         opened=opened,
         stalled=np.maximum(longest - np.maximum(usual, 0.0), 0.0),
@@ -211,16 +212,3 @@ _PARTS = ("whole", "unit", "ends", "stage", "chunk")
 
 def _rows(content: Content, rows: npt.NDArray[np.intp]) -> Content:
     return Content(**{name: getattr(content, name)[rows] for name in _PARTS})
-
-
-def _median_of_others(values: Floats) -> Floats:
-    """[n, r]: of each value the median of the others in its row."""
-    order = np.sort(values, axis=1)
-    r = values.shape[1]
-    low, high = (r - 2) // 2, (r - 1) // 2  # of the r - 1 others
-
-    def other(place: int) -> Floats:
-        here, following = order[:, place][:, None], order[:, min(place + 1, r - 1)][:, None]
-        return np.where(values <= here, following, here)
-
-    return (other(low) + other(high)) / 2
