@@ -108,7 +108,7 @@ def diagnose(run: Examined) -> Diagnosis:
     left, asked = _with_one_wait(run, terms(run.table, run.view, run.step_ms)), run
     causes: list[Cause] = []
     perhaps: list[Cause] = []
-    # Terms that gain enough only together: they are causes as soon as one beside them is.
+    # Terms that gain enough only together. They become causes as soon as another term gains enough without them.
     hiding: list[Cause] = []
     beside = run
     while True:
@@ -184,7 +184,7 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
 
 
 def _explained(run: Examined, found: Fit, cause: Cause) -> Cause:
-    """Why microbatches or replicas differ, from their lengths."""
+    """Adds to a cause why microbatches or replicas differ, by their lengths."""
     if cause.kind == "uneven_microbatches":
         of = of_microbatches(run, found, cause.stage)
     elif cause.kind == "unequal_replicas":
@@ -196,7 +196,7 @@ def _explained(run: Examined, found: Fit, cause: Cause) -> Cause:
 
 
 def _by_experts(run: Examined, cause: Cause) -> Cause:
-    """Why a rank or a stage is slow, from what its experts got."""
+    """Adds to a cause why a rank or a stage is slow, by the tokens that its experts got."""
     if cause.kind == "slow_rank":
         load, factor = load_of_rank(run.table, cause.ranks), cause.parts["factor"]
     elif cause.kind == "unexplained" and cause.stage is not None:
@@ -217,8 +217,8 @@ _Found = tuple[Term, Cause]
 
 
 def _told(hiding: list[Cause], last: Cause) -> list[Cause]:
-    """Causes that gain enough only together. One that makes the step longer as long as it is mended alone costs
-    nothing by itself, and what the last one gains is so much less."""
+    """Returns causes that gain enough only together. One that makes the step longer when only it is mended has a price
+    of 0, and what it makes the step longer by is taken off the price of the last one."""
     debt = sum(min(each.price.ms, 0.0) for each in hiding)
     kept = [replace(each, price=Price(*(max(ms, 0.0) for ms in astuple(each.price)))) for each in hiding]
     price = Price(*(ms + debt for ms in astuple(last.price)))
@@ -226,14 +226,14 @@ def _told(hiding: list[Cause], last: Cause) -> list[Cause]:
 
 
 def _unsure(told: list[Cause], run: Examined) -> list[Cause]:
-    """Causes that gain enough only together, and not surely."""
+    """Returns causes that gain enough only together, and not for certain."""
     *_, last = told
     more = more_steps(len(run.table.steps), last.price.ms - last.price.low, last.price.ms - LEAST * run.step_ms)
     return [replace(each, more_steps=more) for each in told]
 
 
 def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause]]:
-    """Returns the dearest term that surely costs enough, and those dearer ones that only may."""
+    """Returns the most expensive term that certainly costs enough, and the more expensive ones that only may."""
     doubtful: list[Cause] = []
     priced = sorted(((float(gain.mean()), gain, term) for term, gain in run.gains(left)), key=lambda each: -each[0])
     for mean, gain, term in priced:
@@ -248,14 +248,14 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause
     return None, doubtful
 
 
-#: Terms that are mended together to find those which hide each other: their pairs take time.
+#: How many terms are mended together at most to find those that hide each other.
 _TOGETHER = 6
 
 
 def _masked(run: Examined, left: list[Term]) -> _Found | None:
-    """Returns which of the terms that cost enough only where others are mended gains most even so.
+    """Returns, of the terms that cost enough only if others are mended, the one that gains most by itself.
 
-    As long as two stages are as slow, mending one of them gains nothing; the other one's price is what follows.
+    If two stages are equally slow, mending one of them gains nothing, and mending the other one then gains everything.
     """
     worth = sorted(((most_gained(term, run.view), place) for place, term in enumerate(left)), reverse=True)[:_TOGETHER]
     chosen = [left[place] for most, place in worth if most >= LEAST * run.step_ms]
@@ -281,7 +281,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
     there = active(size) if kind in _LARGE or term.once or term.ranks else np.ones(len(gain), dtype=bool)
     begins = began(there)
     if begins and size[:begins].mean() > QUARTILE * size[begins:].mean():
-        begins = None  # there before, too, and only smaller
+        begins = None  # it was present before, only smaller
     if begins:
         there = np.arange(len(there)) >= begins  # what is told of these steps is told since then
     waits = _waits(run, term, there) if kind in (WAIT, "layers") else {}
@@ -319,7 +319,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
 
 
 def _sizes(term: Term, view: View) -> dict[str, Floats]:
-    """[t] each: how large a term is in every step, by the names of `Cause.parts`."""
+    """Returns how large a term is in every step, [t] each, by the names of `Cause.parts`."""
     own = view if term.replica is None else view.of(term.replica)
     before, after = own.state, term.change(own).state
     if term.kind == "slow_link":
@@ -333,13 +333,12 @@ def _sizes(term: Term, view: View) -> dict[str, Floats]:
         return {}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)
     ratio = (before.passes / np.maximum(after.passes, 1e-9))[:, :, some]
-    # By microbatch or by replica, whatever a pass is of.
+    # The median over chunks and kinds is the factor of a microbatch or of a replica.
     ratio = np.median(ratio, axis=(2, 3, 4) if term.kind == "uneven_microbatches" else (2, 3, 4, 5))
     return {"factor": ratio.max(axis=-1)}
 
 
-#: How large a cause is in every step by what it is, and not by what it costs there: other things may hide it, or make
-#: that step longer.
+#: How large a cause is in every step, measured directly: its price in a step also depends on what else happened there.
 _LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
     **dict.fromkeys(("slow_rank", "unequal_replicas"), lambda own: own["factor"] - 1.0),
     "slow_link": lambda own: own["transfer_ms"] - own["usual_ms"],
@@ -381,7 +380,7 @@ def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
 
 
 def _filling(run: Examined) -> Cause | None:
-    """What filling and draining costs beside a pipeline that has microbatches enough."""
+    """Returns what filling and draining costs, compared with a pipeline that has enough microbatches."""
     own = run.table.schedule
     wanted = -(-FILLED * own.stages // own.chunks)
     if own.stages == 1 or own.microbatches >= wanted:
@@ -398,7 +397,7 @@ def _filling(run: Examined) -> Cause | None:
 
 
 def _rest(run: Examined) -> float:
-    """What disturbances cost that no term has: passes as usual instead."""
+    """Returns what disturbances cost that belong to no term, in milliseconds: a replay with usual passes is shorter."""
     usual = np.minimum(run.view.state.passes, np.median(run.view.state.passes, axis=(0, 5), keepdims=True))
     quiet = run.view.waiting(passes=usual).pipelines_ms(run.replay).max(axis=1)
     return float(np.mean(run.view.pipelines_ms(run.replay).max(axis=1) - quiet))

@@ -1,4 +1,4 @@
-"""A job as its causes and its advice are drawn from: its table, the model of its steps, and draws of both."""
+"""A job in the form that causes and advice are computed from: its table, the model of its steps, draws of both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megaprof.analysis.table.recorded import STEPS
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.parallel.schedules import phase_order
 
-#: Averages of drawn steps that an interval is made of.
+#: How many times steps are drawn for an interval.
 _RESAMPLED = 1000
 
 
@@ -37,35 +37,35 @@ class Price:
 
 @dataclass(frozen=True)
 class Examined:
-    """The steps of a job, as they were or as they would be without some causes: all of them, and one for each draw."""
+    """The steps of a job, as they were or without some causes: all of them, and one for each draw."""
 
     table: Table
     """What was recorded."""
     replay: Replay
-    """Its schedule, with the model of exchanges that comes closer to it."""
+    """Its schedule, with the model of exchanges that fits it best."""
     model: Model
-    """What its passes are made of."""
+    """The model of its passes."""
     view: View
     """All steps."""
     drawn: View
     """One step for each draw, with the contents of that draw."""
     rows: np.typing.NDArray[np.intp]
-    """[draw]: which step that is."""
+    """[draw]: the step of each draw."""
     replayed_ms: float
-    """Milliseconds of the average step, replayed as it was."""
+    """The average step, replayed as it was, in milliseconds."""
     restless_ms: float
-    """Variance of what disturbs a rank, in square milliseconds, by the milliseconds of its work that it comes from."""
+    """Variance of the disturbances of a rank, in square milliseconds per millisecond of work."""
     closing_ms: float = 0.0
-    """What closing other windows added to the average step, which is in neither."""
+    """What closing other windows added to the average step, in milliseconds; neither table nor views contain it."""
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds of the average step."""
+        """The average step in milliseconds."""
         return float(self.table.length.mean())
 
     @property
     def missed(self) -> float:
-        """By which part the replay misses it."""
+        """The fraction by which the replay misses the average step."""
         return abs(self.replayed_ms / self.step_ms - 1.0)
 
     def mended(self, term: Term) -> Examined:
@@ -73,11 +73,11 @@ class Examined:
         return replace(self, view=mended(term, self.view), drawn=mended(term, self.drawn))
 
     def gain(self, term: Term) -> Floats:
-        """Returns [step]: by how many milliseconds it is shorter without a term."""
+        """Returns how many milliseconds shorter every step is without a term, [step]."""
         return _gain(term, self.view, _alone(term, self.view), self.replay, self.view.pipelines_ms(self.replay))
 
     def gains(self, left: Sequence[Term]) -> list[tuple[Term, Floats]]:
-        """Returns by how many milliseconds every step is shorter without each term, of those that could matter."""
+        """Returns how many milliseconds shorter every step is without each term, for the terms that could matter."""
         base, least, found = self.view.pipelines_ms(self.replay), LEAST * self.step_ms, []
         for term in left:
             without = _alone(term, self.view)
@@ -96,21 +96,21 @@ class Examined:
             other = _gain(term, self.drawn, _alone(term, self.drawn), self.replay, base)
             of_content = float(np.sqrt(np.mean((other - gain[self.rows]) ** 2)))
         mean = float(gain.mean())
-        # What is seen once a step, in one step, may be anything.
+        # What appears once, in a single step, may be chance.
         of_one = 0.5 * mean * (term.once and len(gain) == 1)
-        # What one step has of contents may be what disturbed it; that microbatches or ranks differ is a fact of it.
+        # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
         price, error = self._within(gains, len(gain), mean, of_one**2 + of_content**2)
         return replace(price, low=price.low - term.doubt_ms), error
 
     def of_replay(self, gain: Floats) -> Price:
-        """Returns the price of what the model of passes has no part in."""
+        """Returns the price of a gain that does not depend on the model of passes."""
         return self._within(gain, len(gain), float(gain.mean()))[0]
 
     def _within(self, gains: Floats, count: int, mean: float, besides: float = 0.0) -> tuple[Price, float]:
-        """The price and the standard error of a gain of ``mean``, the average over ``count`` steps that differ as
-        ``gains`` do; ``besides``: its variance for other reasons. What disturbs comes when it comes: a shorter step has
-        other disturbances where it ended and in what it lost. And a replay that misses the step misses it."""
+        """Returns the price and the standard error of a gain of ``mean`` over ``count`` steps that differ as ``gains``
+        do. ``besides``: its variance for other reasons. Two more are added here: disturbances come at random, so a
+        shorter step would have met others; and a replay that misses the step also misses the price."""
         n = len(gains)
         of_steps = float(gains.var(ddof=1)) / count if n > 1 else 0.0
         besides += 2.0 * self.restless_ms * abs(mean) / count + ((self.missed + REPLAYED) * mean) ** 2
@@ -133,26 +133,26 @@ class Examined:
 
 
 def _reach(gains: Floats) -> Floats:
-    """How far below and above the average of steps its true value may be. A few steps in which much is lost make an
-    average that others would hardly have doubled, but never less than nothing: so steps are drawn with replacement."""
+    """Returns how far the true value may be below and above the average of steps. Steps are drawn with replacement,
+    because a few steps in which much is lost make the interval lopsided."""
     n = len(gains)
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), size=_RESAMPLED) @ gains / n
     tail = (1.0 - erf(LEVEL / sqrt(2.0))) / 2.0
     low, high = np.quantile(drawn, (tail, 1.0 - tail))
-    # Of few steps the drawn ones differ less than they do.
+    # Drawn from few steps, averages differ less than those of new steps would.
     found: Floats = np.array([gains.mean() - low, high - gains.mean()]) * np.sqrt(n / (n - 1))
     return found
 
 
 def more_steps(steps: int, noise: float, room: float) -> int:
-    """Returns how many more steps than these make ``noise``, half of their interval, as small as ``room``: n times as
-    many make it the root of n times as small. 0 where a report looks at fewer (`table.recorded.STEPS`)."""
+    """Returns how many more steps would make ``noise``, half the width of the interval, as small as ``room``: n times
+    as many steps divide it by the square root of n. 0 if a report does not read that many (`table.recorded.STEPS`)."""
     wanted = steps * (noise / room) ** 2 if room > 0.0 else np.inf
     return 0 if wanted > STEPS else max(1, int(np.ceil(wanted)) - steps)
 
 
 def examine(table: Table) -> Examined:
-    """A job with the model that fits it. Raises Unfit where another schedule ran than the table has."""
+    """Fits the model of a job. Raises Unfit if stages are missing, or if passes ran in another order than planned."""
     missing = tuple(stage for stage, each in enumerate(table.metadata) if each is None)
     if missing:
         stages = len(table.metadata)
@@ -172,7 +172,7 @@ def examine(table: Table) -> Examined:
 
 
 def _restless(table: Table, model: Model, view: View) -> float:
-    """Of quarters of the steps of all ranks: what disturbs one pass disturbs its neighbours, but less than all."""
+    """Returns `Examined.restless_ms`, from quarters of a step: disturbances last for several passes, but not all."""
     over = view.state.passes - view.beside() - model.expected
     t, d, s = over.shape[:3]
     order = np.argsort(table.start.reshape(t, d, s, -1), axis=3)
@@ -185,8 +185,8 @@ def _restless(table: Table, model: Model, view: View) -> float:
 
 
 def _without_closing(table: Table, state: State, replay: Replay) -> tuple[Table, State]:
-    """Steps whose window opened right behind another one's, as if all ranks had entered them together: when each was
-    through with closing that other window says nothing about the job."""
+    """Returns the steps as if all ranks had entered together those that follow the step of another window: when each
+    rank had closed that window says nothing about the job."""
     behind = table.opening.copy()
     behind[0] = False
     behind[1:] &= np.diff(table.steps) <= 1
@@ -217,7 +217,7 @@ def _of(term: Term, view: View) -> View:
 
 
 def _alone(term: Term, view: View) -> View:
-    """Without a term, and of its replica alone where it is of one."""
+    """Returns the view without a term; only its replica, if the term is of one."""
     return term.change(_of(term, view))
 
 
@@ -228,8 +228,8 @@ def mended(term: Term, view: View) -> View:
 
 
 def _gain(term: Term, view: View, without: View, replay: Replay, base: Floats) -> Floats:
-    """[n]: milliseconds by which every step is shorter ``without`` a term, see `_alone`; ``base``: what its replicas
-    take with it."""
+    """Returns how many milliseconds shorter every step is ``without`` a term (see `_alone`), [n]. ``base``: what the
+    replicas take with it."""
     took = without.pipelines_ms(replay)
     if term.replica is not None:
         took = np.concatenate((np.delete(base, term.replica, axis=1), took), axis=1)
@@ -238,7 +238,7 @@ def _gain(term: Term, view: View, without: View, replay: Replay, base: Floats) -
 
 
 def most_gained(term: Term, view: View) -> float:
-    """At most so many milliseconds of a step can be gained: what passes, entries, exchanges and tails lose together."""
+    """Returns how many milliseconds a step can gain at most: what passes, entries, exchanges and tails lose."""
     return _most_gained(term, view, _alone(term, view))
 
 

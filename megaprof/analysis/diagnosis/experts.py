@@ -1,7 +1,7 @@
-"""Whether a rank or a stage is slow because its experts got more tokens than others'.
+"""Finds out if a rank or a stage is slow because its experts got more tokens than others'.
 
-What passes take for experts is at most in proportion to their tokens: a rank with 1.1 times the tokens of its peers is
-for that reason at most 1.1 times as slow.
+The time of experts is at most proportional to their tokens: a rank with 1.1 times the tokens of its peers is at most
+1.1 times as slow for that reason.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from megaprof.analysis.table.table import Table
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The tokens of some experts against others'."""
+    """The tokens of some experts compared with those of others."""
 
     tokens: float
-    """Those that the experts of the slow rank got in a captured step; of a stage, of its rank that got most."""
+    """What the experts of the slow rank got in a captured step; of a stage, its rank that got most."""
     usual: float
-    """Those of its peers on average; of other stages likewise."""
+    """What its peers got on average; of a stage, the median of other stages."""
     ranks: int | None = None
-    """How many have them, the slow one included; None of stages, each of which has its own."""
+    """How many ranks share the tokens, the slow one included; None for stages, each of which has its own."""
 
     def explains(self, factor: float) -> float:
-        """At most so much of being ``factor`` times as slow."""
+        """Returns how much of being ``factor`` times as slow the tokens can explain at most."""
         return float(np.clip((self.tokens / max(self.usual, 1.0) - 1.0) / max(factor - 1.0, 1e-9), 0.0, 1.0))
 
     @property
     def evened(self) -> float:
-        """What even experts gain, as a part of what the rank would gain if it were as quick as its peers are now: these
-        get what it loses."""
+        """What evening out the experts gains, as a fraction of what the rank gains if it becomes as quick as its peers
+        are now. It is less than 1 because the peers get the tokens that the rank loses."""
         return 1.0 if self.ranks is None else 1.0 - 1.0 / self.ranks
 
 
 def load_of_rank(table: Table, ranks: tuple[int, ...]) -> ExpertLoad | None:
-    """Of one rank against its peers, or of ranks that wait for each other against those of other replicas; None where
-    tokens were not counted, or there are no others."""
+    """Returns the load of one rank compared with its peers, or of ranks that wait for each other compared with those of
+    other replicas. None if tokens were not counted, or if there are no others."""
     if table.experts is None:
         return None
     named = table.ranks[..., : table.experts.shape[2]]
@@ -51,7 +51,7 @@ def load_of_rank(table: Table, ranks: tuple[int, ...]) -> ExpertLoad | None:
 
 
 def load_of_stage(table: Table, stage: int) -> ExpertLoad | None:
-    """Of the rank of a stage that got most, for all others wait for it, against that of other stages."""
+    """Returns the load of the busiest rank of a stage, which the others wait for, compared with other stages."""
     if table.experts is None or table.experts.shape[1] == 1:
         return None
     most = table.experts.max(axis=2).mean(axis=0)

@@ -1,4 +1,4 @@
-"""The table of passes: what every rank did in every step, as arrays with named axes."""
+"""The table of passes: what every rank did in every step, in arrays with named axes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megaprof.parallel.schedules import PipelineSchedule
 Floats = npt.NDArray[np.float64]
 
 GARBAGE, WAIT = "garbage_collection", "processor_wait"
-#: What a pass costs when nothing disturbs it: this quantile, because disturbances only add.
+#: Quantile at which an undisturbed pass is taken, because disturbances only add.
 QUARTILE = 0.25
 #: Bits that tell the calls of one step apart: a step's number is above them.
 CALLS = 16
 
 
 class Unfit(Exception):
-    """What was recorded cannot be laid out as a table of passes; the note says why."""
+    """Raised if a recording cannot be laid out as a table of passes; the note says why."""
 
     @property
     def note(self) -> Note:
@@ -48,33 +48,33 @@ class Table:
     role: str | None
     """The model's role, where it has one."""
     schedule: PipelineSchedule
-    """Who runs what in which order."""
+    """Which stage runs which pass in which order."""
     rendezvous: bool | None
-    """Whether a sender waits for its receiver, as far as the metadata tell; None where they do not."""
+    """Whether a sender waits for its receiver, according to the metadata; None if they do not say."""
     steps: npt.NDArray[np.int64]
     """[t]: numbers of the steps."""
     opening: npt.NDArray[np.bool_]
-    """[t]: whether a profiler was opened for it, which takes time at its beginning."""
+    """[t]: whether a profiler was opened for the step, which takes time at its beginning."""
     ranks: npt.NDArray[np.int64]
-    """[d, s, p]: global ranks; more than computed, where one rank's passes show those of all its peers."""
+    """[d, s, p]: global ranks. More than were recorded, if the passes of one rank stand for all its peers."""
     hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
     """[d][s][p]: their hosts."""
     metadata: tuple[Metadata | None, ...]
-    """[s]: what the files of one of its ranks say; None of a stage that nobody recorded."""
+    """[s]: metadata of one rank of the stage; None for a stage that was not recorded."""
     layers: Floats
-    """[s, c]: decoder layers; NaN where nobody says."""
+    """[s, c]: decoder layers; NaN if not known."""
     start: Floats
-    """[t, d, s, c, k, m]: when each pass began, since the first rank entered the step, or that of its own replica where
-    these do not wait for each other."""
+    """[t, d, s, c, k, m]: when each pass began, counted from when the first rank entered the step (the first one of the
+    same replica, if replicas do not wait for each other)."""
     end: Floats
     """[t, d, s, c, k, m]: when it ended."""
     compute: Floats
-    """[t, d, s, p, c, k, m]: how long each peer computed for it."""
+    """[t, d, s, p, c, k, m]: how long each peer computed for the pass."""
     exposed: Mapping[str, Floats]
-    """Group: [t, d, s, c, k, m], its communication that nothing hid."""
+    """By group [t, d, s, c, k, m]: its exposed communication in the pass, as far as it is certainly of that group."""
     working: Floats
-    """[t, d, s, p, c, k, m]: what each peer's pass took without exposed communication and waiting for the host: more
-    than ``compute``, by what held it up, or by gaps between kernels."""
+    """[t, d, s, p, c, k, m]: each peer's pass without exposed communication and waiting for the host. This is more than
+    ``compute`` by what held the pass up, or by gaps between kernels."""
     spent: Mapping[str, Floats]
     """[t, d, s, p]: what else each rank's step went to, by name, of names that the recording tells; NaN where it does
     not for that step. ``tp``, ``ep``, ``cp``, ``dp`` and ``unknown``: communication that nothing hid (of a timeline:
@@ -83,58 +83,58 @@ class Table:
     ``host_bound``: the GPU waited for the host. ``gradients``: the GPU computed for no pass. ``host_forward`` and
     ``host_backward``: the host's time in these passes, which the others contain."""
     idle: Floats
-    """[t, d, s, c, k, m]: how long the GPU waited for the host in it."""
+    """[t, d, s, c, k, m]: how long the GPU waited for the host in the pass."""
     held: Mapping[str, Floats]
     """``garbage_collection``: [t, d, s, c, k, m], how long Python collected garbage in it, where that held it up.
     ``processor_wait``: likewise, how long its thread had no processor core. Those that are there at all."""
     waited: Floats
-    """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the one before; 0 where
+    """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the step before; 0 if
     no file says."""
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
     reduction: Floats
-    """[t]: how long the step went on for gradients behind the last pass of all."""
+    """[t]: how long the step went on for gradients after the last pass of all ranks."""
     length: Floats
-    """[t]: the step, from the first rank's entry to the end of the reduction; of replicas that do not wait for each
-    other, the longest one's."""
+    """[t]: the step, from the first rank's entry to the end of the reduction. If replicas do not wait for each other,
+    the longest of their steps."""
     clocks: bool
-    """Whether all stages are on one clock: without it there are no entries and no links."""
+    """Whether all stages are on one clock. Otherwise there are no entries and no links."""
     aligned_ms: float | None = None
-    """How uncertain that clock is, where passes that wait for each other had to make it one; None where hosts did."""
+    """How uncertain that clock is, if it follows from passes that wait for each other; None if hosts share a clock."""
     device: bool = False
-    """Whether it is the GPU's, by which steps begin later than on the host."""
+    """Whether it is the GPU's clock, on which steps begin later than on the host."""
     memory: tuple[Peak | None, ...] = ()
-    """[s]: what its ranks had allocated; None where that was not recorded."""
+    """[s]: memory that the ranks of the stage had allocated; None if not recorded."""
     modules: tuple[Mapping[ModuleKey, tuple[int, ...]], ...] = ()
-    """[s]: nanoseconds of every pass through a module, where these have ranges."""
+    """[s]: nanoseconds of every pass through a module, if modules have ranges."""
     work: Floats | None = None
-    """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
-    of no microbatch."""
+    """[t, d, m, 3]: tokens, sequences, and the sum of their squared lengths, NaN if not known; None if known of no
+    microbatch."""
     lengths_from: str | None = None
-    """Where that is from, one of `megaprof.formats.steps.work.SOURCES`."""
+    """The source of ``work``, one of `megaprof.formats.steps.work.SOURCES`."""
     cold: tuple[int, ...] = ()
-    """Steps at the beginning that were left out, because all takes longer in them."""
+    """Steps at the beginning that were left out because everything takes longer in them."""
     experts: Floats | None = None
-    """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
+    """[d, s, p]: tokens that the experts of each peer got in a captured step; None if not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
-    """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
+    """The sequence lengths, if captured, by step, replica and microbatch (as indices of ``work``)."""
     warnings: tuple[Note, ...] = ()
-    """What else must be known about it."""
+    """What a reader must know about the table."""
 
     @property
     def framework(self) -> str | None:
-        """The host that trains; None for another one."""
+        """The framework that trains; None if unknown."""
         return next((each.framework for each in self.metadata if each is not None), None)
 
     @property
     def reduces(self) -> bool:
-        """Whether ranks that are parallel in data reduce gradients behind the passes."""
+        """Whether data-parallel ranks reduce gradients after the passes."""
         sizes = next(each.sizes for each in self.metadata if each is not None)
         return "backward" in self.schedule.kinds and sizes.dp * sizes.cp > 1
 
     @property
     def waited_beside(self) -> Floats:
-        """[t, d, s, p]: what of ``waited`` is in none of the passes."""
+        """[t, d, s, p]: the part of ``waited`` that is outside of passes."""
         inside = self.held.get(WAIT)
         return self.waited if inside is None else np.maximum(self.waited - inside.sum(axis=(3, 4, 5))[..., None], 0.0)
 
@@ -155,9 +155,9 @@ class RankSteps:
     """
 
     names: tuple[tuple[int, str | None], ...]
-    """Global rank and host: its own, then those of peers whose passes these are, too."""
+    """Global rank and host of this rank, then of the peers that it stands for."""
     metadata: Metadata | None
-    """None for the place of a stage that nobody recorded."""
+    """None in the place of a stage that was not recorded."""
     stage: int
     replica: int
     peer: int
@@ -173,20 +173,20 @@ class RankSteps:
     enter: Floats
     reduced: Floats
     opening: npt.NDArray[np.bool_]
-    """[t]: whether a step is the first in its trace."""
+    """[t]: whether the step is the first in its trace."""
     waited: Floats
     """[t]: see `Table.waited`; 0 where no file says."""
     work: Floats
     """[t, m, 3]: see `Table.work`."""
     lengths_from: str | None = None
     sequences: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    """By step, as its place in ``steps``, and microbatch."""
+    """By step, as an index of ``steps``, and microbatch."""
     experts: float = np.nan
-    """Tokens that its experts got in a captured step, on average."""
+    """Tokens that its experts got in a captured step, averaged over windows."""
     device: bool = False
-    """Whether its clock is the GPU's, which begins a step later than the host."""
+    """Whether its times are on the GPU's clock, on which a step begins later than on the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
-    """By number of the step when it came to collectives, of steps of which that is known."""
+    """When it came to collectives, by step, if known."""
     memory: Peak | None = None
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
 
@@ -199,7 +199,7 @@ def tabulate(
     role: str | None,
     rendezvous: bool | None,
 ) -> Table:
-    """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
+    """Puts the ranks of one job into a table. Raises Unfit if a stage is missing, or if no step is whole."""
     order, common, positions = _places(ranks, schedule.stages)
 
     def stacked(name: str) -> Floats:
@@ -217,9 +217,9 @@ def tabulate(
     wide = shift[..., None, None, None]
     start, end, enter, reduced = start + wide, end + wide, enter + shift, reduced + shift
     device = any(r.device for r in order)
-    if device:  # when the GPU begins a step says nothing about the host
+    if device:  # the entry of the host says nothing about when the GPU begins
         enter = np.fmin.reduce(start, axis=(-3, -2, -1))
-    # Replicas that reduce no gradients do not wait for each other: each one's step begins when it enters it itself.
+    # Replicas that reduce no gradients do not wait for each other, so the step of each begins with its own entry.
     first = np.fmin.reduce(enter, axis=(2, 3))
     if "backward" in schedule.kinds:
         first = np.broadcast_to(first.min(axis=1, keepdims=True), first.shape)
@@ -229,7 +229,7 @@ def tabulate(
     done = np.fmax(last, np.fmax.reduce(reduced.reshape(len(common), -1), axis=1))
 
     def parts(name: str) -> dict[str, Floats]:
-        """Those of passes by name, [t, d, s, p, c, k, m]."""
+        """Returns the arrays of every rank by name, [t, d, s, p, c, k, m]."""
         found = {}
         for part in sorted({part for r in order for part in getattr(r, name)}):
             none = np.zeros((1, *order[0].start.shape[1:]))
@@ -243,8 +243,8 @@ def tabulate(
         return found
 
     held = {kind: np.nan_to_num(each)[whole] for kind, each in parts("held").items()}
-    # Ranks that wait for each other may have data of their own: the most of it is waited for. The first stage that
-    # knows tells: a later one is given an input that it does not read, in SkyRL with padding that the first is without.
+    # Peers may have different data, and the one with most is waited for. The first stage that knows it counts: later
+    # stages get an input that they do not read, in SkyRL with padding that the first stage does not have.
     by_stage = np.fmax.reduce(stacked("work"), axis=3)[whole]
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([r.experts for r in order]).reshape(positions)
@@ -272,10 +272,10 @@ def tabulate(
         compute=stacked("compute")[whole],
         working=stacked("working")[whole],
         spent={name: each.reshape(len(common), *positions)[whole] for name, each in spent.items()},
-        # Of peers that wait for each other the last one to come waits for nobody.
+        # The last of the peers to arrive waits for nobody, so the least is communication.
         exposed={group: each.min(axis=3)[whole] for group, each in parts("exposed").items()},
         idle=stacked("idle").min(axis=3)[whole],
-        # All peers wait for the one that is held up.
+        # All peers wait for the one that is held up most.
         held={kind: each.max(axis=3) for kind, each in held.items()},
         waited=stacked("waited")[whole],
         entry=entry[whole],
@@ -294,13 +294,13 @@ def tabulate(
 
 
 def _at(rank: RankSteps, values: Floats, steps: Sequence[int]) -> Floats:
-    """What a rank has of these steps."""
+    """Returns the values of these steps."""
     found: Floats = values[np.searchsorted(rank.steps, steps)]
     return found
 
 
 def _layers(metadata: Metadata | None, chunks: int) -> list[float]:
-    """Of every chunk; NaN where the model did not say."""
+    """Returns the layers of every chunk; NaN if the model did not say."""
     held = [None] * chunks if metadata is None else [chunk.layers for chunk in metadata.chunks]
     return [np.nan if layers is None else float(layers) for layers in held]
 
@@ -316,7 +316,7 @@ def _modules(ranks: Sequence[RankSteps]) -> dict[ModuleKey, tuple[int, ...]]:
 def _sequences(
     order: Sequence[RankSteps], positions: tuple[int, int, int], steps: npt.NDArray[np.int64]
 ) -> dict[tuple[int, int, int], tuple[int, ...]]:
-    """Of every replica as the first of its ranks saw them."""
+    """Returns `Table.sequences`, by the first rank of each replica that recorded them."""
     place = {int(step): t for t, step in enumerate(steps)}
     found: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for n, rank in enumerate(order):
@@ -331,8 +331,9 @@ _Place = tuple[int, int]  # stage and peer
 
 
 def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], list[int], tuple[int, int, int]]:
-    """The ranks of whole replicas in the order of replica, stage and peer, the steps that all of them have, and how
-    many there are of each. Where no replica is whole, the one with most stages. Raises Unfit."""
+    """Returns the ranks of whole replicas in the order of replica, stage and peer; the steps that all of them have; and
+    how many replicas, stages and peers there are. If no replica is whole, the one with most stages is used. Raises
+    Unfit if there is no common step."""
     by_replica: dict[int, dict[_Place, RankSteps]] = {}
     for each in ranks:
         by_replica.setdefault(each.replica, {})[each.stage, each.peer] = each
@@ -357,7 +358,7 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
 
 
 def _nobody(like: RankSteps, stage: int) -> RankSteps:
-    """The place of a stage that nobody recorded."""
+    """Returns a rank in the place of a stage that was not recorded."""
     lacking = ("start", "end", "compute", "working", "idle", "work")
     none = {name: np.full_like(getattr(like, name), np.nan) for name in lacking}
     never = np.full_like(like.enter, np.nan)
@@ -380,8 +381,8 @@ def _nobody(like: RankSteps, stage: int) -> RankSteps:
 
 
 def _with_steps(whole: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[list[int], list[int]]:
-    """The replicas and their common steps of which there are most together: a rank that ended early, or began late,
-    does not take away all the others' steps."""
+    """Returns the replicas that have the most steps in common, counted together. So a rank that ended early or began
+    late does not take the steps of all others away."""
     own = {
         replica: set.intersection(*(set(rank.steps.tolist()) for rank in ranks.values()))
         for replica, ranks in whole.items()
@@ -398,7 +399,7 @@ def _with_steps(whole: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[list[i
 
 
 def _names(order: Sequence[RankSteps], positions: tuple[int, int, int]) -> list[list[tuple[int, str | None]]]:
-    """Of every replica and stage the ranks and their hosts, as many of each."""
+    """Returns the ranks of every replica and stage with their hosts, equally many for each."""
     p = positions[2]
     own = [[name for each in order[n : n + p] for name in each.names] for n in range(0, len(order), p)]
     if len({len(names) for names in own}) > 1:
@@ -419,8 +420,8 @@ def _one_clock(
     enter: Floats,
     reduced: Floats,
 ) -> tuple[Floats, bool, float | None]:
-    """What to add to the times of each rank, [t, d, s, p]; whether that puts all of them on one clock; and how
-    uncertain that is, in milliseconds, where they had not one.
+    """Returns what to add to the times of each rank, [t, d, s, p]; whether that puts all of them on one clock; and how
+    uncertain it is, in milliseconds, if they did not share one before.
 
     No pass begins before its input was made: forwards bound the difference of two neighbours' clocks from one side,
     backwards from the other, or, without backwards, senders that wait for their receivers. Pipelines are put beside
@@ -430,7 +431,7 @@ def _one_clock(
     d, s, p = shape
     shift = np.zeros((len(start), d, s, p))
     device = any(r.device for r in order)
-    enter = np.full_like(enter, np.nan) if device else enter  # of the host, which is ahead of the GPU
+    enter = np.full_like(enter, np.nan) if device else enter  # entries are the host's, which is ahead of the GPU
     names = [r.names[0] for r in order]
     hosts = np.array([f"rank {rank}" if host is None else host for rank, host in names], dtype=object).reshape(shape)
     there = np.array([r.metadata is not None for r in order]).reshape(shape)
@@ -461,12 +462,13 @@ def _one_clock(
 
 
 def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
-    """What the clock of a stage must be moved by against that of the stage before, [t or 1, d], and how far apart its
-    bounds are. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], where a step of each begins, or NaN.
+    """Returns by how much the clock of a stage must be moved relative to the stage before, [t or 1, d], and how far
+    apart its bounds are. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], when each enters the step, or
+    NaN.
 
-    The two quickest messages bound it from below and above. A bound is the truth, less the transfer, where its receiver
-    had been waiting, and may be far off where it had not; so each counts as the receiver's wait, and two waits for
-    transfers alone meet in the middle.
+    The quickest message of each direction is a bound. If its receiver was waiting, the bound is off by the transfer
+    only; if not, it may be far off. So each bound is weighted by the wait of its receiver, and if both receivers waited
+    for the transfers only, the clock is in the middle.
     """
     bounds, waits = [], []
     for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
@@ -478,7 +480,7 @@ def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step
             slack, waited = (np.moveaxis(x, 0, 1).reshape(1, d, -1) for x in (slack, waited))
         order = np.argsort(slack, axis=2)[..., : max(1, round(QUARTILE * slack.shape[2]))]
         bounds.append(np.take_along_axis(slack, order[..., :1], axis=2)[..., 0])
-        # Of messages that are as quick, to what a clock shows, some met a receiver that came just then.
+        # Several messages are about as quick, and some of them met a receiver that had just arrived.
         waits.append(np.take_along_axis(waited, order, axis=2).max(axis=2))
     low, high = -bounds[0], bounds[1]
     width = np.maximum(high - low, 1e-9)
@@ -513,8 +515,8 @@ def _together(start: Floats, end: Floats, shift: Floats, stage: int, *, each_ste
 
 
 def _free(start: Floats, end: Floats, enter: Floats) -> Floats:
-    """Of every pass since when its rank had nothing else to do: the end of the one before it, and for the first one the
-    step's beginning, or its own where that is not known. [t, d, c, k, m]."""
+    """Returns since when a rank had nothing to do before every pass, [t, d, c, k, m]: since the end of the pass before,
+    or, for the first pass, since the step began (or the pass itself, if that is not known)."""
     t, d = start.shape[:2]
     flat, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
     order = np.argsort(flat, axis=2)
