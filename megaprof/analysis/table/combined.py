@@ -1,7 +1,7 @@
-"""A forward and a backward that run as one, divided for a table that has them apart.
+"""Divides combined passes (a forward and a backward that run as one), because a table has them separately.
 
-With ``overlap_moe_expert_parallel_comm`` Megatron runs them layer by layer in turns, so that neither has a time of its
-own. What they take together does not depend on where they are divided, nor does a replay, in which they run as one.
+With ``overlap_moe_expert_parallel_comm``, Megatron alternates between their layers, so that neither has a time of its
+own. Where they are divided changes neither their sum nor a replay, in which they run as one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Part = tuple[str, "int | None", "int | None", float, float]
 
 
 def forward_share(forwards: Sequence[float], backwards: Sequence[float]) -> float:
-    """Which part of a combined pass is its forward's: as long as those that ran alone, at the step's beginning, against
-    backwards that did so, at its end. Half of it where there are none."""
+    """Returns the fraction of a combined pass that counts as its forward. It follows from the forwards that ran alone
+    at the beginning of the step and the backwards that ran alone at its end; without any, it is a half."""
     if not len(forwards) or not len(backwards):
         return 0.5
     forward, backward = float(np.median(forwards)), float(np.median(backwards))
@@ -27,7 +27,7 @@ def forward_share(forwards: Sequence[float], backwards: Sequence[float]) -> floa
 
 
 def parts(each: MeasuredPass, share: float) -> tuple[Part, ...]:
-    """The passes in a recorded one: itself, or the halves of a combined one. ``share`` is the forward's."""
+    """Returns the passes in a recorded one: itself, or the halves of a combined one. ``share``: of the forward."""
     if each.kind != ranges.COMBINED or each.backward is None:
         return ((each.kind, each.chunk, each.microbatch, 0.0, 1.0),)
     other = each.backward

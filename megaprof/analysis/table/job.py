@@ -1,4 +1,4 @@
-"""What the metadata of a job's ranks say about its table: which replica and peer a rank is, and which schedule runs."""
+"""Reads a job's table from the metadata of its ranks: which replica and peer a rank is, and which schedule runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megaprof.parallel.topology import RankCoords
 
 
 def place_of(coords: RankCoords) -> tuple[int, int]:
-    """Replica and peer. Peers wait for each other inside a pass: tensor- and context-parallel ranks, and those that
-    exchange tokens with experts, which stand in several data-parallel ranks."""
+    """Returns replica and peer. Peers wait for each other inside a pass. They are tensor- and context-parallel ranks,
+    and those that exchange tokens for experts, which are spread over several data-parallel ranks."""
     sizes = coords.sizes
     inside = sizes.tp * sizes.cp
     spread = max(1, sizes.etp * sizes.ep // math.gcd(sizes.etp * sizes.ep, inside))
@@ -24,8 +24,8 @@ def place_of(coords: RankCoords) -> tuple[int, int]:
 
 
 def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = False) -> PipelineSchedule:
-    """``combined``: whether passes of it ran as one. Raises Unfit where the metadata do not say the rest, or where
-    Megatron refuses it."""
+    """Returns the schedule. ``combined``: whether forwards and backwards ran as one. Raises Unfit if the metadata do
+    not say enough, or if Megatron refuses the schedule."""
     if metadata.schedule is None or not metadata.chunks or not metadata.microbatches:
         raise Unfit(Note("schedule_unknown"))
     try:
@@ -43,8 +43,8 @@ def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = Fals
 
 
 def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
-    """Whether a sender waits for its receiver, as Megatron's settings have it: unless exchanges overlap with computing,
-    which the interleaved schedule heeds except in forward-only passes."""
+    """Returns whether a sender waits for its receiver by Megatron's settings: unless exchanges overlap with computing,
+    which only the interleaved schedule does, and not in forward-only passes."""
     if metadata.schedule != "interleaved":
         return metadata.sizes.pp > 1
     overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
@@ -52,7 +52,7 @@ def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
 
 
 def table_of(key: Key, ranks: Iterable[RankSteps], metadata: Metadata, schedule: PipelineSchedule) -> Table:
-    """Raises Unfit, see `tabulate`."""
+    """Returns the table of a job. Raises Unfit, see `tabulate`."""
     return tabulate(
         list(ranks),
         schedule,

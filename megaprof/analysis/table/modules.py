@@ -1,4 +1,4 @@
-"""What ranges say that the parts of model chunks take: kinds of layers, MTP layers, the embedding, the loss."""
+"""Measures what the parts of model chunks take by their ranges: kinds of layers, MTP layers, embedding and loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ EMBEDDING, MTP, LOSS = "embedding", "mtp", "loss"
 
 
 def measured(table: Table) -> dict[str, Floats]:
-    """By part, [k]: milliseconds that a microbatch takes in a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`, on
-    average over the chunks that hold it; without parts that have no ranges.
+    """Returns by part, [k]: milliseconds of a microbatch in a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`, on
+    average over the chunks that hold it. Parts without ranges are missing.
 
-    An embedding or a loss is what the ranges of all layers of its chunk leave of a pass: reading the batch, an encoder
-    and the loss function stay with it.
+    Embedding and loss are what remains of a pass after all layers of their chunk. They include reading the batch, an
+    encoder, and the loss function.
     """
     found: dict[str, list[Floats]] = {}
-    # A range has what the GPU computes, and all of a CPU's time.
-    # What computes is taken to last as much longer as its pass.
+    # A range holds what the GPU computes, or all of the time on a CPU. What delays a pass is added in proportion.
     whole, computing = table.passes, table.compute.max(axis=3) if _on_gpu(table) else table.passes
     longer = whole.mean(axis=(0, 1, 5)) / np.maximum(computing.mean(axis=(0, 1, 5)), 1e-9)  # [s, c, k]
     computed = np.median(computing, axis=(0, 1, 5))
@@ -48,7 +47,7 @@ def _on_gpu(table: Table) -> bool:
 
 
 def _parts(held: ModelChunk) -> Iterator[tuple[str, ModuleKey]]:
-    """Every layer of a chunk: its kind, and the key of its forward."""
+    """Yields the kind of every layer of a chunk, and the key of its forward."""
     kinds = held.kinds if held.kinds is not None else ("layer",) * (held.layers or 0)
     for kind, number in zip(kinds, held.layer_numbers or (), strict=False):
         yield kind, ModuleKey(ranges.LAYER, number, None, ranges.FORWARD)
@@ -57,7 +56,7 @@ def _parts(held: ModelChunk) -> Iterator[tuple[str, ModuleKey]]:
 
 
 def _times(modules: Mapping[ModuleKey, Sequence[int]], forward: ModuleKey) -> Floats:
-    """[forward, backward]: milliseconds of a module's ranges; NaN without any."""
+    """Returns milliseconds of a module's ranges, [forward, backward]; NaN without any."""
     found = np.full(2, np.nan)
     for k, kinds in enumerate(((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))):
         each = [modules.get(forward._replace(kind=kind), ()) for kind in kinds]

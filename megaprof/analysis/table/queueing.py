@@ -1,11 +1,11 @@
-"""How long ranks waited for a processor core in a step, and in which passes.
+"""Estimates how long ranks waited for a processor core in each step, and in which passes.
 
-Linux counts that for a whole thread, and it is read about once a second (`megaprof.recorders.processor`). Which steps
-and passes it was in follows from what waiting does: it only adds. So those had it that took longest, against what
-others of their kind took, down to one level at which all of it is spent.
+Linux counts this time per thread, and megaprof reads it about once a second (`megaprof.recorders.processor`). Waiting
+only adds, so it is attributed to the steps and passes that took longest compared with others of their kind: all of them
+are cut down to one level, chosen so that exactly the counted time is cut off.
 
-What passes take undisturbed is their lower quartile, so no pass is cut below that: where a thread waits all the time,
-its passes are slow, and why is told beside that (`megaprof.analysis.diagnosis.diagnose`).
+No pass is cut below its lower quartile, which is what it takes undisturbed. So if a thread waits all the time, its
+passes remain slow, and `megaprof.analysis.diagnosis.diagnose` names the waiting as the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megaprof.formats.timeline import Timeline, Waited
 
 
 def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
-    """Returns [row] milliseconds that the thread waited in these steps of a file, by their positions, and since those
-    before; 0 where nobody read it."""
+    """Returns how many milliseconds the thread waited in each of these steps of a file and since the step before,
+    [row]; 0 if nobody read the counter."""
     steps, told = timeline.steps, timeline.facts(format.WAITED)
     begin = steps["start_ns"] / 1e6
     end = begin + steps["duration"] / 1e3
@@ -33,7 +33,7 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
     found = np.zeros(len(steps))
     ends = np.array(sorted(row for row in told if row < len(steps)), dtype=np.intp)
     at = np.searchsorted(ends, rows)
-    # A step that was running at one reading was written with the next one.
+    # A step that was running when the counter was read was written with the next reading.
     for i in sorted({*at.tolist(), *(at - 1).tolist()} & {*range(len(ends))}):
         span = Waited.unpack(told[int(ends[i])])
         if span is None:
@@ -47,8 +47,9 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
 
 
 def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float]]) -> Floats:
-    """Returns [t, c, k, m] how long passes that ``took`` so long waited. ``waited``: steps, and milliseconds that their
-    thread waited in them, at most: one that sleeps in an exchange may wait, too, when it wakes up."""
+    """Returns how long passes waited, [t, c, k, m], given how long they ``took``. ``waited``: groups of steps, and how
+    many milliseconds their thread waited in them. That is an upper limit for the passes, because a thread that sleeps
+    in an exchange may also wait when it wakes up."""
     found, waits = np.zeros_like(took), [(steps, ms) for steps, ms in waited if ms > 0.0]
     if not waits:
         return found
@@ -63,11 +64,11 @@ def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float]]) -> Fl
 
 
 def _above(took: Floats, usual: Floats, waited: float, *, least: float = 0.0) -> Floats:
-    """Returns what is above one level, in times ``usual``, of what each ``took``: ``waited`` in sum, unless the level
-    came below the ``least`` then."""
+    """Returns by how much each exceeds one level, which is a multiple of its ``usual`` time. The level makes the sum
+    equal to ``waited``, unless it would be below the ``least`` multiple."""
     norm = np.maximum(usual, 1e-9)
     order = np.argsort(-took / norm)
-    # Of those above it so many are taken as make the level highest: one that is below it would lower it.
+    # Taking one that is below the level would lower it, so the highest level is the right one.
     level = ((took[order].cumsum() - waited) / norm[order].cumsum()).max(initial=least)
     found: Floats = np.maximum(took - level * norm, 0.0)
     return found

@@ -1,4 +1,4 @@
-"""Tables of passes from traces: the calls that each file was decoded to, once."""
+"""Makes tables of passes from traces, that is from the calls that each file was decoded to."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from megaprof.analysis.trace.intervals import covered, intersection, intervals, 
 from megaprof.formats import ranges
 from megaprof.parallel.schedules import PipelineSchedule
 
-#: What waits inside a pass for communication; gradients and exchanges lie beside passes.
+#: Groups that communicate inside a pass. Gradients and exchanges come between passes.
 _INSIDE = ("tp", "ep", "cp", "unknown")
 _MS = 1e-6
-#: Clocks that are uncertain by more than this part of a step do not tell waiting from transferring.
+#: Clocks that are uncertain by more than this fraction of a step cannot tell waiting from transferring.
 _MOST_UNCERTAIN = 0.02
 
 
 def table_of_calls(counted: Counted) -> Table | Unfit:
-    """The table of the calls that count, or why there is none."""
+    """Returns the table of the calls that count, or why there is none."""
     try:
         return _table(counted)
     except Unfit as fault:
@@ -39,7 +39,7 @@ def table_of_calls(counted: Counted) -> Table | Unfit:
 
 def _table(counted: Counted) -> Table:
     calls, findings, key = counted.calls, counted.findings, Key(*counted.target)
-    # What one stage takes is known without the others.
+    # If stages are missing, the times of the others are still known.
     if findings.unjudgeable and findings.unjudgeable.kind != "stages_missing":
         raise Unfit(findings.unjudgeable)
     whole = [call for call in calls if not call.incomplete]
@@ -65,7 +65,7 @@ def _table(counted: Counted) -> Table:
 
 
 def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
-    """What is wrong with the steps of a table, or missing in them. Raises Unfit where they are of different runs."""
+    """Yields what is wrong with the steps of a table, or missing. Raises Unfit if they are from different runs."""
     begin, end = table.entry, table.end.max(axis=(3, 4, 5))
     opened = {call.step for call in calls if call.after_opening}
     together = "backward" in table.schedule.kinds
@@ -84,7 +84,7 @@ def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
 
 
 def _met(step: Sequence[Call]) -> dict[int, Meeting]:
-    """The exchanges of one step, by rank; none where its hosts' clocks are not known well enough to split them."""
+    """Returns the exchanges of one step by rank; none if the clocks of its hosts are not known well enough."""
     hosts = {call.metadata.host for call in step}
     offset: dict[int, int] = {}
     if len(hosts) > 1 or None in hosts:
@@ -97,8 +97,8 @@ def _met(step: Sequence[Call]) -> dict[int, Meeting]:
 
 
 def _exposed(call: Call, group: str) -> float:
-    """Nanoseconds until the last pass ended, on a CPU in passes; NaN where it is not known whose they are. What is no
-    group's of Megatron's is unknown."""
+    """Returns the nanoseconds of exposed communication until the last pass ended (on a CPU, inside passes); NaN if it
+    is not known which group they belong to. Groups that are not Megatron's count as ``unknown``."""
     if call.exposed_ns[group] is None:
         return np.nan
     names = (group, "other") if group == "unknown" else (group,)
@@ -107,7 +107,7 @@ def _exposed(call: Call, group: str) -> float:
 
 
 def _spent(calls: Sequence[Call], met: Sequence[Meeting | None]) -> dict[str, Floats]:
-    """What the steps of one rank went to beside its passes, [t] by name; see `Table.spent`."""
+    """Returns `Table.spent` of one rank, [t] by name."""
     none = np.nan
     found = {group: [_exposed(call, group) for call in calls] for group in ("dp", *_INSIDE)}
     if all(call.gpu is not None for call in calls):
@@ -127,7 +127,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: S
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, working = (np.full(shape, np.nan) for _ in range(4))
-    # Of a group whose collectives are not all told apart from others', those that are.
+    # If not all collectives of a group can be told from others, those that can are counted.
     there = [group for group in _INSIDE if any(each.exposed.get(group) for call in calls for each in call.phases)]
     exposed = {group: np.zeros(shape) for group in there}
     idle, collected = np.zeros(shape), np.zeros(shape)
@@ -192,8 +192,8 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: S
 
 
 def _sequences(calls: Sequence[Call]) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
-    """By call and microbatch its tokens, and the lengths of its sequences: the metadata have those of a window's first
-    call."""
+    """Returns tokens and sequence lengths by call and microbatch. The metadata have those of the first call of a
+    window."""
     found = {}
     for t, call in enumerate(calls):
         own = call.metadata
@@ -210,14 +210,14 @@ def _modules(calls: Sequence[Call]) -> dict[ModuleKey, tuple[int, ...]]:
 
 
 def _experts(calls: Sequence[Call]) -> float:
-    """Tokens of all of a rank's experts in the first call of a window, on average; NaN without any."""
+    """Returns the tokens of all experts of a rank in the first call of a window, on average; NaN without any."""
     told = {call.source: sum(own) for call in calls if (own := call.metadata.expert_tokens) is not None}
     return float(np.mean([*told.values()])) if told else np.nan
 
 
 def _unfed(call: Call) -> tuple[list[int], list[int]]:
-    """Returns how long the GPU waited for the host in every pass, and when each ended: where the GPU had nothing to do
-    behind its last kernel, only when it had again."""
+    """Returns how long the GPU waited for the host in every pass, and when each pass ended. If the GPU had nothing to
+    do after the last kernel of a pass, the pass ends when it has work again."""
     ends = np.array([each.end for each in call.phases], dtype=np.int64)
     if call.gpu is None or not len(call.gpu.host_bound):
         return [0] * len(ends), ends.tolist()
@@ -234,14 +234,14 @@ def _unfed(call: Call) -> tuple[list[int], list[int]]:
 
 
 def _collected(call: Call, until: Sequence[int]) -> list[int]:
-    """Nanoseconds by which Python's garbage collection held every pass up: on a GPU, while that waited for the host."""
+    """Returns by how many nanoseconds garbage collection delayed every pass: on a GPU, only while it had no work."""
     held = call.collecting if call.gpu is None else intersection(call.collecting, call.gpu.host_bound)
     spans = intervals((each.start, end) for each, end in zip(call.phases, until, strict=True))
     return [int(ns) for ns in covered(held, spans)]
 
 
 def _queued(calls: Sequence[Call]) -> float:
-    """Milliseconds that the training thread waited for a processor core in a window of these calls and no others."""
+    """Returns how many milliseconds the training thread waited for a core in a window that holds only these calls."""
     profiler = calls[0].metadata.profiler
     if profiler is None or profiler.waited_ns is None or any(call.label != call.metadata.target for call in calls):
         return 0.0
@@ -249,7 +249,7 @@ def _queued(calls: Sequence[Call]) -> float:
 
 
 def _reduced(call: Call, origin: int) -> float:
-    """When gradients were finalised, NaN where nothing tells."""
+    """Returns when gradients were finalised, in milliseconds; NaN if nothing shows it."""
     if call.forward_only:
         return np.nan
     if call.gpu is not None:
