@@ -1,11 +1,11 @@
-"""What microbatches take, explained by their sequences: a + b * tokens + c * the sum of the squares of their lengths.
+"""Explains what microbatches take by their sequences: a + b * tokens + c * the sum of squared lengths.
 
-Matrix products take time by tokens, attention by the square of a sequence (Megatron-LM's FLOP formula has both). What
-every pass usually takes is fitted so, for each stage, chunk and kind by itself, with nothing below 0; how much of the
-spread of microbatches that leaves is what nothing of the data explains.
+Matrix products take time in proportion to tokens, attention in proportion to the square of a sequence (Megatron-LM's
+FLOP formula has both). The three numbers are fitted for each stage, chunk and kind of pass, and none may be negative.
+What then remains of the differences between microbatches is not explained by the data.
 
-Usually is by the median: what disturbs a pass only adds to it, now and then much, and with squares the few passes that
-it met would say what tokens take.
+The fit uses medians, because disturbances only add, and sometimes much: with least squares, the few disturbed passes
+would decide what tokens take.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
 from megaprof.analysis.table.table import Floats
 
-#: More than half of a spread is most of it.
+#: The fraction of a difference from which on an explanation counts.
 MOST = 0.5
-#: Microbatches that a picture shows at most.
+#: The most microbatches in a picture.
 _SHOWN = 400
-#: Microbatches that tell what passes take, at most.
+#: The most microbatches that the fit uses.
 _TELLING = 1000
-#: Rounds in which medians settle, and which part of a usual pass is no difference to them.
+#: Rounds of the fit, and the smallest deviation that it distinguishes, as a fraction of a usual pass.
 _ROUNDS, _ALIKE = 12, 1e-3
 
 
@@ -91,28 +91,28 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Fit:
-    """The same as arrays, for who predicts other microbatches."""
+    """What passes take for their sequences, as arrays, to predict other microbatches."""
 
     cost: Floats
     """[s, c, k, 3]: milliseconds of a microbatch, of a token, and of the square of one."""
     drawn: Floats
-    """[draw, s, c, k, 3]: of draws of microbatches."""
+    """[draw, s, c, k, 3]: the same from draws of microbatches."""
     of_work: Floats
-    """[t, d, s, c, k, m]: what passes take by it."""
+    """[t, d, s, c, k, m]: what passes take by ``cost``."""
 
 
 def features(work: Floats) -> Floats:
-    """[..., 3]: what a pass is proportional to, from tokens, sequences and squares."""
+    """Returns 1, tokens and squares, [..., 3], from tokens, sequences and squares."""
     return np.stack((np.ones_like(work[..., 0]), work[..., 0], work[..., 2]), axis=-1)
 
 
 def fit(run: Examined) -> Fit | None:
-    """None where not every microbatch of the run is known."""
+    """Fits what passes take for their sequences. Returns None unless all microbatches of the run are known."""
     work = run.table.work
     if work is None or not np.isfinite(work).all():
         return None
     view = run.view
-    # What is slow is slow for all microbatches: it is no part of what they hold.
+    # Slowness of ranks applies to all microbatches alike, so it is not part of their content.
     slow = view.rank * view.pace * view.peer.max(axis=3)
     passes = view.state.passes / slow[..., None, None, None]
     _, _, s, c, k, _ = passes.shape
@@ -126,13 +126,13 @@ def fit(run: Examined) -> Fit | None:
 
 
 def taken(cost: Floats, work: Floats) -> Floats:
-    """[t, d, s, c, k, m]: what passes of microbatches take, [t, d, m, 3], by costs, [s, c, k, 3]."""
+    """Returns what passes take, [t, d, s, c, k, m], given the ``work`` of microbatches and ``cost`` [s, c, k, 3]."""
     found: Floats = np.einsum("tdmf,sckf->tdsckm", features(work), cost)
     return np.maximum(found, 1e-9)
 
 
 def explain(run: Examined, found: Fit) -> Lengths | None:
-    """What of a run its lengths explain."""
+    """Returns what sequence lengths explain of a run."""
     table, work = run.table, run.table.work
     if work is None or table.lengths_from is None:
         return None

@@ -1,4 +1,4 @@
-"""Tables of passes from timelines that were read for the whole run: their events, of some ranks and steps."""
+"""Makes tables of passes from the timelines of a run, by reading the events of some ranks and steps."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from megaprof.formats.steps.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes
 
-#: Steps that are looked into, evenly spread over the run: what a report has time for.
+#: How many steps are read, evenly spread over the run: what a report has time for.
 STEPS = 48
 _LEFT_OUT = format.FAILED | format.CAPTURED
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
-#: Passes in a table at most, so that it fits into memory and time: first steps are left out, down to so many, ...
+#: The most passes in a table, so that it fits into memory and time. Steps are left out first, down to this many, ...
 _MOST_PASSES = 500_000
 _FEWEST_STEPS = 16
-#: ... then replicas, of which half are the slowest.
-#: A rank that seems to wait all the time computes all the same.
+#: ... then replicas; half of those that remain are the slowest.
+#: The largest fraction of its passes that a rank waits: it must also compute.
 _MOST_WAITING = 0.99
 
 
 def tables_of_timelines(
     reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
 ) -> dict[Key, Table | Unfit]:
-    """The table of every job, or why there is none, from the files of the run that was read. ``fleets``: what its
-    survey found: where steps became longer or shorter, those on either side are looked into. ``workers`` as there."""
+    """Returns the table of every job of a run, or why there is none. ``fleets``: the survey of the run; the steps on
+    both sides of a change of the step time are always read. ``workers``: processes that read files."""
     changes = {fleet.key: [shift.step for shift in fleet.times.step_shifts] for fleet in fleets}
     found: dict[Key, Table | Unfit] = {}
     for key, series in reading.series.items():
@@ -64,23 +64,23 @@ def tables_of_timelines(
 
 
 class _Plan(NamedTuple):
-    """What is read of every rank's files."""
+    """What to read from the files of every rank."""
 
     key: Key
     schedule: PipelineSchedule
     metadata: Metadata
     numbers: npt.NDArray[np.int64]
-    """Steps, with their calls in the lowest `CALLS` bits."""
+    """Numbers of the steps, with their calls in the lowest `CALLS` bits."""
     cold: tuple[int, ...]
-    """Steps at the beginning that are left out: in them all is longer."""
+    """Steps at the beginning that are left out because everything takes longer in them."""
     came: npt.NDArray[np.int64]
-    """Those of which it is known when one rank came to its collectives."""
+    """Steps with known arrivals of a rank at its collectives."""
     origin: int
-    """Nanoseconds on the wall clock that times are counted from: floats hold the rest exactly."""
+    """Nanoseconds on the wall clock from which times are counted, so that floats hold them exactly."""
 
 
 class _Rank(NamedTuple):
-    """One rank whose files are read, for all that wait for each other in its passes."""
+    """One rank whose files are read, for itself or for all its peers."""
 
     files: tuple[Path, ...]
     names: tuple[tuple[int, str | None], ...]
@@ -103,7 +103,7 @@ def _table(
     plan = plan._replace(numbers=_spread(numbers, steps, changes))
     chosen = _chosen(replicas, max(1, most // steps))
     groups = [peers for replica in chosen for peers in replicas[replica]]
-    # Peers wait for each other in every pass: one of them shows what all take, but not who of them enters late.
+    # Peers wait for each other in every pass, so one of them shows the passes of all, but not which one enters late.
     alone = steps * sum(map(len, groups)) * of_rank > _MOST_PASSES
     items = [
         _Rank(files[peer.coords.rank], tuple((each.coords.rank, each.host) for each in own), *place_of(peer.coords))
@@ -120,13 +120,13 @@ def _table(
     table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes)))
     if len(chosen) == len(replicas):
         return table
-    # For all that is seen of it, the reduction may have waited for a replica that is not here.
+    # The reduction may have waited for a replica that is not in the table, so only its shortest time is certain.
     least = np.minimum(table.reduction, table.reduction.min())
     return replace(table, reduction=least, length=table.length - table.reduction + least)
 
 
 def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
-    """What a timeline does not tell."""
+    """Yields what a timeline does not show."""
     if sizes.pp > 1:
         yield Note("pp_unknown")
     if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
@@ -136,8 +136,8 @@ def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
 
 
 def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
-    """By replica its stages, each with the ranks that wait for each other there, of the replicas with most stages.
-    Raises Unfit where there are none."""
+    """Returns the peers of every stage by replica, for the replicas with the most stages. Raises Unfit if there are
+    none."""
     found: dict[int, dict[int, list[RankSeries]]] = defaultdict(lambda: defaultdict(list))
     for rank in sorted(ranks, key=lambda rank: rank.coords.rank):
         if len(rank.counts):
@@ -149,8 +149,8 @@ def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
 
 
 def _chosen(replicas: Mapping[int, list[list[RankSeries]]], most: int) -> list[int]:
-    """So many replicas at most: those that hold the slowest ranks, for they make a step as long as it is, and others
-    evenly, which say what is usual."""
+    """Returns at most this many replicas. Half of them hold the slowest ranks, which make the step as long as it is;
+    the others are evenly spread, to show what is usual."""
     if len(replicas) <= most:
         return list(replicas)
     every = list(replicas)
@@ -163,7 +163,7 @@ def _chosen(replicas: Mapping[int, list[list[RankSeries]]], most: int) -> list[i
 
 
 def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
-    """What most of one rank's steps are like, and which these are. Raises Unfit."""
+    """Returns what most steps of one rank have in common, and which steps these are. Raises Unfit if there are none."""
     alike: dict[tuple[object, ...], list[tuple[Metadata, npt.NDArray[np.void]]]] = defaultdict(list)
     reasons: list[str] = []
     came: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
@@ -194,15 +194,15 @@ def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
 
 
 def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """The numbers of those that do not belong to a beginning in which all is longer; of several never the first, in
-    which caches are cold."""
+    """Returns the numbers of the steps after the beginning, in which everything takes longer. The first of several
+    steps is always left out, because caches are cold."""
     numbers, first = np.unique(_numbers(steps), return_index=True)
     found: npt.NDArray[np.int64] = numbers[warming_up(steps["duration"][first].tolist()) :]
     return found[1:] if len(found) > 3 else found
 
 
 def _shape(metadata: Metadata) -> tuple[object, ...]:
-    """What all steps of a table have in common."""
+    """Returns what all steps of a table must have in common."""
     return metadata.schedule, metadata.microbatches, metadata.forward_only, len(metadata.chunks)
 
 
@@ -218,7 +218,8 @@ def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 
 def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """So many of them, evenly; the two around a change move up to it, so that a cause is seen since its first step."""
+    """Returns this many numbers, evenly spread, with those next to a change moved to it, so that a cause is seen from
+    its first step."""
     places = np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int)
     for change in np.searchsorted(numbers >> CALLS, changes).tolist():
         after = int(np.searchsorted(places, change))
@@ -229,7 +230,7 @@ def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) 
 
 
 def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
-    """The steps of one rank; of a step that ran again, the last time counts. None where it has none of them."""
+    """Returns the steps of one rank, or None if it has none of them. If a step ran again, the last time counts."""
     found: dict[int, tuple[int, format.Timeline, int]] = {}
     for path in rank.files:
         with suppress(format.UnreadableTimeline):
@@ -328,9 +329,9 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         steps=np.array(numbers),
         start=start,
         end=end,
-        # Peers that wait for each other all take as long; only where it is known which of them waited does one differ.
+        # Peers that wait for each other take equally long. They differ only if it is known which of them waited.
         compute=end - start - sum(each for kind, each in holds.items() if kind != WAIT or came),
-        # Not on every clock is it known in which pass collectives ran: they are taken evenly from those of a step.
+        # Not every clock shows in which pass collectives ran, so they are taken evenly from the passes of a step.
         working=(end - start) * (1.0 - part)[:, None, None, None],
         spent=ran,
         idle=np.zeros(shape),
@@ -349,8 +350,8 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
 
 
 def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
-    """What they computed without waiting for their peers in collectives, evenly taken from the passes of a step: not on
-    every clock is it known how long ranks waited in which pass."""
+    """Returns the ranks without what they waited for their peers in collectives. It is taken evenly from the passes of
+    a step, because not every clock shows in which pass a rank waited."""
     by_step: dict[tuple[int, int, int], dict[int, OfStep]] = defaultdict(dict)
     for rank in ranks:
         for number, of_step in rank.came.items():
@@ -360,7 +361,7 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
 
 
 def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int, Mapping[str, float]]]) -> RankSteps:
-    """The same with what it waited, and without that in what it computed."""
+    """Returns the rank with what it waited, and without that in what it computed."""
     places = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
     own = {number: waited.get(place, {}).get(rank.names[0][0], {}) for number, place in places.items()}
     left = _left(rank, np.array([sum(each.values()) for each in own.values()]))
@@ -370,7 +371,7 @@ def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int,
 
 
 def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[t]: which part of its passes it did not wait, by how long it did."""
+    """Returns the fraction of its passes in which it did not wait, [t]. ``own``: how long it waited."""
     found: npt.NDArray[np.float64] = 1.0 - np.clip(
         own / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
     )
@@ -378,16 +379,16 @@ def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float
 
 
 class _Places(NamedTuple):
-    """Which events of a step are passes; a combined one is two."""
+    """The events of a step that are passes; a combined one counts twice."""
 
     which: npt.NDArray[np.intp]
     """The event of each pass."""
     at: npt.NDArray[np.intp]
-    """Where in [c, k, m] it stands."""
+    """Its index in a flattened [c, k, m]."""
     half: npt.NDArray[np.int8]
-    """0: the event is this pass; -1 and 1: it is the forward, or the backward, of a combined one."""
+    """0 if the event is this pass; -1 and 1 if the pass is the forward or the backward of a combined event."""
     finalizing: npt.NDArray[np.bool_]
-    """Which events are gradient finalisation."""
+    """The events that finalise gradients."""
 
 
 @lru_cache(maxsize=256)
@@ -409,7 +410,7 @@ def _places(shape: bytes, schedule: PipelineSchedule) -> _Places:
 
 
 def _passes_in(code: int) -> Iterator[tuple[int | None, int | None, int, int]]:
-    """Chunk, microbatch, kind and half of the passes in one event."""
+    """Yields chunk, microbatch, kind and half of the passes in one event."""
     name, kind = codes.name(code), code & codes.KIND_MASK
     fields = {} if name is None else name.fields
     if kind == codes.COMBINED:
