@@ -49,8 +49,8 @@ class Table:
     """The model's role, where it has one."""
     schedule: PipelineSchedule
     """Which stage runs which pass in which order."""
-    rendezvous: bool | None
-    """Whether a sender waits for its receiver, according to the metadata; None if they do not say."""
+    rendezvous: bool
+    """Whether a sender waits for its receiver, according to the metadata."""
     steps: npt.NDArray[np.int64]
     """[t]: numbers of the steps."""
     opening: npt.NDArray[np.bool_]
@@ -197,7 +197,7 @@ def tabulate(
     *,
     target: str,
     role: str | None,
-    rendezvous: bool | None,
+    rendezvous: bool,
 ) -> Table:
     """Puts the ranks of one job into a table. Raises Unfit if a stage is missing, or if no step is whole."""
     order, common, positions = _places(ranks, schedule.stages)
