@@ -437,6 +437,10 @@ def _one_clock(
     there = np.array([r.metadata is not None for r in order]).reshape(shape)
     if not device and len(set(hosts[there])) == 1:
         return shift, True, None
+    if p > 1:  # peers wait for each other, so they end their passes together
+        axes = (4, 5, 6) if device else (0, 4, 5, 6)
+        apart = np.nanmedian(end[:, :, :, :1] - end, axis=axes, keepdims=True)[..., 0, 0, 0]
+        shift += np.where((hosts == hosts[:, :, :1]) & (not device), 0.0, apart)
     uncertain = 0.0
     one_way = "backward" not in schedule.kinds
     for stage in range(1, s):
@@ -447,7 +451,7 @@ def _one_clock(
             between, width = _between(*own, enter[:, :, :, 0], stage, each_step=device)
         same = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
         uncertain = max(uncertain, float(np.where(same[None, :], 0.0, width).max()) / 2)
-        shift[:, :, stage] = (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
+        shift[:, :, stage] += (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
     if d > 1 and not one_way:  # without gradients, the steps of replicas begin independently
         ends = reduced[:, :, 0, 0] + shift[:, :, 0, 0]
         apart = ends[:, :1] - ends

@@ -236,6 +236,19 @@ def test_a_groups_collectives_count_where_others_may_be_of_several_groups(tmp_pa
     assert [(cause.kind, cause.group) for cause in diagnose(examine(table)).causes] == [("communication", "ep")]
 
 
+def test_peers_on_different_hosts_are_put_on_one_clock(tmp_path: Path) -> None:
+    # Ranks that exchange tokens for experts: two replicas are peers of each other.
+    drawn = draw_healthy(np.random.default_rng(0), (0, 0))
+    sizes = {"stages": 2, "chunks": 1, "replicas": 2, "peers": 1, "microbatches": 8, "steps": 2}
+    plain = {"recording": "gpu trace", "forward_only": False, "load": 0.0, "overlapped": False, "layers": ((4,), (4,))}
+    priced = Priced(replace(drawn, **sizes, **plain, apart=True, faults=(Fault("communication", 0.25, group="ep"),)))
+    files.write(priced.pipeline, priced.run(priced.all), tmp_path)
+    table = table_in(tmp_path)
+    assert table.compute.shape[1:4] == (1, 2, 2)
+    assert table.passes == pytest.approx(1.25 * table.compute.max(axis=3), rel=0.2)
+    assert table.length == pytest.approx(priced.length(priced.all), rel=0.02)
+
+
 def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> None:
     write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
     run = table_in(tmp_path)
