@@ -231,10 +231,10 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
 def _processor(cause: Cause, measured: TargetStages) -> str:
     several = len(cause.ranks) > 1
     wait = "wait" if several else "waits"
-    whose = f"rank {cause.ranks[0]} waits longest, " if several else ""
+    whose = f"; rank {cause.ranks[0]} waits longest, " if several else ", "
     average = "" if cause.share == 1.0 else " on average"
     text = f"{capital(_who(cause))} {wait} for a processor core{when(cause)}"
-    return f"{text}; {whose}{_part(cause, 'waited_ms')} a step{average}."
+    return f"{text}{whose}{_part(cause, 'waited_ms')} a step{average}."
 
 
 _SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {
