@@ -7,13 +7,14 @@ of both stages end each step, in both halves of a pair, and their arrivals are r
 is more than all that is measured, and scatters, so it is left out of all figures; torch's ring is full of others, which
 are read as well.
 In place of layers a stage sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine,
-two ranks do not disturb each other, and hooks run in caches that have gone cold. In every other block of steps no
-session is told of calls. Which block of a pair comes first changes from pair to pair, so that a drift of the machine
-cancels out. Ranks run at real-time priority where that is permitted (as root), background thread included: 200 sleeps
-make a step, and the ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for
-the same reason, by processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is that
-of the whole process, background thread included, of the rank that pays more. gloo's threads are a part of that, and
-scatter: so the training thread and the background thread are also looked at by themselves, with clocks of their own.
+two ranks do not disturb each other, and hooks run in caches that have gone cold. In every other block of steps all
+hooks are out, because a job without megaprof has none: a call through a hook that records nothing has its price, too.
+Which block of a pair comes first changes from pair to pair, so that a drift of the machine cancels out. Ranks run at
+real-time priority where that is permitted (as root), background thread included: 200 sleeps make a step, and the
+ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for the same reason, by
+processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is that of the whole process,
+background thread included, of the rank that pays more. gloo's threads are a part of that, and scatter: so the training
+thread and the background thread are also looked at by themselves, with clocks of their own.
 
 The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more,
 as fractions of a step of 100 ms; ``_error``: the standard error. ``overhead_threads``: the CPU time of the two threads
@@ -106,8 +107,8 @@ class Stage(torch.nn.Module):
     def set_input_tensor(self, received: torch.Tensor | list[torch.Tensor | None] | None) -> None:
         self.received = received[0] if isinstance(received, list) else received
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return Wait.apply(self.linear(batch if self.received is None else self.received), self.seconds)
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return Wait.apply(self.linear(input_ids if self.received is None else self.received), self.seconds)
 
 
 def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -148,14 +149,20 @@ def _clocks() -> npt.NDArray[np.float64]:
     return 1e6 * np.array(own)
 
 
+def _put_hooks(*, back_in: bool) -> None:
+    """Takes all hooks out, or puts them back in."""
+    replaced = profiler.patches._applied
+    for owner, name, original, replacement in replaced if back_in else reversed(replaced):
+        setattr(owner, name, replacement if back_in else original)
+
+
 def _pairs(step: Callable[[], object], steps: int) -> Cost:
     """Alternate blocks with and without the recorder in about so many ``steps``."""
-    sessions = profiler.dispatcher.sessions.copy()
     more, without = [], []
     for pair in range(max(3, steps // (2 * BLOCK + 2))):
         spent = {}
         for recorded in (bool(pair % 2), not pair % 2):
-            profiler.dispatcher.sessions[:] = sessions if recorded else []
+            _put_hooks(back_in=recorded)
             profiler.background.wake()  # what is left over belongs to neither block
             step()
             began = _clocks() - _met
@@ -166,7 +173,7 @@ def _pairs(step: Callable[[], object], steps: int) -> Cost:
             spent[recorded] = (_clocks() - began - _met) / BLOCK
         more.append(spent[True] - spent[False])
         without.append(float(spent[False][0]))
-    profiler.dispatcher.sessions[:] = sessions
+    _put_hooks(back_in=True)
     figures = [figure for clock in np.array(more).T.tolist() for figure in _median(clock)]
     return Cost(len(more), statistics.median(without), *figures)
 
