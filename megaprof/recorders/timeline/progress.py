@@ -1,4 +1,4 @@
-"""Where a rank stands and how fast it has been, for whoever asks from another thread."""
+"""How fast a rank has been, and since when something has not changed. May be read from another thread."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import time
 from collections import deque
 from typing import Any
 
-from megaprof.formats.job.status import BETWEEN, Position, Recent
-from megaprof.formats.ranges import RangeName
+from megaprof.formats.job.status import Recent
 from megaprof.formats.timeline import Waited
 
-#: Steps that the recent figures are the medians of, and readings of waits, about one a second.
+#: The recent figures are medians over this many steps. As many readings of waits are kept, one a second.
 RECENT_STEPS = 32
 
 Key = tuple[str, "str | None"]
@@ -19,7 +18,7 @@ Key = tuple[str, "str | None"]
 
 
 class Tally:
-    """The last steps of every target and role. Filled and read on the background thread."""
+    """The times of the last steps of every target and role. Filled and read on the background thread."""
 
     def __init__(self) -> None:
         self._steps: dict[Key, deque[tuple[int, ...]]] = {}
@@ -28,26 +27,26 @@ class Tally:
         self._waits: deque[Waited] = deque(maxlen=RECENT_STEPS)
 
     def add_wait(self, found: Waited) -> None:
-        """How long the training thread waited for a processor core since the last reading."""
+        """Adds how long the training thread waited for a processor core since the last reading."""
         self._waits.append(found)
 
     @property
     def waits(self) -> float | None:
-        """For which part of the time it did lately; None where nobody knows."""
+        """The share of the time in which the training thread lately waited for a core; None if that is unknown."""
         found = list(self._waits)
         length = sum(each.length for each in found)
         return sum(each.waited for each in found) / length if length else None
 
     def add(self, key: Key, microseconds: tuple[int, ...], start_ns: int) -> None:
-        """`microseconds`: of the step, and by kind of event, in the order of `codes.KINDS`. `start_ns`: when it began,
-        in wall-clock nanoseconds."""
+        """Adds a step. `microseconds`: its length, and its time by kind of event, in the order of `codes.KINDS`.
+        `start_ns`: when it began, in wall-clock nanoseconds."""
         self._steps.setdefault(key, deque(maxlen=RECENT_STEPS)).append(microseconds)
         self._starts.setdefault(key, deque(maxlen=RECENT_STEPS)).append(start_ns)
         self._latest = key
 
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
-        """Of `target` and `role`; without a target, of the training steps where there are any, else of what ran
-        last."""
+        """Returns the medians of `target` and `role`; without a target those of the training steps, or if there are
+        none, of what ran last."""
         chosen = self._main() if target is None else (target, role)
         steps = list(self._steps.get(chosen, ())) if chosen is not None else []
         if not steps or chosen is None:
@@ -58,8 +57,8 @@ class Tally:
         return Recent(chosen[0], len(steps), step, forward, backward, combined, finalize, p2p, chosen[1])
 
     def seconds(self, key: Key) -> float | None:
-        """Seconds from one step to the next: a usual step and the usual pause behind it, of the same steps as `recent`;
-        None before there were two."""
+        """Returns the seconds from one step to the next: the median step plus the median pause behind it, of the same
+        steps as `recent`. None before the second step."""
         took = [step[0] for step in list(self._steps.get(key, ()))]
         starts = list(self._starts.get(key, ()))
         pauses = [
@@ -73,21 +72,14 @@ class Tally:
 
 
 class ChangeClock:
-    """Since when a state has not changed, as far as its observer looked."""
+    """Knows since when a state has not changed, as far as it was looked at."""
 
     def __init__(self) -> None:
         self._last: Any = None
         self._since = 0.0
 
     def since(self, state: Any) -> float:
-        """Wall-clock seconds when `state` was first seen without another one after it."""
+        """Returns the wall-clock time, in seconds, since which `state` has been the same at every look."""
         if state != self._last:
             self._last, self._since = state, time.time()
         return self._since
-
-
-def position(target: str, role: str | None, step: int, name: RangeName | None, since: float) -> Position:
-    """`name`: the range that is open; None between two of them."""
-    if name is None:
-        return Position(target, step, BETWEEN, None, None, since, role)
-    return Position(target, step, name.label, name.fields.get("mb"), name.fields.get("chunk"), since, role)

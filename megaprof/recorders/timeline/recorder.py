@@ -1,7 +1,7 @@
-"""The timeline recorder: every step of every target, without a window. The training thread stores numbers and goes on.
+"""The timeline recorder writes every step of every target, without a window.
 
-What a phase costs there: two clock reads (two CUDA events on a GPU), a number for what it is, and three stores. The
-background thread does everything else.
+On the training thread, a pass or an exchange costs two clock reads (two CUDA events on a GPU) and three stores.
+Everything else is done on the background thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import timeline as format
-from megaprof.formats.job.status import Position
+from megaprof.formats.job.status import BETWEEN, Position
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.garbage import pack_collections
 from megaprof.formats.steps.work import pack_work
@@ -35,7 +35,7 @@ from megaprof.recorders.timeline.arrivals import Reading, Written
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock, device_memory
 from megaprof.recorders.timeline.files import Facts, PackedStep, Place, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
-from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
+from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally
 from megaprof.recorders.timeline.step import Calls, Description, RecordedStep
 from megaprof.recorders.work import read_work
 from megaprof.runtime.background import Background
@@ -43,25 +43,25 @@ from megaprof.runtime.logs import logger
 
 Int64s = npt.NDArray[np.int64]
 
-#: Steps that may wait for the background thread or for the GPU. Beyond that the oldest is dropped, and counted.
+#: Steps that may wait for the background thread or for the GPU. If there are more, the oldest is dropped and counted.
 WAITING_STEPS = 256
-#: After so many, the background thread is woken before its second is over.
+#: The background thread writes once a second, or as soon as this many steps wait.
 WAKING_STEPS = 64
-#: How many the background thread writes in one go: it holds the interpreter's lock for about a millisecond then.
+#: Steps that the background thread writes before it pauses. They hold the interpreter's lock for about a millisecond.
 STEPS_AT_ONCE = 16
 _NO_TIME = (0,) * len(codes.KINDS)
 _UNUSUAL = format.INCOMPLETE | format.CAPTURED | format.FAILED
-#: How long the GPU may take to finish a step before it is written without times.
+#: A step that the GPU has not finished after this time is written without times.
 GIVE_UP_SECONDS = 300.0
-#: How long the end waits for a write that is under way.
+#: The longest time that `TimelineRecorder.close` waits for a write in progress.
 END_SECONDS = 10.0
 
 
 class TimelineRecorder:
     """Records the steps of one session on one rank.
 
-    ``begin``, ``end`` and ``abandon`` run on the training thread, ``drain`` on the background thread; the other methods
-    may be called from any thread. What a recorded phase costs is measured once, when the recorder is made.
+    ``begin``, ``end`` and ``abandon`` run on the training thread, and ``drain`` on the background thread. The other
+    methods may be called from any thread.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class TimelineRecorder:
         self._collections = Collections()
         self._collections.start()
         self.tally = Tally()
-        """How fast the last steps were."""
+        """The times of the last steps."""
         self._watch = ChangeClock()
         self._told = 0, 0
         self.steps_dropped = 0
-        """Steps that waited too long, while nothing could be written or the GPU was behind."""
+        """The number of steps that waited too long, because nothing could be written or the GPU was behind."""
         background.add(self.drain, 1.0, woken=True)
 
     @functools.cached_property
     def clock(self) -> Callable[[], Any] | None:
-        """The clock of the tapes; None: the host's. Chosen when the first call begins, on the training thread: hooks
-        may go in before the process uses its GPU."""
+        """The clock of the tapes; None for the host's. It is chosen on the training thread when the first call begins,
+        because hooks may be installed before the process uses its GPU."""
         self._memory = device_memory()
         self._waits = Waits() if self._waits_counted else None
         try:
@@ -112,7 +112,8 @@ class TimelineRecorder:
         return None if self._device is None else self._device.mark
 
     def begin(self, facts: CallFacts, target: str, role: str | None, number: int, *, captured: bool) -> RecordedStep:
-        """A schedule call starts, which is step ``number`` of its target and role."""
+        """Starts to record a schedule call, which is step ``number`` of its target and role. ``captured``: a window is
+        open."""
         calls = self._calls.get((target, role))
         if calls is None:
             calls = self._calls[target, role] = Calls(target, role)
@@ -128,7 +129,7 @@ class TimelineRecorder:
         return step
 
     def end(self, step: RecordedStep, *, failed: bool) -> None:
-        """The call returned, or raised an exception of the host's."""
+        """Ends the record of a call that returned, or ``failed`` with an exception of the host's."""
         step.ended = step.mark()
         entered = time.perf_counter_ns()
         step.end_ns = time.time_ns()
@@ -150,13 +151,13 @@ class TimelineRecorder:
         step.own += time.perf_counter_ns() - entered
 
     def abandon(self) -> None:
-        """After a fault: the step that was being recorded is not, and nothing more is heard of."""
+        """Drops the running step after a fault. No other one will begin."""
         self._running = None
         self._collections.stop()
 
     def close(self) -> None:
-        """Write what is finished and end the file, after what the background thread is writing just now. A disk that
-        does not answer holds up the end of a job for so long and no longer."""
+        """Writes all finished steps and ends the file. A write in progress is waited for, but not for ever: a disk that
+        does not answer must not keep a job from ending."""
         self._collections.stop()
         self._background.remove(self.drain)
         if self._writing.acquire(timeout=END_SECONDS):
@@ -177,19 +178,19 @@ class TimelineRecorder:
             )
 
     def calls(self) -> dict[Key, tuple[int, int]]:
-        """By target and role: the last finished step, and how many calls are finished."""
+        """Returns the number of the last finished step and the number of finished calls, by target and role."""
         return {key: calls.finished for key, calls in list(self._calls.items()) if calls.finished is not None}
 
     def position(self) -> Position | None:
-        """Where the training thread is now, None outside of a schedule call."""
+        """Returns where the training thread is now, None outside of a schedule call."""
         step = self._running
         state = None if step is None else (id(step), len(step), step.now)
         since = self._watch.since(state)
         return None if step is None else _position(step, step.now, since)
 
     def device_position(self) -> Position | None:
-        """Where the GPU is: the first event of the oldest unfinished step that has not happened yet. None on a CPU,
-        and when the GPU has done all that it was given."""
+        """Returns where the GPU is: at the first unfinished event of the oldest unfinished step. None on a CPU, and
+        when the GPU has finished all its work."""
         device = self._device
         if device is None:
             return None
@@ -204,7 +205,7 @@ class TimelineRecorder:
         return None
 
     def drain(self) -> None:
-        """Write every finished step whose times are known, in order."""
+        """Writes every finished step whose times are known, in order."""
         with self._writing:
             self._drain(self._background.pause)
             self._read()
@@ -222,7 +223,7 @@ class TimelineRecorder:
         self._wait_until_now(last)
 
     def _wait_until_now(self, last: tuple[Place, RecordedStep] | None) -> None:
-        """Write what the training thread waited for a core since the ``last`` step before these was written."""
+        """Writes how long the training thread has waited for a core since the last time, next to the ``last`` step."""
         if self._waits is None or (last is None and self._waits.began):
             return
         waited = self._waits.read(0 if last is None else last[1].start_ns)
@@ -232,12 +233,12 @@ class TimelineRecorder:
             self._files.add([(last[0], format.WAITED, payload)])
 
     def _read(self, *, last: bool = False) -> None:
-        """Write when this rank came to the collectives of steps that are written."""
+        """Writes when this rank came to the collectives of steps that are written."""
         if self._collectives is not None:
             self._files.add(self._collectives.look(last=last))
 
     def _ready(self) -> list[tuple[RecordedStep, PackedStep]]:
-        """The next finished steps whose times are known, in order."""
+        """Takes the next finished steps whose times are known, in order."""
         steps: list[tuple[RecordedStep, PackedStep]] = []
         with contextlib.nullcontext() if self._device is None else self._device.reading():
             while self._waiting and len(steps) < STEPS_AT_ONCE:
@@ -252,7 +253,7 @@ class TimelineRecorder:
         return steps
 
     def _pending(self, step: RecordedStep) -> bool:
-        """Whether the GPU has yet to finish it. One that takes too long is written without times."""
+        """Returns whether the GPU is still working on ``step``. If it takes too long, the step gets no times."""
         if self._device is None or step.flags & format.INCOMPLETE or self._device.finished(step.ended):
             return False
         if time.time_ns() - step.start_ns < GIVE_UP_SECONDS * 1e9:
@@ -281,8 +282,8 @@ class TimelineRecorder:
         return PackedStep(step.description, shape, begun, spent, times, self._facts(step))
 
     def _facts(self, step: RecordedStep) -> Facts:
-        """What stands beside a step: what its microbatches consist of, its memory, and when garbage was collected in it
-        and since the one before. A step that the GPU may not have finished is not asked for the first."""
+        """Returns what is written next to a step: the work of its microbatches, its memory, and the garbage collections
+        since the step before. Tensors of a step that the GPU may not have finished are not read."""
         fetch = None if self._device is None or step.flags & format.INCOMPLETE else self._device.numbers
         found = read_work(step.given, self._coords.sizes.cp, fetch)
         facts = [(format.WORK, pack_work(found))]
@@ -294,8 +295,8 @@ class TimelineRecorder:
         return tuple(facts)
 
     def _description(self, calls: Calls, facts: CallFacts) -> Description:
-        """Returns what a call shares with others, made once for every kind of call. A length that varies from call to
-        call is null."""
+        """Returns the description of a call, made once for all calls with the same metadata. Lengths that vary from
+        call to call are null in it."""
         lengths = facts.seq_length, facts.micro_batch_size
         if calls.lengths is None:
             calls.lengths = lengths
@@ -318,8 +319,8 @@ class TimelineRecorder:
         return metadata
 
     def _clock_on(self, device: str | None) -> dict[str, Any]:
-        """Which clock the steps of a model on ``device`` have, and why it is the host's where the model is not on a
-        CPU."""
+        """Returns which clock the steps of a model on ``device`` have, with the reason if it is the host's although the
+        model is not on a CPU."""
         if self._device is not None:
             return {"clock": "device"}
         reason = self._without
@@ -339,8 +340,8 @@ class TimelineRecorder:
 
 
 def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed]:
-    """Microseconds that the step took on the GPU, and its events packed. Raises RuntimeError or ValueError where its
-    marks are not in an order."""
+    """Returns the microseconds that the step took on the GPU, and its packed events. Raises RuntimeError or ValueError
+    if its marks are not in order."""
     marks = [1000 * device.microseconds(step.began, mark) for mark in step.marks]
     events = _events(step).copy()
     events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
@@ -348,14 +349,17 @@ def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed]:
 
 
 def _events(step: RecordedStep) -> Int64s:
-    """Code, start and end ``[event, 3]``. The tape cannot grow while this is held."""
+    """Returns code, start and end of the events, ``[event, 3]``. The tape cannot grow while the array is held."""
     return np.frombuffer(raw(step), dtype=np.int64).reshape(-1, 3)
 
 
 def _position(step: RecordedStep, code: int, since: float) -> Position:
-    """``code``: of the event that runs; 0: none does."""
-    calls = step.description.calls
-    return position(calls.target, calls.role, step.number, codes.name(code), since)
+    """Returns the position inside ``step``. ``code``: the event that runs there, 0 between two events."""
+    calls, name = step.description.calls, codes.name(code)
+    if name is None:
+        return Position(calls.target, step.number, BETWEEN, None, None, since, calls.role)
+    microbatch, chunk = name.fields.get("mb"), name.fields.get("chunk")
+    return Position(calls.target, step.number, name.label, microbatch, chunk, since, calls.role)
 
 
 def _ranges(graph: str | None) -> dict[str, Any]:
