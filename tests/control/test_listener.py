@@ -440,6 +440,7 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
         device_position=lambda: inside,
         calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
         tally=SimpleNamespace(recent=lambda *_: recent, seconds=lambda key: 1.0, waits=0.123456789),
+        close=lambda: None,
     )
     monkeypatch.setattr(job.handle._session, "timeline", timeline)
     job.listener.look()
