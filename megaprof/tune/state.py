@@ -74,8 +74,8 @@ class Proposal:
     memory: tuple[int, ...] | None = None
     """Bytes that each stage is predicted to allocate at its peak; None where memory was not measured."""
     more_steps: int = 0
-    """How many more steps of that trial would tell whether it gains; 0 if that is known, or if no number of steps would
-    tell."""
+    """How many more steps of that trial would show whether it gains; 0 if that is known, or if no number of steps would
+    show it."""
     microbatches: int | None = None
     """Microbatches that each replica must run in the trial; None where they stay."""
     assumes: tuple[str, ...] = ()

@@ -89,7 +89,7 @@ class Diagnosis:
     and its price assumes that those before it are fixed, so no millisecond counts twice. A cause that hides another
     one may gain little alone, and comes first."""
     perhaps: tuple[Cause, ...]
-    """Causes that may cost enough; more steps would tell."""
+    """Causes that may cost enough; more steps would show."""
     rest_ms: float
     """Time that single passes took beyond all of these, without a known reason."""
     closing_ms: float = 0.0

@@ -372,7 +372,7 @@ def gained(
     it.
 
     ``of_steps`` is the standard error of their average. ``sure`` and ``free`` [draw] are what a draw gains beyond the
-    same step with what was estimated: ``sure`` for what more steps would tell, ``free`` for all that is open.
+    same step with what was estimated: ``sure`` for what more steps would show, ``free`` for all that is open.
     ``missed`` (by the replay) and ``unsure`` are fractions of the step that stay however many steps there are.
     """
     mean = float(gains.mean())

@@ -75,8 +75,8 @@ class WhatIf:
     """Fastest other layout with as many chunks, whether its gain is certain or not; None if none was compared."""
     advice: Advice | None = None
     """``change``: change to ``best``. Otherwise, why not to change: ``no_other`` layout exists; ``none_fits``:
-    ``quickest`` needs too much memory; ``open``: ``more_steps`` would tell; ``unsure``: no number of steps would
-    tell; ``none_better``. None if nothing was predicted."""
+    ``quickest`` needs too much memory; ``open``: ``more_steps`` would show; ``unsure``: no number of steps would
+    show it; ``none_better``. None if nothing was predicted."""
     packings: tuple[Prediction, ...] = ()
     """The same sequences packed differently, the fastest first, followed by the bound that no packing can beat; empty
     if microbatches do not differ or their sequences were not captured."""
@@ -254,7 +254,7 @@ def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
 
 
 def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Advice:
-    """``first``: the fastest layout with the captured number of chunks; ``more``: how many more steps would tell."""
+    """``first``: the fastest layout with the captured number of chunks; ``more``: how many more steps would show."""
     if best is not None:
         return "change"
     if first is None:

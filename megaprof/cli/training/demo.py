@@ -27,7 +27,7 @@ capture from another shell."""
 #: Steps that warm up and are not captured, where there are more.
 _WARM_UP = 3
 #: Steps of each target that are captured at least, where there are as many: one alone may be disturbed, and nothing
-#: would tell.
+#: would show it.
 _FEWEST = 6
 _STEPS = _WARM_UP + _FEWEST
 #: Beside the steps: starting the ranks, the evaluation pass, finishing the files.
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wanted(report: Report) -> int:
-    """Returns how many more steps would tell what is a cause, or which layout is quicker; 0 if none would."""
+    """Returns how many more steps would show what is a cause, or which layout is faster; 0 if none would."""
     from megaprof.analysis.report.text.causes import more_steps
 
     own = [target for target in report.targets if target.measured.target == TRAIN_ACTOR and target.diagnosis]

@@ -198,15 +198,15 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     few = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=6)
     first, second = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None)
     assert first.severity == "open"
-    assert "8 steps would tell" in second.text
+    assert "8 steps would show" in second.text
     assert "could be anything up to 20.0 ms" in second.text
     many = replace(few, more_steps=0)
     (_, hopeless) = causes.findings(MEASURED, diagnosis(perhaps=(many,)), None)
-    assert "would tell" not in hopeless.text
+    assert "would show" not in hopeless.text
     # Beside what surely costs more, nobody captures anything to know it: that is mended first.
     first = cause("layers", stage=0)
     (*_, beside) = causes.findings(MEASURED, diagnosis(first, perhaps=(few,)), None)
-    assert "would tell" not in beside.text
+    assert "would show" not in beside.text
     assert causes.to_tell(MEASURED, diagnosis(first, perhaps=(few,)), WhatIf(), None) is None
     # One command for all that is open: what a run is started with, or what a running job is asked with.
     open_ = diagnosis(perhaps=(few, replace(few, more_steps=3), many))

@@ -1,4 +1,4 @@
-"""The verdict: what costs time, dearest first, what that costs, what may be a cause, and what would tell."""
+"""The verdict: what costs time, dearest first, what that costs, what may be a cause, and what would show it."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _of_machine(cause: Cause) -> bool:
 
 
 def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
-    """What may be a cause, and how many steps would tell, where these are asked for."""
+    """What may be a cause, and how many steps would show whether it is, where these are asked for."""
     at, whole = cause.price, diagnosis.step_ms
     costs = f"{milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}"
     if at.ms <= 0.0:
@@ -187,12 +187,12 @@ def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
     text = f"Perhaps {name_of(cause)}{when(cause)}: {costs}"
     # Nothing here knows whether the job runs on: what it takes is said of any run like it.
     if _asks(cause, diagnosis):
-        text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would tell"
+        text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
     return Finding("perhaps", "open", f"{text}.")
 
 
 def _asks(perhaps: Cause, diagnosis: Diagnosis) -> bool:
-    """Whether more steps are worth it: they would tell, and it may turn out to be what to mend first."""
+    """Returns whether more steps are worth it: they would show, and it may turn out to be what to fix first."""
     dearest = max((cause.price.ms for cause in diagnosis.causes), default=0.0)
     return perhaps.more_steps > 0 and perhaps.price.high > dearest
 
@@ -211,7 +211,7 @@ def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
 
 
 def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: WhatIf, job: Path | None) -> Finding | None:
-    """How so many steps are captured; None where no more of them would tell anything. ``job``: the directory in which
+    """How so many steps are captured; None where more of them would show nothing. ``job``: the directory in which
     a job can be asked for them; None: it is told when it begins."""
     if diagnosis is None or not measured.steps or not (more := more_steps(diagnosis, predicted)):
         return None
