@@ -6,7 +6,7 @@ communicated inside a microbatch.
 - compute of a stage: the median of its ranks that are not slow. A slow rank is named by itself; it does not make its
   stage one that computes longer than the others.
 - imbalance: the slowest stage's compute over the mean of all stages'.
-- step: that of the stage whose ranks are in it longest, each stage being the median of its ranks. Other stages enter
+- step: that of the stage that takes longest, each stage being the median of its ranks. Other stages enter
   later or leave earlier.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, averaged over the stages: the part of a step in which
   a stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
@@ -88,7 +88,7 @@ class Summary:
     stages: tuple[StageFigures, ...]
     """Stages with at least one known rank, in order."""
     step_ms: float | None
-    """Duration of a step in milliseconds: that of the stage whose ranks are in it longest."""
+    """Duration of a step in milliseconds: that of the stage that takes longest."""
     imbalance: float | None
     """Compute of the slowest stage / mean of all stages."""
     slowest_stage: int | None

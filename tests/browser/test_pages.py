@@ -154,11 +154,11 @@ def test_the_live_page_follows_its_job(opened: Open, top: Path, living: Any) -> 
 def test_the_live_page_survives_a_restart_of_the_server(opened: Open, top: Path, living: Any) -> None:
     with serving(top) as port:
         page = opened(PAGES["live"](top), at=port)
-        until(page, "document.getElementById('connection').innerText.includes('follows')")
+        until(page, "document.getElementById('connection').innerText.includes('updates')")
     until(page, "document.getElementById('connection').innerText.includes('tries again')")
     with serving(top, at=port):
         living.step_ms = 7654.0
-        until(page, "document.getElementById('connection').innerText.includes('follows')")
+        until(page, "document.getElementById('connection').innerText.includes('updates')")
         until(page, "document.getElementById('now').innerText.includes('766')")
     living.step_ms = 100.0
     page.context.close()
