@@ -1,8 +1,8 @@
-"""Who comes last inside a group, again and again, and by how much: from when its ranks came to the same collectives.
+"""Finds which rank of a group comes last again and again, and by how much, from when the ranks come to a collective.
 
-Ranks of a group leave a collective together: who came to it earlier waited so much longer. Where the device says how
-long each rank's part of it ran, the shortest part is that of the rank that came last, which waited for nobody; and no
-clocks are compared. Times of hosts are compared on one host alone.
+The ranks of a group leave a collective together, so a rank that comes earlier waits longer. If the device times how
+long each rank's part ran, no clocks need to be compared: the shortest part belongs to the rank that came last, which
+waited for no one. Host times are compared only if all ranks are on one host.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class Group(NamedTuple):
     axis: str
     """``tp``, ``cp`` or ``ep``."""
     name: str
-    """torch's."""
+    """Name in torch."""
     ranks: tuple[int, ...]
-    """Its members."""
+    """Global ranks of the group."""
 
 
 @dataclass(frozen=True)
 class OfStep:
-    """What one rank came to in one step."""
+    """The collectives that one rank came to in one step."""
 
     rank: int
-    """Its number."""
+    """Global rank."""
     host: str | None
-    """Its machine."""
+    """Host of the rank; None if it is not known."""
     start_ns: int
-    """When its step began, by the wall clock of its host."""
+    """Start of the step, in nanoseconds on the wall clock of the host."""
     groups: Mapping[Group, Arrivals]
-    """By group."""
+    """When the rank came to the collectives of each group."""
 
     def ran_ms(self, axis: str) -> float:
-        """Returns for how long collectives of an axis ran on this rank's device, waiting included; NaN: that is not
-        known."""
+        """Returns how many milliseconds the collectives of an axis ran on this rank's device, including waiting; NaN
+        if that is not known."""
         own = [arrivals for group, arrivals in self.groups.items() if group.axis == axis]
         if not own or not all(arrivals.lengths for arrivals in own):
             return float("nan")
@@ -55,7 +55,7 @@ class OfStep:
 
 
 def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | None) -> Iterator[tuple[int, OfStep]]:
-    """Returns of some steps of a rank's file, by row, those of which something is known."""
+    """Yields what a rank came to in its steps at ``rows``, with the row. Skips steps without known collectives."""
     known: dict[str, Group] = {}
     for payload in timeline.facts(GROUPS).values():
         for name, group in unpack_groups(payload).items():
@@ -70,11 +70,11 @@ def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | Non
 
 
 def waited_ms(ranks: Sequence[OfStep]) -> dict[int, dict[str, float]]:
-    """Returns how many milliseconds of one step each rank waited for its peers, by axis, in all of its collectives
-    together; of those that can be compared with another.
+    """Returns how many milliseconds of one step each rank waited for its peers, by rank and axis.
 
-    Who came to a collective first waited until the last one came, and that one for nobody. So a rank that waits in one
-    group for a slow one, and comes late to another group therefore, has waited all the same.
+    This is the sum over all collectives of the groups whose ranks can be compared with each other. A rank that comes
+    to a collective early waits until the last one comes; the last one waits for no one. A rank that waits for a slow
+    rank in one group, and therefore comes late to another group, still counts as one that waited.
     """
     by_group: defaultdict[Group, list[tuple[OfStep, Arrivals]]] = defaultdict(list)
     for rank in ranks:
@@ -92,8 +92,8 @@ def waited_ms(ranks: Sequence[OfStep]) -> dict[int, dict[str, float]]:
 
 
 def _waited(members: Sequence[tuple[OfStep, Arrivals]]) -> npt.NDArray[np.float64]:
-    """Of each member: how many microseconds it waited in the collectives that all of them kept, and in those that these
-    stand for."""
+    """Returns how many microseconds each member waited: in the collectives that all members kept, scaled up to those
+    that were not kept."""
     shift = max(arrivals.shift for _, arrivals in members)
     common = members[0][1].numbers
     for _, arrivals in members:
@@ -101,7 +101,7 @@ def _waited(members: Sequence[tuple[OfStep, Arrivals]]) -> npt.NDArray[np.float6
     first = members[0][0].start_ns
     came = np.stack(
         [
-            # The shortest part is that of the last to come.
+            # The rank that came last has the shortest part.
             (-1 if arrivals.lengths else 1) * arrivals.values[np.searchsorted(arrivals.numbers, common)]
             + (0 if arrivals.lengths else (rank.start_ns - first) / 1e3)
             for rank, arrivals in members

@@ -1,8 +1,8 @@
-"""What each rank asked of its process groups: dumps of torch's flight recorder, one file for each rank.
+"""Reads dumps of torch's flight recorder: what each rank called on its process groups, one file per rank.
 
-torch's watchdog writes them when a collective times out (``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` or
-``TORCH_FR_DUMP_TEMP_FILE`` and the rank's number, pickled); torch gives the same as JSON, and megaprof's ranks write it
-themselves when they stand still.
+torch's watchdog writes a pickled dump when a collective times out; its path is ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` or
+``TORCH_FR_DUMP_TEMP_FILE``, followed by the rank. torch also offers the dump as JSON, which megaprof's ranks write when
+they stand still.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import msgspec
 
 from megaprof.formats.flight import EXCHANGE, Entry, Flight
 
-#: A recorder's buffer has some thousand entries of about 1 kB with their frames.
+#: A recorder holds a few thousand entries of about 1 kB each, with their frames.
 _LARGEST_BYTES = 1 << 28
 _NAME = re.compile(r"(?P<rank>\d{1,7})(\.(json|pkl|pickle))?")
 
 
 class BadDump(ValueError):
-    """The file is no dump that can be read; the message says why, on one line."""
+    """The file is not a readable dump. The message says why, on one line."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,21 @@ class Operation:
     """A collective, or one side of an exchange, that a rank has called."""
 
     group: str
-    """The group's name, the same on all of its ranks."""
+    """Name of the group, the same on all of its ranks."""
     number: int
-    """Its place among the group's collectives, from 1 on; of an exchange, how many collectives came before it."""
+    """Number among the group's collectives, from 1 on; for an exchange, the number of collectives before it."""
     name: str
-    """As torch names it: ``all_reduce``, ``_all_gather_base``, ``send``."""
+    """Name in torch: ``all_reduce``, ``_all_gather_base``, ``send``."""
     peer: int | None
-    """The other rank of an exchange; None of a collective."""
+    """The other rank of an exchange; None for a collective."""
     sizes: tuple[tuple[int, ...], ...]
     """Shapes of its inputs, in elements."""
     dtypes: tuple[str, ...]
+    """Types of its inputs, as torch names them."""
     called: float
     """When the rank called it, in seconds since 1970 by the clock of its host."""
     started: bool
-    """True once the device was seen to have begun it; gloo does not say."""
+    """True if the device was seen to begin it; gloo does not report this."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +57,34 @@ class Group:
     """A process group as one rank knows it."""
 
     description: str
-    """Megatron's, such as ``TENSOR_MODEL_PARALLEL_GROUP``; empty where nobody gave one."""
+    """Megatron's description, such as ``TENSOR_MODEL_PARALLEL_GROUP``; empty if there is none."""
     ranks: tuple[int, ...]
-    """Its ranks in the group's order; empty where the dump does not say (gloo)."""
+    """Global ranks in the group's order; empty if the dump does not say (gloo)."""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank has called, and what of it has not ended."""
+    """The operations that one rank has called, and those of them that have not ended."""
 
     rank: int
+    """Global rank."""
     groups: Mapping[str, Group]
+    """Process groups, by name."""
     called: Mapping[str, int]
-    """By group, the number of the last collective that it called, of the operations in the dump."""
+    """Number of the last collective called, among the operations in the dump, by group."""
     enqueued: Mapping[str, int]
-    """By group, the number of the last operation that torch counted, in whatever way the group is used: of collectives
-    where it has no exchanges. Empty where the dump does not say."""
+    """Number of the last operation that torch counted, by group. It counts collectives only if the group has no
+    exchanges. Empty if the dump does not say."""
     exchanging: frozenset[str]
-    """The groups of which it shows exchanges."""
+    """Groups with exchanges in the dump."""
     pending: tuple[Operation, ...]
-    """What has not ended, in the order in which it was called."""
+    """Operations that have not ended, in the order of their calls."""
     latest: float
-    """When the last operation in it was called; 0 without any."""
+    """When the last operation in the dump was called, in seconds since 1970; 0 if there is none."""
 
 
 class _Plain(pickle.Unpickler):
-    """Makes containers, numbers and texts only, so that a pickle can run nothing."""
+    """An unpickler for containers, numbers and strings only, so that a pickle cannot run code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
@@ -97,7 +100,7 @@ def rank_of(path: Path) -> int | None:
 
 
 def read_dump(path: Path) -> Dump:
-    """Returns what the file holds. Raises BadDump, and OSError."""
+    """Returns the dump in a file. Raises BadDump and OSError."""
     rank = rank_of(path)
     if rank is None:
         raise BadDump("its name does not end in a rank")
@@ -107,13 +110,13 @@ def read_dump(path: Path) -> Dump:
     try:
         plain = json.loads(held) if held[:1] == b"{" else _Plain(io.BytesIO(held)).load()
         file = msgspec.convert(plain, Flight, strict=False)
-    except Exception as fault:  # whatever a hostile pickle makes of itself
+    except Exception as fault:  # a hostile pickle may raise anything
         raise BadDump(" ".join(str(fault).split())[:200] or type(fault).__name__) from None
     return dump_of(rank, file)
 
 
 def dump_of(rank: int, file: Flight) -> Dump:
-    """Returns what a rank has called. Raises BadDump."""
+    """Returns the dump of ``rank`` from what its flight recorder holds. Raises BadDump."""
     groups = {name: Group(config.desc, _ranks(config.ranks)) for name, config in file.pg_config.items() if name}
     called: defaultdict[str, int] = defaultdict(int)
     exchanging, pending = set(), []
@@ -151,7 +154,7 @@ def _operation(entry: Entry, group: Group, exchange: re.Match[str] | None) -> Op
 
 
 def _ranks(written: str) -> tuple[int, ...]:
-    """``"[0, 4]"``"""
+    """Returns the ranks in a text such as ``"[0, 4]"``. Raises BadDump."""
     try:
         return tuple(msgspec.json.decode(written, type=list[int]))
     except msgspec.DecodeError:
@@ -159,10 +162,10 @@ def _ranks(written: str) -> tuple[int, ...]:
 
 
 def _enqueued(file: Flight) -> dict[str, int]:
-    """Returns the number of the last operation that was called, by group.
+    """Returns the number of the last operation that was called, by group; empty if groups cannot be matched.
 
-    torch counts groups in the order in which the process made them, which is that of their names, as long as those are
-    numbers: `pg_status` has the former and `pg_config` the latter.
+    `pg_status` numbers the groups in the order in which the process made them, and `pg_config` has their names. As long
+    as names are numbers, both have the same order.
     """
     names, places = [name for name in file.pg_config if name], list(file.pg_status)
     if len(names) != len(places) or not all(name.isdigit() for name in (*names, *places)):

@@ -1,13 +1,14 @@
-"""Which ranks keep a job waiting, from dumps of torch's flight recorder: who did not come to what the others called.
+"""Finds which ranks keep a job waiting, from dumps of torch's flight recorder.
 
-The members of a process group call its collectives in one order, so that a collective has a number in its group. A rank
-waits for another when it has called a collective that the other one has not, or receives what the other has not sent. A
-rank that others wait for, and that waits for no one, is a culprit: its host stands still somewhere else. A send whose
-receive is missing counts only where nothing else is waited for, because neither host nor device waits for it.
+All members of a process group call its collectives in the same order, so a collective has a number in its group. A rank
+waits for another rank if it has called a collective that the other has not, or if it receives what the other has not
+sent. A rank that others wait for, and that waits for no one, is the culprit: its host is stuck somewhere else. A send
+without its receive counts only if nothing else makes a rank wait, because neither host nor device waits for it.
 
-A rank whose device stands still may have called all of it. It is a culprit when the first operation that has not ended
-on it has ended on another rank of the group, or has begun on the others and not on it. Where such an operation is the
-first on every rank of its group, nobody can say whose it is, and the operation is named in place of a rank.
+A rank whose device is stuck may have called everything. It is a culprit if the first operation that has not ended on
+it has ended on another rank of the group, or has begun on other ranks but not on this one. If an operation is the first
+that has not ended on every rank of its group, the dumps do not show which rank is at fault. Then the operation is named
+instead of a rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
 from megaprof.formats.job.standstill import Standing
 
-#: Of one size on all of its ranks; an all-to-all, a gather or a scatter may give each rank another.
+#: Collectives that have the same size on all ranks. In an all-to-all, a gather or a scatter, sizes may differ.
 _EVEN = ("all_reduce", "allreduce", "broadcast", "_broadcast_oop", "_all_gather_base", "_reduce_scatter_base", "reduce")
 _PIPELINE, _TENSOR = "PIPELINE_MODEL_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL_GROUP"
 
@@ -58,36 +59,36 @@ class Culprit:
     stage: int | None
     """Position in its pipeline group; None if the dumps do not say."""
     why: Why
-    """``absent``: it did not call what others called. ``no_dump``: the same, as far as the dumps show, and it left no
-    dump. ``stuck``: it does not finish what others have finished. ``not_begun``: others began the operation, but its
-    device did not. ``differs``: it called something else, or with another size. ``crossed``: it and others wait for
-    each other, because they call the operations of two groups in different orders."""
+    """``absent``: the rank did not call what others called. ``no_dump``: as ``absent``, but the rank left no dump, so
+    only the other dumps show it. ``stuck``: it does not finish what others have finished. ``not_begun``: others began
+    the operation, but its device did not. ``differs``: it called another operation, or another size. ``crossed``: it
+    and others wait for each other, because they call the operations of two groups in different orders."""
     awaited: Awaited
-    """The first operation that others wait in; for ``stuck`` and ``not_begun``, the operation that it does not finish.
-    """
+    """First operation in which others wait; for ``stuck`` and ``not_begun``, the operation that the rank does not
+    finish."""
     waiting: tuple[int, ...]
-    """Ranks that wait for it, in this operation or in another."""
+    """Ranks that wait for this rank, in this operation or in another."""
     instead: str | None
-    """For ``differs``: what it called instead, with its sizes."""
+    """Operation that the rank called instead, with its sizes; None unless ``why`` is ``differs``."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What the dumps of a job show. This is the JSON of `megaprof hang`."""
+    """The findings from the dumps of a job. This is the JSON of `megaprof hang`."""
 
     version: int
-    """The version of this object: 1."""
+    """Version of this object: 1."""
     ranks: tuple[int, ...]
     """Ranks that left a dump."""
     missing: tuple[int, ...]
-    """Other ranks of their groups, which left none."""
+    """Other ranks of their groups, which left no dump."""
     culprits: tuple[Culprit, ...]
-    """Ranks that keep the job waiting, the longest first."""
+    """Ranks that keep the job waiting, starting with the one that others have waited for longest."""
     behind: int
     """Number of other ranks with an operation that does not end."""
     unended: tuple[Awaited, ...]
-    """Operations that keep the job waiting although all ranks of their group have called them and have nothing to
-    finish before: a device of one of them, or the network between them, is at fault."""
+    """Operations that do not end, although all ranks of their group have called them and have nothing to finish before
+    them. Then the device of one of the ranks, or the network between them, is at fault."""
     warnings: tuple[Note, ...]
     """Notes about the dumps."""
     outside: tuple[Standing, ...] = ()
@@ -96,7 +97,8 @@ class Hang:
 
 
 def hang_of(paths: Iterable[Path]) -> Hang:
-    """Returns what the dumps among ``paths`` say; other files are warned of. Raises BadDump where none is a dump."""
+    """Returns who keeps a job waiting, from the dumps among ``paths``. Ignores files whose names end in no rank, and
+    warns of those that cannot be read. Raises BadDump if no file is a dump."""
     dumps: dict[int, Dump] = {}
     warnings = []
     files: dict[int, str] = {}
@@ -120,7 +122,8 @@ def hang_of(paths: Iterable[Path]) -> Hang:
 
 
 def hang_of_job(flights: Mapping[int, Flight]) -> Hang | None:
-    """Returns what the ranks of a job that stand still have written, by rank; None where none has."""
+    """Returns who keeps a running job waiting, from the flight recorders that its stuck ranks have written, by rank;
+    None if no rank has written one that can be read."""
     dumps, warnings = {}, []
     for rank, flight in sorted(flights.items()):
         try:
@@ -131,12 +134,12 @@ def hang_of_job(flights: Mapping[int, Flight]) -> Hang | None:
 
 
 def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
-    """Returns who keeps the ranks of ``dumps`` waiting."""
+    """Returns who keeps the ranks of ``dumps``, by rank, waiting."""
     job = _Job(dumps)
     missing = tuple(sorted({rank for ranks in job.members.values() for rank in ranks} - dumps.keys()))
     culprits = list(_differing(job))
     device = dict(_by_device(job))
-    # A rank that called something else, or whose device stands still, waits for nobody.
+    # A rank that called something else, or whose device is stuck, waits for no one.
     known = device.keys() | {culprit.rank for culprit in culprits}
     waits = {rank: missed for rank, missed in job.waits().items() if rank not in known}
     behind = {rank: others for rank, others in job.behind().items() if rank not in known}
@@ -171,7 +174,7 @@ class _Job:
         self._groups: dict[str, Group] = {}
         known: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
         seen: defaultdict[str, set[int]] = defaultdict(set)
-        #: The collectives that somebody waits in: by group and number, and by rank there.
+        #: The collectives in which a rank waits: by group and number, then by rank.
         self.calls: defaultdict[tuple[str, int], dict[int, Operation]] = defaultdict(dict)
         exchanging: set[str] = set()
         for rank, dump in sorted(dumps.items()):
@@ -184,11 +187,11 @@ class _Job:
                     self.calls[operation.group, operation.number][rank] = operation
             exchanging |= dump.exchanging
         self._known = known
-        #: The ranks of each group, in its order: those that it was made of, or those that were seen in it.
+        #: The ranks of each group in its order; if no dump lists them, those whose dumps mention the group.
         self.members = {
             name: max(known[name], key=len) if known[name] else tuple(sorted(seen[name])) for name in self._groups
         }
-        #: By rank and group, the number of the last collective that it called.
+        #: The number of the last collective that a rank called, by rank and group.
         self._called = {
             (rank, name): number
             for rank, dump in dumps.items()
@@ -207,7 +210,7 @@ class _Job:
         return self.came(rank, operation) and rank not in self.calls[operation.group, operation.number]
 
     def waits(self) -> dict[int, dict[int, Operation]]:
-        """Returns the first operation in which a rank waits for another, by the rank that waits and the one that it
+        """Returns the first operation in which a rank waits for another rank, by the waiting rank and the rank that it
         waits for."""
         sides = Counter(
             (rank, operation.peer, operation.group, operation.name)
@@ -233,8 +236,8 @@ class _Job:
         return dict(waits or sends)
 
     def together(self) -> dict[int, Operation]:
-        """Returns the first operation that does not end on a rank, by rank, where it is the first on all ranks that
-        take part."""
+        """Returns, by rank, the first operation that does not end on it, if it is also the first on all other ranks
+        that take part."""
         behind = self.behind()
         return {
             rank: dump.pending[0]
@@ -243,8 +246,8 @@ class _Job:
         }
 
     def behind(self) -> dict[int, set[int]]:
-        """Returns, by rank, the other ranks that called the first operation that does not end on it, and have
-        something to end before it."""
+        """Returns, by rank, the other ranks that called the first operation that does not end on this rank, but have
+        something else to end before it."""
         behind = {}
         for rank, dump in self.dumps.items():
             if dump.pending:
@@ -268,7 +271,7 @@ class _Job:
         )
 
     def culprit(self, rank: int, why: Why, waits: Mapping[int, Mapping[int, Operation]]) -> Culprit:
-        """Returns ``rank`` with the operation in which others have waited for it longest."""
+        """Returns ``rank`` as a culprit, with the operation in which others have waited for it longest."""
         waiting = {other: missed[rank] for other, missed in waits.items() if rank in missed}
         if why in ("stuck", "not_begun"):
             first = self.dumps[rank].pending[0]
@@ -277,7 +280,7 @@ class _Job:
         return Culprit(rank, self._stage(rank), why, self.awaited(first), tuple(sorted(waiting)), None)
 
     def awaited(self, operation: Operation) -> Awaited:
-        """Returns the operation with its group."""
+        """Returns the operation, with what is known of its group."""
         group = self._groups[operation.group]
         return Awaited(
             operation.name,
@@ -289,7 +292,8 @@ class _Job:
         )
 
     def _stage(self, rank: int) -> int | None:
-        """A rank that left no dump may be in nobody's pipeline group: its tensor-parallel peers are on its stage."""
+        """Returns the pipeline stage of ``rank``; None if the dumps do not say. A rank that left no dump may be in no
+        known pipeline group; then a tensor-parallel peer, which is on the same stage, gives the stage."""
         for peer in (rank, *self._group_with(rank, _TENSOR)):
             pipeline = self._group_with(peer, _PIPELINE)
             if pipeline:
@@ -297,18 +301,18 @@ class _Job:
         return None
 
     def _group_with(self, rank: int, description: str) -> tuple[int, ...]:
-        """The ranks of the group of this description that ``rank`` is in; none where nobody knows it."""
+        """Returns the ranks of the group with this description that ``rank`` is in; empty if no dump has it."""
         groups = self.members.items()
         return next((own for name, own in groups if self._groups[name].description == description and rank in own), ())
 
     def differing(self, rank: int, mine: Operation, theirs: Operation) -> Culprit:
-        """Returns ``rank``, which called ``mine`` where others called ``theirs``."""
+        """Returns ``rank`` as a culprit that called ``mine`` where others called ``theirs``."""
         others = self.calls[mine.group, mine.number]
         waiting = tuple(sorted(other for other, one in others.items() if _form(one) == _form(theirs)))
         return Culprit(rank, self._stage(rank), "differs", self.awaited(theirs), waiting, _words(mine))
 
     def disagreements(self) -> Iterator[Note]:
-        """Groups of which ranks hold different lists."""
+        """Yields a note about each group whose ranks hold different lists of its members."""
         for name, lists in self._known.items():
             if len(lists) > 1:
                 group = self._groups[name].description or name
@@ -320,7 +324,8 @@ _OTHER_SIDE = {"send": "recv", "recv": "send"}
 
 
 def _answers(one: Operation, rank: int, other: Operation, its_rank: int) -> bool:
-    """Returns whether both are the same collective, or the two sides of an exchange."""
+    """Returns whether ``one`` on ``rank`` and ``other`` on ``its_rank`` are the same collective, or the two sides of an
+    exchange."""
     if one.group != other.group:
         return False
     if other.peer is None:
@@ -329,7 +334,7 @@ def _answers(one: Operation, rank: int, other: Operation, its_rank: int) -> bool
 
 
 def _form(operation: Operation) -> tuple[object, ...]:
-    """Returns what must be the same on all ranks of a collective."""
+    """Returns the properties of a collective that must be the same on all of its ranks."""
     if operation.name not in _EVEN:
         return (operation.name,)
     return operation.name, tuple(math.prod(shape) for shape in operation.sizes), operation.dtypes
@@ -340,7 +345,8 @@ def _words(operation: Operation) -> str:
 
 
 def _differing(job: _Job) -> Iterator[Culprit]:
-    """The ranks that called another operation, or another size, than most ranks of the group in this place."""
+    """Yields the ranks that called another operation, or another size, than most ranks of the group at the same
+    number."""
     for calls in job.calls.values():
         forms = Counter(_form(operation) for operation in calls.values())
         if len(forms) < 2:
@@ -350,13 +356,14 @@ def _differing(job: _Job) -> Iterator[Culprit]:
         for rank, mine in calls.items():
             if _form(mine) != usual:
                 yield job.differing(rank, mine, theirs)
-            elif count == second:  # as many on either side: nobody can say who is wrong
+            elif count == second:  # as many on either side: either may be wrong
                 yield job.differing(rank, mine, next(one for one in calls.values() if _form(one) != usual))
 
 
 def _sinks(waits: Mapping[int, Mapping[int, Operation]], behind: Mapping[int, set[int]]) -> Iterator[tuple[int, Why]]:
-    """The ranks that others wait for and that wait for nobody; and, of those whose waiting leads to none of these, the
-    ones that wait in a circle. What a rank's device waits for, `_Job.behind`, its host need not wait for."""
+    """Yields the ranks that others wait for and that wait for no one. Of the ranks whose waiting leads to none of
+    these, yields those that wait in a circle. ``behind`` (see `_Job.behind`) says which ranks a rank's device waits
+    for; its host need not wait for them."""
     follows = {rank: set(missed) for rank, missed in waits.items()}
     follows |= {rank: others for rank, others in behind.items() if rank not in waits}
     waited: defaultdict[int, set[int]] = defaultdict(set)

@@ -1,24 +1,24 @@
-"""Replay many steps of one pipeline schedule at once, from the time that each pass takes.
+"""Replays many steps of one pipeline schedule at once, from the time that each pass takes.
 
-A schedule is compiled into nodes: one where each stage enters the step, one for each pass, one for each transfer
-between two stages. A node ends its own time after the last of the nodes that it waits for:
+A schedule is compiled into nodes: one for each stage's entry into the step, one for each pass, and one for each
+transfer between two stages. A node starts when the last node that it waits for ends:
 
     end = max(end of each node that it waits for) + time of the pass, link or entry
 
-What a node waits for is a matter of the model of exchanges:
+Three models of exchanges differ in what a node waits for:
 
-* Buffered (right for gloo, and close for ``overlap_p2p_comm``): a result travels by itself. A transfer begins when its
-  pass ends; a pass begins when its stage is free and its input is there. Passes that run as one (`schedules.turns`)
-  begin when all their inputs are there, and what they make leaves when the last of them ends.
+* Buffered (right for gloo, and close for ``overlap_p2p_comm``): results travel by themselves. A transfer begins when
+  its pass ends. A pass begins when its stage is free and its input has arrived. Passes that run as one
+  (`schedules.turns`) begin when all their inputs have arrived, and their results leave when the last pass ends.
 * Rendezvous (NCCL with ``batch_p2p_comm`` and ``batch_p2p_sync``, Megatron's defaults without overlap): a stage
   alternates between passes and exchanges (`schedules.stage_program`). A transfer begins when both its stages have come
-  to the exchange that contains it; transfers of one exchange run side by side; a stage is held until all of them are
-  done. So a stage that has computed its result is held by a receiver that is still computing.
-* In turn (gloo without overlap): a result travels by itself, as if buffered, but is received in the exchange that
-  contains it: a stage is held until everything is there that this receives, whatever it runs next.
+  to the exchange that contains it. Transfers of one exchange run side by side, and a stage is held until all of them
+  are done. So a stage that has computed its result is held by a receiver that is still computing.
+* In turn (gloo without overlap): results travel by themselves, as in the buffered model, but a stage receives them in
+  an exchange. It is held until everything that this exchange receives has arrived, whatever it runs next.
 
-Nodes that wait for equally many others one after another form a level. Levels are evaluated in turn, each by a few
-calls of numpy over its nodes and over all steps.
+Nodes are sorted into levels: a node's level is the length of the longest chain of nodes that it waits for. Levels are
+evaluated one after another, each with a few numpy calls over its nodes and over all steps.
 """
 
 from __future__ import annotations
@@ -37,31 +37,36 @@ from megaprof.parallel.schedules import SPLIT_SCHEDULES, PassId, PipelineSchedul
 
 Milliseconds: TypeAlias = npt.NDArray[np.float64]
 
-#: Node ends that are held at once, of all steps: 32 MB. Steps beyond that are evaluated in turn.
+#: The most node ends in memory at once, over all steps: 32 MB. Further steps are evaluated afterwards.
 _MOST_HELD = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """One schedule, ready to be evaluated; made by `compiled`.
+    """One schedule, ready to be evaluated. `compiled` makes it.
 
-    Arrays are milliseconds. ``passes`` is [..., stage, chunk, kind, microbatch], with the kinds of
-    `PipelineSchedule.kinds` in their order; ``entry`` is [..., stage], when each stage enters the step (default:
-    all at 0); ``link`` is [..., stage], the time of one transfer between a stage and the next one in either
-    direction, the last of more than two stages' being that between it and the first, which interleaving uses; or one
-    number for all (default: 0). Leading axes, such as draws and steps, are broadcast against each other. What depends
-    on a missing time (NaN) is missing in the result.
+    Its methods take arrays of milliseconds:
+
+    * ``passes``, [..., stage, chunk, kind, microbatch]: the time of each pass. Kinds are in the order of
+      `PipelineSchedule.kinds`.
+    * ``entry``, [..., stage]: when each stage enters the step; one number counts for all stages (default: 0).
+    * ``link``, [..., stage]: the time of one transfer between a stage and the next one, in either direction; one number
+      counts for all links (default: 0). With more than two stages, the last entry is for the link between the last
+      stage and the first, which interleaving uses.
+
+    Leading axes, such as draws and steps, are broadcast against each other. A missing time (NaN) makes every result
+    NaN that depends on it.
     """
 
     schedule: PipelineSchedule
-    """What is replayed."""
+    """The schedule that is replayed."""
     rendezvous: bool
-    """Which model of exchanges: whether a sender waits for its receiver."""
+    """True if a sender waits for its receiver: the rendezvous model of exchanges."""
     in_turn: bool
-    """Whether, where it does not, a receiver waits in every exchange."""
+    """True if only the receiver waits, in every exchange: the in-turn model."""
     _levels: tuple[tuple[int, int, npt.NDArray[np.intp]], ...]
-    """Of each level but the first: its rows in the table of nodes, [begin, end), and the rows that they wait for
-    ([any number, end - begin])."""
+    """For each level but the first: its rows in the table of nodes, [begin, end), and the rows that they wait for,
+    [any number, end - begin]."""
     _passes: npt.NDArray[np.intp]
     """The row of each pass, in the order of a flattened ``passes``."""
     _before: npt.NDArray[np.intp]
@@ -82,10 +87,11 @@ class Replay:
     def step_ms(
         self, passes: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
     ) -> Milliseconds:
-        """Returns how long each step takes, [...]: from 0, where ``entry`` counts from, to the end of the last pass.
+        """Returns how long each step takes, [...], in milliseconds: from 0, the zero of ``entry``, to the end of the
+        last pass.
 
         Raises:
-            ValueError: an array of another shape than the schedule has.
+            ValueError: An array has another shape than the schedule.
         """
         _, leading, tables = self._tables(passes, entry, link)
         longest = [table[self._last].max(axis=0) for table in tables]
@@ -94,22 +100,24 @@ class Replay:
     def ends(
         self, passes: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
     ) -> Milliseconds:
-        """Returns when each pass ends, like ``passes``. Raises ValueError as `step_ms` does."""
+        """Returns when each pass ends, in milliseconds and in the shape of ``passes``. Raises ValueError as `step_ms`
+        does."""
         shape, _, tables = self._tables(passes, entry, link)
         return np.concatenate([table[self._passes].T for table in tables]).reshape(shape)
 
     def starts(
         self, passes: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
     ) -> Milliseconds:
-        """Returns when each pass begins, like ``passes``. Raises ValueError as `step_ms` does."""
+        """Returns when each pass begins, in milliseconds and in the shape of ``passes``. Raises ValueError as `step_ms`
+        does."""
         shape, _, tables = self._tables(passes, entry, link)
         return np.concatenate([table[self._before].max(axis=0).T for table in tables]).reshape(shape)
 
     def _tables(
         self, passes: npt.ArrayLike, entry: npt.ArrayLike | None, link: npt.ArrayLike | None
     ) -> tuple[tuple[int, ...], tuple[int, ...], Iterator[Milliseconds]]:
-        """The shape of the passes of all steps, that of their leading axes, and the ends of all nodes,
-        [node, steps], some steps at a time."""
+        """Returns the shape of the passes of all steps, the shape of their leading axes, and the ends of all nodes,
+        [node, steps], a part of the steps at a time."""
         stages = (self.schedule.stages,)
         times = _checked("passes", passes, self.shape)
         entries = _checked("entry", 0.0 if entry is None else entry, stages)
@@ -117,7 +125,7 @@ class Replay:
         leading = np.broadcast_shapes(times.shape[:-4], entries.shape[:-1], links.shape[:-1])
 
         def steps(array: Milliseconds, shape: tuple[int, ...]) -> Milliseconds:
-            """[steps, one column for each value of a step]."""
+            """Returns the array as [steps, one column for each value of a step]."""
             return np.broadcast_to(array, (*leading, *shape)).reshape(-1, int(np.prod(shape)))
 
         columns = steps(times, self.shape), steps(entries, stages), steps(links, stages)
@@ -140,11 +148,11 @@ class Replay:
 
 @lru_cache(maxsize=64)
 def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False) -> Replay:
-    """Returns the replay of ``schedule``, with exchanges as a rendezvous, or buffered and received ``in_turn`` or not.
+    """Returns the replay of ``schedule``. Exchanges are a rendezvous, or buffered and received ``in_turn`` or not.
 
     Raises:
-        ValueError: a rendezvous in the interleaved schedule on 2 stages, where Megatron demands overlapped exchanges,
-            or in a schedule that splits the backward.
+        ValueError: ``rendezvous`` or ``in_turn`` is true for the interleaved schedule on 2 stages, where Megatron
+            demands overlapped exchanges, or for a schedule that splits the backward.
     """
     programmed = rendezvous or in_turn
     if programmed and schedule.name == "interleaved" and schedule.stages == 2:
@@ -154,7 +162,7 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
     nodes = _Nodes(schedule)
     edges = nodes.in_programs(held=rendezvous) if programmed else nodes.in_order()
     inputs, number = _neighbours(edges[1], edges[0], nodes.count)
-    inputs = np.where(inputs < nodes.count, inputs, inputs[:1])  # of a node with fewer the first one again
+    inputs = np.where(inputs < nodes.count, inputs, inputs[:1])  # a node with fewer inputs repeats its first one
     rows, levels = _levelled(number, _neighbours(*edges, nodes.count)[0])
     passes = nodes.passes.ravel()
     return Replay(
@@ -171,15 +179,15 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
 
 
 def rescheduled(own: Replay, chunks: int, microbatches: int, stages: int | None = None) -> Replay:
-    """Returns the replay with so many model chunks per stage and microbatches, and as many stages or so many, in the
-    schedule that Megatron then chooses. Raises ValueError where Megatron refuses it."""
+    """Returns the replay with this number of model chunks per stage, microbatches and stages (None: as many as in
+    ``own``), in the schedule that Megatron then chooses. Raises ValueError if Megatron refuses it."""
     schedule = own.schedule
     stages = stages or schedule.stages
     if (stages, chunks, microbatches) == (schedule.stages, schedule.chunks, schedule.microbatches):
         return own
     same = chunks == schedule.chunks
     as_deep = stages == schedule.stages
-    # Megatron-LM overlaps the exchanges of the interleaved schedule unless told otherwise.
+    # By default, Megatron-LM overlaps the exchanges of the interleaved schedule.
     checked = PipelineSchedule.checked(
         stages,
         chunks,
@@ -189,24 +197,24 @@ def rescheduled(own: Replay, chunks: int, microbatches: int, stages: int | None 
         forward_only=schedule.forward_only,
         combined=schedule.combined,
     )
-    # All of them by position: so the search asks for it, too, and finds the same one.
+    # All arguments by position, as the search passes them too, so that both share one entry of the cache.
     return compiled(checked, *((own.rendezvous, own.in_turn) if same else (chunks == 1, False)))
 
 
 _Places = npt.NDArray[np.intp]
 _Edges = tuple[_Places, _Places]
-"""A node, and one that waits for it."""
+"""Nodes, and for each of them a node that waits for it."""
 
 
 class _Nodes:
-    """Nodes in the making: first where each stage enters the step, then all passes, then transfers."""
+    """The nodes of a schedule while it is compiled: first the stages' entries, then all passes, then all transfers."""
 
     def __init__(self, schedule: PipelineSchedule) -> None:
         stages, kinds = schedule.stages, schedule.kinds
         self.schedule = schedule
         shape = stages, schedule.chunks, len(kinds), schedule.microbatches
         self.passes = stages + np.arange(prod(shape)).reshape(shape)
-        """[stage, chunk, kind, microbatch]: the node of each pass."""
+        """The node of each pass, [stage, chunk, kind, microbatch]."""
         self._kind = {kind: number for number, kind in enumerate(kinds)}
         made, needed, links = [_NONE], [_NONE], [_NONE]
         for stage, chunk, kind in np.ndindex(shape[:3]):
@@ -217,17 +225,18 @@ class _Nodes:
                 needed.append(self.passes[stage, chunk, kind])
                 links.append(np.full(schedule.microbatches, low if high == low + 1 else high))
         self._made, self._needed, self.links = map(np.concatenate, (made, needed, links))
-        """Of each transfer the pass that makes it, the pass that needs it, and its link."""
+        """For each transfer: the pass that makes its data, the pass that needs them, and the link that it takes."""
         self._orders = [turns(schedule, stage) for stage in range(stages)]
         self.last = np.array([self._node(stage, order[-1][-1]) for stage, order in enumerate(self._orders)])
-        """[stage]: the node of its last pass."""
+        """The node of the last pass of each stage, [stage]."""
         first = stages + self.passes.size
         self.transfers = first + np.arange(len(self.links))
         self.count = first + len(self.links)
 
     def in_order(self) -> _Edges:
-        """Turns of a stage wait for the turn before and for the inputs of their passes."""
-        begins, ends = np.arange(self.count), np.arange(self.count)  # of the turn that a pass is of
+        """Returns the edges of the buffered model: a turn of a stage waits for the turn before it, and for the inputs
+        of its passes."""
+        begins, ends = np.arange(self.count), np.arange(self.count)  # the first and last pass of each pass's turn
         sources, targets = [], []
         for stage, each in enumerate(self._orders):
             order = np.array([self._node(stage, which) for which in chain.from_iterable(each)])
@@ -242,8 +251,9 @@ class _Nodes:
         )
 
     def in_programs(self, *, held: bool) -> _Edges:
-        """Passes and exchanges of a stage each wait for what is before it; a transfer waits for that of its sender,
-        and, where that is ``held``, of its receiver."""
+        """Returns the edges of the models with exchanges. The passes and exchanges of a stage each wait for the one
+        before. A transfer waits for what precedes the exchange on its sender and, if senders are ``held``, on its
+        receiver too."""
         stages = self.schedule.stages
         transfer = dict(zip(self._needed.tolist(), self.transfers.tolist(), strict=True))
         edges: list[tuple[int, int]] = []
@@ -277,7 +287,8 @@ _NONE = np.empty(0, dtype=np.intp)
 
 
 def _neighbours(nodes: _Places, others: _Places, count: int) -> tuple[_Places, _Places]:
-    """[most, node]: the other ends of the edges of each of ``count`` nodes, then ``count``; and [node]: how many."""
+    """Returns the other ends of the edges of each of ``count`` nodes, [most, node], filled up with ``count``; and the
+    number of edges of each node, [node]."""
     order = np.argsort(nodes, kind="stable")
     number = np.bincount(nodes, minlength=count)
     table = np.full((number.max(), count), count)
@@ -286,8 +297,12 @@ def _neighbours(nodes: _Places, others: _Places, count: int) -> tuple[_Places, _
 
 
 def _levelled(inputs: _Places, users: _Places) -> tuple[_Places, list[tuple[int, _Places]]]:
-    """The row of each node in a table that is sorted by level; and of each level but the first its first row, and its
-    nodes. ``inputs`` [node]: how many it waits for; ``users`` as `_neighbours` has them."""
+    """Returns the row of each node in a table that is sorted by level; and for each level but the first, its first row
+    and its nodes.
+
+    ``inputs``, [node]: the number of nodes that a node waits for. ``users``: the nodes that wait for it, as
+    `_neighbours` returns them.
+    """
     count = len(inputs)
     missing, which = np.append(inputs, count), np.empty(count + 1, dtype=np.intp)
     levels = [np.flatnonzero(inputs == 0)]

@@ -1,4 +1,4 @@
-"""Replay one step of a pipeline schedule from plain times: `megaprof.simulate`."""
+"""Replays one step of a pipeline schedule from plain times: `megaprof.simulate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaprof.analysis.trace.passes import Pass
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
 Times = Sequence[Sequence[Any]]
-"""[stage][chunk], each entry a number of milliseconds or one number for each microbatch."""
+"""Milliseconds as [stage][chunk]; each entry is one number, or one number per microbatch."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Simulation:
     step_ms: float
     """Milliseconds from the start of the first pass to the end of the last pass, over all stages."""
     bubble_fraction: tuple[float, ...]
-    """For every stage: the fraction of the step in which it computes nothing, including exchanges; 0.0 if the step
-    takes no time."""
+    """The fraction of the step in which a stage computes nothing (exchanges included), by stage; 0.0 if the step takes
+    no time."""
     stage_ms: tuple[float, ...]
-    """For every stage: milliseconds in which it computes."""
+    """Milliseconds in which a stage computes, by stage."""
     schedule: PipelineSchedule
     """The schedule that was replayed."""
     _replay: Replay = field(repr=False, compare=False)
@@ -38,7 +38,7 @@ class Simulation:
 
     @cached_property
     def events(self) -> tuple[Pass[float], ...]:
-        """Every pass, by stage and in the order in which the stage runs them, with times since the start of the step.
+        """All passes, by stage and in the order in which a stage runs them, with times since the start of the step.
 
         Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward``, ``backward`` or ``weight``),
         ``start_ms`` and ``end_ms``.
@@ -116,7 +116,7 @@ def simulate(
 
 
 def played(replay: Replay, passes: Milliseconds, **around: npt.ArrayLike) -> Simulation:
-    """One step from what `Replay` takes: ``passes``, and ``entry`` and ``link`` in ``around``."""
+    """Returns one replayed step. ``passes``, and ``entry`` and ``link`` in ``around``, are as in `Replay`."""
     step = float(replay.step_ms(passes, **around))
     stage_ms = tuple(passes.sum(axis=(1, 2, 3)).tolist())
     bubbles = tuple(max(0.0, 1.0 - busy / step) if step else 0.0 for busy in stage_ms)
@@ -137,7 +137,7 @@ def _shape(label: str, times: Times) -> tuple[int, int]:
 
 
 def _durations(label: str, times: Times, microbatches: int) -> Milliseconds:
-    """[stage, chunk, microbatch]."""
+    """Returns the times as [stage, chunk, microbatch]. Raises ValueError if they are not usable."""
     durations: list[Any] = []
     for stage, row in enumerate(times):
         for chunk, entry in enumerate(row):
