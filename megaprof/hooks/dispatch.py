@@ -1,4 +1,4 @@
-"""The wrappers around functions of somebody else's: a call that may be recorded, and a range inside one."""
+"""The wrappers around functions of the host and of Megatron: a call that may be recorded, and a range inside one."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def stepped(
     facts_of: Callable[[tuple[Any, ...], dict[str, Any]], CallFacts],
     prepare: Callable[[RecordedCall], None],
 ) -> Callable[..., Any]:
-    """``original``, which runs all microbatches of a step, as a call that may be recorded.
+    """Wraps ``original``, which runs all microbatches of a step, so that its calls may be recorded.
 
-    ``facts_of(args, kwargs)`` says what the call is. ``prepare`` gets each call that is recorded before it starts, and
-    puts in what is replaced until it ends. A fault of ours is contained; an exception of ``original`` passes unchanged.
+    ``facts_of(args, kwargs)`` returns the facts of a call. ``prepare`` gets every recorded call before it starts, and
+    patches what stays replaced until the call ends. Our own faults are contained. An exception of ``original`` passes
+    unchanged.
     """
 
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,7 @@ def stepped(
                     prepare(call)
                     if call.timed:
                         call.tape.own = time.perf_counter_ns() - entered
-            except BaseException as fault:  # not `Contained`, which every step would pay for
+            except BaseException as fault:  # `Contained` would cost every step more
                 if not contained("looking at a step", dispatcher.drop, fault):
                     raise
             result = original(*args, **kwargs)
@@ -62,7 +63,7 @@ def stepped(
 
 
 def always(code: int) -> Code:
-    """The code of a function that is the same event every time."""
+    """Returns a ``code_of`` for a function whose calls are all the same event."""
     return lambda call, args, kwargs: code
 
 
@@ -74,13 +75,13 @@ def ranged(
     fast: tuple[Any, ...] | None = None,
     name_of: Callable[[RecordedCall], str] | None = None,
 ) -> Callable[..., Any]:
-    """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
+    """Wraps ``original``. While a call is recorded, it runs inside a range and in the timeline; else it just runs.
 
-    ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.formats.steps.codes`), once;
-    ``after(call, kwargs, result)`` returns what the caller gets. A fault of ours is contained; an exception of
-    ``original``, or of a signal handler of the host's, passes unchanged. ``fast``: the same for
-    `recorders.tape.Hook`, from the code on, for steps that are recorded while no window is open. ``name_of``: the
-    range's name, where it says more than the code.
+    ``code_of(call, args, kwargs)`` returns the code of the event (`megaprof.formats.steps.codes`), and is called once.
+    ``after(call, kwargs, result)`` returns what the caller gets. Our own faults are contained. An exception of
+    ``original``, or of one of the host's signal handlers, passes unchanged. ``fast``: the arguments of
+    `recorders.tape.Hook` from ``code`` on; that hook serves steps that are recorded while no window is open.
+    ``name_of`` returns the range's name, if it says more than the code.
     """
 
     def hooked(*args: Any, **kwargs: Any) -> Any:

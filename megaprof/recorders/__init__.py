@@ -1,4 +1,4 @@
-"""Recorders: what runs while a window is open. One small protocol, and the registry of ``--profile-tool``."""
+"""The protocol of recorders, which run while a window is open, and the registry of ``--profile-tool``."""
 
 from __future__ import annotations
 
@@ -21,67 +21,69 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Window:
-    """What a recorder is asked to record: the identity of the artifact that it will write."""
+    """The window that a recorder records. It identifies the artifact that the recorder writes."""
 
     target: str
     """What is captured: ``train_actor``, ``train_log_probs``, ``evaluate``, ``train_overall`` or ``annotated``."""
     role: str | None
-    """Whose work it is (actor, ref, critic, ...), where that was said."""
+    """The role that the work belongs to (actor, ref, critic, ...); None if the host names no role."""
     step: int
     """The number of its first step."""
     coords: RankCoords
-    """Of this rank."""
+    """The coordinates of this rank."""
     last: int | None = None
-    """The number of its last step, once it closes; None: that of its first."""
+    """The number of its last step, known when it closes. None: the same as its first step."""
     asked: int | None = None
-    """The step that was asked for, where another window was open in it and this one is captured instead; else None."""
+    """The step that was asked for, if this one is captured instead because another window was open then; else None."""
     repeat: int = 1
-    """The how-manieth window it is with these names, from 1 on: a finished file is never replaced."""
+    """Counts the windows with the same names, from 1 on. It keeps a finished file from being replaced."""
 
     @property
     def stem(self) -> str:
-        """What the names of its files begin with, up to the dot before the suffix."""
+        """The beginning of its file names, up to the dot before the suffix."""
         return self.path("", ".").name
 
     def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
-        """Returns where the file of this window with ``suffix`` goes. Nothing is created."""
+        """Returns the path of this window's file with ``suffix``. Creates nothing."""
         return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
 
 
 class Recorder(Protocol):
-    """Records one window at a time on the training thread. May raise: the session contains it.
+    """Records one window at a time, on the training thread. Its methods may raise: the session contains the fault.
 
-    One that takes its time to start may have a method ``prepare()``, too: the call that ends is probably followed at
-    once by one that is captured. ``start`` or ``discard`` comes next.
+    A recorder that is slow to start may also have a method ``prepare()``. It is called at the end of a call when the
+    next call will probably be captured. ``start`` or ``discard`` follows it.
     """
 
     def start(self, window: Window) -> None:
-        """Begin recording. Called right before the first step of the window."""
+        """Begins recording. Called right before the first step of the window."""
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
-        """End recording and hand the artifact to the writer; ``metadata`` is plain data for inside the artifact. The
-        device is idle, unless it did not become so in time; do not wait for it."""
+        """Ends recording and hands the artifact to the writer. ``metadata`` is plain data that goes into the artifact.
+
+        The session has already waited for the device, up to a limit. Do not wait for it again, even if it is still
+        busy."""
 
     def discard(self) -> None:
-        """End recording and keep nothing. A no-op when nothing records and nothing is prepared."""
+        """Ends recording and keeps nothing. A no-op when nothing is being recorded or prepared."""
 
 
 RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]
-"""Makes the recorder of one session. Raises ValueError for a tool that cannot run in this process, before the first
-step; whatever else somebody's own raises becomes one. A recorder hands finished files over with
+"""Makes the recorder of one session, before the first step. Raises ValueError if the tool cannot run in this process.
+Any other exception of a registered factory is turned into a ValueError. A recorder hands over finished files with
 ``writer.submit(Artifact(raw, final))``."""
 
 
 def register_recorder(name: str, factory: RecorderFactory) -> None:
-    """Make ``factory`` available in this process as ``--profile-tool NAME``. Call it before the configuration is built.
+    """Makes ``factory`` available in this process as ``--profile-tool NAME``. Call it before building a configuration.
 
-    Raises ValueError for a name that is not one lower-case word, or that stands for another factory already.
+    Raises ValueError if the name is not one lower-case word, or already stands for another factory.
     """
     tools.register(name, factory)
 
 
 def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:
-    """The recorders of windows in ``config.tool``. Raises ValueError when one of them cannot run in this process."""
+    """Makes the recorders of windows in ``config.tool``. Raises ValueError if one cannot run in this process."""
     windowed = (name for name in tools.known_tools() if name in config.tool and name != tools.TIMELINE)
     return tuple(_recorder(name, config, writer) for name in windowed)
 

@@ -1,4 +1,4 @@
-"""One call of ``forward_backward_func``: what its arguments say, and which backward belongs to which forward."""
+"""One call of ``forward_backward_func``: the facts in its arguments, and its state while it is recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megaprof.formats.metadata import WithoutRange
 
 
 class CallFacts(NamedTuple):
-    """What the arguments of one ``forward_backward_func`` call say about it."""
+    """The facts that the arguments of one ``forward_backward_func`` call state."""
 
     schedule: str | None
     """``no_pipelining``, ``1f1b`` or ``interleaved``; None: no schedule ran."""
@@ -20,15 +20,15 @@ class CallFacts(NamedTuple):
     evaluation: bool
     """True for a forward-only call that evaluates the model."""
     microbatches: int | None
-    """How many there are; None: not given as a number."""
+    """The number of microbatches; None: not given as a number."""
     seq_length: int | None
-    """Tokens of a sequence; None: not given as a number."""
+    """The tokens in a sequence; None: not given as a number."""
     micro_batch_size: int | None
-    """Sequences of a microbatch; None: not given as a number."""
+    """The sequences in a microbatch; None: not given as a number."""
     chunks: tuple[Any, ...]
     """The model chunks of this rank, in the order of the call."""
     training: bool = False
-    """True for a forward-only call that is a training step all the same: of a model whose layers are all frozen."""
+    """True for a forward-only call that is still a training step, because all layers of the model are frozen."""
     graph: str | None = None
     """``capture`` or ``replay`` when the step is a full-iteration CUDA graph."""
 
@@ -45,26 +45,26 @@ class RecordedCall:
     """A recorded call while it runs."""
 
     facts: CallFacts
-    """What its arguments say."""
+    """The facts in its arguments."""
     tape: Any
-    """Matches backwards to forwards, and takes the events of the timeline: a `recorders.tape.Tape`."""
+    """The `recorders.tape.Tape` that matches backwards to forwards and takes the events of the timeline."""
     timed: bool = False
     """True: the call is in the timeline; its tape is a `recorders.timeline.step.RecordedStep`."""
     ranged: bool = False
-    """True: a window is open that wants ranges of what the schedule calls."""
+    """True: an open window wants ranges around the functions that the schedule calls."""
     outermost: ExitStack | None = None
     """Closes the ranges around the whole call; None without a window."""
     forwards: int = 0
-    """How many forwards have begun, while a window is open."""
+    """The number of forwards that have begun, counted while a window is open."""
     backwards: int = 0
-    """How many backwards have begun."""
+    """The number of backwards that have begun."""
     backward: int = 0
-    """The part of a code that says of which microbatch and chunk the last backward is; 0: not known."""
+    """The microbatch and chunk of the last backward, as the position part of a code; 0: not known."""
     experts: list[Any] = field(default_factory=list)
-    """Tokens that each local expert got, of every pass through a MoE layer, while a window is open: small tensors."""
+    """The tokens that each local expert got: one small tensor per pass through a MoE layer while a window is open."""
     without: tuple[WithoutRange, ...] = ()
-    """Modules that were to have ranges and have none; known when the call is over."""
+    """The modules that should have had ranges but got none. Known when the call is over."""
 
 
-#: Stands for the call of a window in which no schedule ran.
+#: Stands in for the call in a window in which no schedule ran.
 NO_CALL = CallFacts(None, False, False, None, None, None, ())

@@ -1,6 +1,7 @@
-"""Python's garbage collections: one of the oldest objects stops the host for up to a second.
+"""Times Python's garbage collections. A collection of the oldest objects stops the host for up to a second.
 
-torch 2.13 records them itself (``record_python_gc_info``), but only with stacks, which cost more than all else.
+torch 2.13 records collections itself (``record_python_gc_info``), but only with stacks, which cost more than everything
+else together.
 """
 
 from __future__ import annotations
@@ -11,50 +12,50 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-#: The generation whose collections take long.
+#: The generation whose collections take a long time.
 _OLDEST = 2
-#: So many are kept; the oldest go.
+#: The most collections that are kept. The oldest are dropped.
 _MOST = 10_000
 
 
 class Collection(NamedTuple):
-    """One that has ended."""
+    """A garbage collection that has ended."""
 
     start: int
     """Nanoseconds since the epoch."""
     end: int
     """Nanoseconds since the epoch."""
     thread: int
-    """The system's number of the thread on which Python ran it; all others waited."""
+    """The system's number of the thread on which Python ran it. All other threads waited."""
 
 
 class Collections:
-    """Keeps the times of collections of the oldest generation, on whatever thread Python runs them."""
+    """Keeps the times of collections of the oldest generation, whichever thread Python runs them on."""
 
     def __init__(self) -> None:
         self.found: deque[Collection] = deque(maxlen=_MOST)
         self._began = 0
 
     def start(self) -> None:
-        """Begin anew."""
+        """Forgets earlier collections and begins to record."""
         self.found.clear()
         if self._told not in gc.callbacks:
             gc.callbacks.append(self._told)
 
     def stop(self) -> None:
-        """Keep no more. Can be run twice."""
+        """Stops recording. Can be run twice."""
         if self._told in gc.callbacks:
             gc.callbacks.remove(self._told)
 
     def until(self, moment: int) -> list[Collection]:
-        """Takes out those that began before ``moment``, in nanoseconds since the epoch."""
+        """Removes and returns the collections that began before ``moment``, in nanoseconds since the epoch."""
         taken = []
         while self.found and self.found[0].start < moment:
             taken.append(self.found.popleft())
         return taken
 
     def _told(self, phase: str, info: dict[str, Any]) -> None:
-        """Python calls it around every collection, and prints what it raises."""
+        """Notes a collection. Python calls this before and after every collection, and prints what it raises."""
         if info["generation"] < _OLDEST:
             return
         now = time.time_ns()

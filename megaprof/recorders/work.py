@@ -1,7 +1,8 @@
-"""What the models of a call were given, read as lengths: behind the step, and never while a device would be waited for.
+"""Reads the lengths of the sequences that the models of a call were given. It reads after the step, and never waits
+for a device.
 
-What the training thread keeps (`recorders.tape.PythonTape.given`) is a reference to a few numbers. On a device they are
-copied by their reader, when the step that they are of has been finished there.
+The training thread keeps only references to a few numbers (`recorders.tape.PythonTape.given`). If they are on a device,
+the reader copies them once the device has finished the step that they belong to.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.work import MASK, PACKED, SHAPES, Work
 
-#: Of a microbatch whose positions tell where sequences begin: with more of them nothing is known, so that what is kept
-#: of it is small.
+#: The most sequences that are read from the positions of a microbatch. If there are more, its lengths count as unknown,
+#: so that little is kept of it.
 MOST_SEQUENCES = 1024
-#: Gets a tensor of a device, returns its numbers.
+#: Takes a tensor on a device, and returns its numbers.
 Fetch = Callable[[Any], list[Any]]
 
 
 def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None) -> dict[int, Work]:
-    """The work of each microbatch of which something is known; of several chunks, as the first one saw it.
+    """Returns the work of every microbatch whose work is known. With several chunks, the first one that saw it counts.
 
-    ``context``: over how many ranks a sequence is divided, which a model's shapes are without. ``fetch``: None where
-    the device cannot be asked.
+    ``context``: the number of ranks over which a sequence is divided. The shapes that a model sees cover only one
+    rank's part. ``fetch``: None if the device cannot be asked.
     """
     found: dict[int, Work] = {}
     for position, *told in given:
@@ -43,8 +44,8 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
 
 
 def _of_shape(shape: Sequence[int], context: int) -> Work | None:
-    """Returns the lengths of an input ``[sequences, length]``: each attends to all of itself, whatever a mask then
-    takes away."""
+    """Returns the lengths of an input ``[sequences, length]``. Every sequence counts in full, even if a mask later
+    removes some of it."""
     if len(shape) != 2 or not all(shape):
         return None
     count, length = int(shape[0]), int(shape[1]) * context
@@ -52,8 +53,8 @@ def _of_shape(shape: Sequence[int], context: int) -> Work | None:
 
 
 def _packed(boundaries: Any, padded: Any, version: int | None, fetch: Fetch | None) -> Work | None:
-    """Returns the lengths by ``cu_seqlens``: where sequences begin, and where the last one ends; ``padded``: the
-    same with padding."""
+    """Returns the lengths from ``cu_seqlens``: the places where sequences begin, and where the last one ends.
+    ``padded``: the same boundaries with padding."""
     if version is not None and boundaries._version != version:
         return None  # it has been written to
     ends = _numbers(boundaries, fetch)
@@ -64,8 +65,8 @@ def _packed(boundaries: Any, padded: Any, version: int | None, fetch: Fetch | No
 
 
 def _told(source: str, told: Any, tokens: int, fetch: Fetch | None) -> Work | None:
-    """Returns the lengths by a mask, or of the places where positions begin anew, in order and filled up with
-    ``tokens``."""
+    """Returns the lengths from a mask, or from the places where positions start again. Those places are in order, and
+    the list is filled up with ``tokens``."""
     numbers = _numbers(told, fetch)
     if numbers is None:
         return None
@@ -80,7 +81,8 @@ def _told(source: str, told: Any, tokens: int, fetch: Fetch | None) -> Work | No
 
 
 def _between(ends: Sequence[int]) -> tuple[int, ...] | None:
-    """The lengths between boundaries; empty sequences fill a host's list up. None: they are no boundaries."""
+    """Returns the lengths between boundaries. Leaves out empty sequences, with which a host fills up its list. None if
+    the numbers cannot be boundaries."""
     lengths = [after - before for before, after in itertools.pairwise(ends)]
     if not lengths or min(lengths) < 0 or max(lengths) == 0:
         return None
