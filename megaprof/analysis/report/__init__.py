@@ -1,1 +1,1 @@
-"""The report as data, and for people: terminal, HTML, diff."""
+"""The report as data and for people: on a terminal, as HTML, and as a diff."""

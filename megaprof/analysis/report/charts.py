@@ -1,4 +1,4 @@
-"""What the HTML report draws: lengths in percent of a chart's width, and what stands beside them."""
+"""The charts of the HTML report, as data: lengths in percent of the chart's width, and the numbers beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 
-#: Units of a curve's drawing.
+#: Width and height of the drawing of a curve, in its own units.
 WIDTH, HEIGHT = 960, 120
 
 
@@ -26,53 +26,54 @@ class Piece:
     """A part of a bar."""
 
     kind: str
-    """What it shows, which is also its class in the style sheet."""
+    """Kind of time that the piece shows; also its class in the style sheet."""
     width: float
     """Percent of the longest bar."""
     hint: str
-    """What a pointer on it is told."""
+    """Text that appears when a pointer is on the piece."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Where the time of a step goes on one stage."""
+    """The bar of one stage: where the time of a step goes."""
 
     stage: Stage
-    """The stage."""
+    """Stage that the bar shows."""
     pieces: tuple[Piece, ...]
-    """From left to right."""
+    """Pieces from left to right."""
     numbers: tuple[float | None, ...]
     """Milliseconds for the columns of `Bars`."""
     most: bool
-    """Whether the verdict is about it."""
+    """True if the verdict is about this stage."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for every stage, and for slow ranks."""
+    """The bars of all stages and of slow ranks."""
 
     columns: tuple[str, ...]
-    """What the numbers beside a bar are."""
+    """Headings of the numbers beside a bar."""
     kinds: tuple[tuple[str, str], ...]
-    """Kinds of pieces, and their names."""
+    """Kinds of pieces, each with its name."""
     rows: tuple[Bar, ...]
-    """By pipeline rank."""
+    """Bars by pipeline rank."""
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """Microbatches by how long their sequences are and what they take."""
+    """A scatter plot of microbatches: the lengths of their sequences, and the time they take."""
 
     dots: tuple[tuple[float, float, float], ...]
-    """Of each where it is from the left, and from the top: as measured, and as its lengths say."""
+    """One entry per microbatch: distance from the left, distance from the top as measured, and distance from the top as
+    the lengths predict."""
     widest: float
-    """The sum of squares at the right end."""
+    """Sum of squared lengths at the right end."""
     longest: float
-    """Milliseconds at the top."""
+    """Longest time in milliseconds; it is drawn near the top."""
 
 
 def scatter(found: Lengths) -> Scatter:
-    """In units of a curve's drawing."""
+    """Returns the scatter plot of ``found``, in the units of `WIDTH` and `HEIGHT`."""
     widest = max(squares for squares, _, _ in found.drawn)
     longest = max(max(measured, by_work) for _, measured, by_work in found.drawn)
 
@@ -84,7 +85,7 @@ def scatter(found: Lengths) -> Scatter:
 
 
 def bars(target: TargetReport) -> Bars | None:
-    """None where no stage computed anything."""
+    """Returns the bars of a target; None if no stage computed anything."""
     measured, stages = target.measured, target.shown
     parts = [_parts(stage) for stage in stages]
     longest = max([sum(row.values()) for row in parts] + [mean_of(measured.step_time_ms) or 0.0], default=0.0)
@@ -109,12 +110,12 @@ def bars(target: TargetReport) -> Bars | None:
     return Bars(columns, (("compute", "compute"), *named, ("bubble", "bubble")), tuple(rows))
 
 
-#: What a stage does beside computing and waiting for others, and its name.
+#: What a stage does besides computing and waiting for other stages, with names.
 _BESIDE = {**{group: f"exposed {group}" for group in GROUPS}, "gradients": "gradients", "host": "waiting for the host"}
 
 
 def _spreads(stage: Stage) -> dict[str, Spread | None]:
-    """The parts of a step, which add up to it."""
+    """Returns the parts of a step on a stage. They add up to the step."""
     beside = {**stage.exposed_ms, "gradients": stage.gradients_ms, "host": stage.host_bound_ms}
     return {"compute": stage.compute_ms, **{kind: beside[kind] for kind in _BESIDE}, "bubble": stage.bubble_ms}
 
@@ -131,32 +132,32 @@ def _hint(stage: Stage, kind: str, ms: float) -> str:
 
 @dataclass(frozen=True)
 class Whisker:
-    """How far the microbatches of one kind of pass lie apart."""
+    """The spread of the microbatches of one kind of pass."""
 
     kind: str
     """``forward`` or ``backward``."""
     spread: Spread
-    """Milliseconds of one microbatch."""
+    """Times of one microbatch in milliseconds."""
     low: float
-    """Where the quickest one is, in percent of the longest of all."""
+    """Time of the quickest microbatch, in percent of the longest one of all stages."""
     middle: float
-    """The same of the median."""
+    """Median, in the same percent."""
     reach: float
-    """From the quickest to the slowest one."""
+    """Distance from the quickest to the slowest microbatch, in the same percent."""
 
 
 @dataclass(frozen=True)
 class Whiskers:
-    """A row for every stage."""
+    """The whiskers of all stages, a row for each."""
 
     longest: float
     """Milliseconds at the end of the axis."""
     rows: tuple[tuple[Stage, tuple[Whisker | None, ...]], ...]
-    """A stage, and a whisker for every kind of pass."""
+    """One entry per stage: the stage, and a whisker for every kind of pass; None if it was not timed."""
 
 
 def whiskers(measured: TargetStages) -> Whiskers | None:
-    """None where no microbatch was timed."""
+    """Returns the whiskers of a target; None if no microbatch was timed."""
     kinds = measured.passes
     spreads = [[getattr(stage, f"{kind}_per_microbatch_ms") for kind in kinds] for stage in measured.shown]
     longest = max((spread.max for row in spreads for spread in row if spread), default=0.0)
@@ -180,17 +181,17 @@ class StepBar:
     kind: str
     """``before``, ``after``, or ``best`` for what is recommended."""
     what: str
-    """In words."""
+    """The step in words."""
     ms: float
     """Milliseconds of the step."""
     width: float
-    """The same in percent of the longest row."""
+    """Length of the row in percent of the longest one."""
     prediction: Prediction | None
-    """What was predicted; None for a step as it is."""
+    """The prediction; None for a step as it is."""
 
 
 def changes(found: WhatIf) -> list[StepBar]:
-    """The measured step, its replay, and the predictions; none where nothing was replayed."""
+    """Returns the measured step, its replay, and the predictions worth showing; empty without a replay."""
     if found.measured_ms is None or found.replay_ms is None or found.replay_error is None:
         return []
     off = f"off by {percent(found.replay_ms / found.measured_ms - 1.0, sign=True)}"
@@ -206,18 +207,19 @@ def changes(found: WhatIf) -> list[StepBar]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Step time over the run."""
+    """A curve of the step time over the run."""
 
     lines: tuple[str, ...]
-    """Points of each stretch without a gap, as SVG wants them."""
+    """Points of each stretch without a gap, in the syntax of SVG."""
     marks: tuple[tuple[int, float], ...]
-    """Steps from which on something is slow, and where they are."""
+    """Steps from which on something is slow, each with its distance from the left."""
     top: float
-    """Milliseconds at the upper end."""
+    """Milliseconds at the upper end of the axis."""
 
 
 def curve(fleet: Fleet, causes: Iterable[Cause]) -> Curve | None:
-    """None with fewer than two points."""
+    """Returns the step time over the run, with a mark where something became slow; None if fewer than two points are
+    known."""
     known = [ms for ms in fleet.times.step_ms if ms is not None]
     if len(known) < 2 or max(known) <= 0:
         return None

@@ -1,11 +1,12 @@
-"""Compares two captures, stage by stage: what changed, and whether by more than it varies anyway.
+"""Compares two captures, stage by stage: what changed, and whether it changed by more than it usually varies.
 
 A change is *beyond the spread* when the means differ by more than `NOISE` standard errors of their difference (Welch).
-The samples are steps; where fewer than `FEWEST` were captured, they are microbatches, for what is known of each
-(forward, backward, and compute as their sum). Where neither is enough, that stays open: None.
+The samples are steps. If fewer than `FEWEST` steps were captured, the samples are microbatches, for the quantities that
+are known per microbatch (forward, backward, and compute as their sum). If both are too few, the answer is None.
 
-Where the second capture ran a layout that the first one's what-if predicted, the change of the step is divided: what
-the layout was to change, what the machine did meanwhile, and what is left, which is the error of the prediction.
+If the second capture ran a layout that the what-if of the first one predicted, the change of the step has three parts:
+the change that the prediction expected from the layout, the change of the machine in between, and the rest, which is
+the error of the prediction.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megaprof.formats.faults import Unanswerable
 
 NOISE = 2.0
 FEWEST = 3
-#: Causes that another machine, or its load, would not have. No layout mends them.
+#: Causes that come from the machine or its load. Another machine might not have them; no layout fixes them.
 _OF_MACHINE = frozenset(
     (
         "processor_wait",
@@ -50,7 +51,7 @@ class NothingToCompare(Unanswerable):
 
 
 def compare(before: Document, after: Document) -> Diff:
-    """Compare two reports. Raises NothingToCompare."""
+    """Compares two reports. Raises NothingToCompare."""
     old, new = _by_key(before), _by_key(after)
     common = [key for key in old if key in new]
     if not common:
@@ -69,7 +70,7 @@ def _side(report: Document, unpaired: Iterable[_Key]) -> Side:
 def _by_key(report: Document) -> dict[_Key, TargetReport]:
     found: dict[_Key, TargetReport] = {}
     for target in report.targets:
-        found.setdefault(target.key, target)  # of several sizes the first
+        found.setdefault(target.key, target)  # if there are several sizes, the first ones
     return found
 
 
@@ -114,7 +115,7 @@ def _layer(before: TargetReport, after: TargetReport) -> Difference | None:
 
 
 def _of_a_layer(target: TargetReport) -> float | None:
-    """Milliseconds, of all kinds of layers on average; None where nothing was fitted."""
+    """Returns the milliseconds of a layer, averaged over all kinds of layers; None if no costs were fitted."""
     fitted = target.what_if.costs
     if fitted is None or not fitted.kinds:
         return None
@@ -123,11 +124,12 @@ def _of_a_layer(target: TargetReport) -> float | None:
 
 
 def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
-    """Both steps are without what closing other windows added to them, as predictions are."""
+    """Returns what the first capture predicted for the layout of the second one, and how well; None if there is no such
+    prediction. Both steps are taken without the time that closing other windows added, as in predictions."""
     pieces, old, new = layout_of(after.measured), before.diagnosis, after.diagnosis
     if pieces is None or pieces == layout_of(before.measured) or old is None or new is None:
         return None
-    if not old.step_ms or not new.step_ms:  # a report of which only the JSON is left may have none
+    if not old.step_ms or not new.step_ms:  # a report that was read from JSON may have none
         return None
     layout = format_layout(pieces)
     for each in before.what_if.candidates:
@@ -155,8 +157,12 @@ def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -
 def _expected(
     each: Prediction, old: Diagnosis, new: Diagnosis, layer: Difference | None
 ) -> tuple[float | None, float | None]:
-    """What a prediction comes to on another machine, in milliseconds, and by how much that may be off. A prediction
-    keeps what disturbs the step as it was; the rest of it takes as many times as long as a layer does."""
+    """Returns what a prediction amounts to on another machine, in milliseconds, and how far that may be off.
+
+    A prediction leaves the disturbances of the step as they were, so they are replaced by those of the new machine. The
+    rest of the step is scaled by the factor by which an undisturbed layer became slower. Both values are None if that
+    factor is not known.
+    """
     if layer is None or not layer.before or not layer.after:
         return None, None
     slower = layer.after / layer.before
@@ -168,13 +174,14 @@ def _expected(
 
 
 def _disturbed(found: Diagnosis) -> tuple[float, float]:
-    """Milliseconds of a step that go to what comes from the machine, and half of their interval."""
+    """Returns the milliseconds of a step that are lost to causes from the machine, and half of their interval."""
     prices = [cause.price for cause in found.causes if cause.kind in _OF_MACHINE]
     return sum(each.ms for each in prices) + found.rest_ms, math.hypot(*((p.high - p.low) / 2 for p in prices))
 
 
 def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> StageDiff:
-    """``alike``: steps of equally many microbatches, so that a change of these is one of the step."""
+    """Compares one stage. ``alike``: both captures have equally many microbatches per step, so a change of the
+    microbatches is a change of the step."""
     return StageDiff(
         pp=pp,
         layers_before=_layers(before),
@@ -196,7 +203,7 @@ def _layers(stage: Stage | None) -> str | None:
 
 
 def _difference(before: Spread | None, after: Spread | None, old: list[Spread], new: list[Spread]) -> Difference:
-    """``old`` and ``new`` are the samples of microbatches, to fall back on."""
+    """Compares one quantity. ``old`` and ``new``: the samples of microbatches, used if there are too few steps."""
     if before is None or after is None:
         return Difference(before.mean if before else None, after.mean if after else None, None, None)
     fraction = after.mean / before.mean - 1 if before.mean else None
@@ -207,11 +214,11 @@ def _difference(before: Spread | None, after: Spread | None, old: list[Spread], 
 
 
 def _beyond(before: list[Spread], after: list[Spread]) -> bool | None:
-    """Whether two sums of independent means differ; None with too few samples of one of them."""
+    """Returns whether two sums of independent means differ; None if one of the means has too few samples."""
     if any(spread.count < FEWEST for spread in (*before, *after)):
         return None
     difference = sum(s.mean for s in after) - sum(s.mean for s in before)
-    # `stdev` is that of the samples themselves, so n - 1 gives the unbiased error of their mean.
+    # `stdev` is of the samples themselves (divided by n), so dividing by n - 1 gives the unbiased error of the mean.
     error = math.sqrt(sum(s.stdev**2 / (s.count - 1) for s in (*before, *after)))
     return abs(difference) > NOISE * error
 

@@ -34,7 +34,7 @@ class StageDiff:
     layers_before: str | None
     """Layers in the first capture, in words (``emb+6``); None if only the second capture has the stage."""
     layers_after: str | None
-    """Layers in the second capture, likewise."""
+    """Layers in the second capture, in words; None if only the first capture has the stage."""
     changes: dict[str, Difference]
     """Differences by quantity: `QUANTITIES`."""
 
@@ -50,32 +50,33 @@ class Kept:
     predicted_ms: float
     """Predicted step in milliseconds, on the machine as it was in the first capture."""
     expected_ms: float | None
-    """The same on the machine as it was in the second capture: with layers as fast and disturbances as large as there.
-    None if a capture does not show the cost of an undisturbed layer."""
+    """Predicted step in milliseconds, on the machine as it was in the second capture: with layers as fast and
+    disturbances as large as they were there. None if a capture does not show the cost of an undisturbed layer."""
     uncertain_ms: float | None
-    """Uncertainty of that: half of its 90 % interval."""
+    """Uncertainty of ``expected_ms`` in milliseconds: half of its 90 % interval. None if ``expected_ms`` is None."""
     measured_ms: float
-    """Measured step in milliseconds, like predictions without what closing other windows added."""
+    """Measured step of the second capture in milliseconds. As in predictions, the time that closing other windows added
+    is left out."""
     before_ms: float
-    """The same for the first capture."""
+    """Measured step of the first capture in milliseconds, without that time as well."""
     predicted: float
     """Predicted speedup."""
     low: float
-    """Lower end of its 90 % interval."""
+    """Lower end of the 90 % interval of the predicted speedup."""
     high: float
-    """Upper end of its 90 % interval."""
+    """Upper end of the 90 % interval of the predicted speedup."""
     measured: float
-    """Step before / step after, whatever changed it."""
+    """Measured speedup: ``before_ms`` / ``measured_ms``, whatever caused it."""
     error: float | None
-    """``expected_ms`` / ``measured_ms`` - 1."""
+    """Error of the prediction: ``expected_ms`` / ``measured_ms`` - 1. None if ``expected_ms`` is None."""
     inside: bool | None
-    """True if ``measured_ms`` is within ``uncertain_ms`` of ``expected_ms``. None if the predicted interval reaches
-    from slower to faster, or if the change of the machine is less certain than the prediction."""
+    """True if ``measured_ms`` is within ``uncertain_ms`` of ``expected_ms``. None if the predicted interval
+    includes both slower and faster, or if the uncertainty is larger than the predicted change of the step."""
 
 
 @dataclass(frozen=True)
 class TargetSide:
-    """Notes on a target in one capture, besides its times."""
+    """Notes on a target in one capture, apart from its times."""
 
     verdict: str
     """What costs the most, in a few words."""
@@ -88,7 +89,7 @@ class TargetSide:
     step_time_basis: Basis
     """How a step is measured."""
     basis: str | None
-    """Which steps the causes and predictions are about, if not those of the tables; a clause."""
+    """A clause that says which steps the causes and predictions are about; None if they are the steps of the tables."""
     withheld: Note | None
     """Why no cause is named; None if causes are looked for."""
     warnings: tuple[Note, ...]
@@ -112,14 +113,14 @@ class TargetDiff:
     stages: tuple[StageDiff, ...]
     """Stages, by pipeline rank."""
     layer: Difference | None
-    """Undisturbed forward and backward of a microbatch in a decoder layer. No layout changes it, only another machine,
-    load or setting. None if a capture does not show it."""
+    """Undisturbed forward and backward of a microbatch in a decoder layer. A layout does not change it; only another
+    machine, load or setting does. None if a capture does not show it."""
     prediction: Kept | None
     """What the first capture predicted for the second one's layout; None if it predicted nothing."""
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """Those of `QUANTITIES` that a stage has: a forward-only target has no backward."""
+        """Returns the `QUANTITIES` that at least one stage has: a forward-only target has no backward."""
         had = {name for stage in self.stages for name, each in stage.changes.items() if each.before or each.after}
         return tuple(name for name in QUANTITIES if name in had)
 

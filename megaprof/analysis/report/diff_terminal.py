@@ -1,4 +1,4 @@
-"""Two captures side by side on a terminal."""
+"""Prints two captures side by side on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARKS = {True: "*", False: "~", None: "?"}
 
 
 def show_diff(diff: Diff, console: Console) -> None:
-    """Print a table for every target that both captures have."""
+    """Prints a table for every target that both captures have."""
     for target in diff.targets:
         _show_target(target, console)
     show_warnings(console, sentences.warnings(diff))

@@ -1,7 +1,7 @@
-"""The report as data: what the terminal, HTML, JSON and `diff` all take. The JSON is these classes, field by field.
+"""The report as data, which the terminal, HTML, JSON and `diff` all use. The JSON is these classes, field by field.
 
-Times are milliseconds, per step and averaged over the captured steps. A number that the traces do not allow is None,
-and a warning says why.
+Times are milliseconds per step, averaged over the captured steps. A number that the traces cannot give is None, and a
+warning says why.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megaprof.version import __version__
 
 
 def plain_number(value: Any) -> Any:
-    """Returns a number of numpy's as one of Python's, for msgspec. Raises NotImplementedError for anything else."""
+    """Returns a numpy number as a Python number, for msgspec. Raises NotImplementedError for anything else."""
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"a report holds {type(value).__name__}")
 
 
 class NotAReport(ValueError):
-    """A document is not a report of megaprof's; the message says what is wrong with it."""
+    """A document is not a report by megaprof; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class TargetReport(TargetStages):
     diagnosis: Diagnosis | None
     """Why time is lost, the most expensive cause first; None if ``withheld`` says why not."""
     withheld: Note | None
-    """Why there is no diagnosis."""
+    """Why there is no diagnosis; None if there is one."""
     slowest_stage: int | None
-    """Stage that costs the most time by what it holds or computes; None if no stage does."""
+    """Stage that costs the most time because of what it holds or computes; None if no stage costs time that way."""
     captured: bool
     """True if the diagnosis is about the captured steps, False if it is about timelines."""
     what_if: WhatIf
@@ -62,11 +62,11 @@ class TargetReport(TargetStages):
     findings: tuple[sentences.Finding, ...]
     """The verdict in sentences, the most expensive cause first."""
     advice: sentences.Finding | None
-    """What to change to, or why to change nothing, in a sentence; None if nothing was predicted."""
+    """A sentence that says which layout to change to, or why to change nothing; None if nothing was predicted."""
     capture: sentences.Finding | None
-    """How to capture enough steps to settle what is open; None if more steps would not help."""
+    """How to capture enough steps to answer the open questions; None if more steps would not help."""
     ends: tuple[sentences.Finding, ...]
-    """Where the run stood still, and which ranks' data end early, in sentences; empty without timelines."""
+    """In which steps the run stood still, and which ranks' data end early, in sentences; empty without timelines."""
     changes: tuple[sentences.Finding, ...]
     """What became slower during the run, and since when, in sentences; empty without timelines."""
     notes: tuple[str, ...]
@@ -84,7 +84,7 @@ class TargetReport(TargetStages):
         fleet: Fleet | None = None,
         captured: bool = True,
     ) -> TargetReport:
-        """Returns the report on a target, with the sentences that its data come to. ``job``: the directory that its
+        """Returns the report on a target, with the sentences that follow from its data. ``job``: the directory that the
         job writes to."""
         named = diagnosis.causes if diagnosis is not None else ()
         measured = replace(measured, warnings=told(measured.warnings), unjudgeable=said(measured.unjudgeable))
@@ -111,21 +111,21 @@ class TargetReport(TargetStages):
 
     @property
     def key(self) -> tuple[str, str | None]:
-        """Target and role."""
+        """Returns the target and the role."""
         return self.target, self.role
 
     @property
     def measured(self) -> TargetStages:
-        """The stages."""
+        """Returns the stages of the target."""
         return self
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """Those of the diagnosis."""
+        """Returns the causes that the diagnosis names; empty if there is no diagnosis."""
         return self.diagnosis.causes if self.diagnosis is not None else ()
 
     def marked(self, row: Stage) -> bool:
-        """Whether a row of a table is what the verdict is about: the dearest cause's slow rank, or its stages."""
+        """Returns whether the verdict is about a table row: a slow rank or a stage of the most expensive cause."""
         first = next(iter(self.causes), None)
         if first is None:
             return False
@@ -135,15 +135,15 @@ class TargetReport(TargetStages):
 
     @property
     def basis(self) -> str | None:
-        """Which steps the causes are of, where these are others than those of the tables, or shorter."""
+        """Returns which steps the causes are about; None if the tables show the same ones, equally long."""
         if self.diagnosis is None:
             return None
         other = not isclose(self.diagnosis.step_ms, self.step_ms)
         return causes.basis(self.diagnosis, captured=self.captured) if other else None
 
     def in_brief(self, standstill: Standstill | None = None, surely_in: Diagnosis | None = None) -> sentences.Finding:
-        """Returns the verdict in a few words. ``standstill``: where the job stands or was killed; ``surely_in``: the
-        diagnosis that it stands next to."""
+        """Returns the verdict in a few words. ``standstill``: the step in which the job stands still or was
+        killed; ``surely_in``: the diagnosis that is shown next to this one."""
         return causes.in_brief(self.diagnosis, self.fleet, standstill, surely_in)
 
 
@@ -171,7 +171,7 @@ class Document:
 
     @classmethod
     def from_json(cls, content: bytes) -> Document:
-        """Reads what `Report.json` wrote. Raises NotAReport."""
+        """Reads the JSON that `Report.json` wrote. Raises NotAReport."""
         try:
             return msgspec.json.decode(content, type=Document)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
@@ -179,7 +179,7 @@ class Document:
 
     @property
     def of_several(self) -> str | None:
-        """That there are other runs, and how to see one, a sentence; None where there is one run."""
+        """Returns a sentence that says that there are other runs, and how to see one; None if there is only one run."""
         if self.runs == 1:
             return None
         return of_several(self.run, self.runs, f"megaprof report {shlex.quote(self.source)}")
@@ -187,7 +187,8 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Document):
-    """Everything that was found in one directory or file: a document, where it is from, and what pages draw and try."""
+    """Everything that was found in one directory or file: the document, its files, and what pages need to draw steps
+    and to predict changes."""
 
     path: Path
     """The directory or file that was read."""
@@ -196,12 +197,12 @@ class Report(Document):
     timelines: tuple[Path, ...] = ()
     """The timelines that were read."""
     drawn: Mapping[tuple[str, str | None], Callable[[], StepTimeline]] = field(default_factory=dict)
-    """What draws the last step of every target, by target and role."""
+    """Functions that draw the last step of each target, by target and role."""
     by_hand: tuple[Changeable | None, ...] = ()
-    """For each target what answers for changes that a person chooses; None where its ``what_if`` says why."""
+    """One entry per target that predicts changes a person chooses; None if the target's ``what_if`` says why not."""
 
     def steps(self) -> dict[tuple[str, str | None], StepTimeline]:
-        """Returns the last step of every target as pages draw it, by target and role."""
+        """Returns the last step of each target for pages, by target and role. Steps without rows are left out."""
         found = {key: draw() for key, draw in self.drawn.items()}
         return {key: step for key, step in found.items() if step.rows}
 
@@ -211,6 +212,6 @@ class Report(Document):
         return msgspec.json.encode(document, enc_hook=plain_number)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the same as plain data: strings, finite numbers, lists, dicts and None."""
+        """Returns the document as plain data: strings, finite numbers, lists, dicts and None."""
         plain: dict[str, Any] = msgspec.json.decode(self.json())
         return plain

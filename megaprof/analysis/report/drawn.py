@@ -1,4 +1,4 @@
-"""Steps as reports and pages draw them: captured ones, one rank per stage on one clock, and simulated ones."""
+"""Steps as reports and pages draw them: captured steps, with one rank per stage on one clock, and simulated steps."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRAD
 
 @dataclass(frozen=True)
 class Row:
-    """One stage of a drawn step: what one of its ranks did. Nanoseconds on the wall clock of its host."""
+    """One stage of a drawn step: what one of its ranks did. Times are nanoseconds of its host's wall clock."""
 
     stage: int
-    """Its pipeline rank."""
+    """Pipeline rank of the stage."""
     rank: int
-    """The rank."""
+    """Rank whose passes are drawn."""
     extent: tuple[int, int]
-    """When its call began and ended."""
+    """When the rank's call began and ended."""
     passes: Sequence[Pass[int]]
-    """Everything in it, in order."""
+    """Everything in the call, in order."""
     offset_ns: int
-    """Nanoseconds to add to its times, so that all rows are on one clock."""
+    """Nanoseconds to add to the times of this row, so that all rows are on one clock."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,24 @@ class StepTimeline:
     """One step of one target."""
 
     step: int
-    """Its number."""
+    """Number of the step."""
     rows: tuple[Row, ...]
-    """One for every captured stage, by pipeline rank."""
+    """One row for every captured stage, by pipeline rank."""
     chunks: int
-    """Model chunks of a stage, at most."""
+    """The most model chunks that a stage has."""
     notes: tuple[str, ...]
-    """What must be known about its clocks, clauses."""
+    """Clauses that say what a reader must know about the clocks."""
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of boxes that there are, in the order of a legend."""
+        """Returns the kinds of boxes in the step, in the order of a legend."""
         there = {_kind(each.kind) for row in self.rows for each in row.passes}
         return [kind for kind in _KINDS if kind in there]
 
 
 def of_calls(calls: Iterable[Call], told: TargetStages) -> StepTimeline:
-    """The first call of the last step that is ``told`` of, on the first rank of every stage, clocks aligned by what
-    these exchanged. ``calls``: one of a rank and step each."""
+    """Returns the first call of the last step in ``told``, on the first rank of every stage. The clocks are aligned by
+    the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
     ranks = {rank for stage in told.stages for rank in stage.ranks}
     last = [call for call in calls if call.rank in ranks and call.step == told.steps[-1]]
     stages = grouped(sorted(last, key=lambda call: (call.index, call.rank)), lambda call: call.stage)
@@ -76,13 +76,16 @@ def of_calls(calls: Iterable[Call], told: TargetStages) -> StepTimeline:
 
 
 def of_table(table: Table, stages: Iterable[Stage], key: Key, files: Mapping[int, Sequence[Path]]) -> StepTimeline:
-    """The last step of a table, on the clock of that, with all that the ``files`` of the ranks of ``stages`` hold."""
+    """Returns the last step of a table, on the clock of the table.
+
+    The first rank of each of the ``stages`` is drawn, with everything that its ``files`` hold.
+    """
     last = int(np.searchsorted(table.steps, table.steps[-1]))
     rows = []
     for stage in stages:
         found = call_of(key, files[stage.ranks[0]], int(table.steps[-1]))
         if not found:
-            continue  # gone since the table was made
+            continue  # the file has gone since the table was made
         whole, *passes = found
         replica = int(np.argwhere(table.ranks == stage.ranks[0])[0, 0])
         first = min((each.start for each in passes if each.kind in ranges.PASSES), default=whole.start)
@@ -94,15 +97,18 @@ def of_table(table: Table, stages: Iterable[Stage], key: Key, files: Mapping[int
 
 
 def boxes(step: StepTimeline) -> dict[str, Any]:
-    """Rows for the script: times in microseconds from the step's start. ``boxes`` is flat, five numbers each: start
-    (behind the start of the box before), duration, kind, microbatch and chunk (-1: unknown or none)."""
+    """Returns the rows for the script. Times are microseconds from the start of the step.
+
+    The list ``boxes`` of a row is flat, with five numbers for each box: start (relative to the start of the previous
+    box), duration, kind, microbatch and chunk (-1: unknown or none).
+    """
     first = min(row.extent[0] + row.offset_ns for row in step.rows)
     rows = [(row.stage, row.rank, row.extent, row.passes, row.offset_ns - first) for row in step.rows]
     return _packed(rows, step.chunks)
 
 
 def boxes_of(replayed: Simulation) -> dict[str, Any]:
-    """The same of a simulated step, whose rows are of no rank."""
+    """Returns a simulated step in the form of `boxes`. Its rows belong to no rank."""
     stages: list[list[Pass[float]]] = [[] for _ in range(replayed.schedule.stages)]
     for each in replayed.events:
         stages[each.stage].append(each)
@@ -111,7 +117,8 @@ def boxes_of(replayed: Simulation) -> dict[str, Any]:
 
 
 def _packed(rows: Sequence[tuple[int, int | None, Sequence[float], Sequence[Any], int]], chunks: int) -> dict[str, Any]:
-    """``rows``: stage, rank, start and end in nanoseconds, passes, and nanoseconds to add to all of them."""
+    """Packs rows for the script. ``rows``: stage, rank, start and end in nanoseconds, passes, and nanoseconds to add to
+    all times."""
     names = sorted({each.kind for _, _, _, passes, _ in rows for each in passes})
     numbers = {name: number for number, name in enumerate(names)}
     packed = []

@@ -1,4 +1,4 @@
-"""The whole run on all ranks, on a terminal: what is slow first, then a small table."""
+"""Prints the whole run on all ranks on a terminal: first what is slow, then a small table."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megaprof.analysis.report.text.words import ABSENT, number
 
 _TICKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 20
-#: Stages that are listed; of more, the slowest.
+#: At most this many stages are listed; if there are more, the slowest ones.
 _MOST_STAGES = 16
 
 
 def show_over_the_run(target: TargetReport, fleet: Fleet, console: Console) -> None:
-    """Print what changed over the run, percentiles, and how the times went."""
+    """Prints what changed over the run, the percentiles of the times, and their course."""
     for finding in target.changes:
         show_finding(console, finding, quiet=True)
     made = table("over the run, ms per step", left=[""])
@@ -45,7 +45,11 @@ def show_over_the_run(target: TargetReport, fleet: Fleet, console: Console) -> N
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """A row of blocks from the lowest value to the highest, a blank where there is none; flat below 10 % of change."""
+    """Returns a row of blocks, scaled from the lowest value to the highest.
+
+    A missing value is a blank. Changes below 10 % look small, because the scale spans at least 10 % of the highest
+    value.
+    """
     size = max(1, math.ceil(len(values) / _WIDTH))
     parts = [[v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size)]
     middles = [sorted(part)[len(part) // 2] if part else None for part in parts]

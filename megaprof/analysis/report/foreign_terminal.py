@@ -1,4 +1,4 @@
-"""Recordings without ranges of ours, on a terminal."""
+"""Prints recordings without megaprof's ranges on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_ROWS = 16
 
 
 def show_foreign(foreign: Foreign, console: Console) -> None:
-    """Print the facts of every rank, and what cannot be told."""
+    """Prints the facts of every rank, and what these recordings cannot show."""
     heading(console, "Recordings without ranges of megaprof's")
     made = table("per rank, ms", left=["rank", "from"])
     number_columns(made, "steps", "a step", "recorded", "compute", "exposed", "idle", "host bound")
@@ -51,12 +51,13 @@ def _show_stages(foreign: Foreign, console: Console) -> None:
 
 
 def called(rank: RankFacts) -> str:
-    """A rank's number, or a question mark."""
+    """Returns the number of a rank, or a question mark if it is not known."""
     return "?" if rank.rank is None else str(rank.rank)
 
 
 def _show_exposed(foreign: Foreign, console: Console) -> None:
-    """Prints the communication of the rank that loses most by it: one is enough to see which it is."""
+    """Prints the exposed communication of the rank that loses most to it. One rank is enough to see which operations
+    are exposed."""
     worst = max(foreign.ranks, key=lambda rank: rank.exposed_ms, default=None)
     if worst is None or not worst.exposed:
         return

@@ -1,13 +1,13 @@
-"""The report as one self-contained HTML file to send: it opens offline, prints, and loads nothing.
+"""Makes the report one self-contained HTML file that can be sent: it opens offline, can be printed, and loads nothing.
 
-The markup is in ``templates/``. The pipeline timeline is drawn on a canvas by ``static/report.js``, not by plotly:
-plotly.js alone is 4.5 MB in every file, and it has no fast mark for the 160,000 boxes of 64 stages with 512
-microbatches, which are 3 MB here and drawn in one frame. Everything else (bars, spreads, tables) is HTML and CSS, which
-prints and needs no script.
+The markup is in ``templates/``. ``static/report.js`` draws the pipeline timeline on a canvas. It does not use plotly:
+plotly.js alone adds 4.5 MB to every file, and it has no fast mark for the 160,000 boxes of 64 stages with 512
+microbatches. Here these boxes take 3 MB and are drawn in one frame. Everything else (bars, spreads, tables) is HTML and
+CSS, which can be printed and needs no script.
 
-Names in a trace are input from elsewhere. The templates escape all text, and control characters, which HTML forbids,
-are replaced; the data of the timeline are JSON with ``<`` escaped, shown through ``textContent`` only; and a content
-security policy lets no script run but ours, by its hash.
+Names in a trace are untrusted input. The templates escape all text, and replace control characters, which HTML forbids.
+The data of the timeline are JSON with ``<`` escaped, and the script shows them through ``textContent`` only. A content
+security policy allows only our own script to run, identified by its hash.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megaprof.version import __version__
 def page(
     report: Report, drawn: Mapping[tuple[str, str | None], StepTimeline], links: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """The whole file. ``drawn``: the step of each target that is drawn, by target and role; ``links``: addresses and
-    what they lead to, where it is one of several pages."""
+    """Returns the whole file. ``drawn``: the step to draw for each target, by target and role; ``links``: addresses and
+    their titles, if the file is one of several pages."""
     steps = [drawn.get(target.key) for target in report.targets]
     data = json.dumps([boxes(step) if step else None for step in steps], separators=(",", ":"))
     name = report.path.absolute().name
@@ -58,13 +58,14 @@ def page(
 
 
 def policy() -> str:
-    """The content security policy of the report: nothing is loaded, and no script runs but ours, by its hash."""
+    """Returns the content security policy of the report: nothing is loaded, and only our script runs, by its hash."""
     digest = base64.b64encode(hashlib.sha256(static("report.js").encode()).digest()).decode()
     return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 def environment(*packages: str) -> Environment:
-    """Jinja2 with the templates of these packages. All text is escaped, and control characters are replaced."""
+    """Returns a Jinja2 environment with the templates of these packages. It escapes all text, and replaces control
+    characters."""
     made = Environment(
         loader=ChoiceLoader([PackageLoader(package) for package in packages]),
         autoescape=True,
@@ -79,13 +80,13 @@ def environment(*packages: str) -> Environment:
 
 
 def light(text: str) -> Markup:
-    """A number with its error, or with from where to where it goes, that in a lighter weight."""
+    """Returns a number as HTML, with its error or range in a lighter weight."""
     number, space, error = text.partition(" ")
     return Markup("{}<small class=error> {}</small>").format(number, error) if space else Markup("{}").format(number)
 
 
 def _printable(value: object) -> object:
-    """Text without control characters."""
+    """Returns a value as text, with control characters replaced. Markup stays as it is."""
     if isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() else "\ufffd" for c in str(value))
@@ -99,5 +100,5 @@ def _date(nanoseconds: int) -> str:
 
 
 def static(name: str) -> str:
-    """The script or the style sheet."""
+    """Returns the content of the script or the style sheet."""
     return (files("megaprof.analysis.report") / "static" / name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What all printed reports share: text that is safe on a terminal, tables, findings with their colour."""
+"""The parts that all printed reports share: text that is safe on a terminal, tables, and findings in colour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ STYLES = {"slow": "bold red", "open": "", "fine": "green"}
 
 
 def text(content: str, style: str = "") -> Text:
-    """Names come from files: neither markup nor control characters of theirs reach the terminal."""
+    """Returns text that is safe to print. Names come from files, so their markup and control characters must not reach
+    the terminal."""
     return Text("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in content), style)
 
 
@@ -28,8 +29,10 @@ def heading(console: Console, title: str) -> None:
 
 
 def show_finding(console: Console, finding: Finding, *, quiet: bool = False) -> None:
-    """Its text in its colour, without one where another finding is the headline; and its command below it in one
-    piece, to be copied."""
+    """Prints a finding in the colour of its severity, with its command below it, unbroken so that it can be copied.
+
+    ``quiet``: print it without colour, because another finding is the headline.
+    """
     console.print(text(finding.text, "" if quiet else STYLES[finding.severity]))
     if finding.command is not None:
         console.print(text("  " + finding.command), soft_wrap=True)
@@ -43,7 +46,7 @@ def show_warnings(console: Console, warnings: Iterable[Note | str]) -> None:
 
 
 def table(title: str | None = None, left: Sequence[str] = ()) -> Table:
-    """An empty table; ``left``: columns of text, to which `number_column` adds."""
+    """Returns an empty table. ``left``: the names of its text columns; `number_columns` adds columns of numbers."""
     made = Table(
         title=title, title_justify="left", title_style="dim", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
@@ -58,7 +61,7 @@ def number_columns(made: Table, *names: str) -> None:
 
 
 def stage_table(title: str, *columns: str) -> Table:
-    """A row for every stage, which begins with its `stage_cells`."""
+    """Returns an empty table for one row per stage. Each row begins with the `stage_cells` of its stage."""
     made = table(title)
     made.add_column("stage", justify="right", no_wrap=True)
     made.add_column("ranks")

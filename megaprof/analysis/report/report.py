@@ -1,4 +1,4 @@
-"""Traces and timelines to a report."""
+"""Turns traces and timelines into a report."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from megaprof.formats.phrases import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
 
-#: A directory without files of ours is searched for renamed ones, up to this many.
+#: If a directory holds no files with names of ours, at most this many others are tried, in case they were renamed.
 _MOST_OTHERS = 64
-#: What a person does who has none yet.
+#: How to get a trace, for a person who has none yet.
 _TO_HAVE_ONE = "`megaprof run` records a training command, and `megaprof demo` a small one on this machine"
 
 
@@ -128,7 +128,7 @@ def analyze(
 
 
 def _files(path: Path) -> tuple[list[Source], list[Path]]:
-    """Traces and timelines. Raises NothingToReport."""
+    """Returns the traces and the timelines under ``path``. Raises NothingToReport."""
     if path.is_file():
         return ([], [path]) if path.name.endswith(SUFFIX) else (sources_in(path), [])
     if not path.is_dir():
@@ -143,7 +143,7 @@ def _files(path: Path) -> tuple[list[Source], list[Path]]:
 
 
 def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int]) -> Report | None:
-    """What recordings without ranges of ours tell; None where there are none."""
+    """Returns a report on recordings without ranges of ours; None if there are no such recordings."""
     recordings, skipped = [], []
     others = _others(path) if path.is_dir() else []
     for source in dict.fromkeys((*traces, *others)):
@@ -182,8 +182,8 @@ _Draw = Callable[[], drawn.StepTimeline]
 
 
 class _Target(NamedTuple):
-    """A report on one target; what answers for changes of it by hand, and what draws its last step, where there is
-    something."""
+    """A report on one target. ``by_hand`` predicts changes that a person chooses, and ``draw`` draws the last step;
+    each is None if that cannot be done."""
 
     report: TargetReport
     by_hand: Changeable | None
@@ -191,13 +191,13 @@ class _Target(NamedTuple):
 
 
 def _slow(found: _Diagnosed, *, every: bool = False) -> set[int]:
-    """The slow ranks of a job; with ``every`` also those of other causes."""
+    """Returns the slow ranks of a job; with ``every``, the ranks of all other causes as well."""
     causes = () if isinstance(found, Unfit) else found[1].causes
     return {rank for cause in causes if every or cause.kind == "slow_rank" for rank in cause.ranks}
 
 
 def _measured(table: Table | Unfit, found: _Diagnosed, otherwise: Callable[[Note], TargetStages]) -> TargetStages:
-    """The stages of a table; what there is ``otherwise``, for the reason that there is no table."""
+    """Returns the stages of a table. If there is no table, ``otherwise`` makes them; it is given the reason."""
     if isinstance(table, Unfit):
         return otherwise(table.note)
     return averages.averages(table, _slow(found), _slow(found, every=True))
@@ -206,7 +206,7 @@ def _measured(table: Table | Unfit, found: _Diagnosed, otherwise: Callable[[Note
 def _recorded(
     fleet: Fleet, reading: FleetReading, table: Table | Unfit, found: _Diagnosed, job: Path, memory_limit: int | None
 ) -> _Target:
-    """What timelines alone tell of."""
+    """Reports on a target that has timelines but no traces."""
     key, draw = fleet.key, None
     measured = _measured(table, found, partial(averages.of_series, reading.series[key]))
     if isinstance(table, Table):
@@ -224,7 +224,7 @@ def _reported(
     *,
     traced: bool,
 ) -> _Target:
-    """``job``: the directory that the job writes to."""
+    """Reports on one target. ``job``: the directory that the job writes to."""
     if isinstance(found, Unfit):
         why = measured.unjudgeable or found.note
         return _Target(TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None, draw)
@@ -236,7 +236,7 @@ def _reported(
 
 
 def _others(directory: Path) -> list[Path]:
-    """Files that may be traces under another name: names are only a hint."""
+    """Returns files that may be traces under another name, because names are only a hint; at most `_MOST_OTHERS`."""
     listed = (p for p in sorted(directory.iterdir()) if p.name.endswith((".json", ".json.gz")) and p.is_file())
     return [p for p in listed if not p.name.startswith(".")][:_MOST_OTHERS]
 

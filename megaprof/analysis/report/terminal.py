@@ -1,4 +1,4 @@
-"""The stage report on a terminal: tables that fit 80 columns, colour only where a terminal shows it."""
+"""Prints the stage report on a terminal: tables fit 80 columns, and colour appears only if the terminal shows it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ _MOST_TRACES = 8
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the whole report: first whether there are other runs, and whether the job hangs or was killed; of many
-    targets a table, and of each the verdict before its tables."""
+    """Prints the whole report.
+
+    It begins with whether there are other runs, and whether the job hangs or was killed. If there are many targets, a
+    table of them follows. Each target shows its verdict before its tables.
+    """
     if report.of_several is not None:
         console.print(text(report.of_several), soft_wrap=True)
     for finding in sentences.of_standstills([report.standstill] if report.standstill else []):
@@ -74,7 +77,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"  and {len(report.traces) - _MOST_TRACES} more")
     if not all(map(is_nsys, report.traces)):
         console.print(text("To open one, drag it into https://ui.perfetto.dev or load it in chrome://tracing"))
-    if report.traces and report.foreign is None:  # recordings of others cannot be merged
+    if report.traces and report.foreign is None:  # recordings that megaprof did not make cannot be merged
         console.print(text("All ranks of a step on one timeline, in https://ui.perfetto.dev:"))
         console.print(text(f"  megaprof open {shlex.quote(report.source)}"), soft_wrap=True)
 
@@ -158,7 +161,7 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
             predicted.add_row(name, within(each.step_ms, each.reach_ms), speedup(each.speedup, each.reach))
         console.print(predicted)
         for each in shown:
-            if each.flags and each != found.best:  # those of the best one stand in the advice
+            if each.flags and each != found.best:  # the flags of the best one are in the advice
                 console.print(text(f"{what_if.name_of(each, found)}: {shlex.join(each.flags)}"), soft_wrap=True)
         for caveat in what_if.caveats(found):
             console.print(text(caveat, "dim"))
@@ -184,7 +187,10 @@ def _summary(target: TargetReport) -> list[str]:
 
 
 def _show_per_step(target: TargetReport, console: Console) -> None:
-    """One table, where the terminal is wide enough: else without spreads, or with a second one for what is exposed."""
+    """Prints one table if the terminal is wide enough.
+
+    Otherwise it leaves out the spreads, and if that is not enough, it puts exposed communication in a second table.
+    """
     measured = target.measured
 
     def is_shown(group: str) -> bool:
@@ -226,7 +232,7 @@ def _per_step_table(target: TargetReport, exposed: list[str], *, spread: bool) -
 
 
 def _waiting_table(measured: TargetStages) -> Table | None:
-    """Where the rest of the step went, as far as it is known; None where nothing is."""
+    """Returns a table of where the rest of the step went, as far as it is known; None if nothing is known."""
     columns = {
         "bubble:\nwarm-up": [stage.bubble_split["warmup_ms"] for stage in measured.stages],
         "\nsteady": [stage.bubble_split["steady_ms"] for stage in measured.stages],
@@ -245,7 +251,7 @@ def _waiting_table(measured: TargetStages) -> Table | None:
 
 
 def _modules_table(stage: Stage) -> Table:
-    """Passes through the modules of one stage, where the capture held their ranges."""
+    """Returns a table of the passes through the modules of one stage. The capture must hold ranges of modules."""
     made = table(f"modules of stage {stage.pp}, ms per pass (median, and fastest to slowest)")
     made.add_column("module", no_wrap=True)
     number_columns(made, "passes", "time")

@@ -1,1 +1,1 @@
-"""All English of the report: sentences, made from data, for every output."""
+"""All English text of the report: sentences, made from data, for every output."""

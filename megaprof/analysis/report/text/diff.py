@@ -1,4 +1,4 @@
-"""What two captures side by side say: causes, the machine, a prediction, and what else makes them differ."""
+"""Compares two captures in sentences: their causes, the machine, a prediction, and what else makes them differ."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megaprof.analysis.report.text.sentences import BASES
 
 
 def of_causes(target: TargetDiff) -> str:
-    """Returns what costs most before and after, a clause."""
+    """Returns a clause that says what costs most before and after."""
     return f"causes: {target.before.verdict} → {target.after.verdict}"
 
 
 def of_machine(layer: Difference | None) -> str:
-    """Returns whether the machine is the same, a clause. ``layer``: what an undisturbed one takes."""
+    """Returns a clause that says whether the machine is the same. ``layer``: the times of an undisturbed layer."""
     if layer is None:
         return "whether the machine changed is not known: not both captures show how long an undisturbed layer takes"
     took = f"{words.number(layer.before)} → {words.number(layer.after)} ms"
@@ -27,7 +27,7 @@ def of_machine(layer: Difference | None) -> str:
 
 
 def of_prediction(kept: Kept) -> str:
-    """Returns what was predicted of a layout, what came of it, and whether that agrees, a clause."""
+    """Returns a clause with what was predicted for a layout, what was measured, and whether the two agree."""
     predicted = f"{words.speedup(kept.predicted, (kept.low, kept.high))} times as fast"
     measured = f"measured {kept.measured:.2f} times as fast"
     took = f"{words.number(kept.before_ms)} → {words.number(kept.measured_ms)} ms"
@@ -47,7 +47,7 @@ def of_prediction(kept: Kept) -> str:
 
 
 def notes(target: TargetDiff) -> Iterator[str]:
-    """Yields what makes the captures of a target differ besides the times, and what their reports warn of, clauses."""
+    """Yields clauses: how the captures of a target differ apart from the times, and the warnings of their reports."""
     yield from _withheld(target)
     yield from _settings(target)
     first, second = (
@@ -59,7 +59,7 @@ def notes(target: TargetDiff) -> Iterator[str]:
 
 
 def warnings(diff: Diff) -> Iterator[str]:
-    """Yields the targets that only one capture has, and what each report warns of as a whole, clauses."""
+    """Yields clauses: the targets that only one capture has, and the warnings of each report as a whole."""
     sides = (("first", diff.before), ("second", diff.after))
     for where, side in sides:
         if side.unpaired:

@@ -1,4 +1,4 @@
-"""What `Hang` says, in sentences."""
+"""Puts a `Hang` into sentences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megaprof.parallel.selectors import Selector
 
 
 def sentences(hang: Hang) -> Iterator[str]:
-    """Yields who keeps the job waiting, and in what; then what must be known about the dumps."""
+    """Yields which ranks keep the job waiting, and in which operations; then notes about the dumps."""
     for culprit in hang.culprits:
         yield _culprit(culprit)
     for awaited in hang.unended:
@@ -37,7 +37,7 @@ def sentences(hang: Hang) -> Iterator[str]:
 
 
 def plain(hang: Hang) -> dict[str, Any]:
-    """Returns its JSON, as plain data."""
+    """Returns the JSON of ``hang`` as plain data."""
     told_of: dict[str, Any] = msgspec.to_builtins(replace(hang, warnings=told(hang.warnings)))
     return told_of
 
@@ -65,7 +65,7 @@ def _culprit(culprit: Culprit) -> str:
 
 
 def _operation(awaited: Awaited) -> str:
-    """``_all_gather_base 87749 (2048x1x5120) of its tp group, ranks 8-11``"""
+    """Returns an operation in words: ``_all_gather_base 87749 (2048x1x5120) of the tp group of ranks 8-11``."""
     number = "" if awaited.number is None else f" {awaited.number}"
     shapes = ", ".join("x".join(map(str, shape)) for shape in awaited.sizes if shape)
     group = axis_of(awaited.group) or awaited.group

@@ -1,4 +1,4 @@
-"""Numbers, stages and layers in words, the same wherever a report shows them."""
+"""Puts numbers, stages and layers into words, so that they look the same in all parts of a report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-paral
 
 
 def number(ms: float | None, error: float = 0.0) -> str:
-    """Three significant digits, from 100 ms on whole milliseconds, and no digit that the standard error makes
-    meaningless; ``-`` for None."""
+    """Returns milliseconds with three significant digits, or as whole milliseconds from 100 ms on; ``-`` for None.
+
+    Digits that the standard error ``error`` makes meaningless are left out.
+    """
     if ms is None:
         return ABSENT
     digits = 0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2
@@ -27,42 +29,42 @@ def number(ms: float | None, error: float = 0.0) -> str:
 
 
 def with_error(ms: float, error: float) -> str:
-    """``39.9 ±0.3``: both with the digits that the error allows."""
+    """Returns milliseconds and their error, both with the digits that the error allows: ``39.9 ±0.3``."""
     digits = _digits(error)
     return f"{ms:.{digits}f} ±{error:.{digits}f}"
 
 
 def speedup(factor: float, reach: tuple[float, float]) -> str:
-    """``1.13 (1.08 to 1.18)``: a factor and from where to where it may go."""
+    """Returns a factor and its interval: ``1.13 (1.08 to 1.18)``."""
     return f"{factor:.2f} ({reach[0]:.2f} to {reach[1]:.2f})"
 
 
 def within(ms: float, reach: tuple[float, float]) -> str:
-    """``806 (775 to 842)``: milliseconds and from where to where they may go."""
+    """Returns milliseconds and their interval: ``806 (775 to 842)``."""
     return f"{number(ms)} ({number(reach[0])} to {number(reach[1])})"
 
 
 def mean(spread: Spread | None) -> str:
-    """``216``; ``-`` for None."""
+    """Returns the mean, such as ``216``; ``-`` for None."""
     return number(spread.mean) if spread else ABSENT
 
 
 def with_spread(spread: Spread | None) -> str:
-    """``39.9 ±0.3``: mean and standard deviation, the mean alone of one sample; ``-`` for None."""
+    """Returns mean and standard deviation: ``39.9 ±0.3``. A single sample has the mean only; None gives ``-``."""
     if spread is None or spread.count == 1:
         return mean(spread)
     return with_error(spread.mean, spread.stdev)
 
 
 def reach(spread: Spread | None) -> str:
-    """``20.1 (19.8 - 22.4)``: the median, and from the smallest to the largest; ``-`` for None."""
+    """Returns the median with the smallest and the largest value: ``20.1 (19.8 - 22.4)``; ``-`` for None."""
     if spread is None:
         return ABSENT
     return f"{number(spread.median)} ({number(spread.min)} - {number(spread.max)})"
 
 
 def _digits(error: float) -> int:
-    """Digits behind the point, 2 at most, up to the first digit of an error."""
+    """Returns the number of digits after the point, up to the first significant digit of the error; at most 2."""
     return 2 if error <= 0 else min(2, max(0, -math.floor(math.log10(error))))
 
 
@@ -72,8 +74,11 @@ def milliseconds(ms: float) -> str:
 
 
 def percent(fraction: float | None, *, sign: bool = False) -> str:
-    """``12%``, with one digit behind the point below 10 %; ``-`` for None. A change (``sign``) to ten times as much and
-    more is told as that: ``240 times``, ``thousands of times``."""
+    """Returns a fraction as percent: ``12%``, with one digit after the point below 10 %; ``-`` for None.
+
+    ``sign``: the fraction is a change. It has a sign, and a change to ten times as much or more is written as a factor:
+    ``240 times``, ``thousands of times``.
+    """
     if fraction is None:
         return ABSENT
     if sign and fraction >= 9.0:
@@ -84,17 +89,17 @@ def percent(fraction: float | None, *, sign: bool = False) -> str:
 
 
 def stages(numbers: Iterable[int]) -> str:
-    """``stage 3``, ``stages 0, 2-5``: consecutive ones as a range."""
+    """Returns ``stage 3`` or ``stages 0, 2-5``: consecutive stages become a range."""
     return _plural("stage", list(numbers))
 
 
 def ranks(numbers: Sequence[int], most: int = 8) -> str:
-    """``rank 37``, ``ranks 32-39``; of more than ``most`` parts the first ones."""
+    """Returns ``rank 37`` or ``ranks 32-39``. Of more than ``most`` parts, it names the first and counts the rest."""
     return _plural("rank", numbers, most)
 
 
 def steps(numbers: Sequence[int]) -> str:
-    """``step 3``, ``steps 2, 5``, ``steps 3-9``; of more than three parts ``12 steps from 3 to 40``."""
+    """Returns ``step 3``, ``steps 2, 5`` or ``steps 3-9``; for more than three parts, ``12 steps from 3 to 40``."""
     if len(spans(numbers).split(", ")) > 3:
         return f"{len(numbers)} steps from {min(numbers)} to {max(numbers)}"
     return _plural("step", numbers)
@@ -105,18 +110,21 @@ def _plural(noun: str, numbers: Sequence[int], most: int | None = None) -> str:
 
 
 def spans(numbers: Iterable[int], most: int | None = None) -> str:
-    """``3, 8-10``; of more than ``most`` parts the first ones, and how many more there are."""
+    """Returns ``3, 8-10``. If there are more than ``most`` parts, it names the first ones and counts the rest."""
     parts = join_spans(spans_of(numbers), ",").split(",")
     return listed(parts, len(parts) if most is None else most)
 
 
 def some(numbers: Sequence[int]) -> str:
-    """``0, 8, 16, 24, ...``: the first four."""
+    """Returns the first four numbers: ``0, 8, 16, 24, ...``."""
     return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
 
 
 def layers(chunks: Iterable[ModelChunk | None]) -> str:
-    """Layers of some chunks, added up, and what is beside them: ``emb+6``, ``4``, ``2+loss``; ``?`` if not known."""
+    """Returns what some chunks hold: the sum of their layers, and what else they hold. ``?`` if it is not known.
+
+    Examples: ``emb+6``, ``4``, ``2+loss``.
+    """
     known = [chunk for chunk in chunks if chunk is not None]
     if not known or any(chunk.layers is None for chunk in known):
         return "?"
@@ -131,12 +139,12 @@ def layers(chunks: Iterable[ModelChunk | None]) -> str:
 
 
 def title(target: str, role: str | None) -> str:
-    """``train_actor``, ``train_log_probs (ref)``."""
+    """Returns the name of a target with its role: ``train_actor``, ``train_log_probs (ref)``."""
     return f"{target} ({role})" if role else target
 
 
 def both(things: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Returns an enumeration of ``things``: ``a``, ``a and b``, ``a, b and c``."""
     return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"
 
 
