@@ -1,1 +1,1 @@
-"""The page behind `megaprof ui`: what lies below a directory, for a browser on this machine."""
+"""The pages of `megaprof ui`: the captures and jobs below a directory, for a browser on this machine."""

@@ -1,4 +1,4 @@
-"""Captures, read in processes of their own: no page waits for the traces of another, and no trace ends the server."""
+"""Reads captures in separate processes: no page waits for the traces of another page, and no trace ends the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megaprof.formats.remote import Unreachable
 from megaprof.metrics.look import last_stand
 from megaprof.ui.places import Place
 
-#: Captures that are kept.
+#: The most captures that are kept.
 MOST_KEPT = 16
 _PROCESSES = 2
 
@@ -47,31 +47,31 @@ class Brief:
     verdict: str
     """The verdict, in a few words."""
     step_ms: float | None
-    """Milliseconds of a step; None where it is not known."""
+    """Milliseconds of a step; None if unknown."""
     imbalance: float | None
-    """The slowest stage's compute over the average stage's; None where it is not known."""
+    """The slowest stage's compute divided by the average stage's; None if unknown."""
     stages: int
     """Pipeline stages."""
     ranks: int
-    """Ranks of the job."""
+    """The number of ranks of the job."""
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What the pages about a directory show."""
+    """The data that the pages about a directory show."""
 
     report: Report
-    """The report, without what draws its steps."""
+    """The report, without the data that draws its steps."""
     page: str
     """The HTML report."""
     drawn: dict[_Key, dict[str, Any]]
-    """For every target that has a drawn step, that step for the script."""
+    """The drawn step of every target that has one, for the script."""
     briefs: tuple[Brief, ...]
     """Every target at a glance."""
 
 
 def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Capture:
-    """Reads a directory, in a process of its own. Raises Unreadable."""
+    """Reads a directory; this runs in a separate process. Raises Unreadable."""
     try:
         report = replace(analyze(path), standstill=standstill)
     except (Unanswerable, Unreachable) as fault:
@@ -86,7 +86,7 @@ def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill 
 
 
 def _begin(most_bytes: int | None) -> None:
-    """Sets a process up. Ctrl-C in a terminal reaches it as well, but only the server ends it."""
+    """Sets up a reading process. It ignores Ctrl-C, which a terminal sends to it as well: only the server ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inputs.allow(most_bytes)
 
@@ -106,7 +106,7 @@ def _brief(target: Any, standstill: Standstill | None) -> Brief:
 
 
 class KeptCaptures:
-    """The captures that were asked for last. Each is read once, as long as its files stay what they are."""
+    """The captures that were asked for most recently. Each is read once, and again only if its files change."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -114,12 +114,12 @@ class KeptCaptures:
         self._briefs: dict[str, tuple[Brief, ...] | str] = {}
 
     def brief(self, place: Place) -> tuple[Brief, ...] | str | None:
-        """Returns a capture at a glance, or why there is nothing to see; None while nobody has read it, and for a job,
-        whose state changes without its files."""
+        """Returns the targets of a capture at a glance, or why it cannot be shown. None if it has not been read yet,
+        and for a job, whose state changes even if its files do not."""
         return None if place.job else self._briefs.get(place.identity)
 
     async def get(self, place: Place, links: tuple[tuple[str, str], ...]) -> Capture:
-        """Returns what was read, or will be when the reading that is under way has ended. Raises Unreadable."""
+        """Returns a capture. If it has not been read yet, or is being read, waits for that. Raises Unreadable."""
         if place.outside is not None:
             raise Unreadable(f"it holds a link that leads out of the directory that is served: {place.outside}")
         standstill = await asyncio.to_thread(last_stand, place.path) if place.job else None
@@ -129,7 +129,7 @@ class KeptCaptures:
         read = self._reads.get(identity)
         if read is None:
             read = self._reads[identity] = asyncio.create_task(self._read(identity, place.path, links, standstill))
-            read.add_done_callback(lambda done: done.cancelled() or done.exception())  # not only those that wait see it
+            read.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen even if no one waits
         self._reads.move_to_end(identity)
         for old in [key for key, each in self._reads.items() if each.done()][:-MOST_KEPT]:
             del self._reads[old]
@@ -145,7 +145,7 @@ class KeptCaptures:
             raise
         except BrokenProcessPool:
             self._pool = None
-            del self._reads[identity]  # whoever asks again has it read again
+            del self._reads[identity]  # the next request reads it again
             raise Unreadable("the process that read it was killed, most likely for its memory") from None
         self._briefs[identity] = capture.briefs
         return capture
@@ -161,5 +161,5 @@ class KeptCaptures:
         if self._pool is not None:
             for process in list((getattr(self._pool, "_processes", None) or {}).values()):
                 process.terminate()
-            self._pool.shutdown(cancel_futures=True)  # waited for, since its semaphores go with its threads
+            self._pool.shutdown(cancel_futures=True)  # waits: its semaphores are freed with its threads
             self._pool = None

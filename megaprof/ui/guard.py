@@ -1,9 +1,9 @@
-"""Lets in only whoever has the token, from a page of ours, under a name of this machine.
+"""Accepts only requests that have the token, come from megaprof's own pages, and use a name of this machine.
 
-Other users of the machine can reach the port. So can every page that is open in the user's browser, even under a name
-of its own that suddenly means 127.0.0.1 (DNS rebinding). The token keeps out the users; the headers ``Host``,
-``Origin`` and ``Sec-Fetch-Site`` keep out the pages. Opening the address with the token sets a cookie, which no other
-site can send.
+Other users of the machine can reach the port. So can every page that is open in the user's browser, even under its own
+host name, if that name suddenly resolves to 127.0.0.1 (DNS rebinding). The token keeps out the users; the headers
+``Host``, ``Origin`` and ``Sec-Fetch-Site`` keep out the pages. Opening the address with the token sets a cookie, which
+no other site can send.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 #: This machine's names for itself. Any port is accepted: `ssh -L` may change it.
 NAMES = ("127.0.0.1", "localhost", "[::1]")
-#: Pages load the script and the style sheets of this server, and nothing else.
+#: Pages load only the script and the style sheets of this server.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
@@ -32,11 +32,11 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "same-origin",  # without any, a form of ours would come from nowhere: ``Origin: null``
+    "Referrer-Policy": "same-origin",  # with no referrer, our own forms would come with ``Origin: null``
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-#: Not a redirect: a browser that comes from another site would not send the cookie along with it.
+#: A page, not a redirect: a browser that comes from another site would not send the cookie with a redirect.
 _ENTER = (
     '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=./">'
     '<title>megaprof</title><p><a href="./">megaprof</a></p></html>'
@@ -51,7 +51,7 @@ class Guard:
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
-        # Ports of a host share cookies by name: each server has a name of its own.
+        # All ports of a host share cookies, so each server uses its own cookie name.
         self._cookie = f"megaprof-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +82,7 @@ class Guard:
             await self._app(scope, receive, sending)
 
     def _foreign(self, scope: Scope) -> str | None:
-        """Returns why the request does not come from a page of ours; None where it does."""
+        """Returns why the request does not come from one of our pages; None if it does."""
         hosts, origins = (_values(scope, name) for name in (b"host", b"origin"))
         if len(hosts) != 1 or _name_of(hosts[0]) not in NAMES:
             return "this server answers only as 127.0.0.1 or localhost"
@@ -96,7 +96,7 @@ class Guard:
         return None
 
     def _enters(self, scope: Scope) -> bool:
-        """Returns whether this is the address with the token."""
+        """Returns whether the request is for the address with the token."""
         if scope["method"] != "GET" or scope["path"] != "/":
             return False
         try:
@@ -115,8 +115,8 @@ class Guard:
 
 
 def token_of(directory: Path) -> str:
-    """Returns the token of a directory's page. It is made from a key in a file that only this user can read: so it is
-    the same after a restart, and open pages go on. Without such a file, it is a new one each time."""
+    """Returns the token of a directory's pages. It is derived from a key in a file that only this user can read, so it
+    stays the same after a restart, and open pages keep working. Without such a file, it is new each time."""
     key = _key()
     if key is None:
         return secrets.token_urlsafe(24)
@@ -146,7 +146,7 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _name_of(host: str) -> str | None:
-    """``127.0.0.1`` of ``127.0.0.1:8000``; None for what is no host."""
+    """Returns the name of a host: ``127.0.0.1`` for ``127.0.0.1:8000``. None if ``host`` is not a valid host."""
     try:
         found = urlsplit(f"//{host}")
         _ = found.port

@@ -1,4 +1,4 @@
-"""The last result of something slow, for pages that ask again and again."""
+"""Keeps the last result of a slow function, for pages that ask again and again."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Found = TypeVar("Found")
 
 
 class Kept(Generic[Found]):
-    """Looks on a thread, and keeps the result for a while. Pages that ask at the same time share one look."""
+    """Calls ``look`` on a thread and keeps its result for a while. Pages that ask at the same time share one call."""
 
     def __init__(self, look: Callable[[], Found], seconds: Callable[[Found], float]) -> None:
-        """`seconds` returns for how long a result is kept."""
+        """`seconds` returns how long a result is kept."""
         self._look, self._seconds = look, seconds
         self._found: Found | None = None
         self._until = 0.0
         self._looking: asyncio.Task[None] | None = None
 
     async def get(self, patience: float | None) -> Found | None:
-        """Returns the result of a look. If looking takes longer than `patience` (seconds; None: no limit), it is the
-        result of the look before, or None if there was none."""
+        """Returns the result of a look. If looking takes longer than `patience` (seconds; None: no limit), returns the
+        previous result, or None if there is none. Raises what the look raised."""
         if self._found is None or monotonic() > self._until:
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._renew())

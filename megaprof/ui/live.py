@@ -1,4 +1,4 @@
-"""Running jobs as the live page shows them, and captures that are asked for from the page."""
+"""Running jobs as the live page shows them, and captures that are requested from that page."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megaprof.metrics.figures import SLOW, StageFigures, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
 from megaprof.ui.kept import Kept
 
-#: Looks at a job that are remembered.
+#: The most looks at a job that are remembered.
 MOST_POINTS = 1200
-#: Seconds between two looks at least.
+#: The fewest seconds between two looks.
 _LEAST_SECONDS = 1.0
-#: Seconds for which a page waits for a look: statuses of thousands of ranks take some to read.
+#: Seconds for which a page waits for a look: reading the statuses of thousands of ranks takes a few.
 PATIENCE = 5.0
 _SLOWEST = 8
 
@@ -36,52 +36,52 @@ class Point:
     at: float
     """Wall-clock seconds."""
     run: str
-    """The run's random name: a job that began again is another one."""
+    """The run's random name; a job that is started again gets another one."""
     step_ms: float | None
-    """Milliseconds of a step."""
+    """Milliseconds of a step; None if unknown."""
     imbalance: float | None
-    """Compute of the slowest stage over the mean of all stages."""
+    """Compute of the slowest stage divided by the mean of all stages; None if unknown."""
 
 
 @dataclass(frozen=True)
 class CaptureProgress:
-    """A capture that was asked for, and how far it is."""
+    """The progress of a capture that was requested."""
 
     text: str
-    """In words."""
+    """The progress in words."""
     severity: str
-    """``open`` while it is under way, ``fine`` when all was captured, ``slow`` when it was not."""
+    """``open`` while it is under way, ``fine`` if everything was captured, ``slow`` if not."""
     files: tuple[str, ...] = ()
-    """What was written."""
+    """The files that were written."""
 
 
 @dataclass(frozen=True)
 class Now:
-    """What a live page shows."""
+    """The content of a live page."""
 
     at: float
     """Wall-clock seconds."""
     state: str
-    """``runs``, ``starts``, ``hangs``, ``died``, ``ended``, ``absent`` where there is no job, or ``unseen`` before the
+    """``runs``, ``starts``, ``hangs``, ``died``, ``ended``, ``absent`` if there is no job, or ``unseen`` before the
     first look."""
     absent: str | None = None
-    """Why there is no job; None where there is one."""
+    """Why there is no job; None if there is one."""
     view: View | None = None
     """The look at the job; None without one."""
     summary: Summary | None = None
     """The figures of the job; None without one."""
     said: str | None = None
-    """What is wrong, in a sentence; None where nothing is."""
+    """The problem in a sentence; None if there is none."""
     waiting: tuple[str, ...] = ()
-    """The ranks that the others wait for, a clause each."""
+    """The ranks that the others wait for, one clause per rank."""
     history: tuple[Point, ...] = ()
     """The looks so far, the newest last."""
     capture: CaptureProgress | None = None
-    """The last capture that was asked for here; None before one was."""
+    """The last capture that was requested here; None before the first one."""
 
     @property
     def every(self) -> float:
-        """Seconds until there is more to see."""
+        """Seconds until there is something new to see."""
         return max(_LEAST_SECONDS, self.view.job.run.interval if self.view else 0.0)
 
     @property
@@ -99,14 +99,14 @@ class Now:
 
     @property
     def targets(self) -> list[str]:
-        """The targets that can be captured, those that the job has run first."""
+        """The targets that can be captured; those that the job has run come first."""
         statuses = self.view.statuses.values() if self.view else ()
         done = dict.fromkeys(call.target for status in statuses for call in status.calls)
         return [*(name for name in done if name in TARGETS), *(name for name in TARGETS if name not in done)]
 
 
 class LiveJob:
-    """One job, or a role's part of it: the last looks at it, and the capture that was asked for last."""
+    """One job, or a role's part of it: the last looks at it, and the capture that was requested last."""
 
     def __init__(self, directory: Path, role: str | None) -> None:
         self._directory, self._role = directory, role
@@ -116,7 +116,7 @@ class LiveJob:
         self._capturing: asyncio.Task[None] | None = None
 
     async def now(self) -> Now:
-        """Returns a look that is as fresh as the job's statuses, or the one before if looking takes long."""
+        """Returns a look that is as fresh as the job's statuses, or the previous one if looking takes long."""
         found = await self._looks.get(PATIENCE) or Now(time.time(), "unseen")
         return replace(found, history=tuple(self._history), capture=self._told)
 
@@ -135,7 +135,7 @@ class LiveJob:
         return Now(at, view.state, None, view, summary, verdict(view), tuple(waited_for(view)))
 
     async def capture(self, target: str, steps: int, select: str) -> None:
-        """Asks for a capture, and returns as soon as the request lies there. Raises Refused."""
+        """Requests a capture, and returns as soon as the request is written. Raises Refused."""
         requester = await run_in_threadpool(self._ask, target, steps, select)
         self._capturing = asyncio.create_task(self._carry(requester))
 
@@ -150,7 +150,7 @@ class LiveJob:
         return requester
 
     async def _carry(self, requester: Requester) -> None:
-        """Follows a request up to its files."""
+        """Follows a request until its files are written."""
         what = requester.request.target
         try:
             while (outcome := await run_in_threadpool(requester.advance)) is None:
@@ -161,7 +161,7 @@ class LiveJob:
             requester.withdraw()
 
     async def close(self) -> None:
-        """Withdraws what was asked for and has not begun."""
+        """Withdraws the last request, if its capture has not begun."""
         if self._capturing is not None:
             self._capturing.cancel()
             await asyncio.gather(self._capturing, return_exceptions=True)
@@ -175,8 +175,8 @@ def _told(target: str, outcome: Outcome) -> CaptureProgress:
 
 
 def state_of(directory: Path) -> str | None:
-    """Returns ``runs`` or ``hangs``, from one quick look at the job in a directory; None if it gave no sign of life
-    lately."""
+    """Returns ``runs`` or ``hangs``, from one quick look at the job in a directory; None if there is no job, or none
+    that gave a sign of life lately."""
     try:
         job = find_job(directory)
     except NoJob:

@@ -1,4 +1,4 @@
-"""The pages as HTML, from Jinja2 templates with the report's rules: all text is escaped."""
+"""Renders the pages as HTML, from Jinja2 templates with the rules of the report: all text is escaped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megaprof.ui.captures import Capture
 from megaprof.ui.live import Now, Point
 from megaprof.ui.places import Place
 
-#: Files that pages load, and of what type they are.
+#: Files that pages load, and their media types.
 STATIC = {
     "report.css": "text/css",
     "report.js": "text/javascript",
@@ -36,7 +36,7 @@ STATIC = {
 
 @functools.cache
 def static(name: str) -> str:
-    """Returns the content of one of `STATIC`."""
+    """Returns the content of one of the files in `STATIC`."""
     if name.startswith("report"):
         return html.static(name)
     return (files("megaprof.ui") / "static" / name).read_text(encoding="utf-8")
@@ -75,14 +75,14 @@ def links_of(place: Place) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True)
 class Bar:
-    """One stage of two captures on one scale."""
+    """One stage in two captures, on the same scale."""
 
     pp: int
     """Its pipeline rank."""
     before: tuple[float, float] | None
     """Its compute and its bubble in the first capture, in percent of the longest bar; None without numbers."""
     after: tuple[float, float] | None
-    """The same in the second capture."""
+    """Its compute and its bubble in the second capture, in percent of the longest bar; None without numbers."""
 
 
 def bars(target: Any) -> list[Bar]:
@@ -115,7 +115,8 @@ def on_one_axis(key: tuple[str, str | None], captures: Sequence[Capture]) -> lis
 
 
 def compared(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
-    """Returns the drawings of all targets, and before them, for each target, the places of its two drawings."""
+    """Returns two lists: for each target, the places of its two drawings in the second list (None without drawings),
+    and the drawings of all targets."""
     places: list[list[int] | None] = []
     drawings: list[dict[str, Any]] = []
     for target in diff.targets:
@@ -152,7 +153,8 @@ class Track:
 
 
 def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:
-    """Returns the curve of a field of ``points``; None with fewer than two values."""
+    """Returns the curve of a field of ``points``; None if fewer than two values are known, or none is above
+    ``bottom``."""
     known = [value for point in points if (value := getattr(point, field)) is not None]
     if len(known) < 2 or max(known) <= bottom:
         return None

@@ -1,4 +1,4 @@
-"""Finds the captures and running jobs below a directory. A browser names each by an id of ours, never by a path."""
+"""Finds the captures and running jobs below a directory. A browser names each of them by an id, never by a path."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ _KINDS = {
     REPORT: "file of nsys",
     **dict.fromkeys(TRACE_SUFFIXES, "trace"),
 }
-#: Files that are read, ours or not, have one of these endings.
+#: The endings of all files that are read, whether megaprof wrote them or not.
 _READ = (".json", ".gz", *_KINDS)
-#: Entries of directories that are looked at, and places that are shown.
+#: The most directory entries that are looked at, and the most places that are shown.
 MOST_ENTRIES = 300_000
 MOST_PLACES = 500
 
 
 @dataclass
 class Place:
-    """One directory with captures, or of a job."""
+    """One directory with captures, or with a job."""
 
     path: Path
-    """Where it lies."""
+    """The path of the directory."""
     name: str
     """Its path from the directory that is served, or the name of that directory itself."""
     files: dict[str, int] = field(default_factory=dict)
-    """How many files of each kind lie in it and in its shards."""
+    """The number of files of each kind in it and in its shards."""
     targets: set[str] = field(default_factory=set)
     """The targets in the names of its files, with their roles."""
     steps: tuple[int, int] | None = None
-    """The first and the last step in the names of its files, without timelines: theirs have the first step only."""
+    """The first and the last step in the names of its files. Timelines do not count: their names have only the first
+    step."""
     newest: float = 0.0
     """When the last file was written, in wall-clock seconds; 0 without a file."""
     bytes: int = 0
@@ -89,7 +90,7 @@ class Place:
                 self.steps = min(first, named.step), max(last, named.step)
 
     def contain(self, seen: Iterable[tuple[str, int, int]], outside: str | None) -> None:
-        """Takes in the files of a place that lies in this one."""
+        """Adds the files of a place that lies inside this one."""
         self._seen += seen
         self.outside = self.outside or outside
 
@@ -101,7 +102,7 @@ class Listing:
     places: tuple[Place, ...]
     """The newest first."""
     more: bool
-    """True if there are more than are listed."""
+    """True if there are more places than are listed."""
 
     def find(self, identity: str) -> Place | None:
         """Returns the place with this id; None if there is none."""
@@ -130,13 +131,13 @@ def look_below(top: Path) -> Listing:
                 place.add(entry, top)
     found = [place for place in places.values() if place.files or place.job]
     for place, seen, outside in [(each, tuple(each._seen), each.outside) for each in places.values()]:
-        for above in place.path.parents:  # what is read of a place is read with all that lies below it
+        for above in place.path.parents:  # reading a place also reads everything below it
             if above in places:
                 places[above].contain(seen, outside)
     found.sort(key=lambda place: (-place.newest, place.name))
     shown = tuple(found[:MOST_PLACES])
     for place in shown:
-        _ = place.id, place.identity  # here, where it keeps nobody waiting
+        _ = place.id, place.identity  # computed and kept here, where no one waits for it
     return Listing(shown, left <= 0 or len(found) > MOST_PLACES)
 
 
@@ -149,7 +150,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _has_run(control: Path) -> bool:
-    """Returns whether a control directory holds a run, be it of a role."""
+    """Returns whether a control directory holds a run, directly or as a role's part."""
     if (control / RUN).is_file():
         return True
     return any(entry.is_dir(follow_symlinks=False) and Path(entry.path, RUN).is_file() for entry in _entries(control))

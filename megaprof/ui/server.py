@@ -1,4 +1,4 @@
-"""`megaprof ui`: the addresses, and the server behind them."""
+"""The server of `megaprof ui`, and the handlers of its addresses."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from megaprof.ui.live import LiveJob, state_of
 from megaprof.ui.places import Listing, Place, look_below
 from megaprof.ui.what_if import answer, host_options
 
-#: Seconds for which a listing counts, after which a page that waits is shown, and after which it asks again.
+#: Seconds for which a listing is reused, after which a waiting page is shown, and after which that page asks again.
 _LISTED, _PATIENCE, _AGAIN = 2.0, 0.4, 2
-#: Bytes of a form.
+#: The most bytes of a form.
 _LONGEST_FORM = 4096
 _MOST_STEPS = 20
 _REPORT_POLICY = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -46,7 +46,7 @@ class _Missing(Exception):
 
 
 class Pages:
-    """The handlers of all addresses. ``allow_trigger``: captures may be asked for."""
+    """The handlers of all addresses. ``allow_trigger``: True if captures may be requested from the live page."""
 
     def __init__(self, directory: Path, allow_trigger: bool) -> None:
         self._directory, self._allow_trigger = directory, allow_trigger
@@ -70,7 +70,7 @@ class Pages:
         ]
 
     async def close(self) -> None:
-        """Ends what runs behind the pages."""
+        """Ends everything that runs behind the pages."""
         self._captures.close()
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
 
@@ -89,7 +89,7 @@ class Pages:
         return _page("home.html", directory=self._directory, rows=rows, states=states, more=listing.more)
 
     async def brief(self, request: Request) -> Response:
-        """Answers with the verdict of one row, for the home page to put in."""
+        """Answers with the verdict of one row, which the home page inserts."""
         place = await self._place(request)
         try:
             briefs: object = (await self._captures.get(place, pages.links_of(place))).briefs
@@ -120,7 +120,7 @@ class Pages:
         return _page("what_if.html", **shared, answer=found, options=options, data=pages.data_of([found.boxes]))
 
     async def tried(self, request: Request) -> Response:
-        """Answers the script with what changes on the page."""
+        """Answers the script with the parts of the page that change."""
         place = await self._place(request)
         try:
             capture = await self._captures.get(place, pages.links_of(place))
@@ -179,7 +179,7 @@ class Pages:
         )
 
     async def now(self, request: Request) -> Response:
-        """Answers the script with what changes on the page, and with the seconds until it should ask again."""
+        """Answers the script with the part of the page that changes, and the seconds until it should ask again."""
         place = await self._place(request)
         role = _role(request, await run_in_threadpool(_roles, place.path))
         now = await self._job(place, role).now()
@@ -205,14 +205,14 @@ class Pages:
         return RedirectResponse(f"/live/{place.id}" + ("" if role is None else f"?role={role}"), 303)
 
     def _job(self, place: Place, role: str | None) -> LiveJob:
-        """Returns a job, of which the looks so far are remembered."""
+        """Returns a job that remembers the looks at it so far."""
         key = (place.path, role)
         if key not in self._jobs:
             self._jobs[key] = LiveJob(place.path, role)
         return self._jobs[key]
 
     async def _list(self) -> Listing:
-        """Returns a fresh listing, or the one before if looking takes long."""
+        """Returns a fresh listing, or the previous one if looking takes long."""
         return await self._listing.get(_PATIENCE) or await self._listing.get(None) or Listing((), False)
 
     async def _place(self, request: Request) -> Place:
@@ -232,7 +232,8 @@ class Pages:
 
 
 def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
-    """Returns the pages about what lies below ``directory``, for whoever has the token."""
+    """Returns the application that serves the pages about ``directory`` and everything below it. It answers only
+    requests with the token."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -253,7 +254,8 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
 
 
 def listen(port: int | None, first: int) -> socket.socket:
-    """Returns a socket on 127.0.0.1: at ``port``, or at the first free one from ``first`` on. Raises OSError."""
+    """Returns a socket on 127.0.0.1: at ``port`` or, if that is None, at the first free one of the 20 ports from
+    ``first`` on. Raises OSError."""
     tries = [first + place for place in range(20)] if port is None else [port]
     for number in tries:
         opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -270,7 +272,7 @@ def listen(port: int | None, first: int) -> socket.socket:
 
 
 def server_of(pages_of: Starlette) -> uvicorn.Server:
-    """Returns the server of an `app`."""
+    """Returns the server for an application that `app` made."""
     return uvicorn.Server(
         uvicorn.Config(
             pages_of, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=3, ws="none"
@@ -279,7 +281,7 @@ def server_of(pages_of: Starlette) -> uvicorn.Server:
 
 
 def serve(pages_of: Starlette, opened: socket.socket, ready: Callable[[], None]) -> None:
-    """Answers until Ctrl-C. ``ready`` is called once it does."""
+    """Serves until Ctrl-C. Calls ``ready`` once the server has started."""
     server = server_of(pages_of)
 
     async def run() -> None:
@@ -302,7 +304,8 @@ def _refused(message: str, status: int = 403) -> Response:
 
 
 def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None]:
-    """Returns the target that is asked for, or else the first that can be changed by hand."""
+    """Returns the number and the report of the target in the query, or else of the first target that can be changed by
+    hand."""
     text, targets = request.query_params.get("t", ""), report.targets
     if text.isascii() and text.isdecimal() and int(text[:6]) < len(targets):
         return int(text[:6]), targets[int(text[:6])]
@@ -311,7 +314,7 @@ def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None]
 
 
 def _roles(directory: Path) -> list[str]:
-    """Returns the roles of a job that each have a part of their own."""
+    """Returns the roles of a job that have their own part of its directory."""
     try:
         found = parts_with_a_run(directory)
     except Unsafe:
@@ -320,7 +323,7 @@ def _roles(directory: Path) -> list[str]:
 
 
 def _role(request: Request, roles: list[str]) -> str | None:
-    """Returns the role that is asked for if the job has it, else the first one."""
+    """Returns the role in the query if the job has it, else the job's first role; None without roles."""
     role = request.query_params.get("role")
     return role if role in roles else roles[0] if roles else None
 

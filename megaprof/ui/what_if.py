@@ -1,4 +1,4 @@
-"""The what-if page: tries the change that a browser asks for, and lays the result out for the page."""
+"""The what-if page: tries the change that a browser asks for, and prepares the result for the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaprof.analysis.what_if.layouts import format_layout, options_of
 from megaprof.analysis.what_if.packing import PLANS
 
 PACKINGS = PLANS
-#: Layers of a piece that are drawn one by one.
+#: The most layers of a piece that are drawn one by one.
 MOST_DRAWN = 24
 
 
@@ -29,15 +29,15 @@ class Piece:
     layers: int
     """Its decoder layers."""
     embedding: bool
-    """Whether it holds the embedding."""
+    """True if it holds the embedding."""
     mtp: int
     """Its MTP layers."""
     loss: bool
-    """Whether it holds the loss."""
+    """True if it holds the loss."""
     earlier: str | None
-    """Where a layer that moves towards the embedding goes, in words; None for the first piece."""
+    """The destination, in words, of a layer that moves towards the embedding; None for the first piece."""
     later: str | None
-    """Where a layer that moves towards the loss goes, in words; None for the last piece."""
+    """The destination, in words, of a layer that moves towards the loss; None for the last piece."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class StageRow:
     compute_ms: float
     """Milliseconds of computation in a step."""
     share: float
-    """Its compute, in percent of the stage that computes longest."""
+    """Its compute, in percent of the compute of the slowest stage."""
     bubble: float
-    """The part of the pipeline's time in which it computes nothing."""
+    """The fraction of the pipeline's time in which it computes nothing."""
     in_flight: int
     """The most layers times microbatches whose activations it holds."""
 
 
 @dataclass(frozen=True)
 class WhatIfPage:
-    """What the page shows."""
+    """The content of the what-if page."""
 
     known: Changeable
     """The captured run."""
@@ -73,7 +73,7 @@ class WhatIfPage:
 
     @property
     def change(self) -> float:
-        """By which part a token takes longer than in the captured run; negative if it is quicker."""
+        """The change in time per token, as a fraction of the time in the captured run; negative if it is quicker."""
         return 1.0 / self.now.prediction.speedup - 1.0
 
     @property
@@ -123,12 +123,12 @@ class WhatIfPage:
 
     @property
     def boxes(self) -> dict[str, Any]:
-        """The pipeline for the script, on an axis that is long enough for the captured one, too."""
+        """The pipeline for the script, on an axis that is also long enough for the captured one."""
         end = round(1000 * max(self.now.simulation.step_ms, self.captured.simulation.step_ms))
         return boxes_of(self.now.simulation) | {"end": end}
 
     def query(self, target: int, **other: object) -> str:
-        """Returns the query of an address that shows the same, but for the fields in ``other``."""
+        """Returns the query of an address that shows the same setting, except for the fields in ``other``."""
         setting = self.now.setting
         return urlencode(
             {
@@ -146,7 +146,8 @@ class WhatIfPage:
 
 
 def answer(known: Changeable, query: Mapping[str, str]) -> WhatIfPage:
-    """Returns the page for what was asked for; if that cannot be tried, for what comes closest, with the reason."""
+    """Returns the page for the change that ``query`` asks for. If that cannot be tried, returns the page of the closest
+    setting that can, with the reason."""
     captured = known.as_captured
     try:
         now = chosen(known, query)
@@ -163,7 +164,7 @@ def answer(known: Changeable, query: Mapping[str, str]) -> WhatIfPage:
 
 
 def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...] | None:
-    """Returns the flags in the syntax of the host that trained; None if it takes Megatron's own."""
+    """Returns the flags in the syntax of the host that trained; None if that host takes Megatron's own flags."""
     return options_of(target.measured.framework, target.measured.role, prediction.flags, len(prediction.layers))
 
 
