@@ -20,14 +20,14 @@ PLACING = (
     "--account-for-loss-in-pipeline-split",
     "--num-virtual-stages-per-pipeline-rank",
 )
-#: The older option for the last of them; no layout is written with it.
+#: The older form of the last of these options; no layout is written with it.
 _OLDER = "--num-layers-per-virtual-pipeline-stage"
 #: The words that turn saving off, by the option that makes a host save; none if it is enough to remove the option.
 _SAVING: dict[str, tuple[str, ...]] = {
     "--save": (),  # Megatron-LM, megatron/training/checkpointing.py: without it nothing is saved
     # Megatron-Bridge, CheckpointConfig; its recipes write for TensorBoard by default.
     "checkpoint.save": ("checkpoint.save=null", "logger.tensorboard_dir=null"),
-    # verl, whose SFT trainers save after their last step all the same: then into the trial's own directory.
+    # verl. Its SFT trainers still save after their last step, so that save goes into the trial's own directory.
     "trainer.save_freq": (
         "trainer.save_freq=-1",
         f"trainer.default_local_dir=${{oc.env:{variable('dir')}}}/checkpoints",
@@ -35,9 +35,9 @@ _SAVING: dict[str, tuple[str, ...]] = {
     ),
     "trainer.ckpt_interval": ("trainer.ckpt_interval=-1", "trainer.hf_save_interval=-1"),  # SkyRL
 }
-#: An option that every command of Megatron-LM's has: one that has it and no ``--save`` saves nothing.
+#: An option that every Megatron-LM command has. A command with this option and without ``--save`` saves nothing.
 _MEGATRON_LM = "--num-layers"
-#: Megatron-LM's options that write a run for TensorBoard and W&B. That of W&B wants the directory of ``--save``.
+#: Megatron-LM's options that write a run for TensorBoard and W&B. The W&B option needs the directory of ``--save``.
 _TRACKING = ("--tensorboard-dir", "--wandb-project")
 
 
@@ -46,8 +46,8 @@ class Saves(ValueError):
 
 
 def without_saving(command: Sequence[str], instead: Sequence[str] | None = None) -> list[str]:
-    """Returns the words of ``command`` such that it saves no checkpoint and Megatron-LM tracks no run, followed by
-    ``instead``: words of the user's that turn saving off.
+    """Returns the words of ``command``, changed so that it saves no checkpoint and Megatron-LM tracks no run. They are
+    followed by ``instead``, the user's own words that turn saving off.
 
     Raises Saves if neither the command nor ``instead`` says how to turn saving off.
     """
@@ -67,13 +67,15 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
 def with_layout(
     command: Sequence[str], flags: Sequence[str], framework: str | None, role: str | None, stages: int
 ) -> list[str]:
-    """Returns the words of ``command`` with another layout. ``flags``, Megatron-LM's for a pipeline of ``stages``,
-    replace the options that place layers now, and options that both have. They are spelled for ``framework`` and
-    ``role``, as traces name them."""
+    """Returns the words of ``command`` with another layout.
+
+    ``flags`` are Megatron-LM's options for a pipeline of ``stages``. They replace the options that place layers now,
+    and every option that both have. They are spelled for ``framework`` and ``role``, as traces name them.
+    """
     words = list(options_of(framework, role, flags, stages) or flags)
     placing = {_name(each) for each in (*PLACING, _OLDER, *filter(_names_an_option, words))}
     for flag in PLACING:
-        own = options_of(framework, role, (flag, "t"), 1)  # of any value: only its name is asked for
+        own = options_of(framework, role, (flag, "t"), 1)  # the value does not matter: only the name is used
         placing |= {_name(own[0])} if own else set()
     return _without(command, placing) + words
 
@@ -92,7 +94,7 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
             if dropped is None:
                 kept.append(word)
             elif "=" in word:
-                dropped = None  # its value went with it
+                dropped = None  # its value is in the same word
         elif dropped is not None and (not dropped.startswith("--account") or word.lower() in ("true", "false")):
             dropped = None
         else:

@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 
 def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None, first: Trial | None = None) -> Trial:
-    """Returns ``trial`` with what its timelines in ``directory`` say. ``memory_limit``: bytes that a stage may
+    """Returns ``trial`` with the results from its timelines in ``directory``. ``memory_limit``: bytes that a stage may
     allocate, if that is less than its device has; ``first``: the trial of the command as it was given."""
     try:
         report = analyze(directory, memory_limit=memory_limit)
@@ -85,11 +85,12 @@ def _unlike(asked: Proposal, layout: str | None, microbatches: int | None) -> st
 
 
 def best_proposal(tuning: Tuning) -> Proposal | None:
-    """Returns what to try next: of all layouts that were predicted and not tried, the one with the best lower end. If
-    none gains `LEAST` over the best trial at its lower end, half as many stages, if they may be tried; else None.
+    """Returns what to try next: of all layouts that were predicted and not tried, the one with the best lower end.
 
-    Of two predictions of one layout the more certain one counts. If no trial keeps the memory limit, any layout that is
-    predicted to keep it counts as a gain."""
+    If no layout gains `LEAST` over the best trial at its lower end, returns half as many stages, if they may be tried
+    and gain as much; otherwise None. If a layout was predicted twice, the more certain prediction counts. If no trial
+    keeps the memory limit, any layout that is predicted to keep it counts as a gain.
+    """
     best = _best(tuning, (each for trial in tuning.measured for each in trial.next))
     if best is None and tuning.depth:
         best = _best(tuning, (each for trial in tuning.measured if isinstance(each := trial.half_as_deep, Proposal)))
@@ -128,8 +129,8 @@ def _which(each: Proposal) -> _Which:
 
 
 def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
-    """Returns the proposals that may still be tried: no layout of a trial, and none that needs at least as much memory
-    on every stage as one that ran out of it."""
+    """Returns the proposals that may still be tried. Leaves out layouts that have been tried, and proposals that need
+    at least as much memory on every stage as one that ran out of memory."""
     asked = [(each.proposal, each.outcome) for each in tuning.trials if each.proposal is not None]
     tried = {_which(each) for each, _ in asked}
     tried |= {(each.stages, each.layout) for each in tuning.trials if each.layout is not None}
@@ -142,7 +143,8 @@ def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
 
 
 def _needs(each: Proposal, memory: tuple[int, ...]) -> bool:
-    """Returns whether a proposal, of as many stages, is predicted to need at least ``memory`` on each of them."""
+    """Returns whether a proposal has as many stages as ``memory``, and is predicted to need at least that much on each
+    of them."""
     needed = each.memory or ()
     return len(needed) == len(memory) and all(need >= least for need, least in zip(needed, memory, strict=True))
 
@@ -179,7 +181,7 @@ def _half_as_deep(known: Changeable) -> Prediction | str:
 
 
 def _predicted(each: Prediction, measured_ms: float) -> Interval:
-    """Returns the predicted step, from the measured step that trials are compared by and the predicted speedup."""
+    """Returns the predicted step: the measured step that trials are compared by, divided by the predicted speedup."""
     return Interval(measured_ms / each.speedup, measured_ms / each.high, measured_ms / each.low)
 
 

@@ -70,16 +70,16 @@ class Proposal:
     against: int
     """The number of the trial that it was predicted from."""
     stages: int
-    """Pipeline stages, which ``flags`` do not say."""
+    """Pipeline stages; ``flags`` do not contain their number."""
     memory: tuple[int, ...] | None = None
-    """Bytes that each stage is predicted to allocate at its peak; None where memory was not measured."""
+    """Bytes that each stage is predicted to allocate at its peak; None if memory was not measured."""
     more_steps: int = 0
-    """How many more steps of that trial would show whether it gains; 0 if that is known, or if no number of steps would
-    show it."""
+    """How many more steps of that trial would show whether the layout gains; 0 if that is known, or if no number of
+    steps would show it."""
     microbatches: int | None = None
-    """Microbatches that each replica must run in the trial; None where they stay."""
+    """Microbatches that each replica must run in the trial; None if their number stays the same."""
     assumes: tuple[str, ...] = ()
-    """What the prediction assumes, in clauses."""
+    """The assumptions of the prediction, as clauses."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Trial:
     directory: str
     """The directory of its timelines and its output, relative to that of the tuning."""
     proposal: Proposal | None = None
-    """What it tries; None for the command as it was given."""
+    """The layout that it tries; None for the command as it was given."""
     outcome: Outcome | None = None
     """How it ended; None while it waits or runs."""
     why: str | None = None
@@ -103,14 +103,14 @@ class Trial:
     stages: int | None = None
     """Pipeline stages that ran."""
     step_ms: Interval | None = None
-    """The measured step, in milliseconds. If the depth is not that of the first trial, the time by which the gap
-    between steps is longer than there is added."""
+    """The measured step, in milliseconds. If the depth differs from that of the first trial, it includes the time by
+    which the gap between steps is longer than in the first trial."""
     between_ms: float | None = None
     """Milliseconds from the end of a step to the beginning of the next one; None if no two steps were recorded."""
     steps: int | None = None
     """The number of steps that were averaged."""
     memory: tuple[int, ...] | None = None
-    """Bytes that each stage had allocated at its peak; None where that was not measured."""
+    """Bytes that each stage had allocated at its peak; None if that was not measured."""
     framework: str | None = None
     """The host, as traces name it."""
     role: str | None = None
@@ -122,7 +122,7 @@ class Trial:
     next: tuple[Proposal, ...] = ()
     """The layouts predicted from it, the best lower end first."""
     half_as_deep: Proposal | str | None = None
-    """The prediction of half as many stages, or the reason that there is none; None where nothing was predicted."""
+    """The prediction of half as many stages, or the reason that there is none; None if nothing was predicted."""
     again: int | None = None
     """The number of the trial that it repeats. The faster of the two counts: other work can only make a step longer."""
     more_steps: int = 0
@@ -135,7 +135,7 @@ class Trial:
 
     @property
     def as_predicted(self) -> bool | None:
-        """Whether the measured step agrees with the predicted one; None if one of them is missing."""
+        """True if the measured step agrees with the predicted one; None if one of them is missing."""
         if self.proposal is None or self.step_ms is None:
             return None
         return self.proposal.step_ms.holds(self.step_ms)
@@ -150,7 +150,7 @@ class Result:
     speedup: Interval
     """How many times as fast as the first trial it is."""
     command: tuple[str, ...]
-    """Its command for the user, which saves what the given one saves."""
+    """The command of the fastest trial, for the user. It saves what the given command saves."""
     as_predicted: tuple[int, int]
     """How many predictions agreed with the measured step, and how many there were."""
 
@@ -170,13 +170,13 @@ class Tuning:
     memory_limit: int | None = None
     """Bytes that a stage may allocate; None: the memory of its device."""
     depth: bool = False
-    """Whether half as many stages may be tried."""
+    """True if half as many stages may be tried."""
     trials: tuple[Trial, ...] = ()
     """All trials, in order."""
     stopped: Why | None = None
     """Why it stopped; None while it goes on."""
     reason: str | None = None
-    """The reason in words, where ``stopped`` alone does not say it."""
+    """The reason in words, if ``stopped`` alone does not tell it."""
     result: Result | None = None
     """The outcome so far; None before the first trial is measured."""
     version: str = field(default=__version__)
@@ -199,7 +199,7 @@ class Tuning:
 
     @property
     def pending(self) -> Trial | None:
-        """The trial that waits or runs."""
+        """The trial that waits or runs; None if there is none."""
         return next((trial for trial in self.trials if trial.outcome is None), None)
 
     def changed(self, command: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ class Tuning:
         return trial.again is not None or any(each.again == trial.number for each in self.trials)
 
     def having(self, trial: Trial) -> Tuning:
-        """Returns the tuning with ``trial``, in the place of the trial with its number, and with the new result."""
+        """Returns the tuning with ``trial``, which replaces the trial with the same number, and with the new result."""
         others = [each for each in self.trials if each.number != trial.number]
         tuning = replace(self, trials=tuple(sorted([*others, trial], key=lambda each: each.number)))
         return replace(tuning, result=_result(tuning))

@@ -1,7 +1,8 @@
 """Runs one trial: the user's command, with a timeline of every rank, until it has made enough steps.
 
-Once every rank has made its steps, the command gets SIGTERM, which torchrun hands on; what still runs after a while
-gets SIGKILL. Only processes with the trial's directory in their environment are killed, which no others have.
+Once every rank has made its steps, the command gets SIGTERM, which torchrun passes on to the ranks. Processes that
+still run after a while get SIGKILL. Apart from the command's own process group, only processes that have the trial's
+directory in their environment are killed; no other processes have it there.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ WARM_UP = 3
 #: Seconds that a command has to end after SIGTERM; megaprof writes its files for up to 20 of them.
 _GRACE = 40.0
 _LOOK = 0.5
-#: Bytes of the end of a log in which an error is looked for.
+#: The number of bytes at the end of a log that are searched for an error.
 _READ = 1 << 18
-#: The prefix that torch and launchers put before a rank's line.
+#: The prefix that torch and launchers put in front of a rank's line.
 _LABEL = r"(\[rank\d+\]:)?\s*([\w.-]+: )?"
-#: A line that begins with the name of an error: the end of a traceback, argparse's ``program: error: ``, a script's own
-#: ``error: ``. The first one is the cause: other ranks and the launcher report later that a rank has ended.
+#: A line that begins with the name of an error: the end of a traceback, argparse's ``program: error: ``, or a script's
+#: own ``error: ``. The first one is the cause: other ranks and the launcher report only later that a rank has ended.
 _RAISED = re.compile(rf"^{_LABEL}[\w.-]*([Ee]rror|Exception)(: |$)")
-#: A traceback that begins in the middle of a line, down to its error: a program that prints words before a traceback
-#: has caught the error. Megatron-Bridge does so for everything that it cannot import.
+#: A traceback that begins in the middle of a line, down to its error. A program that prints words before a traceback
+#: has caught the error; Megatron-Bridge does so for everything that it cannot import.
 _CAUGHT = re.compile(rf"^(?!{_LABEL}Traceback \().*Traceback \(most recent call last\):\n([ \t].*\n)*.*$", re.MULTILINE)
-#: The beginning of megaprof's own messages; none of them is why a command failed.
+#: The beginning of megaprof's own messages. A command never fails because of them.
 _OURS = "megaprof: "
 #: How torch and the kernel say that memory ran out.
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot allocate memory")
@@ -89,7 +90,7 @@ def run(
         )
         try:
             ended = _watched(process, directory, steps + WARM_UP, time.monotonic() + time_limit, advance)
-            return _explained(ended, directory / LOG)  # before `_end`, which may make the command print, too
+            return _explained(ended, directory / LOG)  # before `_end`, which may make the command print more
         finally:
             _end(process, directory)
 
@@ -128,7 +129,7 @@ def _end(process: subprocess.Popen[bytes], directory: Path) -> None:
     while (process.poll() is None or running(directory)) and time.monotonic() < deadline:
         time.sleep(_LOOK / 2)
     _signal_group(process, signal.SIGKILL)
-    for pid in running(directory):  # what has a session of its own, as torchrun's ranks
+    for pid in running(directory):  # processes with their own session, such as torchrun's ranks
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -141,7 +142,8 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def running(directory: Path) -> list[int]:
-    """Returns the processes of trials in ``directory`` or below it, by their environment (on Linux; elsewhere none)."""
+    """Returns the ids of the processes of trials in ``directory`` or below it. They are found by their environment, on
+    Linux only; elsewhere the list is empty."""
     marks = [f"{variable('dir')}={directory.absolute()}{end}".encode() for end in ("\0", "/")]
     processes = []
     for environ in Path("/proc").glob("[0-9]*/environ"):

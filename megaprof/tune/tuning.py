@@ -1,4 +1,4 @@
-"""The loop of a tuning: runs a trial, reads what it measured, chooses the next one; until no layout is predicted to
+"""The loop of a tuning: runs a trial, reads its measurements, and chooses the next one, until no layout is predicted to
 gain, or no trial is left."""
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ TrialListener: TypeAlias = Callable[[Trial], None]
 
 
 def resumed(tuning: Tuning, directory: Path) -> Tuning:
-    """Returns ``tuning`` in which every trial that was not measured, and whose directory was deleted, waits to run
-    again."""
+    """Returns ``tuning`` with every trial that was not measured, and whose directory was deleted, set to run again."""
     for each in tuning.trials:
         if each.outcome is not None and each.step_ms is None and not (directory / each.directory).exists():
             waiting = Trial(each.number, each.command, each.directory, each.proposal)
@@ -67,7 +66,7 @@ def _again(trial: Trial, number: int, directory: Path, more_steps: int = 0) -> T
 
 
 def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
-    """Returns ``tuning`` with what the files in ``directory`` say about its pending ``trial``."""
+    """Returns ``tuning`` with the results of its pending ``trial``, read from the files in ``directory``."""
     return tuning.having(as_measured(trial, directory, tuning.memory_limit, tuning.trials[0]))
 
 
@@ -110,6 +109,6 @@ def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
 
 
 def _free(directory: Path, number: int) -> str:
-    """The name of a new directory for a trial."""
+    """Returns the name of a new directory for a trial."""
     names = (f"trial-{number}" + (f".{again}" if again > 1 else "") for again in range(1, 1000))
     return next(name for name in names if not (directory / name).exists())

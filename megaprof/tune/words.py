@@ -1,4 +1,4 @@
-"""A tuning for people, in the terminal and as HTML: one sentence, the trials as a table, the command to run."""
+"""A tuning in words, for the terminal and as HTML: a sentence, a table of the trials, and the command to run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLUMNS = ("trial", "layout", "step, ms", "predicted, ms", "GiB", "predicted, Gi
 
 
 def sentence(tuning: Tuning) -> str:
-    """Returns the outcome."""
+    """Returns the outcome, as text."""
     result = tuning.result
     if result is None and tuning.measured:
         return "No trial keeps the limit of memory."
@@ -65,8 +65,8 @@ def stopped(tuning: Tuning) -> str | None:
 
 
 def _depth(tuning: Tuning) -> str | None:
-    """Returns why half as many stages were not tried from the best trial, as a clause; None if they were, or may not
-    be."""
+    """Returns why half as many stages were not tried from the best trial, as a clause. None if they were tried, or may
+    not be tried."""
     half = tuning.best.half_as_deep if tuning.best and tuning.depth else None
     if isinstance(half, str):
         return f"the depth stays: {half}"
@@ -76,7 +76,7 @@ def _depth(tuning: Tuning) -> str | None:
 
 
 def rows(tuning: Tuning) -> list[tuple[str, ...]]:
-    """Returns the head of a table, and a row for every trial, without the columns in which no trial has anything."""
+    """Returns the header of a table and a row for every trial, without the columns that are empty for all trials."""
     every = list(_rows(tuning))
     filled = [any(cell != words.ABSENT for cell in column) for column in zip(*every, strict=True)]
     return [tuple(compress(row, filled)) for row in (COLUMNS, *every)]
@@ -147,7 +147,7 @@ def failures(tuning: Tuning) -> list[str]:
 
 
 def assumed(tuning: Tuning) -> list[str]:
-    """Returns a line for each assumption of the predictions that were tried, with the trials that it is about."""
+    """Returns a line for each assumption of the predictions that were tried, with the trials that it concerns."""
     about: dict[str, list[str]] = {}
     for trial in tuning.trials:
         for clause in trial.proposal.assumes if trial.proposal and trial.again is None else ():
