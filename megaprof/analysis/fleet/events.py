@@ -16,8 +16,9 @@ from megaprof.formats.steps import codes
 
 
 def call_of(key: Key, files: Iterable[Path], step: int) -> list[Pass[int]]:
-    """Returns the first call of ``step`` on a rank with these ``files``, named by its target, followed by everything in
-    it in order; an empty list if the files do not have it. A step that ran again counts as it ran last."""
+    """Returns the first call of ``step`` on the rank with these ``files``, as a pass named after its target, followed
+    by everything in it in order; an empty list if the files do not have the step. If the step ran more than once, the
+    last run counts."""
     found: list[tuple[int, int, list[Pass[int]]]] = []
     for path in files:
         with suppress(format.UnreadableTimeline):
@@ -38,6 +39,6 @@ def call_of(key: Key, files: Iterable[Path], step: int) -> list[Pass[int]]:
 
 
 def longest_pass(key: Key, files: Iterable[Path], step: int) -> Pass[int] | None:
-    """Returns the longest pass of a rank with these ``files`` in ``step``; None if the files do not have it."""
+    """Returns the longest pass in ``step`` of the rank with these ``files``; None if the files do not have one."""
     passes = (each for each in call_of(key, files, step) if each.kind in ranges.PASSES)
     return max(passes, key=lambda each: each.end - each.start, default=None)

@@ -1,7 +1,7 @@
-"""A whole run on all its ranks, from timelines: how long steps took, what became slow, when, and where.
+"""Surveys a whole run on all its ranks, from timelines: how long steps took, what became slow, when, and where.
 
-Times are milliseconds per step. Compute is forward, backward and combined passes as the timeline has them, with the
-communication inside a microbatch (tensor-, expert- and context-parallel), which a timeline does not tell apart.
+Times are milliseconds per step. Compute is the forward, backward and combined passes of the timeline. It includes
+communication inside a microbatch (tensor-, expert- and context-parallel), which a timeline does not separate.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from megaprof.analysis.trace.passes import Pass
 from megaprof.formats.job.standstill import Standstill
 from megaprof.parallel.topology import ParallelSizes
 
-Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with each other
+Group = tuple[int, int]  # pp and tp of the ranks that synchronise gradients with each other
 
-#: A gradient synchronisation is compared with this part of the step added, so that what is told takes 1 % of it.
+#: This fraction of a step is added to synchronisation times before they are compared. So a change counts from 1 % of a
+#: step on.
 OF_STEP = 0.1
-#: A rank's data ends early when it lacks this many steps, and the last of them were this many step times ago.
+#: A rank's data ends early if it lacks this many steps at the end, and ended this many step times before the others.
 LACKS_STEPS = 3
 LACKS_TIME = 10
 
@@ -63,7 +64,7 @@ class StageFleet:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank whose data end before those of the others."""
+    """A rank whose data ends before that of the others."""
 
     rank: int
     """Global rank."""
@@ -84,15 +85,15 @@ class Coverage:
     missing: tuple[int, ...]
     """Ranks without one."""
     ended: tuple[Ended, ...]
-    """Ranks whose data end early."""
+    """Ranks whose data ends early."""
     steps: tuple[int, int]
     """First and last step of any rank."""
     calls: int
     """Number of schedule calls in all steps."""
     left_out: int
-    """Largest number of steps of a rank that do not count, because a window was open or they failed."""
+    """Largest number of steps on one rank that do not count, because a window was open or they failed."""
     again: int
-    """Largest number of steps of a rank that ran twice."""
+    """Largest number of steps on one rank that ran twice."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Synchronisation:
     synchronisation_shifts: tuple[Shift, ...] = ()
     """When it became slower on all stages."""
     stage_synchronisation: tuple[tuple[int, Shift], ...] = ()
-    """When it became slower on a single stage, with its pipeline rank."""
+    """When it became slower on a single stage, with the pipeline rank of that stage."""
 
     @property
     def median_ms(self) -> float | None:
@@ -131,11 +132,11 @@ class Synchronisation:
 
 @dataclass(frozen=True)
 class Fleet:
-    """One target and role on all ranks, over the whole run. By bucket: one value per stretch of steps, None if there is
-    none."""
+    """One target and role on all ranks, over the whole run. A bucket is a stretch of steps; a value by bucket is None
+    if the bucket has none."""
 
     target: str
-    """What was captured: ``train_actor``, ..."""
+    """Captured target, such as ``train_actor``."""
     role: str | None
     """``actor``, ``ref``, ...; None without roles."""
     sizes: ParallelSizes
@@ -155,7 +156,7 @@ class Fleet:
     clock: Literal["host", "device"]
     """Clock of the timelines: ``device`` if the times are the GPU's."""
     standstills: tuple[Standstill, ...] = ()
-    """Steps in which the job stood still, or in the middle of which it ended; they count for no time."""
+    """Steps in which the job stood still, or in the middle of which it ended. They do not count in any times."""
 
     @property
     def key(self) -> Key:
@@ -169,7 +170,7 @@ class Fleet:
 
     @property
     def shifts(self) -> list[Shift]:
-        """What changed on a stage or in gradient synchronisation."""
+        """All changes of level on stages and in gradient synchronisation."""
         own = self.synchronisation
         of_stages = [*(shift for stage in self.stages for shift in stage.shifts), *own.synchronisation_shifts]
         return of_stages + [shift for _, shift in own.stage_synchronisation]
@@ -222,7 +223,7 @@ def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], Pas
 
 
 def _matrix(ranks: Sequence[RankSeries], buckets: Buckets) -> Floats:
-    """Returns what every rank computes, [rank, bucket], NaN where it has no steps."""
+    """Returns the compute of every rank in milliseconds per step, [rank, bucket]; NaN if it has no steps there."""
     matrix = np.full((len(ranks), len(buckets.first)), np.nan)
     for row, rank in zip(matrix, ranks, strict=True):
         begin = rank.first - buckets.begin
@@ -231,7 +232,8 @@ def _matrix(ranks: Sequence[RankSeries], buckets: Buckets) -> Floats:
 
 
 def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[Floats, Buckets]:
-    """Returns the milliseconds of each bucket's median step, on its longest rank, and the buckets."""
+    """Returns the milliseconds of each bucket's median step (a step takes as long as on its slowest rank), and the
+    buckets."""
     with_steps = _with_steps(ranks)
     begin = min(r.first for r in with_steps)
     count = max(r.first + len(r.counts) for r in with_steps) - begin
@@ -268,8 +270,8 @@ def _times(series: Series, step_ms: Floats, buckets: Buckets, width: int) -> Ste
 
 
 def _to_the_step(shift: Shift, series: Series, width: int) -> Shift:
-    """Returns the shift with the exact step, in its bucket or the one before: single steps before it are closer to the
-    level before, and those from it on to the level after."""
+    """Returns the shift with its exact step, within its bucket or the bucket before. Single steps before this step are
+    closer to the old level, and steps from it on are closer to the new level."""
     steps = series.steps >> INDEX_BITS
     near = (steps >= shift.step - width) & (steps < shift.step + width)
     own = series.longest[near]
@@ -297,7 +299,8 @@ def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Perce
 
 
 def _by_group(times: Mapping[tuple[int, int], tuple[int, Floats]], buckets: Buckets) -> tuple[list[Group], Floats]:
-    """Returns every group that synchronises gradients, and what that took its quickest rank, [row, bucket]."""
+    """Returns every group that synchronises gradients, and the milliseconds that this took its quickest rank,
+    [group, bucket]."""
     groups = sorted(times)
     rows = np.full((len(groups), len(buckets.first)), np.nan)
     for row, group in zip(rows, groups, strict=True):

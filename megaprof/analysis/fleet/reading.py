@@ -1,8 +1,8 @@
-"""Reads the timelines of a whole job once, each to a few numbers per bucket of steps, so that memory does not grow with
-the number of steps.
+"""Reads the timelines of a whole job once. Each becomes a few numbers per bucket of steps, so that memory does not grow
+with the number of steps.
 
 A work item holds the files of the ranks that synchronise gradients with each other (data- and context-parallel peers),
-because the time that a step's synchronisation takes is that of the quickest of them.
+because the quickest of these ranks shows how long a step's synchronisation takes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
-#: Buckets of steps at most, about.
+#: About the largest number of buckets.
 MOST_BUCKETS = 200
-#: Percentiles come from a histogram whose bins are this wide, as a fraction, from a microsecond on.
+#: Width of a histogram bin, as a fraction of its time. Bins begin at one microsecond; percentiles come from them.
 BIN = 0.005
 _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
-#: Steps of several ranks that are in memory at once.
+#: About the number of steps, of several ranks, that are in memory at once.
 _STEPS_AT_ONCE = 1 << 16
-#: One process is quicker than several for fewer bytes of files.
+#: For files with fewer bytes than this, one process is quicker than several.
 _WORTH_IT = 512 << 20
 _MOST_TOLD = 5
 INDEX_BITS = 16
@@ -44,7 +44,7 @@ _BYTES = np.dtype((np.void, format.STEP_TYPE.itemsize))
 
 
 class Key(NamedTuple):
-    """What is reported together."""
+    """A target, a role and parallel sizes, which are reported together."""
 
     target: str
     role: str | None
@@ -59,55 +59,56 @@ class RankSeries:
     """One rank, with medians over buckets of steps in milliseconds, NaN for buckets without steps."""
 
     coords: RankCoords
-    """Where it stands."""
+    """Coordinates of the rank."""
     host: str | None
-    """The machine that it ran on."""
+    """Host of the rank; None if it is not known."""
     first: int
-    """The number of its first bucket."""
+    """Number of its first bucket."""
     compute: npt.NDArray[np.float32]
-    """Forward, backward and combined passes of a step, by bucket."""
+    """Milliseconds of forward, backward and combined passes per step, by bucket."""
     counts: npt.NDArray[np.int32]
-    """Steps, by bucket."""
+    """Number of steps, by bucket."""
     mean_ms: float
-    """Its passes of an average step in milliseconds; NaN without any."""
+    """Milliseconds of its passes in an average step; NaN without steps."""
     left_out: int
-    """Steps that do not count: a window was open in them, or they failed. Not those in which it stood still."""
+    """Number of steps that do not count, because a window was open or they failed. Does not include those in which the
+    rank stood still."""
     again: int
-    """Steps that it has twice, of which the later one counts."""
+    """Number of steps that it has twice; the later one counts."""
     first_step: int
     """Its first step."""
     last_step: int
     """Its last step."""
     ended: int
-    """When that ended, in nanoseconds on the wall clock."""
+    """End of its last step, in nanoseconds on the wall clock."""
     device_clock: bool
-    """Whether its times are the GPU's."""
+    """True if its times are the GPU's."""
 
 
 @dataclass
 class Series:
-    """The numbers of one key, of some ranks or of all."""
+    """The numbers of one key, for some or all of its ranks."""
 
     ranks: list[RankSeries] = field(default_factory=list)
     """The ranks, in the order in which they were read."""
     steps: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Every call, as step << 16 | index, ascending."""
+    """All calls, as step << 16 | index, ascending."""
     longest: Floats = field(default_factory=lambda: np.empty(0))
-    """Milliseconds of each on its longest rank."""
+    """Milliseconds of each call on its slowest rank."""
     synchronising: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
-    """By pp and tp: the first bucket, and milliseconds by bucket that the quickest rank of that group spent on a step's
-    gradient synchronisation, of steps that all of them have."""
+    """By pp and tp: the number of the first bucket, and by bucket the milliseconds per step that the quickest rank of
+    this group spent on gradient synchronisation. Only steps that all ranks of the group have count."""
     histograms: dict[int, Integers] = field(default_factory=dict)
-    """How many steps of a stage computed for how long, by stage."""
+    """Histogram of the compute per step, by stage."""
     most: dict[int, float] = field(default_factory=dict)
-    """Milliseconds of the longest of them, by stage."""
+    """Largest compute of a step in milliseconds, by stage."""
     metadata: dict[int, Metadata] = field(default_factory=dict)
-    """What the files of one rank of every stage say, by stage."""
+    """Metadata in the files of one rank, by stage."""
     stood: list[StoodStill] = field(default_factory=list)
-    """Ranks in steps in which they stood still, or that an exception ended."""
+    """Ranks with a step in which they stood still, or that an exception ended."""
 
     def add(self, other: Series) -> None:
-        """Other ranks of the same key."""
+        """Adds other ranks of the same key."""
         self.ranks += other.ranks
         self.stood += other.stood
         self.metadata.update(other.metadata)
@@ -117,7 +118,7 @@ class Series:
             self._count(pp, histogram, other.most[pp])
 
     def count(self, pp: int, compute: Integers) -> None:
-        """Microseconds that the steps of a rank of stage ``pp`` computed, into its histogram."""
+        """Adds the compute of steps on stage ``pp``, in microseconds, to the histogram of that stage."""
         bins = np.minimum(np.log(np.maximum(compute, 1)) / np.log1p(BIN), _BINS - 1).astype(np.int64)
         self._count(pp, np.bincount(bins, minlength=_BINS), float(compute.max(initial=0)) / 1e3)
 
@@ -131,13 +132,13 @@ class FleetReading:
     """The numbers in many timelines."""
 
     runs: Runs = field(default_factory=Runs)
-    """The runs that lie there; only the chosen one was read."""
+    """All runs that were found; only the chosen one was read."""
     width: Widths = field(default_factory=dict)
     """Steps per bucket, by target and role."""
     series: dict[Key, Series] = field(default_factory=dict)
-    """The numbers."""
+    """Numbers, by key."""
     files: dict[Key, dict[int, tuple[Path, ...]]] = field(default_factory=dict)
-    """The files of every rank."""
+    """Files of every rank, by key and rank."""
     read: list[Path] = field(default_factory=list)
     """All files that hold steps."""
     cut: list[Path] = field(default_factory=list)
@@ -148,7 +149,7 @@ class FleetReading:
     """Notes about single files."""
 
     def add(self, other: FleetReading) -> None:
-        """Of the same runs."""
+        """Adds another reading of the same runs."""
         for key, part in other.series.items():
             self.series.setdefault(key, Series()).add(part)
         for key, by_rank in other.files.items():
@@ -159,7 +160,7 @@ class FleetReading:
         self.warnings += (each for each in other.warnings if each not in self.warnings)
 
     def warnings_of_files(self) -> list[Note]:
-        """About single files, and one about all that end in the middle of a record."""
+        """Returns the notes about single files, and one note about all files that end inside a record."""
         told = self.warnings[:_MOST_TOLD]
         if len(self.warnings) > _MOST_TOLD:
             told.append(Note("timelines_damaged", count=len(self.warnings) - _MOST_TOLD))
@@ -169,15 +170,18 @@ class FleetReading:
 
 
 def find_timelines(directory: Path) -> list[Path]:
-    """Returns every timeline under ``directory``, sorted. Hidden files are not megaprof's."""
+    """Returns every timeline under ``directory``, sorted. Ignores hidden files, which are not megaprof's."""
     return sorted(files_below(directory, (format.SUFFIX,)), key=attrgetter("parts"))
 
 
 def read_fleet(
     paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None, runs: Runs | None = None
 ) -> FleetReading:
-    """Reads every file once. ``workers`` as for `reading.read_all`; ``progress``: files done; ``runs``: the chosen one
-    is read, by default the newest."""
+    """Reads every file once, and returns the numbers of one run.
+
+    ``workers`` is as for `reading.read_all`. ``progress`` is called with the number of files done, and of all files.
+    Reads the chosen run of ``runs``, by default the newest.
+    """
     items = _items(paths)
     runs = runs or runs_in((), paths)
     width = _width(runs)
@@ -192,21 +196,21 @@ def read_fleet(
     return found
 
 
-_Item = list[list[Path]]  # of every rank of a group its files
+_Item = list[list[Path]]  # the files of every rank of a group
 
 
 def _items(paths: Sequence[Path]) -> list[_Item]:
     groups: dict[tuple[str | int | None, ...], dict[int, list[Path]]] = {}
     for path in paths:
         name = parse_artifact_name(path.name)
-        # A renamed file is read on its own: what it is stands inside.
+        # A renamed file is read on its own: its contents say what it is.
         group = (name.target, name.role, name.place.pp, name.place.tp) if name else (str(path),)
         groups.setdefault(group, {}).setdefault(name.place.rank if name else -1, []).append(path)
     return [list(by_rank.values()) for by_rank in groups.values()]
 
 
 def _width(runs: Runs) -> Widths:
-    """Steps per bucket, from the timelines that were looked at."""
+    """Returns the steps per bucket, by target and role, from the timelines that were sampled for ``runs``."""
     bounds: dict[tuple[str, str | None], tuple[int, int]] = {}
     for piece in runs.pieces:
         low, high = bounds.get(piece.line[:2], (piece.first_step, piece.last_step))
@@ -256,8 +260,8 @@ class _Group:
         self._quickest = _merge(*self._quickest, numbers, calls["finalize"] / 1e3, np.minimum)
 
     def of(self, size: int) -> tuple[Integers, Floats]:
-        """Returns the steps that at least ``size`` ranks have, and the quickest rank's milliseconds. If a rank is
-        missing, the others may have waited for it."""
+        """Returns the steps that at least ``size`` ranks have, and the milliseconds of the quickest rank. Other steps
+        do not count, because the ranks may have waited for a rank that is missing."""
         whole = self._ranks[1] >= size
         return self._quickest[0][whole] >> INDEX_BITS, self._quickest[1][whole]
 
@@ -277,8 +281,8 @@ class _Steps(NamedTuple):
 
 
 def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> Iterator[_Steps]:
-    """Yields the steps in files of the chosen run, or of all runs without ``runs``. Adds to ``found`` which files were
-    read, and what is wrong with them."""
+    """Yields the steps in the files of the chosen run, or of all runs if ``runs`` is None. Adds the files that were
+    read, and what is wrong with them, to ``found``."""
     for path in paths:
         try:
             timeline = format.read_timeline(path, events=False)
@@ -304,7 +308,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
 
 
 def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
-    """Returns why the times of these steps say nothing; None if they do."""
+    """Returns why the times of these steps cannot be used; None if they can."""
     if (reason := (metadata.timeline or {}).get("reason")) is not None:
         return Note("timelines_of_host", said=str(reason))
     if not (steps["duration"] > 0).any():
@@ -313,8 +317,8 @@ def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
 
 
 def _latest(calls: npt.NDArray[Any], whose: Integers) -> tuple[npt.NDArray[Any], Integers]:
-    """Returns the calls of all ranks in order, and the rank of each. If a call of a step is there twice (a job that
-    continued from a checkpoint), the later one counts."""
+    """Returns the calls of all ranks in order, and the rank of each call. If a rank has the same call of a step twice
+    (the job continued from a checkpoint), the later one counts."""
     numbers = _numbers(calls)
     if ((np.diff(numbers) > 0) | (np.diff(whose) > 0)).all():
         return calls, whose
@@ -325,9 +329,9 @@ def _latest(calls: npt.NDArray[Any], whose: Integers) -> tuple[npt.NDArray[Any],
 
 
 def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) -> npt.NDArray[Any]:
-    """Adds ranks of one stage to their series, and returns their calls that count."""
+    """Adds ranks of one stage to their series. Returns those of their calls that count."""
     read = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
-    # As bytes: numpy looks at every field of every file otherwise.
+    # Joins the steps as bytes; otherwise numpy looks at every field of every file.
     raw = [np.ascontiguousarray(part.steps).view(_BYTES) for parts in ranks for part in parts]
     every = np.concatenate(raw).view(format.STEP_TYPE)
     calls, whose = _latest(every, np.repeat(np.arange(len(ranks)), read))
@@ -388,14 +392,14 @@ def _compute(calls: npt.NDArray[Any]) -> Integers:
 
 
 def percentile(histogram: Integers, fraction: float) -> float:
-    """Returns the milliseconds below which this fraction of the counted times lies, to half a bin."""
+    """Returns the milliseconds below which this fraction of the counted times lies, accurate to half a bin."""
     place = int(np.searchsorted(np.cumsum(histogram), fraction * int(histogram.sum())))
     return float((1 + BIN) ** (place + 0.5)) / 1e3
 
 
 def bucketed(steps: Integers, values: Floats, width: int) -> tuple[int, Floats, Integers]:
-    """Returns the number of the first bucket (step // width), and each bucket's median and number of steps. ``steps``
-    ascend."""
+    """Returns the number of the first bucket (step // width), and the median and number of steps of each bucket.
+    ``steps`` must ascend."""
     begins, _, medians, counts = _bucketed(np.zeros(len(steps), dtype=np.int64), steps, values, width, 1)
     return begins[0], medians, counts
 
@@ -403,15 +407,15 @@ def bucketed(steps: Integers, values: Floats, width: int) -> tuple[int, Floats, 
 def _bucketed(
     rows: Integers, steps: Integers, values: Floats, width: int, count: int
 ) -> tuple[list[int], list[int], Floats, Integers]:
-    """Returns, for rows of ascending steps: the number of each row's first bucket; the bounds of its buckets among
-    those of all rows; and the median and the number of steps of each bucket."""
+    """Returns, for rows of ascending steps: the number of each row's first bucket; the bounds of each row's buckets
+    among the buckets of all rows; and the median and number of steps of each bucket."""
     number = np.bincount(rows, minlength=count)
     ends = np.cumsum(number)
     bucket = steps // width
     first, size = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     known = number > 0
     first[known] = bucket[(ends - number)[known]]
-    # Far more than the sampled ranks have: what is beyond is one bucket.
+    # Far more buckets than the sampled ranks have; all later steps share the last one.
     place = np.minimum(bucket - first[rows], 4 * MOST_BUCKETS - 1)
     size[known] = place[(ends - 1)[known]] + 1
     bounds = np.concatenate(([0], np.cumsum(size)))
@@ -429,7 +433,8 @@ def _bucketed(
 def _merge(
     numbers: Integers, values: Floats, others: Integers, other_values: Floats, combine: np.ufunc
 ) -> tuple[Integers, Floats]:
-    """Returns values by ascending number, with ``others`` in any order; values of the same number are combined."""
+    """Returns both sets of values by ascending number, and combines values that have the same number. ``numbers`` and
+    ``others`` may be in any order."""
     every = np.concatenate((numbers, others))
     order = np.argsort(every, kind="stable")
     every = every[order]
@@ -438,5 +443,5 @@ def _merge(
 
 
 def useful(paths: Sequence[Path], items: int) -> int:
-    """Returns the most processes that read files quicker than one does."""
+    """Returns the largest number of processes that is worth it for reading these files."""
     return 1 if sum(sizes_of(paths).values()) < _WORTH_IT else max(1, min(items, processors()))

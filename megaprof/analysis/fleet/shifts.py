@@ -1,4 +1,4 @@
-"""Finds stages that became slower than the others, and when. What makes a step long for all stages cancels out."""
+"""Finds stages that became slower than the others, and when. What slows down all stages alike cancels out."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from megaprof.analysis.samples import MAD
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of steps; a series has one value for each."""
+    """The buckets of steps. A series has one value per bucket."""
 
     begin: int
-    """The number of the first bucket, counted from step 0."""
+    """Number of the first bucket, counted from step 0."""
     first: Integers
-    """The first step of each."""
+    """First step of each bucket."""
     last: Integers
-    """The last step of each."""
+    """Last step of each bucket."""
     steps: Integers
-    """How many steps there are of each."""
+    """Number of steps in each bucket."""
     seconds: Floats
-    """How long each took."""
+    """Seconds that each bucket took."""
 
 
 def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> list[tuple[Shift, ...]]:
-    """Returns when each row of ``values`` [row, bucket] changed its level, without changes that all rows share. A
-    single row counts as it is. ``floor_ms``: added to all values, for times that matter beside longer ones."""
+    """Returns when each row of ``values``, [row, bucket], changed its level. Changes that all rows share do not count,
+    unless there is only one row. ``floor_ms`` is added to all values; it keeps small changes of short times from
+    counting."""
     raised = values + floor_ms
     baseline = np.array([_quickest(row) for row in raised])
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -64,7 +65,7 @@ def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> 
 
 
 def _quickest(row: Floats) -> float:
-    """Returns the level of a row in its quickest stretch of some buckets."""
+    """Returns the level of a row in its quickest stretch of buckets."""
     known = row[np.isfinite(row)]
     if len(known) < 2 * LASTING_BUCKETS:
         return _median(known)
@@ -78,7 +79,7 @@ def _median(values: Floats) -> float:
 
 
 def noise_of(relative: Floats) -> float:
-    """Returns the standard deviation of the logarithm of one bucket in a row, from differences between neighbours,
-    which a change of level does not affect."""
+    """Returns the standard deviation of the logarithm of one value. It comes from the differences between neighbouring
+    buckets of a row, because a change of level hardly affects these."""
     jumps = np.abs(np.diff(logarithms(relative), axis=1))
     return MAD / float(np.sqrt(2)) * float(np.nanmedian(jumps)) if np.isfinite(jumps).any() else 0.0

@@ -1,7 +1,8 @@
-"""Finds steps in which the whole job stood still, from timelines: the rank that others waited for, and where it was.
+"""Finds the steps in which the whole job stood still, from timelines, with the rank that others waited for, and where
+that rank was.
 
-Such a step says nothing about usual step times, so it counts for none. Ranks wait in an exchange or in the gradient
-reduction; a rank whose own passes took the time is the one they waited for.
+Such a step says nothing about usual step times, so it does not count in them. Ranks wait in an exchange or in the
+gradient reduction. They wait for a rank whose own passes took the time.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from megaprof.formats import timeline as format
 from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, STUCK_STEPS, Standing, Standstill
 from megaprof.parallel.topology import RankCoords
 
-#: The most ranks whose files are opened again to see where they stood.
+#: At most this many ranks have their files opened again, to see where they stood still.
 _MOST_PLACES = 4
 
 
 class StoodStill(NamedTuple):
-    """One rank in one step in which it stood still, or that an exception ended."""
+    """A rank in a step in which it stood still, or that an exception ended."""
 
     step: int
     coords: RankCoords
     seconds: float
-    """Seconds by which the step took longer than usual."""
+    """Seconds by which the step took longer than usual; 0 if the rank did not stand still."""
     computing: bool
-    """Whether its own passes took more than half of that."""
+    """True if the rank's own passes took more than half of ``seconds``."""
     failed: bool
-    """Whether an exception ended the step."""
+    """True if an exception ended the step."""
 
 
 def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Returns which of a rank's ``calls``, in order, stood still, by the rule of `standstill.stands_still`;
-    ``compute``: microseconds of the passes of each. A step with an open window does not tell: the profiler makes it
-    longer."""
+    """Returns which of a rank's ``calls``, in order, stood still, by the rule of `standstill.stands_still`.
+
+    ``compute`` has the microseconds that the passes of each call took. A step with an open window never counts, because
+    the profiler makes it longer.
+    """
     longest = np.maximum(calls["duration"].astype(np.int64), compute)
     if longest.max(initial=0) <= STUCK_SECONDS * 1e6:
         return np.zeros(len(calls), dtype=np.bool_)
@@ -52,7 +55,7 @@ def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArr
 def told_by(
     calls: npt.NDArray[Any], compute: npt.NDArray[Any], stood: npt.NDArray[np.bool_], coords: RankCoords
 ) -> list[StoodStill]:
-    """The steps of a rank that ``stood`` still, and its last one if an exception ended that."""
+    """Returns the steps of a rank that ``stood`` still, and its last step if an exception ended that."""
     failed = calls["flags"] & format.FAILED != 0
     which = set(np.flatnonzero(stood).tolist()) | ({len(calls) - 1} if len(calls) and failed[-1] else set())
     if not which:
@@ -74,7 +77,8 @@ def told_by(
 def standstills(
     found: Iterable[StoodStill], last_step: int, place: Callable[[int, int], Pass[int] | None]
 ) -> tuple[Standstill, ...]:
-    """Returns what the ranks tell together, by step. ``place(rank, step)``: the longest pass of a rank in a step."""
+    """Returns the standstills of the job, in order of steps, from those of its ranks. ``place(rank, step)`` returns the
+    longest pass of a rank in a step."""
     by_step: dict[int, list[StoodStill]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each)

@@ -1,8 +1,8 @@
-"""Finds levels, changes and outliers in a series of times, by medians, which a few slow steps do not move.
+"""Finds levels, changes and outliers in a series of times. It uses medians, which a few slow steps do not move.
 
-A series is split where a stretch stands out most, and then its parts in the same way. A split counts if the medians of
-both sides differ by more than `EXCESS` and by more than `SIGMAS` standard errors, and if each side lasts for
-`LASTING_STEPS` steps. All of this is done on logarithms, because what disturbs a time multiplies it.
+A series is split at the stretch that stands out most, and then its parts are split in the same way. A split counts if
+the medians of both sides differ by more than `EXCESS` and by more than `SIGMAS` standard errors, and if each side lasts
+for `LASTING_STEPS` steps. All of this works on logarithms, because disturbances multiply a time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from megaprof.analysis.samples import MAD, MEDIAN_ERROR
 
-#: By how much a level must exceed another one, as a fraction of that.
+#: A level must exceed another level by this fraction.
 EXCESS = 0.10
-#: How many standard errors a change must be. Many series are looked at, at many places of each.
+#: A change must be this many standard errors: many series are examined, each at many places.
 SIGMAS = 6.0
-#: Shorter stretches are a few slow steps and not a level.
+#: A shorter stretch is a few slow steps, not a level.
 LASTING_STEPS = 10
 LASTING_BUCKETS = 3
-#: A level also lasts this long: another program may take a processor away for a while, many short steps long.
+#: A level also lasts this long: another program may take a processor for a while, which can be many short steps.
 LASTING_SECONDS = 5.0
-#: A single step is slow from this factor over the median of the steps around it on, ...
+#: A single step is slow if it takes this many times the median of the steps around it, ...
 SINGLE = 1.5
-#: ... and this many deviations of such steps.
+#: ... and exceeds that median by this many standard deviations.
 SINGLE_SIGMAS = 6.0
+#: Steps on either side that count as around a step.
 AROUND = 25
 
 _OF_A_HALF = 3.0
@@ -54,7 +55,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Floats) -> Percentiles:
-        # Of the times themselves, as `reading.percentile` has them: nothing between two times was measured.
+        # Each is one of the times, as in `reading.percentile`: nothing between two times was measured.
         p50, p95, p99, largest = np.percentile(values, (50, 95, 99, 100), method="inverted_cdf").tolist()
         return cls(p50, p95, p99, largest)
 
@@ -64,29 +65,29 @@ class Level:
     """A stretch of a series in which it keeps its level."""
 
     first: int
-    """The first bucket, by its position in the series."""
+    """Position of its first bucket in the series."""
     last: int
-    """The last bucket."""
+    """Position of its last bucket."""
     value: float
-    """The median, in the unit of the series."""
+    """Median, in the unit of the series."""
     error: float
-    """The standard error of that, as a fraction of it."""
+    """Standard error of ``value``, as a fraction of it."""
     steps: int
-    """How many steps the buckets hold."""
+    """Number of steps in its buckets."""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A time that changed its level."""
+    """A change of a time to a new level."""
 
     step: int
     """First step on the new level."""
     until: int | None
-    """Last step on it; None if the level stayed."""
+    """Last step on the new level; None if the level stayed."""
     before_ms: float
-    """Milliseconds before."""
+    """Milliseconds before the change."""
     after_ms: float
-    """Milliseconds from then on."""
+    """Milliseconds on the new level."""
 
     @property
     def change(self) -> float:
@@ -101,7 +102,7 @@ class SingleSteps:
     count: int
     """Number of such steps."""
     worst: tuple[tuple[int, float], ...]
-    """The worst of them, and how many times as long they took as the steps around them."""
+    """Worst of these steps, with their durations as multiples of the median of the steps around them."""
     every: int | None
     """Number of steps between them; None if it varies."""
 
@@ -109,8 +110,8 @@ class SingleSteps:
 def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:
     """Splits a series into stretches of one level each. NaN is no value, and belongs to no stretch.
 
-    ``steps``: the number of steps that each value is the median of. ``noise``: least standard deviation of a value's
-    logarithm, if more is known about it than the scatter within a level shows.
+    ``steps`` has the number of steps whose median a value is. ``noise`` is the least standard deviation of a value's
+    logarithm, if it is known from more than the scatter within a level.
     """
     known = np.flatnonzero(np.isfinite(values))
     if not known.size:
@@ -125,8 +126,8 @@ def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:
 
 
 def lasting(found: Sequence[Level], seconds: Floats) -> list[Level]:
-    """Returns the levels without those that a series leaves again within `LASTING_SECONDS`. ``seconds``: that every
-    bucket took."""
+    """Returns the levels without those that the series leaves again within `LASTING_SECONDS`. ``seconds`` has the time
+    that every bucket took."""
     kept = list(found[:1])
     for level in found[1:]:
         if np.nansum(seconds[level.first : level.last + 1]) >= LASTING_SECONDS and differ(kept[-1], level):
@@ -135,7 +136,8 @@ def lasting(found: Sequence[Level], seconds: Floats) -> list[Level]:
 
 
 def shifts(found: Sequence[Level], first_steps: Integers, last_steps: Integers) -> tuple[Shift, ...]:
-    """The changes between levels. ``first_steps``, ``last_steps``: of every bucket."""
+    """Returns the changes between levels. ``first_steps`` and ``last_steps`` have the first and last step of every
+    bucket."""
     changes = []
     for place in range(1, len(found)):
         before, after = found[place - 1], found[place]
@@ -149,12 +151,13 @@ def differ(before: Level, after: Level) -> bool:
     """Returns whether two levels differ by more than the thresholds of this module."""
     low, high = sorted((before.value, after.value))
     error = math.hypot(before.error, after.error)
-    # On logarithms: what disturbs a time multiplies it. Nothing exceeds a time that is not above zero.
+    # Compares logarithms, because disturbances multiply a time. Nothing exceeds a time of zero or less.
     return low > 0 and math.log(high / low) > max(math.log1p(EXCESS), SIGMAS * error)
 
 
 def logarithms(times: Floats) -> Floats:
-    """Natural ones; no time is below a microsecond, the unit of a timeline."""
+    """Returns the natural logarithms of times in milliseconds. Times below a microsecond, the unit of a timeline, count
+    as one microsecond."""
     return np.asarray(np.log(np.maximum(times, 1e-3)))
 
 
@@ -173,9 +176,12 @@ def single_steps(steps: Integers, times: Floats) -> SingleSteps:
 
 
 def drift(values: Floats) -> float | None:
-    """Returns the fraction by which a series grows from its beginning, the first tenth left aside, to its end:
-    Theil-Sen slope over its median level. None where that may be chance, or one jump: a Mann-Kendall test tells it
-    on the whole, by `SIGMAS`, and on both halves."""
+    """Returns the fraction by which a series grows from beginning to end, without its first tenth; None if the growth
+    may be chance, or a single jump.
+
+    The fraction is the Theil-Sen slope, times the length of the series, over the median. A Mann-Kendall test must
+    confirm the growth on the whole series, by `SIGMAS`, and on both halves.
+    """
     known = np.flatnonzero(np.isfinite(values))
     known = known[len(known) // 10 :]
     n = len(known)
@@ -192,15 +198,15 @@ def drift(values: Floats) -> float | None:
 
 
 def _trend(y: Floats) -> float:
-    """Mann-Kendall statistic in standard deviations."""
+    """Returns the Mann-Kendall statistic, in standard deviations."""
     n = len(y)
     i, j = np.triu_indices(n, 1)
     return float(np.sign(y[j] - y[i]).sum() / np.sqrt(n * (n - 1) * (2 * n + 5) / 18))
 
 
 def low_median(values: Floats) -> Floats:
-    """Returns the median along the first axis without NaN, the lower of two middle ones, so that one slow value of two
-    does not move it; NaN if there is no value."""
+    """Returns the median along the first axis, ignoring NaN; NaN if there is no value. Of two middle values it returns
+    the lower one, so that one slow value of two does not move it."""
     ordered = np.sort(values, axis=0)
     count = np.isfinite(values).sum(axis=0)
     place = np.maximum((count - 1) // 2, 0)
@@ -216,10 +222,11 @@ def _level(x: Floats, a: int, b: int, noise: float) -> tuple[float, float]:
 
 
 def _split(x: Floats, cumulated: Integers, a: int, b: int, noise: float) -> list[tuple[int, int]]:
-    """Returns the parts of the stretch from ``a`` to ``b``: the one that stands out most, those before and after it,
-    each split again."""
+    """Returns the parts of the stretch from ``a`` to ``b``: the part that stands out most, and those before and after
+    it, each split again."""
     smooth = moving_median(x[a:b], 5) if b - a >= 5 else x[a:b]
-    # By ranks, among which a few enormous values weigh no more than others; a short stretch may need the values.
+    # Tries the ranks of the values first, so that a few enormous values weigh no more than others. A short stretch may
+    # need the values themselves.
     for values in (np.argsort(np.argsort(smooth)), smooth):
         i, j = _standing_out(values.astype(np.float64), cumulated[a : b + 1])
         parts = list(pairwise(sorted({a, a + i, a + j, b})))
@@ -229,8 +236,9 @@ def _split(x: Floats, cumulated: Integers, a: int, b: int, noise: float) -> list
 
 
 def _standing_out(x: Floats, cumulated: Integers) -> tuple[int, int]:
-    """The stretch whose mean differs most from that of the rest (circular binary segmentation, Olshen et al. 2004),
-    of those that leave three lasting parts or two; (0, 0) for none. ``cumulated``: steps before each value."""
+    """Returns the stretch whose mean differs most from that of the rest (circular binary segmentation, Olshen et al.
+    2004), among those that split the series into two or three lasting parts; (0, 0) if there is none. ``cumulated`` has
+    the number of steps before each value."""
     n = len(x)
     sums = np.concatenate(([0.0], np.cumsum(x - x.mean())))
     i, j = np.triu_indices(n + 1, 1)
@@ -264,8 +272,8 @@ def _merged(x: Floats, cumulated: Integers, found: list[tuple[int, int]], noise:
 
 
 def _edge(x: Floats, a: int, k: int, b: int) -> int:
-    """Returns where the level before ``k`` ends and the one behind it begins, by the least absolute deviation from
-    both."""
+    """Returns where the level before ``k`` ends and the level after it begins, by the least absolute deviation from
+    both medians."""
     before, after = np.abs(x[a:b] - np.median(x[a:k])), np.abs(x[a:b] - np.median(x[k:b]))
     costs = np.concatenate(([0.0], np.cumsum(before))) + after.sum() - np.concatenate(([0.0], np.cumsum(after)))
     inner = costs[LASTING_BUCKETS : len(costs) - LASTING_BUCKETS]
@@ -277,7 +285,7 @@ def _differ(x: Floats, a: int, k: int, b: int, noise: float) -> bool:
 
 
 def moving_median(x: Floats, width: int) -> Floats:
-    """Returns the median of ``width`` values (an odd number) around each value. The series is mirrored at its ends."""
+    """Returns the median of the ``width`` values (an odd number) around each value. Mirrors the series at its ends."""
     padded = np.pad(x, width // 2, mode="reflect")
     out = np.empty_like(x)
     for begin in range(0, len(x), 1 << 14):
