@@ -1,1 +1,1 @@
-"""Finished files: whole or not at all, uploaded, announced; and what is derived from a finished trace."""
+"""Finishes files: each appears whole or not at all, and is uploaded and announced. Also derives files from traces."""

@@ -1,8 +1,8 @@
-"""Files that are computed from a finished raw trace: the kernel summary and collapsed stacks.
+"""Computes files from a finished raw trace: the kernel summary and collapsed stacks.
 
-A child process computes them: a thread of this one would hold the interpreter lock, which the training thread needs.
-The child runs at a lower priority, on the standard library alone, and reads the trace through a file
-that was opened for it, so it does not matter when the trace is compressed and its raw file removed.
+A child process does the work, because a thread of this process would hold the interpreter lock, which the training
+thread needs. The child runs at a lower priority and uses only the standard library. It reads the trace from a file that
+is already open, so the trace may be compressed and its raw file removed at any time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megaprof.runtime.logs import logger
 KERNELS_SUFFIX = ".kernels.json"
 STACKS_SUFFIX = ".stacks.txt.gz"
 DEVICE_STACKS_SUFFIX = ".cuda.stacks.txt.gz"
-#: Windows whose files may wait for their turn; each holds a raw trace on disk, and none in memory.
+#: The most windows whose files may wait for their turn. Each keeps a raw trace on disk, and nothing in memory.
 _QUEUE = 8
-#: -I -S: neither the user's PYTHON* variables nor site-packages decide how long an interpreter takes to start.
+#: With -I -S, the user's PYTHON* variables and site-packages cannot slow down the start of the interpreter.
 _CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from megaprof.artifacts.derived import main; main(sys.argv[2])"
 
 
@@ -39,15 +39,15 @@ class DerivedFiles:
         self._writer = writer
         self._changed = threading.Condition()
         self._pending = 0
-        self._role: str | None = None  # of the last window
-        self._summaries: dict[str | None, bytes] = {}  # by role, of its last window once it is ready
+        self._role: str | None = None  # the role of the last window
+        self._summaries: dict[str | None, bytes] = {}  # by role: the summary of its last window, once it is ready
 
     def prepare(self, raw: Path, files: Mapping[str, Path], identity: Mapping[str, Any]) -> Callable[[], None] | None:
         """Returns a task for the writer that derives ``files`` (suffix -> final path) from the trace ``raw``; None if
-        that is not possible.
+        there is no trace, or if too many windows are waiting.
 
-        Opens ``raw`` now, so it may be renamed or removed before the task runs. The kernel summary repeats
-        ``identity``, which is plain data.
+        Opens ``raw`` now, so it may be renamed or removed before the task runs. The kernel summary includes
+        ``identity``, which must be plain data.
         """
         names = ", ".join(path.name for path in files.values())
         with self._changed:
@@ -57,7 +57,7 @@ class DerivedFiles:
                 logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
                 return None
             try:
-                trace = open(raw, "rb")  # noqa: SIM115 - closed when it is done
+                trace = open(raw, "rb")  # noqa: SIM115 - closed when the task is done
             except OSError as fault:
                 if from_host(fault):
                     raise
@@ -67,8 +67,8 @@ class DerivedFiles:
         return lambda: self._do(trace, files, identity)
 
     def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
-        """Returns the summary of the last window, or of the last one of ``role``. None: there is none, it is not ready
-        within ``timeout`` seconds, or it could not be made."""
+        """Returns the summary of the last window, or of the last window of ``role``. Returns None if there is no
+        summary, if it is not ready within ``timeout`` seconds, or if it could not be made."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending, timeout)
             summary = None if self._pending else self._summaries.get(self._role if role is None else role)
@@ -119,7 +119,7 @@ class DerivedFiles:
 
 
 def main(order: str) -> None:
-    """Read a raw trace on standard input and write the files that ``order`` (JSON) names, in the child process."""
+    """Reads a raw trace from standard input and writes the files that ``order`` (JSON) names. Runs in the child."""
     os.nice(5)
     wanted = json.loads(order)
     files: dict[str, str] = wanted["files"]

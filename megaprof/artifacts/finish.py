@@ -1,4 +1,4 @@
-"""The finish hook: a shell command of the user's for files that are complete, run in the writer's thread."""
+"""The finish hook: a shell command of the user's that the writer's thread runs once files are complete."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _OUTPUT = 2000
 
 @dataclass
 class FinishHook:
-    """``command`` for the files of each window, or once for all files at the end of the process.
+    """Runs ``command`` for the files of each window, or once for all files at the end of the process.
 
-    The command finds in its environment ``PROFILED_FILES`` (complete files or their remote addresses, one a line),
-    ``PROFILED_DIR`` (the save path) and ``PROFILED_WHEN`` (``window`` or ``end``). Not ``MEGAPROF_*``: those are
-    options. Every rank that captures runs it for its own files, in the working directory in which the hook was made, as
-    long as that exists. Its output goes to the log, its failure too.
+    The command's environment has ``PROFILED_FILES`` (complete files or their remote addresses, one per line),
+    ``PROFILED_DIR`` (the save path) and ``PROFILED_WHEN`` (``window`` or ``end``). The names do not begin with
+    ``MEGAPROF_``, because such variables are options. Every rank that captures runs the command for its own files. The
+    working directory is the one in which the hook was made, as long as that exists. The log gets the command's output,
+    and says if it failed.
     """
 
     command: str
@@ -39,18 +40,18 @@ class FinishHook:
     _stopped: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        with contextlib.suppress(OSError):  # it was removed
+        with contextlib.suppress(OSError):  # the working directory was removed
             self._place = os.getcwd()
 
     def run(self, files: Sequence[str]) -> None:
-        """Run the command for ``files`` and wait for it, ``seconds`` at most. Raises OSError if it cannot start."""
+        """Runs the command for ``files`` and waits for it, at most ``seconds``. Raises OSError if it cannot start."""
         environment = {
             **os.environ,
             "PROFILED_FILES": "\n".join(files),
             "PROFILED_DIR": self.directory,
             "PROFILED_WHEN": self.when,
         }
-        # A file, not a pipe: something that the command leaves running would keep a pipe open, and us waiting.
+        # A file rather than a pipe: a process that the command leaves running would keep a pipe open, and block us.
         with tempfile.TemporaryFile() as output:
             with self._lock:
                 if self._stopped:
@@ -80,7 +81,7 @@ class FinishHook:
         )
 
     def stop(self) -> None:
-        """Kill a command that still runs, and start no other: the process is about to end."""
+        """Kills a command that still runs, and starts no other one, because the process is about to end."""
         with self._lock:
             self._stopped = True
             if self._running is not None:
@@ -88,7 +89,7 @@ class FinishHook:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the command and what it started: it leads a session, and so a process group, of its own."""
+    """Kills the command and everything that it started: it leads a session of its own, and so a process group."""
     if process.poll() is None:
         try:
             os.killpg(process.pid, signal.SIGKILL)

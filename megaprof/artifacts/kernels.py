@@ -1,12 +1,13 @@
-"""Kernel summary: how long each kernel ran by itself, exactly, from a finished raw trace.
+"""Makes the kernel summary from a finished raw trace: exactly how long each kernel ran by itself.
 
-Self time is the time during which an event is the innermost one, the one that started last, on its stream or thread.
-For nested events that is its interval without its children; and since every instant of a stream belongs to one event,
-nothing is counted twice: the self times of a stream add up to the time that it was busy. The same kernel on two
-streams at once did run twice, so its self times add up; ``union_us`` is the time during which at least one ran.
+The self time of an event is the time during which it is the innermost event on its stream or thread, which is the one
+that started last. For nested events that is the event's interval without its children. Every instant of a stream
+belongs to one event, so nothing is counted twice, and the self times of a stream add up to the time that it was busy.
+A kernel that runs on two streams at once does run twice, so its self times add up; ``union_us`` is the time during
+which at least one of them ran.
 
-Times are whole nanoseconds inside, as Kineto writes them, so sums are exact. Standard library only: this runs in a
-child process, because parsing a trace would hold the interpreter lock of the training thread.
+Times are kept as whole nanoseconds, as Kineto writes them, so sums are exact. This uses only the standard library. It
+runs in a child process, because parsing a trace would hold the interpreter lock of the training thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TextIO
 
 VERSION = 1
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-#: What nests on a thread. Python functions are no operators: with stacks recorded or not, self times are the same.
+#: Categories that nest on a thread. Python functions are left out, so self times are the same with and without stacks.
 HOST_CATEGORIES = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"})
 _LISTED_HOST_CATEGORY = "cpu_op"
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
@@ -30,9 +31,10 @@ _CHUNK = 1 << 20
 
 
 def read_events(file: TextIO) -> Iterator[dict[str, Any]]:
-    """Yields the events of a Chrome trace one by one, in bounded memory. Numbers with a fraction are exact, as text.
+    """Yields the events of a Chrome trace one by one, in bounded memory. Numbers with a fraction are strings, so they
+    stay exact.
 
-    Raises ValueError for a file that ends in the middle or is no trace.
+    Raises ValueError for a file that ends in the middle or is not a trace.
     """
     decoder = json.JSONDecoder(parse_float=str)
     text, found = "", None
@@ -59,7 +61,7 @@ def read_events(file: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def nanoseconds(value: Any) -> int:
-    """Returns a trace time, in microseconds with up to three decimals, as whole nanoseconds."""
+    """Returns a trace time, which is in microseconds with up to three decimals, as whole nanoseconds."""
     if isinstance(value, int):
         return value * 1000
     whole, _, fraction = str(value).partition(".")
@@ -69,7 +71,7 @@ def nanoseconds(value: Any) -> int:
 
 
 class Lane:
-    """The events of one stream or thread: three numbers each."""
+    """The events of one stream or thread, with three numbers for each."""
 
     def __init__(self) -> None:
         self.starts, self.ends, self.names = array("q"), array("q"), array("q")
@@ -80,14 +82,14 @@ class Lane:
         self.names.append(name)
 
     def in_order(self) -> Iterator[tuple[int, int, int]]:
-        """Yields ``(start, end, name)`` by start, an enclosing event before the events inside it."""
+        """Yields ``(start, end, name)`` in order of start. An enclosing event comes before the events inside it."""
         starts, ends, names = self.starts, self.ends, self.names
         for i in sorted(range(len(starts)), key=lambda i: (starts[i], -ends[i])):
             yield starts[i], ends[i], names[i]
 
 
 Enter = Callable[[int | None, int, int], int]
-"""``enter(key of the event around it, start, name)`` is the key under which an event's time is counted."""
+"""``enter(key of the enclosing event, start, name)`` returns the key under which an event's time is counted."""
 
 
 def by_name(_around: int | None, _start: int, name: int) -> int:
@@ -95,9 +97,9 @@ def by_name(_around: int | None, _start: int, name: int) -> int:
 
 
 def self_times(spans: Iterable[tuple[int, int, int]], enter: Enter = by_name) -> dict[int, int]:
-    """Returns by key the nanoseconds during which an event with that key was the innermost one.
+    """Returns, for each key, the nanoseconds during which an event with that key was the innermost one.
 
-    ``spans`` as `Lane.in_order` gives them.
+    ``spans`` must be in the order of `Lane.in_order`.
     """
     totals: dict[int, int] = {}
     open_events: list[tuple[int, int]] = []  # (end, key), the innermost one last
@@ -136,11 +138,11 @@ def union(intervals: Iterable[tuple[int, int]]) -> int:
 
 
 class KernelSummary:
-    """Collects events; ``result()`` is the summary. It lists operators of the CPU if there are no device events."""
+    """Collects events, and returns the summary from ``result()``. Lists CPU operators if there are no device events."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, str, str], int] = {}  # (name, category, device) -> number
-        self._lanes: dict[bool, dict[tuple[Any, ...], Lane]] = {False: {}, True: {}}  # on a device? -> lane
+        self._lanes: dict[bool, dict[tuple[Any, ...], Lane]] = {False: {}, True: {}}  # whether on a device -> lanes
 
     def add(self, event: dict[str, Any]) -> None:
         category = event.get("cat")
@@ -150,7 +152,7 @@ class KernelSummary:
         on_device = category in DEVICE_CATEGORIES
         device, lane = "cpu", (event.get("pid"), event.get("tid"))
         if on_device:
-            self._lanes[False].clear()  # host events only stand in for devices that there are none of
+            self._lanes[False].clear()  # host events count only if there are no device events
             device = f"cuda:{args.get('device', event.get('pid'))}"
             lane = (device, args.get("stream", event.get("tid")))
         elif self._lanes[True]:
@@ -161,7 +163,7 @@ class KernelSummary:
         self._lanes[on_device].setdefault(lane, Lane()).add(start, start + nanoseconds(event.get("dur", 0)), number)
 
     def result(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``identity``, ``devices`` and ``kernels`` (most self time first) as plain data; times in us."""
+        """Returns ``identity``, ``devices`` and ``kernels`` (most self time first) as plain data. Times are in us."""
         on_device = bool(self._lanes[True])
         lanes = self._lanes[on_device]
         own: dict[int, int] = defaultdict(int)

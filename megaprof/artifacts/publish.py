@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: under a temporary name first, then renamed."""
+"""Makes files appear whole or not at all: they are written under a temporary name, and then renamed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _CHUNK = 1 << 20
 
 
 class Incomplete(Exception):
-    """A raw file ends in the middle: it was written to a disk that filled up, or by a process that died."""
+    """A raw file ends in the middle, because its disk was full or its process died."""
 
 
 def publish(raw: Path, final: Path) -> Path:
-    """Give ``raw`` its final name, compressed if that ends in ``.gz``; ``raw`` is gone afterwards.
+    """Moves ``raw`` to its final name, compressed if that ends in ``.gz``. Afterwards ``raw`` is gone.
 
-    Returns the name: ``final``, or its first repeat that is free. It is never half-written. Raises OSError, with
-    ``raw`` untouched and nothing left behind, and Incomplete if ``raw`` is a Kineto trace without its end.
+    Returns the name, which is ``final`` or its first repeat that is free. The file is never half-written. Raises
+    OSError, with ``raw`` untouched and nothing left behind. Raises Incomplete if ``raw`` is a Kineto trace without its
+    end.
     """
     if final.name.endswith((".trace.json", ".trace.json.gz")):
         check_trace(raw)
@@ -39,9 +40,9 @@ def publish(raw: Path, final: Path) -> Path:
 
 
 def rename(complete: Path, final: Path) -> Path:
-    """Rename a complete file to ``final``, or to its first repeat that is free: nothing is ever replaced.
+    """Renames a complete file to ``final``, or to its first repeat that is free. Never replaces a file.
 
-    Returns the name that it got. Raises OSError.
+    Returns the new name. Raises OSError.
     """
     for name in repeats(final):
         try:
@@ -59,8 +60,8 @@ def rename(complete: Path, final: Path) -> Path:
 
 
 def compress(raw: Path, final: Path) -> Path:
-    """gzip ``raw`` into ``final``, or its first repeat that is free, and remove ``raw``. Returns the name."""
-    from isal import igzip  # 4 times the speed of zlib's fastest level, at the same size
+    """Compresses ``raw`` into ``final``, or its first repeat that is free, and removes ``raw``. Returns the name."""
+    from isal import igzip  # 4 times as fast as zlib's fastest level, at the same size
 
     def fill(source: BinaryIO, file: BinaryIO) -> None:
         with igzip.IGzipFile(filename="", mode="wb", fileobj=file) as sink:
@@ -70,9 +71,9 @@ def compress(raw: Path, final: Path) -> Path:
 
 
 def carry(raw: Path, final: Path, seconds: float | None = None) -> Path:
-    """Copy ``raw`` from another disk to ``final``, or its first repeat that is free, and remove ``raw``.
+    """Copies ``raw`` from another disk to ``final``, or its first repeat that is free, and removes ``raw``.
 
-    Returns the name. Raises OSError, after ``seconds`` as well, with nothing left behind but ``raw``.
+    Returns the name. Raises OSError, also if copying takes longer than ``seconds``; then only ``raw`` is left.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
 
@@ -97,15 +98,15 @@ def _grown(raw: Path, final: Path, fill: Callable[[BinaryIO, BinaryIO], None]) -
         with Suppressed(OSError):
             temporary.unlink()
         raise
-    raw.unlink(missing_ok=True)  # given up meanwhile, and kept under another name
+    raw.unlink(missing_ok=True)  # missing if the writer gave up meanwhile, and kept it under another name
     return name
 
 
 def check_trace(raw: Path) -> None:
     """Raises Incomplete unless ``raw`` ends as Kineto ends a trace (torch 2.6 to 2.13).
 
-    Kineto reports a full disk on stderr only. If it does not write to a temporary name of its own, it leaves half a
-    trace under the name that it was given.
+    Kineto reports a full disk only on stderr. Unless it writes to a temporary name of its own, it leaves half a trace
+    under the requested name.
     """
     with open(raw, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -116,7 +117,7 @@ def check_trace(raw: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove unfinished files in ``directory`` that dead processes of this host left behind."""
+    """Removes unfinished files in ``directory`` that dead processes of this host left behind."""
     with Suppressed(OSError):
         for entry in os.scandir(directory):
             if entry.name.startswith(".") and is_leftover(entry.name):

@@ -1,4 +1,5 @@
-"""Save paths such as ``s3://bucket/traces``: staged on the local disk, uploaded from the writer's thread (fsspec)."""
+"""Handles save paths such as ``s3://bucket/traces``: files are written to the local disk first, and the writer's thread
+uploads them (fsspec)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 from megaprof.formats.names import host, repeats
 from megaprof.runtime.interruption import Suppressed
 
-#: Object stores show an object when its upload is complete. Everything else gets a temporary name and a rename.
+#: Object stores, which show an object only when its upload is complete. Elsewhere a file gets a temporary name first.
 _SHOWN_WHEN_COMPLETE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos"})
 
 
@@ -21,7 +22,7 @@ def is_remote(directory: str) -> bool:
 
 
 def check_remote(option: str, directory: str) -> None:
-    """Raises ValueError, naming ``option``, when nothing here can write to ``directory``. No network is touched."""
+    """Raises ValueError, which names ``option``, if nothing here can write to ``directory``. Uses no network."""
     protocol, _, path = directory.partition("://")
     if protocol in ("file", "local"):
         raise ValueError(f"{option}: {directory!r} is a local directory; give its path alone: {path}")
@@ -43,9 +44,9 @@ def check_remote(option: str, directory: str) -> None:
 
 
 class Remote:
-    """Uploads files of ``staging``, a fresh local directory in the system's temporary directory, to ``uri``.
+    """Uploads files from ``staging``, a new directory in the system's temporary directory, to ``uri``.
 
-    Raises OSError when the staging directory cannot be made.
+    Raises OSError if the staging directory cannot be made.
     """
 
     def __init__(self, uri: str) -> None:
@@ -56,12 +57,12 @@ class Remote:
         self._made: set[str] = set()
 
     def upload(self, local: Path) -> str:
-        """Copy ``local`` and return its address. Raises whatever the file system raises; ``local`` stays."""
-        # Here and not up front: it may ask the network for credentials, which is nothing for the training thread.
+        """Uploads ``local`` and returns its address. Keeps ``local``. Raises whatever the file system raises."""
+        # Done here rather than up front: it may ask the network for credentials, which would delay the training thread.
         if self._filesystem is None:
             self._filesystem, self._root = importlib.import_module("fsspec.core").url_to_fs(self.uri)
         root = self._root.rstrip("/")
-        for name in repeats(local.relative_to(self.staging)):  # with its shard; what is there is never replaced
+        for name in repeats(local.relative_to(self.staging)):  # with its shard directory; nothing is ever replaced
             place = name.as_posix()
             if not self._filesystem.exists(target := f"{root}/{place}"):
                 break
@@ -88,7 +89,7 @@ class Remote:
             raise
 
     def close(self) -> None:
-        """Remove the staging directory, unless it still holds a file that was not uploaded."""
+        """Removes the staging directory, unless it still holds a file that was not uploaded."""
         with Suppressed(OSError):
             for folder in (*self.staging.iterdir(), self.staging):
                 folder.rmdir()

@@ -1,11 +1,11 @@
-"""Local scratch: where recorders write, so that a slow disk holds up the writer's thread and no training.
+"""Local scratch space for recorders to write to, so that a slow disk delays the writer's thread and not the training.
 
-A process has a directory of its own, private, in RAM (``/dev/shm``) where there is plenty of room, else in the system's
-temporary directory; none where the files are to lie on the same disk anyway. The writer's thread carries each file over
-and removes it. What a killed process left is removed by a later one on the same host.
+Each process has a private directory. It is in RAM (``/dev/shm``) if that has plenty of room, and else in the system's
+temporary directory. There is none if the final files are on the same disk anyway. The writer's thread moves each file
+to its destination. Files that a killed process left are removed by a later process on the same host.
 
-Room: a file goes there only while less than `MOST_BYTES` of this process's wait there and `SPARE_BYTES` stay free for
-each rank of the host. So scratch holds at most `MOST_BYTES` and one file more per rank, on disk or in memory.
+A file goes to scratch only while this process has less than `MOST_BYTES` waiting there, and while `SPARE_BYTES` stay
+free for each rank of the host. So a rank's scratch holds at most `MOST_BYTES` and one more file, on disk or in memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from megaprof.parallel.machine import find_bounds, local_ranks
 from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.logs import logger
 
-#: Bytes that may wait in a process's scratch when another file is placed there.
+#: The most bytes that may wait in a process's scratch when another file is placed there.
 MOST_BYTES = 1 << 30
-#: Bytes, per rank of the host, that stay free when a file is placed: what else lies in /dev/shm is the host's.
+#: Bytes that stay free for each rank of the host when a file is placed: the host itself uses /dev/shm, too.
 SPARE_BYTES = 2 << 30
 _MEMORY = Path("/dev/shm")
 _PREFIX = "megaprof-scratch."
 
 
 class Scratch:
-    """The scratch directory of this process for files that are to lie in ``destination``, which exists.
+    """The private scratch directory of this process, for files whose final place is in ``destination``, which exists.
 
-    It is made at once, and is private. Without room, or without another disk, it places nothing. Raises nothing.
+    The directory is made at once. Without room, or without another disk, there is none, and `place` returns None.
+    Raises nothing.
     """
 
     def __init__(self, destination: Path, bases: tuple[Path, ...] | None = None) -> None:
@@ -50,18 +51,19 @@ class Scratch:
                 raise
 
     def place(self, final: Path) -> Path | None:
-        """Returns where the raw file of ``final`` is to be written; None: beside it, because there is no room here."""
+        """Returns where to write the raw file of ``final``; None if there is no room here, so it goes beside
+        ``final``."""
         directory = self._directory
         if directory is None:
             return None
         try:
             waiting = sum(entry.stat().st_size for entry in os.scandir(directory))
             return directory / f"{final.name}.raw" if waiting < MOST_BYTES and self._room(directory) else None
-        except FileNotFoundError:  # somebody has tidied up
+        except FileNotFoundError:  # somebody removed the directory
             return None
 
     def close(self) -> None:
-        """Remove the directory, unless a file is left in it that could not be carried over."""
+        """Removes the directory, unless it still holds a file that could not be moved to its destination."""
         if self._directory is not None:
             try:
                 self._directory.rmdir()
@@ -70,7 +72,7 @@ class Scratch:
                     raise
 
     def remove_leftovers(self) -> None:
-        """Remove what dead processes of this host and this user left. For the writer's thread."""
+        """Removes the scratch of dead processes of this host and this user. Called in the writer's thread."""
         for base in self._bases:
             for path in _left(base):
                 shutil.rmtree(path, ignore_errors=True)
@@ -84,7 +86,7 @@ class Scratch:
             return True
         try:
             return all(there_is - used >= 2 * self._spare for used, there_is in (each.read() for each in find_bounds()))
-        except (OSError, KeyError, ValueError) as fault:  # not every kernel, and no sandbox, says it as Linux does
+        except (OSError, KeyError, ValueError) as fault:  # some kernels and all sandboxes report it otherwise
             if from_host(fault):
                 raise
             return False

@@ -1,9 +1,10 @@
-"""Collapsed stacks for flame graphs, from a finished raw trace that was recorded with Python stacks.
+"""Makes collapsed stacks for flame graphs, from a finished raw trace that was recorded with Python stacks.
 
-One line per stack, ``frame;frame;...;operator nanoseconds``, as flamegraph.pl, speedscope and others read it. Two
-files, since the times of host and device cannot be added: self time on the host, and device time of the kernels under
-the stacks that launched them. ``torch.profiler.profile.export_stacks`` writes an empty file for the same profile
-(torch 2.13), and would build its Python events on the training thread. Standard library only, like `kernels`.
+Each stack is one line, ``frame;frame;...;operator nanoseconds``, as flamegraph.pl, speedscope and others read it. There
+are two files, because host times and device times cannot be added. One has the self time on the host. The other has the
+device time of kernels, under the stacks that launched them. ``torch.profiler.profile.export_stacks`` writes an empty
+file for the same profile (torch 2.13), and would build its Python events on the training thread. Like `kernels`, this
+uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ROOT = -1
 
 
 class CollapsedStacks:
-    """Collects events; ``host()`` and ``device()`` give the lines."""
+    """Collects events, and yields the lines of the two files from ``host()`` and ``device()``."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
@@ -47,7 +48,7 @@ class CollapsedStacks:
         self._lanes.setdefault(thread, Lane()).add(start, start + duration, name)
 
     def host(self) -> Iterator[str]:
-        """Yields a line per stack, with its self time on the host."""
+        """Yields one line per stack, with its self time on the host."""
         totals: dict[int, int] = {}
         for thread, lane in self._lanes.items():
             for node, time in self_times(lane.in_order(), partial(self._enter, thread)).items():
@@ -55,7 +56,8 @@ class CollapsedStacks:
         yield from self._lines(totals)
 
     def device(self) -> Iterator[str]:
-        """Yields a line per stack, with the time of the kernels and copies that it launched. Call ``host()`` first."""
+        """Yields one line per stack, with the time of the kernels and copies that it launched. Call ``host()`` first,
+        which finds out what each stack launched."""
         totals: dict[int, int] = {}
         for correlation, name, duration in self._kernels:
             parent = self._launched_under.get(correlation, _ROOT)  # launched before the window: no stack

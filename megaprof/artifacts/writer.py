@@ -1,4 +1,4 @@
-"""The background writer: the training thread hands over a path and goes on."""
+"""The background writer, to which the training thread hands over a path before it goes on."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ from megaprof.runtime.logs import logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
 FLUSH_SECONDS = 60.0
-#: How long the end of the process may copy one more file out of scratch that could not be finished in time, in seconds.
+#: At the end of the process, how long copying an unfinished file out of scratch may take, in seconds.
 KEEP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that a recorder has written, with the name that it is to get."""
+    """A file that a recorder has written, with its final name."""
 
     raw: Path
-    """The file as it was written, complete: uncompressed, hidden, on a disk of this host."""
+    """The complete file as it was written: uncompressed, hidden, on a disk of this host."""
     final: Path
-    """The name under which it is to appear, compressed if that ends in ``.gz``."""
+    """The name under which it will appear, compressed if that ends in ``.gz``."""
 
 
 _Task = Callable[[], None]
 
 
 class Writer:
-    """Finishes files in one background thread: compression, rename, upload, the user's finish hook.
+    """Finishes files in one background thread: compresses, renames and uploads them, and runs the user's finish hook.
 
-    The thread starts with the first of them, so a process without a window has none. The queue holds paths: what waits,
-    waits on the disk. A file appears under its final name by a rename, complete, or not at all. Whatever fails is
-    logged and keeps what there is; nothing here raises.
+    The thread starts with the first file, so a process without a window has no such thread. The queue holds only paths;
+    the files wait on disk. A file appears under its final name by a rename, so it is complete or not there at all.
+    Failures are logged, and existing files are kept. Nothing here raises.
 
-    A child of ``os.fork`` starts with nothing: its parent's files are its parent's (`forget`).
+    A child of ``os.fork`` starts with an empty queue, because the parent finishes its own files (`forget`).
 
-    ``remote``: where finished files are uploaded to, None: they stay. ``hook``: the user's command for finished files.
+    ``remote``: where finished files are uploaded to; None if they stay here. ``hook``: the user's command for finished
+    files.
     """
 
     def __init__(
@@ -62,36 +63,36 @@ class Writer:
         self._start_afresh()
 
     def forget(self) -> None:
-        """In a forked child: nothing of the parent's is this process's to finish, and a lock that its writer held at
-        the moment of the fork would stay locked for ever."""
+        """Drops the queue in a forked child, which must not finish its parent's files. Also replaces the lock: if the
+        parent's writer held it at the moment of the fork, nobody would ever release it."""
         self._start_afresh()
         self._scratch = None
         self._closed = True
 
     def _start_afresh(self) -> None:
-        self._tasks: deque[_Task] = deque()  # the first one is being done
-        self._idle = threading.Condition()  # over an RLock: a signal handler may flush in the middle of submit
-        self._waiting: dict[Artifact, None] = {}  # in the order in which they came
+        self._tasks: deque[_Task] = deque()  # the first one is running
+        self._idle = threading.Condition()  # has an RLock: a signal handler may flush in the middle of submit
+        self._waiting: dict[Artifact, None] = {}  # in the order of submission
         self._thread: threading.Thread | None = None
         self._cleaned: set[Path] = set()
-        self._written: list[str] = []  # what the finish hook was not told yet; the writer's thread only
+        self._written: list[str] = []  # files that the finish hook has not had yet; for the writer's thread only
         self._any_written = False
         self._closed = False
-        self._busy: Path | None = None  # says to other processes that this one is not done
+        self._busy: Path | None = None  # a marker file, which shows other processes that this one is not done
 
     @property
     def pending(self) -> bool:
-        """True while something that was handed over is not finished."""
+        """True while a file or task is not finished."""
         return bool(self._tasks)
 
     def raw_path(self, final: Path) -> Path:
-        """Returns where the raw file of ``final`` is to be written: in local scratch, where there is one with room,
-        else hidden beside ``final``. Raises OSError where the directory cannot be made."""
+        """Returns where to write the raw file of ``final``: in local scratch if there is room, and else hidden beside
+        ``final``. Raises OSError if the directory cannot be made."""
         placed = None if self._scratch is None else self._scratch.place(final)
         return raw_path(final) if placed is None else placed
 
     def submit(self, artifact: Artifact) -> None:
-        """Queue ``artifact``; returns at once."""
+        """Queues ``artifact`` and returns at once."""
         if not os.path.exists(artifact.raw):
             _remove(kineto_temporary(artifact.raw))
             logger.error(
@@ -104,34 +105,34 @@ class Writer:
         self._put(lambda: self._write(artifact))
 
     def run(self, task: Callable[[], None]) -> None:
-        """Run ``task`` in the writer's thread, after everything that was submitted before it. What it raises is logged.
+        """Runs ``task`` in the writer's thread, after everything that was submitted before. Logs what it raises.
 
-        A task that makes files from a finished one hands them to ``finish``.
+        A task that makes files from a finished file passes them to ``finish``.
         """
         self._put(task)
 
     def finish(self, artifact: Artifact) -> None:
-        """Finish ``artifact`` at once. Only for a task of ``run``."""
+        """Finishes ``artifact`` at once. Only a task of ``run`` may call it."""
         self._waiting[artifact] = None
         self._write(artifact)
 
     def end_window(self) -> None:
-        """Every file of a window was submitted: its finish hook may run once they are complete."""
+        """Notes that every file of a window was submitted, so its finish hook runs once they are complete."""
         if self._hook is not None and self._hook.when == "window":
             self._put(self._announce)
 
     def end_capture(self) -> None:
-        """Nothing more is going to be captured: the finish hook of the end may run once every file is complete. Files
-        that are captured after all are announced by ``close``."""
+        """Notes that nothing more will be captured, so the finish hook of the end runs once every file is complete. If
+        files are captured after all, ``close`` runs the hook for them."""
         if self._hook is not None and self._hook.when == "end":
             self._put(self._announce)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Wait for every queued file; False, and a log line that names what is missing, after ``timeout`` seconds."""
+        """Waits for every queued file. Returns False after ``timeout`` seconds, and logs what is missing."""
         deadline = time.monotonic() + timeout
         with self._idle:
             if self._tasks:
-                self._start()  # the host may have interrupted the one who should have
+                self._start()  # an exception of the host's may have interrupted `_put` before it did
             while self._tasks:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -142,9 +143,9 @@ class Writer:
         return True
 
     def close(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """``flush``, and run the finish hook of the end, within ``timeout`` seconds altogether. Idempotent.
+        """Flushes, and runs the finish hook of the end, within ``timeout`` seconds altogether. Idempotent.
 
-        After that time a finish hook is killed, and a file that still waits is renamed to its uncompressed name.
+        After that time it kills a running finish hook, and renames files that still wait to their uncompressed names.
         """
         if self._closed:
             return self.flush(timeout)
@@ -175,11 +176,11 @@ class Writer:
 
     def _put(self, task: _Task) -> None:
         with self._idle:
-            self._tasks.append(task)  # queued and counted at once: the host may raise an exception behind any line
+            self._tasks.append(task)  # queued and counted in one step: the host may raise an exception after any line
             self._start()
 
     def _start(self) -> None:
-        """Have the thread do what is queued. With the lock held."""
+        """Has the thread run the queued tasks. The caller holds the lock."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="megaprof-writer", daemon=True)
             try:
@@ -194,7 +195,7 @@ class Writer:
             self._do(task)
 
     def _next(self) -> _Task | None:
-        """Wait for a task and return it; None: this thread's work is over."""
+        """Waits for a task and returns it; None if this thread's work is over."""
         with self._idle:
             while self._thread is threading.current_thread():
                 if self._tasks:
@@ -208,7 +209,7 @@ class Writer:
     def _do(self, task: _Task) -> None:
         try:
             task()
-        except Exception as fault:  # where no thread can start any more, a task runs in the host's
+        except Exception as fault:  # when no thread can start any more, a task runs in the host's thread
             if from_host(fault):
                 raise
             logger.exception("megaprof: the writer failed; training goes on")
@@ -222,11 +223,11 @@ class Writer:
                     self._tasks.popleft()
                     more = bool(self._tasks)
                     self._idle.notify_all()
-            if more and busy is not None:  # something came meanwhile
+            if more and busy is not None:  # another task came meanwhile
                 self._work_in(busy)
 
     def _work_in(self, busy: Path) -> None:
-        """Mark for other processes that this one is not done, if no mark is there yet."""
+        """Makes the file ``busy``, which shows other processes that this one is not done, unless there is one."""
         if self._busy is None:
             try:
                 busy.touch()
@@ -236,16 +237,16 @@ class Writer:
                     raise
 
     def _rest(self) -> None:
-        """Remove that mark. Not under the lock, which the training thread needs: a disk may not answer."""
+        """Removes the file that `_work_in` made. Not under the lock: a disk may hang, and training needs the lock."""
         busy, self._busy = self._busy, None
         if busy is not None:
             _remove(busy)
 
     def _write(self, artifact: Artifact) -> None:
-        if artifact not in self._waiting:  # given up meanwhile, and kept as it is
+        if artifact not in self._waiting:  # given up meanwhile, and kept uncompressed
             return
         try:
-            artifact.final.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it in the run
+            artifact.final.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it during the run
             if artifact.final.parent not in self._cleaned:
                 self._cleaned.add(artifact.final.parent)
                 remove_leftovers(artifact.final.parent)
@@ -292,9 +293,11 @@ class Writer:
 
 
 def open_writer(place: str, folder: str, hook: FinishHook | None) -> tuple[str, Writer] | None:
-    """Makes ``folder``, the rank's directory in ``place``, which is the save directory or a remote address. Returns the
-    local directory that stands for ``place``, and a writer for files in it; None, and an error in the log, where they
-    cannot be made."""
+    """Makes ``folder``, the rank's directory in ``place``, which is the save directory or a remote address.
+
+    Returns the local directory that stands for ``place``, and a writer for files in it. Logs an error and returns None
+    if the directories cannot be made.
+    """
     try:
         remote = Remote(place) if is_remote(place) else None
         local = place if remote is None else str(remote.staging)
@@ -302,7 +305,7 @@ def open_writer(place: str, folder: str, hook: FinishHook | None) -> tuple[str, 
     except OSError as fault:
         if from_host(fault):
             raise
-        # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
+        # A bad disk on one selected rank must not end the job: its other ranks are about to enter a collective.
         logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", place, fault)
         return None
     return local, Writer(remote=remote, hook=hook, scratch=Scratch(Path(local)))
@@ -318,8 +321,8 @@ def _remove(path: Path) -> None:
 
 
 def _keep(artifact: Artifact) -> Path | None:
-    """Gives the raw file its uncompressed name, which takes neither space nor time unless it lies in scratch, and
-    returns the path. None: it stays where it is."""
+    """Renames the raw file to its uncompressed final name, and returns that path; None if the file stays where it is.
+    This takes space and time only if the file is in scratch."""
     plain = plain_path(artifact.final)
     try:
         if artifact.raw.parent != plain.parent:

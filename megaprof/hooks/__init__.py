@@ -1,1 +1,1 @@
-"""Hooks on megatron-core: installed in place, removed without a trace. They tell the session, and nothing else."""
+"""Hooks on megatron-core, which are installed in place and removed without a trace. They report only to the session."""

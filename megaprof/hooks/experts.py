@@ -1,7 +1,8 @@
 """Hooks on experts, which note how many tokens the experts of a rank get in a call that a window records.
 
-``forward(hidden_states, tokens_per_expert, ...)`` of a MoE layer's experts (0.12 to 0.19) has the tokens of each local
-expert as a small tensor. It is kept as it is, and read when the window is closed and the device is through.
+The experts of a MoE layer have ``forward(hidden_states, tokens_per_expert, ...)`` (0.12 to 0.19), where the number of
+tokens of each local expert is a small tensor. The hook keeps the tensor, which is read when the window is closed and
+the device has finished.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _COUNTS = "tokens_per_expert"
 
 
 def patch_experts(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Note how many tokens the experts of ``chunks`` get, until the call ends."""
+    """Notes how many tokens the experts of ``chunks`` get, until the call ends."""
     for chunk in chunks:
         compiled = compiled_in(chunk)
         for owner, method, name in sites(chunk, parts=True):
@@ -33,7 +34,7 @@ def patch_experts(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
 def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         call = dispatcher.call
-        # What a backward recomputes was counted in its forward.
+        # A forward that a backward recomputes was already counted.
         if call is not None and call.ranged and call.tape.now & codes.KIND_MASK != codes.BACKWARD and not capturing():
             with Contained("counting the tokens of experts", dispatcher.drop):
                 counts = args[1] if len(args) > 1 else kwargs.get(_COUNTS)

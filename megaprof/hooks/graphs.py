@@ -1,4 +1,4 @@
-"""Hooks on the capture of CUDA graphs, so that the kernels of every replay bear the names of our ranges."""
+"""Hooks on the capture of CUDA graphs, so that the kernels of every replay carry the names of our ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megaprof.runtime.patching import Patches
 
 
 def patch_graphs(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hook ``torch.cuda.graph``, by which megatron-core and Transformer Engine capture, where torch names kernels."""
+    """Hooks ``torch.cuda.graph``, with which megatron-core and Transformer Engine capture. Does nothing if this torch
+    cannot name kernels."""
     import torch
 
     if importlib.util.find_spec("torch.cuda._graph_annotations") is None:

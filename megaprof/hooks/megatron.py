@@ -1,4 +1,4 @@
-"""All hooks on Megatron-Core."""
+"""Installs all hooks on Megatron-Core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megaprof.runtime.patching import Patches
 
 
 def patch_megatron(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hook the schedules and what they call, for as long as ``patches`` stand."""
+    """Hooks the schedules and the functions that they call, until ``patches`` are undone."""
     patch_schedules(patches, dispatcher)
     patch_microbatches(patches, dispatcher)
     patch_p2p(patches, dispatcher)

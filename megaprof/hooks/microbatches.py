@@ -1,4 +1,4 @@
-"""Hooks on the functions that a schedule calls per microbatch: one range each, while a window is open."""
+"""Hooks on the functions that a schedule calls for each microbatch. Each call has a range while a window is open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaprof.runtime.patching import Patches
 
 
 def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hook ``forward_step`` and ``backward_step`` (looked up as module globals by the schedules, 0.12 to 0.19),
+    """Hooks ``forward_step`` and ``backward_step`` (which the schedules look up as module globals, 0.12 to 0.19),
     ``backward_step_multimodule`` (0.19) and ``combined_forward_backward_step`` (0.14+)."""
     from megatron.core.pipeline_parallel import schedules
 
@@ -52,7 +52,8 @@ def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
 
 
 def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
-    """Either half may be absent: the first call of a step only runs forward, the last one only backward."""
+    """Returns the hook of a combined forward and backward. Either may be missing: the first call of a step runs only a
+    forward, and the last one only a backward."""
     forward_model, backward_model = _argument(original, "f_model"), _argument(original, "b_model")
     position, output = _position(original, "f_model", 0), _argument(original, "b_output_tensor")
 
@@ -72,25 +73,27 @@ def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
 
 
 def _begin_backward(call: RecordedCall, output: Any) -> int:
-    """Returns the part of a code that has the microbatch and chunk that are differentiated; the call keeps it."""
+    """Returns the part of a code that has the microbatch and chunk of a backward that begins. The call keeps it."""
     call.backwards += 1
     call.backward = int(call.tape.consumed(output))
     return call.backward
 
 
 def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Returns a reader of one argument of ``function``'s calls, however it is passed; None if it is not passed."""
+    """Returns a function that reads one argument of a call of ``function``, however it is passed. It returns None if
+    the argument is not passed."""
     index = _place(function, name)
     return lambda args, kwargs: args[index] if index < len(args) else kwargs.get(name)
 
 
 def _place(function: Callable[..., Any], name: str) -> int:
-    """Returns the position of argument ``name``; one that no call can have if it is not positional."""
+    """Returns the position of argument ``name``, or an impossible position if there is no such argument."""
     parameters = list(inspect.signature(function).parameters)
     return parameters.index(name) if name in parameters else sys.maxsize
 
 
 def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
-    """Returns a code of ``kind`` with the microbatch and chunk that ``function`` runs; the tape keeps them."""
+    """Returns a function that makes a code of ``kind`` with the microbatch and chunk of a call of ``function``. The
+    tape keeps both."""
     model, microbatch = _argument(function, model_name), _argument(function, "current_microbatch")
     return lambda call, args, kwargs: kind | call.tape.position(model(args, kwargs), microbatch(args, kwargs))

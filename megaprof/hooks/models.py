@@ -1,4 +1,4 @@
-"""Hooks on models, which note the lengths of the sequences that they get in a recorded call."""
+"""Hooks on models, which note the lengths of the sequences that the models get in a recorded call."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megaprof.recorders.work import MOST_SEQUENCES
 from megaprof.runtime.device import capturing
 from megaprof.runtime.isolation import contained
 
-#: The methods that run a model forward; the combined 1F1B schedule has one plan it and calls its parts.
+#: The methods that run a model forward. In the combined 1F1B schedule, one plans it, and the schedule calls its parts.
 _METHODS = "forward", "build_schedule_plan"
 _PACKED, _TOKENS = "packed_seq_params", "input_ids"
 
 
 def patch_models(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Note what the models of ``chunks`` get, until the call ends. A model that torch.compile compiles is left alone,
-    because another ``forward`` would be compiled again."""
+    """Notes what the models of ``chunks`` get, until the call ends. Leaves out models that torch.compile compiles,
+    because a replaced ``forward`` would be compiled again."""
     for chunk in chunks:
         model = dispatcher.unwrapped(chunk)
         if is_compiled(model) or (chunk is not model and is_compiled(chunk)) or not hasattr(model, "__dict__"):
             continue
         for method in _METHODS:
-            if hasattr(type(model), method):  # what a module lacks, `torch.nn.Module.__getattr__` takes long to say
+            if hasattr(type(model), method):  # `torch.nn.Module.__getattr__` is slow for attributes that do not exist
                 dispatcher.of_this_call.shadow(model, method, partial(_watched, dispatcher))
 
 
@@ -56,7 +56,8 @@ def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[.
 
 
 def patch_plain_model(dispatcher: Dispatcher, model: Any) -> None:
-    """The same for a model without Megatron's packed sequences, whose mask or positions show the lengths."""
+    """Notes what ``model`` gets, until the call ends. It has no packed sequences of Megatron's: its mask or positions
+    show the lengths."""
     inner = innermost(model)
     if not is_compiled(model) and not is_compiled(inner):
         dispatcher.of_this_call.shadow(inner, "forward", partial(_seen, dispatcher))
@@ -80,8 +81,8 @@ def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
 def _told(
     input_ids: Any = None, *, attention_mask: Any = None, position_ids: Any = None, **others: Any
 ) -> tuple[Any, ...] | None:
-    """Returns the tensors and sizes from which `recorders.work` reads lengths later. They take a few operations on the
-    model's own device, which nobody waits for."""
+    """Returns the tensors and sizes from which `recorders.work` reads the lengths later; None if the arguments show
+    none. Takes a few operations on the model's own device, and does not wait for them."""
     import torch
 
     shape = getattr(input_ids, "shape", None)
@@ -89,7 +90,7 @@ def _told(
         if getattr(attention_mask, "ndim", 0) == 2:
             return MASK, attention_mask.sum(-1), attention_mask.numel()
         if getattr(position_ids, "ndim", 0) in (2, 3):
-            rows = position_ids if position_ids.ndim == 2 else position_ids[0]  # of several axes of a picture
+            rows = position_ids if position_ids.ndim == 2 else position_ids[0]  # the first axis of a picture's
             begins = rows == 0
             begins[:, 0] = True
             count, places = rows.numel(), torch.arange(rows.numel(), device=rows.device)
@@ -100,7 +101,8 @@ def _told(
 
 @functools.lru_cache(maxsize=64)
 def _places(function: Callable[..., Any]) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Returns which positional arguments of a bound method they are; ones that no call can have where they are none."""
+    """Returns the positions and names of the packed sequences and the tokens among a bound method's arguments. A
+    position is impossible if there is no such argument."""
     names = [*inspect.signature(function).parameters]
     own = names[1:] if names[:1] == ["self"] else names
     packed, tokens = (own.index(name) if name in own else sys.maxsize for name in (_PACKED, _TOKENS))

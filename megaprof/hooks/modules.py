@@ -1,15 +1,15 @@
 """Module ranges: embedding, layers, attention, MLP, router, dispatch, experts, output layer, forward and backward.
 
-Only a recorded call has them: its modules' ``forward`` is shadowed in their ``__dict__`` when the call starts and put
-back when it ends. ``forward`` rather than module hooks, because megatron-core and Transformer Engine look at hooks and
-act on them (CUDA graphs, fused operators), and because a hook is not called for every exception.
+Only a recorded call has them. When the call starts, the ``forward`` of its modules is shadowed in their ``__dict__``;
+when it ends, that is undone. Module hooks would not do: megatron-core and Transformer Engine look at hooks and act on
+them (CUDA graphs, fused operators), and a hook is not called for every exception.
 
-A backward range is opened and closed by hooks on autograd nodes. ``torch.nn.Module``'s full backward hooks insert
-autograd functions, which changes views and what is freed when; node hooks see the gradients and change nothing. The
-engine runs ready nodes in the order of their sequence numbers, latest first, and a node's consumers are younger than
-itself: so what one forward created, which is a contiguous stretch of numbers, is also run in one stretch, from the
-node of an output down to the lowest node that this output reaches. Outputs that do not depend on each other (tokens
-and probabilities in the dispatcher) may make two stretches, which are two ranges.
+Hooks on autograd nodes open and close a backward range. ``torch.nn.Module``'s full backward hooks insert autograd
+functions, which changes views and when memory is freed; node hooks see the gradients and change nothing. The engine
+runs ready nodes in the order of their sequence numbers, latest first, and the consumers of a node are younger than the
+node. One forward creates a contiguous stretch of numbers, so its nodes also run in one stretch, from the node of an
+output down to the lowest node that this output reaches. Outputs that do not depend on each other (tokens and
+probabilities in the dispatcher) may make two stretches, which are two ranges.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from megaprof.runtime.isolation import Contained
 COMPILED = "torch.compile compiles it, or a module around it"
 
 Site = tuple[Any, str, str]
-"""An object, the method of it that is a range, and the range's name."""
+"""An object, the name of its method that gets a range, and the name of the range."""
 
 
 class _Pass:
-    """One forward of one module, with its backward. Plain data: a hook of an autograd node that held a tensor or a node
-    would keep the whole graph alive."""
+    """One forward of one module, with its backward. It holds only plain data: if the hook of an autograd node held a
+    tensor or a node, it would keep the whole graph alive."""
 
     __slots__ = ("enclosing", "name", "opened", "until")
 
     def __init__(self, name: str, enclosing: _Pass | None) -> None:
         self.name = name
         self.enclosing = enclosing
-        self.opened: Range | None = None  # while its forward, then while its backward runs
-        self.until = 0  # sequence number of the last node that this backward will run
+        self.opened: Range | None = None  # set while its forward or its backward runs
+        self.until = 0  # the sequence number of the last node that this backward will run
 
     def within(self, other: _Pass) -> bool:
         outer = self.enclosing
@@ -53,7 +53,7 @@ class _Pass:
 
 
 class _Running(threading.local):
-    """The passes that a thread is in, innermost last. Autograd runs a GPU's nodes on a thread of its own."""
+    """The passes that are open on a thread, innermost last. Autograd runs a GPU's nodes on a thread of its own."""
 
     def __init__(self) -> None:
         self.forward: list[_Pass] = []
@@ -71,13 +71,13 @@ class ModuleRanges:
         self._without: dict[str, str] = {}
 
     def expect(self, name: str, otherwise: str) -> None:
-        """A range called ``name`` is wanted. If there is none in the end, ``otherwise`` is the reason."""
+        """Notes that a range called ``name`` is wanted. If there is none in the end, ``otherwise`` is the reason."""
         self._without[name] = otherwise
 
     @property
     def _active(self) -> bool:
-        """True while the call runs and its window is open. A graph, or a reference to a shadowed method, may outlive
-        both, and must do nothing then."""
+        """True while the call runs and its window is open. An autograd graph, or a reference to a shadowed method, may
+        live longer than both, and its hooks must do nothing then."""
         call = self._dispatcher.call
         return call is not None and call is self._call and call.ranged
 
@@ -86,14 +86,14 @@ class ModuleRanges:
         import torch
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # While dynamo traces a function around this one, there must be nothing for it to see.
+            # While dynamo traces a function around this one, it must not see any of this.
             if torch.compiler.is_compiling() or not self._active:
                 return original(*args, **kwargs)
             self._without.pop(name, None)
             running, this, first = self._running, None, 0
             try:
                 with Contained("opening a module's range", self._dispatcher.drop):
-                    # A recomputation runs inside a backward, and its nodes are run there too.
+                    # A recomputation runs inside a backward, and so do the backwards of its nodes.
                     enclosing = running.forward or running.backward
                     this = _Pass(name, enclosing[-1] if enclosing else None)
                     first = torch._C._autograd._get_sequence_nr()
@@ -113,7 +113,8 @@ class ModuleRanges:
         return forward
 
     def close(self) -> None:
-        """Close what an exception left open in this thread, and note which ranges are missing. Can be run twice."""
+        """Closes the ranges that an exception left open in this thread, and notes which ranges are missing. Can be run
+        twice."""
         self._call.without = _grouped(self._without)
         for stack in (self._running.forward, self._running.backward):
             while stack:
@@ -123,10 +124,10 @@ class ModuleRanges:
         begins = self._running.begins
         for output in dict.fromkeys(_nodes(result)):
             if (begin := output._sequence_nr()) < first:
-                continue  # an input handed through
+                continue  # an input that is returned unchanged
             last = _lowest(output, first)
             until = last._sequence_nr()
-            if begin in begins:  # the output of a module inside this one is also this one's
+            if begin in begins:  # this module returns the output of a module inside it
                 begins[begin].insert(0, (this, until))
             else:
                 begins[begin] = passes = [(this, until)]
@@ -139,7 +140,7 @@ class ModuleRanges:
         with Contained("opening a module's backward range", self._dispatcher.drop):
             stack = self._running.backward
             for this, until in passes:
-                if this.opened is not None:  # by another output
+                if this.opened is not None:  # another output opened it
                     this.until = min(this.until, until)
                     continue
                 while stack and not this.within(stack[-1]):
@@ -157,7 +158,8 @@ class ModuleRanges:
 
 
 def _grouped(without: dict[str, str]) -> tuple[WithoutRange, ...]:
-    """Returns ``without``, which has the reason by the name of each missing range, with one entry for layers alike."""
+    """Returns ``without``, a dict of the reasons by the names of missing ranges, with one entry for all layers that
+    miss the same range for the same reason."""
     layers: dict[tuple[str, str], list[int | None]] = {}
     for name, reason in without.items():
         read = ranges.parse(name)
@@ -167,7 +169,8 @@ def _grouped(without: dict[str, str]) -> tuple[WithoutRange, ...]:
 
 
 def _close(stack: list[_Pass], this: _Pass) -> None:
-    """Close the range of ``this`` in ``stack``, and those inside it, innermost first. A no-op if it is not there."""
+    """Closes the range of ``this`` in ``stack``, and the ranges inside it, innermost first. A no-op if it is not
+    there."""
     while this in stack:
         inner = stack[-1]
         if inner.opened is not None:
@@ -177,7 +180,7 @@ def _close(stack: list[_Pass], this: _Pass) -> None:
 
 
 def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Put ranges around the modules of ``chunks`` until the recorded call ends, as ``--profile-ranges`` wants."""
+    """Puts ranges around the modules of ``chunks`` until the recorded call ends, as ``--profile-ranges`` says."""
     call, level = dispatcher.call, dispatcher.level
     if call is None or (call.facts.graph is not None and not (call.facts.graph == "capture" and names.available)):
         return
@@ -194,8 +197,8 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
 
 
 def compiled_in(chunk: Any) -> set[int]:
-    """Returns the identities of the modules, and of their token dispatchers, that torch.compile compiles. A method that
-    is shadowed there breaks graphs, is refused under ``fullgraph``, and costs a compilation with it and one without."""
+    """Returns the ids of the modules that torch.compile compiles, and of their token dispatchers. Shadowing a method
+    there would break graphs, fail with ``fullgraph``, and cost two compilations, with the shadow and without it."""
     found: set[int] = set()
     for module in chunk.modules() if hasattr(chunk, "modules") else ():
         if id(module) not in found and is_compiled(module):
@@ -227,10 +230,10 @@ def _reason(chunk: Any, name: str) -> str:
 
 
 def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
-    """Yields the methods of a model chunk that get a range; ``parts``: also those inside layers.
+    """Yields the methods of a model chunk that get a range; with ``parts``, also those inside layers.
 
-    They are found by the attribute names that GPTModel, MambaModel, HybridModel and their kin share, never by class,
-    because the layer spec chooses the classes. A vision model is one range; T5's encoder has none.
+    Finds them by the attribute names that GPTModel, MambaModel, HybridModel and similar models share, and never by
+    class, because the layer spec chooses the classes. A vision model is one range; T5's encoder has none.
     """
     language = language_model(chunk)
     for label in ranges.ENCODERS:
@@ -242,7 +245,7 @@ def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
     for number, layer in enumerate(_layers(getattr(language, "mtp", None)), 1):
         mtp = getattr(layer, "layer_number", number)
         yield from _forward(layer, ranges.module_range(ranges.MTP_LAYER, mtp))
-        # One transformer layer up to 0.16; a stack of layers, or one, by another name from 0.17.
+        # Up to 0.16 this is one transformer layer. From 0.17 it is one layer or a stack, under another name.
         inner = getattr(layer, "mtp_model_layer", None) or getattr(layer, "transformer_layer", None)
         for inside in _layers(inner) or ([] if inner is None else [inner]):
             yield from _layer_sites(inside, mtp, parts)
@@ -278,16 +281,16 @@ def _layer_sites(layer: Any, mtp: int | None, parts: bool) -> Iterator[Site]:
 
 
 def _forward(module: Any, name: str) -> Iterator[Site]:
-    """Yields the site of a module's ``forward``, if it has one that does something and can be replaced."""
+    """Yields the site of a module's ``forward``, if that does something and can be replaced."""
     import torch
-    from megatron.core.transformer.identity_op import IdentityOp  # what a spec puts where a layer has no such part
+    from megatron.core.transformer.identity_op import IdentityOp  # stands in a spec for a part that the layer lacks
 
     if isinstance(module, torch.nn.Module) and not isinstance(module, IdentityOp | torch.jit.ScriptModule):
         yield module, "forward", name
 
 
 def _nodes(result: Any) -> list[Any]:
-    """Returns the autograd nodes of the tensors in ``result``, which a ``forward`` returned."""
+    """Returns the autograd nodes of the tensors in ``result``, the result of a ``forward``."""
     import torch
 
     if isinstance(result, torch.Tensor):
@@ -300,7 +303,7 @@ def _nodes(result: Any) -> list[Any]:
 def _lowest(output: Any, first: int) -> Any:
     """Returns the oldest node that ``output`` reaches through nodes no older than ``first``, or ``output`` itself.
 
-    Accumulations into parameters carry the highest number there is and run as soon as they can.
+    Accumulations into parameters have the highest possible number, and run as soon as they can.
     """
     lowest, number = output, output._sequence_nr()
     seen, pending = {output}, [output]

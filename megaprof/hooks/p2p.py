@@ -1,7 +1,8 @@
-"""Hooks on the exchanges between stages: a range around each, and around the wait for an overlapped one.
+"""Hooks on the exchanges between stages, which put a range around each exchange and around the wait for an overlapped
+one.
 
-Nothing in the calls says which microbatch and chunk are exchanged. But what is sent is the result of the pass that ran
-last, and what is received next is the input of the pass that the schedule has next.
+The calls do not say which microbatch and chunk they exchange. But a stage always sends the result of the pass that ran
+last, and receives the input of the next pass in the schedule's order.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _UNKNOWN: Place = None, None
 
 
 def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hook ``P2PCommunicator``'s methods (0.14+) or the functions of ``p2p_communication`` (up to 0.13).
+    """Hooks the methods of ``P2PCommunicator`` (0.14+) or the functions of ``p2p_communication`` (up to 0.13).
 
-    Up to 0.13 the non-interleaved schedule goes through functions of its own that call these, so hooking both would
-    write every range twice. And those of ``BridgeCommunicator``, which exchanges between two modules: a megatron-core
-    whose schedule knows it has imported it (0.19).
+    Up to 0.13 the non-interleaved schedule has functions of its own that call these, so hooking both would write every
+    range twice. Also hooks the methods of ``BridgeCommunicator``, which exchanges between two modules. If the schedule
+    uses it, megatron-core has imported it already (0.19).
     """
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -47,7 +48,7 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
 
 
 def _name(label: str, transfers: tuple[str, ...], call: RecordedCall) -> str:
-    """Returns the name of a range that transfers, in each direction, the input or the result of a pass."""
+    """Returns the name of a range in which each direction transfers the input or the result of a pass."""
     return ranges.exchange_range(
         label,
         *(
@@ -69,7 +70,8 @@ def _sent(call: RecordedCall, kind: str) -> Place:
 
 
 def _awaited(call: RecordedCall, kind: str) -> Place:
-    """Returns those of the forward or backward that is next in the schedule's order, whose input is received."""
+    """Returns the microbatch and chunk of the forward or backward that is next in the schedule's order, whose input is
+    received."""
     facts = call.facts
     if facts.microbatches is None or facts.schedule is None:
         return _UNKNOWN
@@ -82,7 +84,7 @@ def _awaited(call: RecordedCall, kind: str) -> Place:
 
 
 def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-    """Returns the result of an exchange, in which the wait for each handle has a range. With ``overlap_p2p_comm`` an
+    """Returns the result of an exchange, with a range for the wait on each handle in it. With ``overlap_p2p_comm`` an
     exchange returns ``(tensors..., {operation: handle})``, and the schedule waits on each handle when it needs it (0.12
     to 0.19)."""
     if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):
@@ -92,17 +94,17 @@ def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, A
 
 
 class _RangedWait:
-    """A ``torch.distributed.Work`` whose ``wait`` is a range. Everything else is the handle's own."""
+    """A ``torch.distributed.Work`` whose ``wait`` has a range. It passes everything else on to the handle."""
 
     def __init__(self, dispatcher: Dispatcher, handle: Any, transfer: str, call: RecordedCall) -> None:
-        """``transfer``: which of `SendReceive`'s it is, of an exchange in ``call``."""
+        """``transfer``: which of the transfers of `SendReceive` the handle is for. The exchange is in ``call``."""
         self._handle = handle
         code = codes.wait(transfer)
         sent = next((_sent(call, kind) for kind in SENDS if SENDS[kind] == transfer), None)
         label = str(codes.name(code)).removeprefix(ranges.PREFIX)
 
         def name_of(call: RecordedCall) -> str:
-            """What was sent is known when it is sent, what is received when it is waited for."""
+            """Returns the range's name. A send's pass is known when it is sent, a receive's when it is waited for."""
             return _name(label, (transfer,), call) if sent is None else ranges.exchange_range(label, sent)
 
         self.wait = ranged(handle.wait, dispatcher, always(code), fast=(code,), name_of=name_of)

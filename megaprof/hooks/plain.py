@@ -1,7 +1,8 @@
-"""The steps of a trainer without a pipeline: one model, whole, and a forward and a backward per microbatch.
+"""Records the steps of a trainer without a pipeline: one whole model, with a forward and a backward per microbatch.
 
-The schedule's hooks find out by themselves what runs. Here code that knows the trainer says so: a callback calls
-`PlainSteps`, or a `Batch` describes the function of the trainer's that runs the microbatches of a step.
+The hooks on Megatron's schedules find out by themselves what runs. Here, code that knows the trainer has to say it:
+either a callback calls `PlainSteps`, or a `Batch` describes the trainer's function that runs the microbatches of a
+step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megaprof.runtime.isolation import Contained
 
 
 def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``original``, a method that `Batch` describes, as a call of a schedule without a pipeline."""
+    """Returns ``original``, a method that ``batch`` describes, recorded as a call of a schedule without a pipeline."""
     signature = inspect.signature(original)
 
     def runs_batch(*args: Any, **kwargs: Any) -> Any:
@@ -43,11 +44,11 @@ def _facts(batch: Batch, signature: inspect.Signature, args: tuple[Any, ...], kw
 
 
 def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: RecordedCall) -> None:
-    """Hook the forwards and backwards of a call, which are passes until it ends."""
+    """Hooks the forwards and backwards of a call until it ends, so that they are recorded as passes."""
     import torch
 
     passes, model = _Passes(dispatcher, call.facts), call.facts.chunks[0]
-    patch_plain_model(dispatcher, model)  # first: its pass is around it
+    patch_plain_model(dispatcher, model)  # first, so that the pass is around it
     owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
     dispatcher.of_this_call.shadow(owner, name, passes.forward)
     if not call.facts.forward_only:
@@ -67,7 +68,7 @@ def _plain(model: Any, microbatches: int | None, *, forward_only: bool = False) 
 
 
 class _Passes:
-    """Numbers the passes of one call: forwards and backwards in turns, or forwards alone. Counts its microbatches, if
+    """Numbers the passes of one call: forwards and backwards in turn, or forwards alone. Counts the microbatches, if
     their number was not known before."""
 
     def __init__(self, dispatcher: Dispatcher, facts: CallFacts) -> None:
@@ -93,8 +94,8 @@ class _Passes:
         return ranged(original, self._dispatcher, code, produced)
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``original``, which runs that microbatch backward, inside a range. A call inside itself is part of
-        it: activation checkpointing runs a part of the model again that way, and backward."""
+        """Returns ``original``, which runs that microbatch backward, inside a range. A nested call gets no range of its
+        own: activation checkpointing runs a part of the model forward again, and then calls this for its backward."""
 
         def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             return codes.BACKWARD | codes.of_chunk(0) | codes.of_microbatch(self.microbatch)
@@ -118,11 +119,12 @@ class _Passes:
 
 
 class PlainSteps:
-    """A callback's training steps: it calls ``begin`` and ``end`` of each. The functions that ``forward`` and
-    ``backward`` wrapped are, in turns, the passes of its microbatches."""
+    """The training steps of a callback, which calls ``begin`` and ``end`` for each. The functions that ``forward`` and
+    ``backward`` wrap are the passes of the step's microbatches, in turn."""
 
     def __init__(self, model: Any, microbatches: int) -> None:
-        """``microbatches``: the number that a step accumulates before the optimizer's step. Hooks are in already."""
+        """``microbatches``: the number of microbatches that a step accumulates before the optimizer's step. The hooks
+        must be installed already."""
         self._dispatcher = profiler.dispatcher
         self._facts = _plain(model, microbatches)
         self._recorded = False
@@ -130,7 +132,7 @@ class PlainSteps:
         self.forward, self.backward = self._passes.forward, self._passes.backward
 
     def begin(self) -> None:
-        """A step starts. A step before it that was not ended had failed."""
+        """Begins a step. If the step before it was not ended, it counts as failed."""
         self.end(failed=True)
         self._passes.microbatch = 0
         self._recorded = self._dispatcher.begin(self._facts) is not None
@@ -139,7 +141,7 @@ class PlainSteps:
                 patch_plain_model(self._dispatcher, self._facts.chunks[0])
 
     def end(self, *, failed: bool = False) -> None:
-        """All passes of the step are done. A no-op outside a step."""
+        """Ends a step, whose passes are all done. A no-op outside a step."""
         if self._recorded:
             self._recorded = False
             self._dispatcher.end(failed=failed)
