@@ -1,4 +1,4 @@
-"""The stages of a target: from its table of passes, or what is known of them without one."""
+"""Computes the stages of a target, from its table of passes or from what is known without one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from megaprof.formats.ranges import BACKWARD, COMBINED, FORWARD, PASSES
 from megaprof.parallel.topology import ParallelSizes
 
 _Place = tuple[int, int, int]  # replica, stage and peer
-#: What of `Table.spent` is time of its own.
+#: The parts of `Table.spent` that are subtracted from a step, with compute and reduction, to find its bubble.
 _SPENT = (*INSIDE, "unknown", "dp", "pp", "host_bound")
 
 
 def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int] = ()) -> TargetStages:
-    """The stages on one rank each, of the pipeline with the fewest ``suspects``: what is said of the layout is not to
-    be a slow machine's. ``slow`` ranks stand beside them."""
+    """Returns the stages, each measured on one of its ranks. These ranks are from the pipeline with the fewest
+    ``suspects``, so that no slow machine distorts the picture of the layout. ``slow``: ranks to show beside them."""
     first = next(each for each in table.metadata if each is not None)
     place = _shown(table, suspects)
     recorded = [stage for stage, each in enumerate(table.metadata) if each is not None]
@@ -62,8 +62,8 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
 
 
 def of_series(series: Series, why: Note) -> TargetStages:
-    """What timelines tell of stages without the times of their passes, and ``why`` not: how long steps took, and their
-    passes together."""
+    """Returns what timelines show about stages without the times of single passes: how long a step took, and its passes
+    together. ``why``: the reason why these times are missing."""
     first = next(iter(series.metadata.values()))
     ranks = grouped(sorted(series.ranks, key=lambda rank: rank.coords.rank), lambda rank: rank.coords.pp)
     stages = (
@@ -94,8 +94,8 @@ def of_series(series: Series, why: Note) -> TargetStages:
 
 
 def of_calls(counted: Counted, why: Note) -> TargetStages:
-    """What traces tell of stages without a table of their passes, and ``why`` there is none: how long steps took on the
-    longest stage, and the passes of a step together."""
+    """Returns what traces show about stages without a table of their passes: how long a step took on the longest stage,
+    and its passes together. ``why``: the reason why there is no table."""
     calls, findings = counted.calls, counted.findings
     first = calls[0]
     stages = grouped(calls, lambda call: call.stage)
@@ -122,7 +122,7 @@ def of_calls(counted: Counted, why: Note) -> TargetStages:
 
 
 def _of_sums(pp: int, calls: Sequence[Call]) -> Stage:
-    """What the passes of a stage took together, on all of its ranks."""
+    """Returns how long the passes of a stage took together, over all of its ranks."""
     whole = [c for c in calls if c.phases and not c.incomplete and (c.gpu is not None or not c.has_kernels)]
     separate = [] if any(each.kind == COMBINED for call in whole for each in call.phases) else whole
 
@@ -140,7 +140,7 @@ def _of_sums(pp: int, calls: Sequence[Call]) -> Stage:
     )
 
 
-#: A stage of which no times are known.
+#: A stage without any known times.
 _NOTHING = Stage(
     pp=0,
     ranks=(),
@@ -162,7 +162,7 @@ _NOTHING = Stage(
 
 
 def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
-    """What must be known about a table's stages, steps and clocks."""
+    """Yields what a reader must know about the stages, steps and clocks of a table."""
     if table.cold:
         yield Note("first_steps", steps=table.cold)
     missing = tuple(stage for stage, each in enumerate(table.metadata) if each is None)
@@ -183,7 +183,7 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
 
 
 def _shown(table: Table, suspects: Collection[int]) -> tuple[int, int]:
-    """Replica and peer."""
+    """Returns the replica and the peer that have the fewest suspects, over all stages."""
     known = table.ranks[..., : table.compute.shape[3]]
     suspected = np.isin(known, list(suspects)).sum(axis=1)  # [d, p]
     replica, peer = np.unravel_index(int(suspected.argmin()), suspected.shape)
@@ -191,7 +191,7 @@ def _shown(table: Table, suspects: Collection[int]) -> tuple[int, int]:
 
 
 def _of_slow(table: Table, slow: Collection[int], shown: Sequence[Stage], sizes: ParallelSizes) -> Iterator[Stage]:
-    """Those of which passes of their own are known."""
+    """Yields the slow ranks that are not ``shown``. Yields none if the passes of one rank stand for all its peers."""
     if table.ranks.shape[2] > table.compute.shape[3]:
         return
     for rank in sorted(set(slow).difference(*(stage.ranks for stage in shown))):
@@ -203,7 +203,7 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
     replica, pp, _ = place
     own = (slice(None), *place)
     working, length = table.working[own], table.length
-    # A forward and a backward that run as one have no time of their own.
+    # A forward and a backward that run as one have no separate times.
     kinds = () if table.schedule.combined else table.schedule.kinds
     of_kind = dict(zip(kinds, np.moveaxis(working, 2, 0), strict=False))  # [t, c, m]
     forward, backward = (of_kind.get(kind) for kind in ("forward", "backward"))
@@ -211,7 +211,7 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
     spent = {name: each[own] for name, each in table.spent.items()}
     beside = sum((np.nan_to_num(spent[name]) for name in _SPENT if name in spent), compute + table.reduction)
     bubble = np.maximum(length - beside, 0.0) * (sizes.pp > 1 or table.reduces)
-    # Where the GPU does not say what is computed behind all passes, all of it counts as communication.
+    # If the GPU does not show what it computes after all passes, all of that time counts as communication.
     gradients = np.minimum(spent.get("gradients", 0.0), table.reduction) if table.reduces else table.reduction
     exposed = _exposed(spent, table.reduction - gradients, sizes)
     metadata = table.metadata[pp]
@@ -244,7 +244,7 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
 
 
 def _exposed(spent: Mapping[str, Floats], tail: Floats, sizes: ParallelSizes) -> dict[str, Spread | None]:
-    """By group; ``tail``: data-parallel communication behind all passes."""
+    """Returns exposed communication by group. ``tail``: data-parallel communication after all passes."""
     inside = parallel_of(INSIDE, sizes)
     hidden = {*inside, *parallel_of(("pp",), sizes), *(["unknown"] if inside else [])}
     none = np.zeros_like(tail)
@@ -276,7 +276,7 @@ def _parted(waited: Floats | None, ran: Floats | None, table: Table) -> Collecti
 
 
 def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, Spread | None]:
-    """What of the bubble lies before the first backward and behind the last forward, and what in between."""
+    """Returns the parts of the bubble: before the first backward, after the last forward, and in between."""
     if not table.clocks:
         return dict.fromkeys(BUBBLE_PARTS)
     steps = len(table.length)
@@ -291,7 +291,7 @@ def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, 
 
 
 def _chunks(metadata: Metadata, *kinds: Floats | None) -> tuple[ChunkTimes, ...]:
-    """``kinds``: forwards and backwards, [t, c, m]."""
+    """Returns the chunks of a stage. ``kinds``: times of forwards and of backwards, [t, c, m]; None if unknown."""
     found = []
     for chunk, holds in enumerate(metadata.chunks):
         forward, backward = (None if each is None else _spread(each[:, chunk]) for each in kinds)
@@ -308,5 +308,5 @@ def _maybe(samples: Floats | None) -> Spread | None:
 
 
 def _spread(samples: Floats) -> Spread | None:
-    """None where one is not known: an average of the others would be of something else."""
+    """Returns None if any sample is unknown, because an average of the others would describe something else."""
     return Spread.of(samples.ravel().tolist()) if np.isfinite(samples).all() else None

@@ -1,4 +1,4 @@
-"""The causes of lost time, dearest first: each term that is not neutral, priced by the replay in which it is."""
+"""Finds the causes of lost time, most expensive first. A term's price is how much shorter a replay is without it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
 
-#: The reason of ``processor_wait`` where a rank waits in every pass, or before every step.
+#: The reason of ``processor_wait`` if a rank waits in every pass, or before every step.
 ALWAYS = "always"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that costs time. Places that do not apply are None or empty."""
+    """Something that costs time. Fields that do not apply are None or empty."""
 
     kind: str
     """``layers``, ``slow_rank``, ... (docs/report.md)."""
@@ -104,7 +104,7 @@ class Diagnosis:
 
 
 def diagnose(run: Examined) -> Diagnosis:
-    """The causes of one job's lost time."""
+    """Returns the causes of one job's lost time."""
     left, asked = _with_one_wait(run, terms(run.table, run.view, run.step_ms)), run
     causes: list[Cause] = []
     perhaps: list[Cause] = []
@@ -154,13 +154,14 @@ def diagnose(run: Examined) -> Diagnosis:
 
 
 def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
-    """Returns the terms, with a single one for all that ranks wait for a processor core: what their longer passes
-    waited, and what waiting adds to all passes of a rank or a stage, or to the time before it enters a step."""
+    """Returns the terms, with all waiting for a processor core merged into one. It holds the waits inside longer
+    passes, and the terms that make all passes of a rank or a stage longer, or make it enter a step late, because of
+    waiting."""
     least, table = LEAST * run.step_ms, run.table
     if not table.waited.any():
         return every
     always = np.ones(len(table.steps), dtype=bool)
-    # Layers are uneven whoever waits.
+    # Layers are uneven no matter who waits.
     others = [each for each in every if each.kind not in (WAIT, "layers")]
     slow = [each for each in others if _waits(run, each, always) and most_gained(each, run.view) >= least]
     if not slow:
@@ -217,8 +218,8 @@ _Found = tuple[Term, Cause]
 
 
 def _told(hiding: list[Cause], last: Cause) -> list[Cause]:
-    """Returns causes that gain enough only together. One that makes the step longer when only it is mended has a price
-    of 0, and what it makes the step longer by is taken off the price of the last one."""
+    """Returns causes that gain enough only together. If mending one of them alone makes the step longer, its price is
+    0, and that loss is subtracted from the price of the last one."""
     debt = sum(min(each.price.ms, 0.0) for each in hiding)
     kept = [replace(each, price=Price(*(max(ms, 0.0) for ms in astuple(each.price)))) for each in hiding]
     price = Price(*(ms + debt for ms in astuple(last.price)))
@@ -283,7 +284,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
     if begins and size[:begins].mean() > QUARTILE * size[begins:].mean():
         begins = None  # it was present before, only smaller
     if begins:
-        there = np.arange(len(there)) >= begins  # what is told of these steps is told since then
+        there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
     waits = _waits(run, term, there) if kind in (WAIT, "layers") else {}
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
@@ -338,7 +339,7 @@ def _sizes(term: Term, view: View) -> dict[str, Floats]:
     return {"factor": ratio.max(axis=-1)}
 
 
-#: How large a cause is in every step, measured directly: its price in a step also depends on what else happened there.
+#: The size of a cause in every step, measured directly: its price in a step also depends on what else happened there.
 _LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
     **dict.fromkeys(("slow_rank", "unequal_replicas"), lambda own: own["factor"] - 1.0),
     "slow_link": lambda own: own["transfer_ms"] - own["usual_ms"],
@@ -347,9 +348,10 @@ _LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
 
 
 def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:
-    """Returns what the ranks of a term wait for a processor core in a step, if it is at least half of what they take
-    longer by that term, compared with how long the others wait; otherwise nothing. The comparison leaves out what
-    single passes waited, which is part of another term. The numbers do not, so a rank has one, in every sentence."""
+    """Returns how long the ranks of a term, and the others, wait for a processor core in a step. Returns nothing unless
+    the ranks of the term wait so much longer than the others that it makes up at least half of what the term costs
+    them. This comparison leaves out waits inside single passes, which belong to another term. The returned numbers
+    include them, so that a report gives the same number for a rank everywhere."""
     table, own = run.table, run.view if term.replica is None else run.view.of(term.replica)
     if (term.stage is None and not term.ranks) or term.kind == "uneven_microbatches":
         return {}
@@ -380,7 +382,8 @@ def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
 
 
 def _filling(run: Examined) -> Cause | None:
-    """Returns what filling and draining costs, compared with a pipeline that has enough microbatches."""
+    """Returns the cost of filling and draining as a cause, compared with a pipeline that has enough microbatches. None
+    if there are enough, or if it does not certainly cost `policy.LEAST`."""
     own = run.table.schedule
     wanted = -(-FILLED * own.stages // own.chunks)
     if own.stages == 1 or own.microbatches >= wanted:
@@ -397,7 +400,8 @@ def _filling(run: Examined) -> Cause | None:
 
 
 def _rest(run: Examined) -> float:
-    """Returns what disturbances cost that belong to no term, in milliseconds: a replay with usual passes is shorter."""
+    """Returns the milliseconds lost to disturbances that belong to no term: a replay with usual passes is that much
+    shorter."""
     usual = np.minimum(run.view.state.passes, np.median(run.view.state.passes, axis=(0, 5), keepdims=True))
     quiet = run.view.waiting(passes=usual).pipelines_ms(run.replay).max(axis=1)
     return float(np.mean(run.view.pipelines_ms(run.replay).max(axis=1) - quiet))

@@ -69,7 +69,7 @@ class Examined:
         return abs(self.replayed_ms / self.step_ms - 1.0)
 
     def mended(self, term: Term) -> Examined:
-        """Without a cause."""
+        """Returns the job without a cause."""
         return replace(self, view=mended(term, self.view), drawn=mended(term, self.drawn))
 
     def gain(self, term: Term) -> Floats:
@@ -119,8 +119,8 @@ class Examined:
         return Price(mean, mean - low, mean + high), float(np.sqrt(of_steps + besides))
 
     def _in_other_blocks(self, term: Term) -> Floats:
-        """[draw]: what a term costs in the steps that a single one might as well have been: of other blocks of its
-        microbatches."""
+        """Returns what a term costs, [draw], in steps made of drawn blocks of the microbatches of a single step, which
+        might as well have been any of these."""
         before, after = self.view.state, mended(term, self.view).state
         columns = blocks(len(self.rows), before.passes.shape[-1], np.random.default_rng(0))
         took = []
@@ -185,8 +185,9 @@ def _restless(table: Table, model: Model, view: View) -> float:
 
 
 def _without_closing(table: Table, state: State, replay: Replay) -> tuple[Table, State]:
-    """Returns the steps as if all ranks had entered together those that follow the step of another window: when each
-    rank had closed that window says nothing about the job."""
+    """Returns the steps without the delay from closing other windows. All ranks count as entering together a step that
+    follows the step of another window, because the time at which each rank closed that window says nothing about the
+    job."""
     behind = table.opening.copy()
     behind[0] = False
     behind[1:] &= np.diff(table.steps) <= 1
@@ -217,7 +218,7 @@ def _of(term: Term, view: View) -> View:
 
 
 def _alone(term: Term, view: View) -> View:
-    """Returns the view without a term; only its replica, if the term is of one."""
+    """Returns the view without a term; only one replica of it, if the term belongs to one."""
     return term.change(_of(term, view))
 
 
@@ -228,8 +229,8 @@ def mended(term: Term, view: View) -> View:
 
 
 def _gain(term: Term, view: View, without: View, replay: Replay, base: Floats) -> Floats:
-    """Returns how many milliseconds shorter every step is ``without`` a term (see `_alone`), [n]. ``base``: what the
-    replicas take with it."""
+    """Returns how many milliseconds shorter every step is ``without`` a term (see `_alone`), [n]. ``base``:
+    how long the replicas take with the term."""
     took = without.pipelines_ms(replay)
     if term.replica is not None:
         took = np.concatenate((np.delete(base, term.replica, axis=1), took), axis=1)

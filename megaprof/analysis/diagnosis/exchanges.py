@@ -74,7 +74,7 @@ def _arrived(ran: _Ran) -> Iterator[_Sample]:
 
 
 def _met(table: Table, ran: _Ran, held: bool) -> Iterator[_Sample]:
-    """``held``: whether a sender waits for its receiver."""
+    """Yields the samples of stages that meet to exchange. ``held``: whether a sender waits for its receiver."""
     stages = table.schedule.stages
     programs = [stage_program(table.schedule, stage) for stage in range(stages)]
     came: dict[tuple[int, PassId], dict[int, Floats]] = {}

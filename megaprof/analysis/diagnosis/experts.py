@@ -18,9 +18,9 @@ class ExpertLoad:
     """The tokens of some experts compared with those of others."""
 
     tokens: float
-    """What the experts of the slow rank got in a captured step; of a stage, its rank that got most."""
+    """Tokens that the experts of the slow rank got in a captured step; for a stage, those of its busiest rank."""
     usual: float
-    """What its peers got on average; of a stage, the median of other stages."""
+    """Average over its peers; for a stage, the median of the other stages."""
     ranks: int | None = None
     """How many ranks share the tokens, the slow one included; None for stages, each of which has its own."""
 
@@ -30,8 +30,8 @@ class ExpertLoad:
 
     @property
     def evened(self) -> float:
-        """What evening out the experts gains, as a fraction of what the rank gains if it becomes as quick as its peers
-        are now. It is less than 1 because the peers get the tokens that the rank loses."""
+        """The gain from evening out the experts, as a fraction of the gain if the rank became as quick as its peers are
+        now. It is less than 1 because the peers get the tokens that the rank loses."""
         return 1.0 if self.ranks is None else 1.0 - 1.0 / self.ranks
 
 

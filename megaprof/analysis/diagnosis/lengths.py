@@ -1,11 +1,11 @@
-"""Explains what microbatches take by their sequences: a + b * tokens + c * the sum of squared lengths.
+"""Explains the time of microbatches by their sequences: a + b * tokens + c * the sum of squared lengths.
 
 Matrix products take time in proportion to tokens, attention in proportion to the square of a sequence (Megatron-LM's
 FLOP formula has both). The three numbers are fitted for each stage, chunk and kind of pass, and none may be negative.
-What then remains of the differences between microbatches is not explained by the data.
+Differences between microbatches that then remain are not explained by the data.
 
 The fit uses medians, because disturbances only add, and sometimes much: with least squares, the few disturbed passes
-would decide what tokens take.
+would decide the time of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
 from megaprof.analysis.table.table import Floats
 
-#: The fraction of a difference from which on an explanation counts.
+#: An explanation counts if it covers at least this fraction of a difference.
 MOST = 0.5
 #: The most microbatches in a picture.
 _SHOWN = 400
@@ -31,7 +31,7 @@ _ROUNDS, _ALIKE = 12, 1e-3
 
 @dataclass(frozen=True)
 class PassCost:
-    """What passes of one kind, of one chunk, take: a sum of three parts, each with its standard error."""
+    """The time of one kind of pass on one chunk: a sum of three parts, each with its standard error."""
 
     stage: int
     """Stage."""
@@ -62,7 +62,7 @@ class Explained:
 
     @property
     def reason(self) -> str | None:
-        """``data`` where lengths explain most of it, ``machine`` where they do not, None where that is not sure."""
+        """``data`` if lengths explain most of it, ``machine`` if they do not, None if that is not certain."""
         return "data" if self.low >= MOST else "machine" if self.high < MOST else None
 
 
@@ -79,26 +79,26 @@ class Lengths:
     squares: float
     """Sum of squared lengths in the longest microbatch of a step / the mean, averaged over steps."""
     tokens_ratio: float
-    """The same for tokens."""
+    """Most tokens in a microbatch of a step / the mean, averaged over steps."""
     explained: Explained
     """How much of the difference between microbatches of a step they explain."""
     costs: tuple[PassCost, ...]
-    """What passes take for tokens and sequences."""
+    """The time of passes by tokens and sequences, for each stage, chunk and kind of pass."""
     drawn: tuple[tuple[float, float, float], ...]
-    """Some microbatches: sum of squares, milliseconds of their passes averaged over stages, and the same as predicted
-    from their lengths."""
+    """Some microbatches: sum of squared lengths, milliseconds of their passes averaged over stages, and the
+    milliseconds predicted from their lengths."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What passes take for their sequences, as arrays, to predict other microbatches."""
+    """The time of passes by their sequences, as arrays that can predict other microbatches."""
 
     cost: Floats
     """[s, c, k, 3]: milliseconds of a microbatch, of a token, and of the square of one."""
     drawn: Floats
-    """[draw, s, c, k, 3]: the same from draws of microbatches."""
+    """[draw, s, c, k, 3]: ``cost`` from draws of microbatches."""
     of_work: Floats
-    """[t, d, s, c, k, m]: what passes take by ``cost``."""
+    """[t, d, s, c, k, m]: milliseconds of passes according to ``cost``."""
 
 
 def features(work: Floats) -> Floats:
@@ -107,7 +107,7 @@ def features(work: Floats) -> Floats:
 
 
 def fit(run: Examined) -> Fit | None:
-    """Fits what passes take for their sequences. Returns None unless all microbatches of the run are known."""
+    """Fits the time of passes by their sequences. Returns None unless the lengths of all microbatches are known."""
     work = run.table.work
     if work is None or not np.isfinite(work).all():
         return None
@@ -126,7 +126,7 @@ def fit(run: Examined) -> Fit | None:
 
 
 def taken(cost: Floats, work: Floats) -> Floats:
-    """Returns what passes take, [t, d, s, c, k, m], given the ``work`` of microbatches and ``cost`` [s, c, k, 3]."""
+    """Returns the time of passes, [t, d, s, c, k, m], given the ``work`` of microbatches and ``cost`` [s, c, k, 3]."""
     found: Floats = np.einsum("tdmf,sckf->tdsckm", features(work), cost)
     return np.maximum(found, 1e-9)
 
@@ -162,7 +162,7 @@ def explain(run: Examined, found: Fit) -> Lengths | None:
 
 
 def _longest(work: Floats) -> float:
-    """How many times the mean the largest microbatch of a step has, of all replicas, on average over steps."""
+    """Returns the largest microbatch of a step / the mean over all replicas, averaged over steps."""
     return float((work.max(axis=(1, 2)) / work.mean(axis=(1, 2))).mean())
 
 
@@ -171,7 +171,7 @@ def _three(values: Floats) -> tuple[float, float, float]:
 
 
 def of_microbatches(run: Examined, found: Fit, stage: int | None = None) -> Explained:
-    """What lengths explain of how microbatches of a step differ: on all stages, or on one beyond the others."""
+    """Returns how much lengths explain of the differences between microbatches of a step, on all stages or on one."""
     ratio, by_work = _logs(run, found)
     if stage is None:
         measured, said = np.median(ratio, axis=(2, 3, 4)), np.median(by_work, axis=(2, 3, 4))
@@ -181,25 +181,26 @@ def of_microbatches(run: Examined, found: Fit, stage: int | None = None) -> Expl
 
 
 def of_replicas(run: Examined, found: Fit) -> Explained:
-    """What lengths explain of how replicas of a step differ."""
+    """Returns how much lengths explain of the differences between replicas of a step."""
     ratio, by_work = (np.median(each, axis=(2, 3, 4, 5)) for each in _logs(run, found))
     return _explained(ratio - ratio.mean(axis=1, keepdims=True), by_work - by_work.mean(axis=1, keepdims=True))
 
 
 def _logs(run: Examined, found: Fit) -> tuple[Floats, Floats]:
-    """Logarithms of passes, measured and by their work, each against what is usual of its stage, chunk and kind."""
+    """Returns logarithms of passes, measured and predicted by their work, each relative to the median of its stage,
+    chunk and kind."""
     both = (np.log(np.maximum(run.table.passes, 1e-9)), np.log(found.of_work))
     measured, said = (each - np.median(each, axis=(0, 1, 5), keepdims=True) for each in both)
     return measured, said
 
 
 def _explained(measured: Floats, said: Floats) -> Explained:
-    """The part of a variance, and how far that is sure: by draws of what it is of."""
+    """Returns which fraction of a variance is explained, with an interval from draws of its samples."""
     whole, left = (measured**2).reshape(-1), ((measured - said) ** 2).reshape(-1)
     n = len(whole)
     random = np.random.default_rng(0)
     weights = random.multinomial(n, np.full(n, 1.0 / n), size=10 * DRAWS)
-    # Three numbers that are fitted explain so much of anything.
+    # Three fitted numbers explain some of any variance, even of pure noise.
     chance = (n - 1) / max(n - 4, 1)
 
     def share(whole: float, left: float) -> float:
@@ -211,8 +212,9 @@ def _explained(measured: Floats, said: Floats) -> Explained:
 
 
 def _medians(x: Floats, y: Floats, weights: Floats) -> Floats:
-    """[draw, q, 3]: the medians of ``y`` [n, q] by ``x`` [n, 3] with weights [draw, n], nothing below 0: least absolute
-    deviations, by least squares that count every deviation by its size in the round before (Schlossmacher 1973)."""
+    """Returns the coefficients [draw, q, 3], none below 0, that fit ``y`` [n, q] by ``x`` [n, 3] with weights [draw, n]
+    and the least absolute deviations. Every round is a fit by least squares whose weights are divided by the deviations
+    of the round before (Schlossmacher 1973)."""
     alike = _ALIKE * np.maximum(np.median(y, axis=0), 1e-9)
     each = np.broadcast_to(weights[..., None], (*weights.shape, y.shape[1]))
     found = _not_negative(x, y, each)
@@ -223,10 +225,11 @@ def _medians(x: Floats, y: Floats, weights: Floats) -> Floats:
 
 
 def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
-    """[draw, q, 3]: least squares of ``y`` [n, q] by ``x`` [n, 3] with weights [draw, n, q], nothing below 0.
+    """Returns the coefficients [draw, q, 3], none below 0, that fit ``y`` [n, q] by ``x`` [n, 3] with weights
+    [draw, n, q] and the least squares.
 
-    Of three numbers there are seven choices that are not 0: each is solved, and the best that is not negative counts
-    (the solution of Lawson and Hanson's algorithm, found by looking at all of them).
+    There are seven ways to choose which of the three coefficients are not 0. All are solved, and the best solution
+    without a negative number is taken. It is the one that Lawson and Hanson's algorithm finds.
     """
     x, scale = x / (size := np.maximum(np.abs(x).max(axis=0), 1e-18)), size
     by_pass = weights.swapaxes(1, 2)  # [draw, q, n]
@@ -237,7 +240,7 @@ def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
     for count in (1, 2, 3):
         for chosen in itertools.combinations(range(3), count):
             own = list(chosen)
-            # What says the same as another, as tokens do where all have as many, is divided between both.
+            # Features that say the same share the effect. Tokens and the constant do if all microbatches are equal.
             inverse = np.linalg.pinv(gram[..., own, :][..., own], hermitian=True, rcond=1e-9)
             solved = (inverse @ right[..., own, None])[..., 0]
             gain = (solved * right[..., own]).sum(axis=-1)

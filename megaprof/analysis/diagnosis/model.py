@@ -19,14 +19,14 @@ from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
 @dataclass(frozen=True)
 class Content:
-    """What undisturbed passes take, [..., s, c, k] in milliseconds; leading axes are draws."""
+    """The times of undisturbed passes, [..., s, c, k] in milliseconds; leading axes are draws."""
 
     whole: Floats
     """The whole pass."""
     unit: Floats
     """[..., k]: one layer, or what all chunks have in common if the numbers of layers are not known."""
     ends: Floats
-    """The embedding on the first chunk, output layer and loss on the last, as long as a usual stage would take."""
+    """Embedding on the first chunk, output layer and loss on the last, with the time that a usual stage would take."""
     stage: Floats
     """The factor by which everything on a stage takes longer than elsewhere, at least 1."""
     chunk: Floats
@@ -68,7 +68,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     work = common - level[..., None]
     spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
-    # If microbatches are uneven, their mean tells what a rank takes: their median is a different one in every step.
+    # If microbatches are uneven, their mean shows how long a rank takes: the median is another one in every step.
     own = _own(log - work[:, :, None, None, None, :])
     whose = work[:, :, None] + level[:, :, None, None] + own  # [t, d, s, m]
     rank = np.zeros((t, d, s))
@@ -112,7 +112,7 @@ def divided(
     s, c = content.shape[-3:-1]
     held = np.where(np.isfinite(layers).all(), layers, 1.0)
     held = np.maximum(held, 1e-9)[:, :, None]
-    # A chunk without layers does not tell what a layer takes.
+    # A chunk without layers does not show how long a layer takes.
     beside = 0.0 if known is None else np.where(layers[:, :, None] == 0, 0.0, known)
     each = np.maximum(content - beside, 1e-9) / held
     flat = each.reshape(*content.shape[:-3], s * c, -1)
@@ -144,7 +144,7 @@ def divided(
 
 
 def _ends(table: Table) -> Floats | None:
-    """Returns what embedding and loss take by their ranges, [s, c, k]; None unless both are known, on two chunks."""
+    """Returns the time of embedding and loss by their ranges, [s, c, k]; None unless both are known, on two chunks."""
     told = measured(table)
     if not {EMBEDDING, LOSS} <= told.keys() or table.layers.size == 1:
         return None
@@ -222,8 +222,8 @@ def _peers(table: Table) -> Floats:
 
 
 def against_others(values: Floats, axis: int) -> Floats:
-    """Returns each value minus the lower median of the others along an axis. Of a quick and a slow one, the median
-    proper would be half as slow."""
+    """Returns each value minus the lower median of the others along an axis. With one quick and one slow value, the
+    usual median would lie halfway between them."""
     values = np.moveaxis(values, axis, 0)
     n = len(values)
     order = np.sort(values, axis=0)

@@ -17,14 +17,14 @@ from megaprof.analysis.trace.calls import WHOLE_STEP, grouped
 from megaprof.formats.metadata import ModelChunk, WithoutRange
 from megaprof.parallel.topology import ParallelSizes
 
-#: How a step is timed: from the first stage's start to the last stage's end; or, where the stages have no common
-#: clock, as long as the longest stage's own range.
+#: How a step is timed: from the first stage's start to the last stage's end or, if the stages have no common clock, by
+#: the range of the longest stage.
 Basis = Literal["one_clock", "longest_stage"]
 ONE_CLOCK: Final = "one_clock"
 LONGEST: Final = "longest_stage"
 
 _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
-#: What of a stage's bubble lies before its first backward, between, and behind its last forward.
+#: The parts of a stage's bubble: before its first backward, in between, and after its last forward.
 BUBBLE_PARTS = ("warmup_ms", "steady_ms", "cooldown_ms")
 
 
@@ -39,7 +39,7 @@ class ChunkTimes:
     forward_ms: Spread | None
     """Milliseconds of a forward without exposed communication and, on a GPU, without waiting for the host."""
     backward_ms: Spread | None
-    """The same for a backward."""
+    """Milliseconds of a backward without exposed communication and, on a GPU, without waiting for the host."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Stage:
     forward_ms: Spread | None
     """All forwards of a step, without exposed communication and without waiting for the host."""
     backward_ms: Spread | None
-    """All backwards of a step, likewise."""
+    """All backwards of a step, without exposed communication and without waiting for the host."""
     compute_ms: Spread | None
-    """Forwards, backwards and combined passes together, likewise."""
+    """Forwards, backwards and combined passes together, without exposed communication or waiting for the host."""
     exposed_ms: dict[str, Spread | None]
     """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``, and ``unknown`` if the
     recording does not tell the group. None for a group that the unknown part may belong to."""
@@ -84,7 +84,7 @@ class Stage:
     forward_per_microbatch_ms: Spread | None
     """Forward of one microbatch on all chunks of the stage, in milliseconds; over microbatches as well as steps."""
     backward_per_microbatch_ms: Spread | None
-    """The same for its backward."""
+    """Backward of one microbatch on all chunks of the stage, in milliseconds; over microbatches as well as steps."""
     dp_tail_ms: Spread | None
     """Part of ``exposed_ms.dp`` that comes after the last pass of all stages and replicas."""
     pp_waiting_ms: Spread | None
@@ -140,11 +140,11 @@ class TargetStages:
     slow_ranks: tuple[Stage, ...] = ()
     """Times of slow ranks, which ``stages`` leaves out: for each, its stage with the times of this rank only."""
     framework: str | None = None
-    """Host that trained; None for others."""
+    """Host framework that trained, such as ``verl``; None for another one."""
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Kinds of passes: ``forward``, and ``backward`` where there is one."""
+        """Kinds of passes: ``forward``, and ``backward`` if there is one."""
         return ("forward",) if self.forward_only else ("forward", "backward")
 
     @property
@@ -154,18 +154,18 @@ class TargetStages:
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds of the mean step; 0 where no step is whole."""
+        """Milliseconds of the mean step; 0 if no step is whole."""
         return mean_of(self.step_time_ms) or 0.0
 
 
 def order(stages: TargetStages) -> tuple[int, str, str, str]:
-    """Returns where a target stands among others."""
+    """Returns the key that sorts targets."""
     known = _TARGET_ORDER.index(stages.target) if stages.target in _TARGET_ORDER else len(_TARGET_ORDER)
     return known, stages.target, stages.role or "", str(stages.sizes)
 
 
 def without_ranges(modules: Iterable[WithoutRange]) -> Iterator[Note]:
-    """Yields which modules have no range: those of the same layers, for the same reason, together."""
+    """Yields notes about modules without a range, one for all modules that share their layers and the reason."""
     layers: dict[tuple[str, str], set[int]] = {}
     for each in modules:
         layers.setdefault((each.reason, each.module), set()).update(n for n in each.layers if n is not None)
@@ -174,8 +174,8 @@ def without_ranges(modules: Iterable[WithoutRange]) -> Iterator[Note]:
 
 
 def imbalance(stages: Sequence[Stage], sizes: ParallelSizes) -> float | None:
-    """Returns the slowest stage's compute over the average over stages; None without a pipeline, or where that of a
-    stage is not known."""
+    """Returns the slowest stage's compute over the average over stages; None without a pipeline, or if the
+    compute of a stage is not known."""
     compute = [stage.compute_ms.mean for stage in stages if stage.compute_ms]
     if sizes.pp == 1 or len(compute) < sizes.pp or max(compute) <= 0:
         return None

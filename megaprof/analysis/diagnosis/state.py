@@ -13,7 +13,7 @@ from megaprof.analysis.table.table import Floats, Table
 
 #: How many steps are replayed to compare the models of exchanges.
 _COMPARED = 8
-#: Milliseconds that no timeline resolves. Of models that differ by less, the one that the metadata name is used.
+#: Milliseconds that no timeline resolves. If models differ by less, the one that the metadata name is used.
 _RESOLUTION = 1e-3
 
 
@@ -40,7 +40,7 @@ class State:
 def measured(table: Table) -> tuple[State, Replay]:
     """Returns the measured times, and the replay whose model of exchanges fits the measured passes best."""
     entry = np.nan_to_num(table.entry)
-    # The first stage waits for nobody. What its first pass is late by may delay the first pass of any rank.
+    # The first stage waits for nobody. If its first pass is late, this may delay the first pass of any rank.
     entry += np.maximum(table.start[:, :, 0, 0, 0, 0] - entry[:, :, 0], 0.0)[..., None]
     own = table.schedule
     buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)

@@ -34,11 +34,11 @@ class Term:
     always: bool = False
     """True if it makes every pass of a rank longer, and not only some."""
     doubt_ms: float = 0.0
-    """How much of it something else may have caused, in milliseconds."""
+    """Milliseconds of it that may have another cause."""
 
 
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:
-    """Returns every term that could cost enough. No change gains more than what it takes out of passes."""
+    """Returns every term that could cost enough. No change can gain more than it takes out of passes."""
     return [
         *_of_content(table, view),
         *_of_microbatches(table, view),

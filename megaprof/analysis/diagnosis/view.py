@@ -17,13 +17,14 @@ from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
 @dataclass(frozen=True)
 class View:
-    """Arrays have ``n`` steps as their first axis, and replicas as the second one; see `State` and `Model` for them."""
+    """Some steps of a run, with the factors of their passes. Arrays have ``n`` steps as their first axis, and most have
+    replicas as the second one. See `State`, `Model` and `Table` for fields without a docstring."""
 
     state: State
     now: Floats
     """[n, s, c, k]: contents, without the terms that have been made neutral."""
     slow: Floats
-    """[n, s, c, k]: factor by which stages and chunks are slow, likewise."""
+    """[n, s, c, k]: factor by which stages and chunks are slow, without the terms that have been made neutral."""
     content: Content
     """Contents as they were, with all terms."""
     level: Floats
@@ -35,9 +36,9 @@ class View:
     timely: Floats
     """[n, d, s]: when each rank would have entered the step if it had not been late."""
     first: Floats
-    """[n, d]: how much longer the first pass of the first stage is than expected, beyond what it is on the others."""
+    """[n, d]: how much longer the first pass of the first stage is than expected, beyond the same excess of others."""
     opened: Floats
-    """[n, d]: how much longer it is on the others if a profiler was opened, which may disturb the first stage more."""
+    """[n, d]: that excess of other stages if a profiler was opened, which may disturb the first stage more."""
     stalled: Floats
     """[n, d, s]: how much longer one pass of a step is than the longest one of a usual step."""
     stalling: npt.NDArray[np.intp]
