@@ -1,4 +1,4 @@
-"""What must be known about numbers, as data. `report.text.notes` has a sentence for each kind."""
+"""Notes that a reader of the numbers must know, as data. `report.text.notes` has a sentence for each kind."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ Kind = Literal[
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One note about the numbers. Facts that its kind does not have are left out."""
+    """One note about the numbers. Fields that its kind does not use are left out."""
 
     kind: Kind
-    """What the note says."""
+    """Kind of the note; each kind has its own sentence."""
     files: tuple[str, ...] = ()
     """File names."""
     stages: tuple[int, ...] = ()
@@ -68,22 +68,23 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """The total that ``count`` belongs to, or a number to compare it with."""
     ms: tuple[float, ...] = ()
     """Milliseconds."""
-    factor: float = 0  # msgspec leaves out what is the default, and a float of another process is not
+    factor: float = 0  # an int: msgspec omits only the default object, which 0.0 from elsewhere is not
     """A ratio or a fraction."""
     said: str = ""
-    """What a file, the system or Megatron says."""
+    """Words of a file, the system or Megatron."""
     why: Note | None = None
     """Reason."""
     text: str = ""
     """The note as a clause."""
 
 
-#: Notes that say the same of so many files stand one by one.
+#: Notes that say the same about at most this many files stay one note per file.
 _FEW = 3
 
 
 def of_files(notes: Iterable[Note]) -> Iterator[Note]:
-    """Yields notes about one file each, those that say the same of more than `_FEW` files as one."""
+    """Yields the notes, each about one file. Notes that say the same about more than `_FEW` files become one note, with
+    two of the file names and the number of files."""
     files: dict[Note, dict[str, None]] = {}
     for each in notes:
         files.setdefault(replace(each, files=()), {}).update(dict.fromkeys(each.files))

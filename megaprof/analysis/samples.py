@@ -1,4 +1,4 @@
-"""Several samples of one quantity, summed up."""
+"""Summarises several samples of one quantity."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Both asymptotic (Rousseeuw & Croux 1993).
-#: Standard deviation of normal samples by their median absolute deviation, ...
+# Both hold asymptotically (Rousseeuw & Croux 1993).
+#: Standard deviation of normal samples, divided by their median absolute deviation.
 MAD = 1.4826
-#: ... and standard error of the median of n of them, times the root of n, by their standard deviation.
+#: Standard error of the median of n normal samples, times the square root of n, divided by their standard deviation.
 MEDIAN_ERROR = 1.2533
 
 
@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread | None:
-        """None for no samples."""
+        """Returns the statistics of ``samples``; None if there are none."""
         if not samples:
             return None
         return cls(
@@ -48,5 +48,5 @@ class Spread:
 
 
 def mean_of(spread: Spread | None) -> float | None:
-    """The average; None for no samples."""
+    """Returns the average; None if there are no samples."""
     return spread.mean if spread else None

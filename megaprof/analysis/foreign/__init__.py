@@ -1,1 +1,1 @@
-"""Recordings that megaprof did not make: what is really in them, and nothing that is not."""
+"""Recordings that megaprof did not make: only what they really show."""

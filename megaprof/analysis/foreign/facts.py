@@ -1,4 +1,4 @@
-"""What the recordings of a job say of every rank, and who comes last to collectives."""
+"""Finds what the recordings of a job show about every rank, and which rank comes last to collectives."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Exposed:
     group: str
     """Process group; ``?`` if the recording does not say."""
     axis: str | None
-    """``tp``, ``pp``, ``cp``, ``ep`` or ``dp``, if the description or the ranks say so."""
+    """``tp``, ``pp``, ``cp``, ``ep`` or ``dp``; None if neither the description nor the ranks say."""
     calls: int
     """Number of kernels."""
     ms: float
-    """Milliseconds in which nothing computed at the same time."""
+    """Milliseconds in which it ran while nothing computed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RankFacts:
     steps: int
     """Number of steps that the profiler marked (``ProfilerStep#n``)."""
     step_ms: float | None
-    """Their median on the host; None without any."""
+    """Median duration of these steps on the host, in milliseconds; None without steps."""
     compute_ms: float
     """Milliseconds in which something other than communication ran."""
     exposed: tuple[Exposed, ...]
@@ -57,11 +57,12 @@ class RankFacts:
     idle_ms: float
     """Milliseconds in which nothing ran."""
     host_bound_ms: float
-    """Part of the idle time that began with nothing launched left to run."""
+    """Milliseconds of idle time that began when no launched work was left to run."""
 
     @property
     def exposed_ms(self) -> float:
-        """Communication of any kind while nothing computed; less than the sum of ``exposed`` where kinds overlap."""
+        """Milliseconds of any communication while nothing computed; less than the sum of ``exposed`` if kinds
+        overlap."""
         return self.span_ms - self.compute_ms - self.idle_ms
 
 
@@ -72,34 +73,37 @@ class Late:
     group: str
     """Process group."""
     operation: str
-    """Operation."""
+    """For example ``allreduce``."""
     matched: int
     """Number of collectives that all recorded ranks of the group have."""
     rank: int
-    """Rank that came last most often: its kernel was the shortest, since all end together."""
+    """Rank that came last most often. Its kernel was the shortest, because all kernels end together."""
     times: int
-    """How often it came last."""
+    """Number of times that it came last."""
     waited_ms: float
-    """How much longer the others' kernels took in these collectives: the median, in milliseconds."""
+    """Median time by which the others' kernels took longer in these collectives, in milliseconds."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What recordings without megaprof's ranges show."""
+    """The findings from recordings without megaprof's ranges."""
 
     ranks: tuple[RankFacts, ...]
-    """Ranks, in order."""
+    """Ranks, in ascending order; those that are not known are last."""
     late: tuple[Late, ...]
-    """Groups that several recordings share."""
+    """Ranks that come last, for groups that several recordings share."""
     warnings: tuple[Note, ...]
-    """What cannot be told, and why."""
+    """Notes about what the recordings do not show, and why."""
     stages: tuple[StageFacts, ...] = ()
-    """Stages of the pipeline, from its exchanges; empty if these do not show any."""
+    """Stages of the pipeline, from its exchanges; empty if the exchanges do not show them."""
 
 
 def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = None) -> Foreign:
-    """``sizes``: ranks along ``tp``, ``pp``, ``cp`` and ``ep``, as the user says; groups are named by them where their
-    ranks fit."""
+    """Returns what the recordings of a job show.
+
+    ``sizes`` has the number of ranks along ``tp``, ``pp``, ``cp`` and ``ep``, if the user gives them. They show the
+    axis of groups whose ranks fit them.
+    """
     axes = _Axes(sizes, max((r.world or 0 for r in recordings), default=0))
     ordered = sorted(recordings, key=lambda r: (r.rank is None, r.rank or 0, str(r.path), r.rank_from))
     warnings = list(axes.warnings)
@@ -117,7 +121,7 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
 
 
 class _Axes:
-    """Which axis a group is of: by its description, or by its ranks where the sizes are given."""
+    """Finds the axis of a group from its description, or from its ranks if the parallel sizes are given."""
 
     def __init__(self, sizes: dict[str, int] | None, world: int) -> None:
         self.warnings: list[Note] = []
@@ -170,15 +174,19 @@ def _facts(recording: Recording, axes: _Axes) -> RankFacts:
 
 
 def _holds(group: Group, rank: int) -> bool:
-    """Returns whether a group is one and the same in all recordings, this rank's among them: by its ranks, or else by
-    the name that torch gave it. Descriptions are of many groups."""
+    """Returns whether a group in this rank's recording is certainly the same group wherever it occurs in the others.
+
+    Its ranks identify it if they contain this rank; without ranks, the name that torch gave it does. A description does
+    not, because many groups share it.
+    """
     if group.ranks is None:
         return group.description is None and group.name != UNKNOWN
     return rank in group.ranks
 
 
 def _late(recordings: Sequence[Recording]) -> list[Late]:
-    """Collectives of one group are matched by their number in it, which all of its ranks count alike."""
+    """Returns which rank comes last to the collectives of each group, the longest waiting first. Matches collectives by
+    their number in the group, which all of its ranks count alike."""
     lengths: defaultdict[tuple[Group, str], dict[int, list[int]]] = defaultdict(dict)
     for recording in recordings:
         if recording.rank is None:
@@ -189,7 +197,7 @@ def _late(recordings: Sequence[Recording]) -> list[Late]:
                 lengths[group, operation][recording.rank] = (spans[:, 1] - spans[:, 0]).tolist()
     found = []
     for (group, operation), by_rank in lengths.items():
-        # A recording that begins later lacks the first ones: only equal counts are surely the same collectives.
+        # A recording that begins later lacks the first collectives. Only equal counts are surely the same ones.
         if len(by_rank) < 2 or len({len(each) for each in by_rank.values()}) != 1:
             continue
         calls = [dict(zip(by_rank, each, strict=True)) for each in zip(*by_rank.values(), strict=True)]

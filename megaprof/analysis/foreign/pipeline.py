@@ -1,10 +1,10 @@
-"""Stages of a pipeline from its exchanges, where no ranges tell them: Megatron's process groups say who stands where,
-and the order of 1F1B says what was computed between two exchanges.
+"""Finds the stages of a pipeline from its exchanges, for recordings without ranges. Megatron's process groups show the
+stage of a rank, and the order of 1F1B shows what was computed between two exchanges.
 
-Megatron exchanges by one kernel for each call, and a call is one of ``recv_forward``, ``send_forward``,
-``send_forward_recv_backward`` and so on, in an order that stage, stages and microbatches determine
-(``forward_backward_pipelining_without_interleaving``, batched). Where the number of kernels in a step, or what lies
-between them, does not fit that order, nothing is said.
+Megatron runs one kernel per exchange call. A call is one of ``recv_forward``, ``send_forward``,
+``send_forward_recv_backward`` and so on. Stage, number of stages and microbatches determine their order
+(``forward_backward_pipelining_without_interleaving``, batched). If the number of kernels in a step, or the computation
+between them, does not fit this order, the recordings show no stages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaprof.parallel.schedules import PassId, PipelineSchedule, stage_program
 _GROUP = "PIPELINE_MODEL_PARALLEL_GROUP"
 _OPERATIONS = ("send-receive", SEND_RECEIVE, "coalesced")
 FORWARD, BACKWARD = "forward", "backward"
-#: What is computed where no pass belongs may take this share of a pass.
+#: Computation where no pass belongs may take at most this share of a pass.
 _BESIDE = 0.1
 _MOST_MICROBATCHES = 1 << 16
 
@@ -45,29 +45,33 @@ class StageFacts:
     microbatches: int
     """Microbatches per step."""
     forward_ms: float | None
-    """Computation of a forward; None if no exchange separates it from a backward, as on the last stage."""
+    """Computation of one forward; None if no exchange separates it from a backward, as on the last stage."""
     backward_ms: float | None
-    """Computation of a backward, likewise."""
+    """Computation of one backward; None if no exchange separates it from a forward, as on the last stage."""
     microbatch_ms: float | None
-    """Computation of one forward and one backward."""
+    """Computation of one forward and one backward together; None if the exchanges do not show it."""
     exchange_ms: float
-    """Waiting for neighbours and transfers per step, while nothing computed."""
+    """Exchanges per step while nothing computed: waiting for neighbours, and transfers."""
     step_ms: float
-    """A step on the host, or the whole recording if it has no steps."""
+    """Duration of a step on the host; of the whole recording if it has no steps."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step of one rank shows."""
+    """The findings from one step of one rank."""
 
     microbatches: int
+    """Number of microbatches."""
     passes: dict[tuple[str, ...], list[int]]
+    """Nanoseconds computed between two exchanges, by the passes that lie there."""
     exchange_ns: int
+    """Nanoseconds of exchanges while nothing computed."""
     length_ns: int
+    """Nanoseconds from its start to its end."""
 
 
 def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], Note | None]:
-    """Returns the stages; or, if there are pipeline groups that tell none, why."""
+    """Returns the stages. If pipeline groups are there but show no stages, returns none, and a note that says why."""
     found: defaultdict[tuple[int, int], list[tuple[int, _Step]]] = defaultdict(list)
     for recording in recordings:
         if (ranks := _pipeline(recording)) is None or recording.rank is None:
@@ -83,7 +87,8 @@ def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], 
 
 
 def _pipeline(recording: Recording) -> tuple[int, ...] | None:
-    """Returns the ranks of its pipeline group, in order of stage."""
+    """Returns the ranks of the recording's pipeline group, by stage; None if it has no group of this
+    rank and others."""
     for _, group in recording.communication:
         if (group.description or "").startswith(_GROUP) and group.ranks:
             return group.ranks if len(group.ranks) > 1 and recording.rank in group.ranks else None
@@ -91,7 +96,7 @@ def _pipeline(recording: Recording) -> tuple[int, ...] | None:
 
 
 def _steps(recording: Recording, stage: int, stages: int) -> Iterator[_Step]:
-    """Yields the whole steps, if all of them follow 1F1B."""
+    """Yields the steps that have exchanges; nothing if one of them does not follow 1F1B."""
     gpu = recording.gpu
     exchanges, computes = np.zeros(len(gpu.spans), dtype=np.bool_), recording.computes
     for (operation, group), rows in recording.communication.items():
@@ -116,8 +121,9 @@ def _steps(recording: Recording, stage: int, stages: int) -> Iterator[_Step]:
 def _step(
     exchanges: npt.NDArray[np.int64], launches: npt.NDArray[np.int64], spans: Intervals, stage: int, stages: int
 ) -> tuple[int, dict[tuple[str, ...], list[int]]] | None:
-    """Microbatches, and nanoseconds computed between exchanges by the passes that lie there; None where it does not
-    fit. What lies before the first exchange and behind the last one is not used: other work is there, too."""
+    """Returns the number of microbatches of a step, and the nanoseconds computed between exchanges, by the passes that
+    lie there; None if the step does not follow 1F1B. Does not use the computation before the first exchange and after
+    the last one, because other work is there too."""
     microbatches = _count(len(exchanges), stage, stages)
     if microbatches is None:
         return None
@@ -136,7 +142,7 @@ def _step(
 
 
 def _count(exchanges: int, stage: int, stages: int) -> int | None:
-    """Returns the number of microbatches with which a stage has so many exchanges."""
+    """Returns the number of microbatches for which a stage has this number of exchanges; None if there is none."""
     low, high = 1, min(exchanges, _MOST_MICROBATCHES)
     while low < high:
         middle = (low + high) // 2
@@ -148,7 +154,7 @@ def _count(exchanges: int, stage: int, stages: int) -> int | None:
 
 
 def _between(stage: int, stages: int, microbatches: int) -> list[tuple[str, ...]]:
-    """Returns which passes lie before, between and behind the exchanges of a step."""
+    """Returns which passes lie before, between and after the exchanges of a step."""
     between: list[list[str]] = [[]]
     for step in stage_program(PipelineSchedule.checked(stages, 1, microbatches), stage):
         if isinstance(step, PassId):

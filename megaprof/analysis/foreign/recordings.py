@@ -1,4 +1,4 @@
-"""Reads what one GPU did, from a trace of the torch profiler or a file of nsys that has no ranges of megaprof."""
+"""Reads what one GPU did, from a torch profiler trace or an nsys file without megaprof's ranges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megaprof.analysis.trace.reading import Source, path_of
 from megaprof.analysis.trace.traces import UnreadableTrace, refusing
 from megaprof.formats.inputs import most_bytes
 
-#: What an event takes in memory while a report is made of it, at most.
+#: At most this many bytes of memory are needed per event while a report is made.
 _ROW_BYTES = 200
 _NO_TIMES: Intervals = np.zeros((0, 2), dtype=np.int64)
 _MOST_RANKS = 1 << 20
@@ -31,7 +31,7 @@ _COMMUNICATION = re.compile(r"^(?:nccl|rccl|mscclpp?|oneccl)|nccl(?:Dev)?Kernel"
 #: Operations in the names of NCCL's and RCCL's kernels, in lower case.
 _OPERATIONS = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall", "reduce")
 SEND_RECEIVE = "send-receive or all-to-all"
-#: Name of a group of which nothing is known.
+#: Name of a group about which nothing is known.
 UNKNOWN = "?"
 _UNNAMED = ("", "undefined", "default_pg", "default")
 _STEP = re.compile(r"ProfilerStep#\d+")
@@ -60,39 +60,40 @@ class Group:
     """A process group, as far as the recording names it."""
 
     name: str
-    """Its name, or its ranks if the name says nothing; ``?`` if nothing is known."""
+    """Name of the group, or its ranks if the name says nothing; ``?`` if nothing is known."""
     description: str | None = None
-    """As the framework described it."""
+    """Description from the framework; None if there is none."""
     ranks: tuple[int, ...] | None = None
-    """Its global ranks."""
+    """Global ranks of the group; None if the recording does not say."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One GPU's process."""
+    """The recording of one process with a GPU."""
 
     path: Path
     """The file."""
     rank: int | None
     """Global rank; None if unknown."""
     rank_from: str
-    """Where the rank is from, or another name of the process."""
+    """Source of the rank, or another name of the process."""
     world: int | None
     """Number of ranks of the job; None if the recording does not say."""
     gpu: Activities
-    """Its activities; ``communication`` says what they are for."""
+    """Activities of the GPU."""
     communication: Mapping[tuple[str, Group], npt.NDArray[np.int64]]
-    """By operation and group, rows of ``gpu`` in order of time. The others are computation, copies and memsets."""
+    """Rows of ``gpu`` that communicate, by operation and group, in order of time. All other rows are computation,
+    copies and memsets."""
     steps: Intervals
-    """When each step ran on the host: ``ProfilerStep#n``, or any range of nsys's that is called like a step."""
+    """Start and end of each step on the host: ``ProfilerStep#n``, or any nsys range that is named like a step."""
     unreadable: int
     """Events without a possible time or type."""
     cut: str | None = None
-    """Why its file ends too early; None for a whole file."""
+    """Reason why the file ends too early; None for a whole file."""
 
     @property
     def computes(self) -> npt.NDArray[np.bool_]:
-        """Whether each row of ``gpu`` is no communication."""
+        """Returns, for each row of ``gpu``, whether it is not communication."""
         found = np.ones(len(self.gpu.spans), dtype=np.bool_)
         for rows in self.communication.values():
             found[rows] = False
@@ -100,7 +101,7 @@ class Recording:
 
 
 def read_recording(source: Source) -> list[Recording]:
-    """Returns every process with a GPU in a file. Raises UnreadableTrace."""
+    """Returns one recording for each process with GPU kernels in a file. Raises UnreadableTrace."""
     path = path_of(source)
     with refusing(path):
         found = list(_nsys(source)) if isinstance(source, NsysFile) else [_kineto(source)]
@@ -125,7 +126,7 @@ def _kineto(path: Path) -> Recording:
     for place, row in enumerate(gpu.row.tolist()):
         if row in seen.communication:
             name, own = seen.communication[row]
-            # A kernel of RCCL's brings no metadata: the operator of the same external id does.
+            # RCCL's kernels have no metadata; the operator with the same external id does.
             args = own if own.collective or own.group else seen.params.get(own.external, own)
             operation = _operation(name, args.collective or notes.at(int(gpu.launched[place])))
             communication[operation, _group(args)].append(place)
@@ -145,18 +146,18 @@ def _kineto(path: Path) -> Recording:
 
 
 class _Seen:
-    """Collects what the events of a file say, a piece at a time. Times count from the file's base."""
+    """Collects what is needed from the events of a file, a piece at a time. Times count from the file's base."""
 
     def __init__(self) -> None:
         self.gpu = GpuEvents()
         self.impossible = 0
         self.communication: dict[int, tuple[str, _Args]] = {}
-        """Names and arguments of the kernels that communicate, by their place among all activities."""
+        """Names and arguments of the kernels that communicate, by their position among all activities."""
         self.params: dict[int, _Args] = {}
         """Arguments of the operators that communicate, by external id."""
         self.notes: list[Intervals] = []
         self.said: list[str] = []
-        """The collectives that torch says it launches, and when."""
+        """``said`` has the collectives that torch says it launches, and ``notes`` the times."""
         self.steps: list[Intervals] = []
         self._count = 0
 
@@ -206,7 +207,7 @@ def _as_arrays(rows: Mapping[tuple[str, Group], Sequence[int]]) -> dict[tuple[st
 
 
 class _Notes:
-    """The collective that torch says it launches at a moment."""
+    """The collectives that torch says it launches, by time."""
 
     def __init__(self, spans: Intervals, said: Sequence[str]) -> None:
         order = np.argsort(spans[:, 0], kind="stable")
@@ -219,8 +220,8 @@ class _Notes:
 
 
 def _operation(kernel: str, said: str | None) -> str:
-    """Returns the operation as torch names it, or else as the kernel's name does. A send-receive kernel may be an
-    exchange or an all-to-all."""
+    """Returns the name of an operation: as torch ``said``, or else from the name of the kernel. A send-receive kernel
+    may be an exchange or an all-to-all."""
     name = (said or kernel).lower().replace("_", "")
     for known in _OPERATIONS:
         if known in name:
@@ -268,7 +269,7 @@ def _moved(pieces: Sequence[Intervals], base: int) -> Intervals:
 
 
 def _decoded(document: Document[_Event], name: str) -> dict[str, Any]:
-    """A dictionary beside the events; empty where there is none."""
+    """Returns a dictionary that stands beside the events in the file; empty if there is none."""
     try:
         return msgspec.json.decode(document.top.get(name, b"{}"), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
