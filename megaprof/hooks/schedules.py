@@ -1,7 +1,7 @@
-"""Hooks on the three schedules: one event per ``forward_backward_func`` call.
+"""Hooks the three schedules, so that every ``forward_backward_func`` call may be recorded.
 
-Every host asks ``megatron.core.pipeline_parallel.get_forward_backward_func``, which looks the schedules up in
-``megatron.core.pipeline_parallel.schedules`` when it is called (0.12 to 0.19): replacing them there reaches every host.
+Every host calls ``megatron.core.pipeline_parallel.get_forward_backward_func``. At each call that function looks up the
+schedules in ``megatron.core.pipeline_parallel.schedules`` (0.12 to 0.19), so replacing them there reaches every host.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SCHEDULES = {
     "forward_backward_pipelining_without_interleaving": "1f1b",
     "forward_backward_pipelining_with_interleaving": "interleaved",
 }
-#: Functions in which a forward-only pass is an evaluation. Megatron-LM and Megatron-Bridge call theirs ``evaluate``;
-#: a host whose evaluation has another name says so with ``megaprof.evaluation()``.
+#: Functions in which a forward-only pass is an evaluation. Megatron-LM and Megatron-Bridge call theirs ``evaluate``. A
+#: host whose evaluation has another name marks it with ``megaprof.evaluation()``.
 _EVALUATIONS = frozenset({"evaluate", "evaluate_and_print_results", "validate", "validation_step", "eval_step"})
-#: Megatron-LM's training step. With all layers frozen it runs forward only (0.19), as its variable of this name says.
+#: Megatron-LM's training step. With all layers frozen it runs forward only (0.19), and this variable of it is True.
 _TRAINING, _FORWARD_ONLY = "train_step", "forward_only"
 _STACK_LIMIT = 64
 
 
 def patch_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hook the schedules, and the full-iteration CUDA graph wrapper (megatron-core 0.14+) around them."""
+    """Hooks the schedules, and the full-iteration CUDA graph wrapper (megatron-core 0.14+) around them."""
     from megatron.core.pipeline_parallel import schedules
 
     for name, label in SCHEDULES.items():
@@ -52,8 +52,9 @@ def patch_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
 
 
 def _without_window(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``create_cudagraphs``, which the schedules call when their microbatches are done (0.13+) and which captures the
-    graphs of single layers once. A recorder synchronises the device when its window closes, which ends a capture."""
+    """Wraps ``create_cudagraphs``, so that it closes the window before it captures. A recorder synchronises the device
+    when its window closes, and that would break a capture. The schedules call ``create_cudagraphs`` when their
+    microbatches are done (0.13+), and it captures the graphs of single layers once."""
 
     def create_cudagraphs(*args: Any, **kwargs: Any) -> Any:
         with Contained("closing a window before CUDA graphs are captured", dispatcher.drop):
@@ -74,7 +75,8 @@ def _captures() -> bool:
 
 
 def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``label`` names the schedule; None: ``original`` is ``FullCudaGraphWrapper.__call__``, which holds one."""
+    """Wraps ``original``, a schedule. ``label`` names the schedule. None: ``original`` is
+    ``FullCudaGraphWrapper.__call__``, and the wrapper holds a schedule."""
 
     def prepare(call: RecordedCall) -> None:
         chunks = call.facts.chunks
@@ -89,7 +91,8 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
 
 
 def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
-    """The schedules take keyword arguments only (0.12 to 0.19), and so does the graph wrapper, behind itself."""
+    """Returns the facts of a call. The schedules take only keyword arguments (0.12 to 0.19). So does the graph
+    wrapper, after itself."""
     model = kwargs.get("model")
     forward_only = bool(kwargs.get("forward_only", False))
     caller = _caller() if forward_only else None
@@ -113,23 +116,23 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _sub_samples(label: str, chunks: tuple[Any, ...]) -> bool:
-    """Returns whether forwards are of sub-samples, of which each rank has as many as the data of the step make (hybrid
-    context parallelism, 0.16 to 0.19): the number of microbatches says nothing about them."""
+    """Returns whether every forward runs a sub-sample (hybrid context parallelism, 0.16 to 0.19). How many sub-samples
+    a rank has then depends on the step's data, and not on the number of microbatches."""
     return label == "no_pipelining" and bool(
         getattr(getattr(innermost(chunks[0]), "config", None), "hybrid_context_parallel", False)
     )
 
 
 def _graph_phase(wrapper: Any, stage: str) -> str | None:
-    """Returns what ``FullCudaGraphWrapper`` is about to do: warm up (None: the schedule really runs), capture or
-    replay."""
+    """Returns what ``FullCudaGraphWrapper`` is about to do: ``capture``, ``replay``, or None for a warm-up, in which
+    the schedule really runs."""
     if wrapper.cuda_graph[stage] is not None:
         return "replay"
     return "capture" if wrapper.curr_iter(stage) == wrapper.cuda_graph_warmup_steps else None
 
 
 def _caller() -> str | None:
-    """The innermost function around a forward-only pass whose name says what the pass is for; None without one."""
+    """Returns the innermost calling function whose name says what a forward-only pass is for; None without one."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_STACK_LIMIT):
         if frame is None:

@@ -1,4 +1,4 @@
-"""The ``megaprof`` object inside an artifact, as docs/trace-metadata.md lists it: plain data about one window."""
+"""Makes the ``megaprof`` object inside an artifact: plain data about one window (docs/trace-metadata.md)."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 def describe(
     window: Window, call: RecordedCall, config: ProfileConfig, truncated: str | None, framework: str | None
 ) -> dict[str, Any]:
-    """The metadata of ``window``, which closes now, as docs/trace-metadata.md lists it: plain data for JSON.
+    """Returns the metadata of ``window``, which is closing now: plain data for JSON, listed in docs/trace-metadata.md.
 
-    ``call`` is the window's first call; ``truncated`` says why the window closes early, None when it does not;
+    ``call`` is the window's first call. ``truncated`` says why the window closes early; None if it does not.
     ``framework`` names the host.
     """
     facts = call.facts
     coords = window.coords
-    if facts.chunks:  # hooks that were installed without a model did not know
+    if facts.chunks:  # hooks that were installed without a model could not know
         coords = replace(coords, sizes=replace(coords.sizes, vpp=len(facts.chunks)))
-    # What a device has not finished is not read: that would be waiting for it.
+    # Nothing is read that a device may not have finished: that would wait for the device.
     given = () if truncated is not None else call.tape.given
     work = read_work(given, coords.sizes.cp, lambda tensor: list(tensor.tolist()))
     count = facts.microbatches or 0
@@ -74,7 +74,7 @@ def describe(
         local_ranks=local_ranks,
         cores=cores,
         device=device,
-        # A checkout on the path is not what is installed.
+        # A checkout on the path is used instead of an installed one, and may have another version.
         megatron_core=getattr(sys.modules.get("megatron.core"), "__version__", None) or _version("megatron-core"),
         torch=_version("torch"),
         ranges=_ranges(call, config),
@@ -84,19 +84,19 @@ def describe(
 
 
 def _each(count: int, known: dict[int, Any]) -> tuple[Any, ...] | None:
-    """Returns what is known, by microbatch; None where nothing is known of any."""
+    """Returns the known values by microbatch, or None if there are none."""
     return tuple(map(known.get, range(count))) if known and count else None
 
 
 def _expert_tokens(passes: Iterable[Any]) -> tuple[int, ...] | None:
-    """Returns the tokens of each local expert, all passes together; None without any, and where layers have
-    different numbers of them."""
+    """Returns the tokens of each local expert, summed over all passes. None if there are no passes, or if layers have
+    different numbers of experts."""
     each = [tuple(map(int, counts.tolist())) for counts in passes]
     return tuple(map(sum, zip(*each, strict=True))) if each and len({*map(len, each)}) == 1 else None
 
 
 def _device(chunks: Iterable[Any]) -> str | None:
-    """Returns where the model's first parameter is; None where there is none."""
+    """Returns the type of device that holds the model's first parameter. None if there is no parameter."""
     parameters = getattr(next(iter(chunks), None), "parameters", None)
     first = None if parameters is None else next(iter(parameters()), None)
     return getattr(getattr(first, "device", None), "type", None)
@@ -104,18 +104,19 @@ def _device(chunks: Iterable[Any]) -> str | None:
 
 @functools.cache
 def _shared_machine() -> tuple[int | None, int | None]:
-    """Returns how many ranks run on this host, and on how many physical cores."""
+    """Returns the number of ranks on this host, and the number of physical cores that this process may run on."""
     return local_ranks(), physical_cores()
 
 
 def run_id() -> str:
-    """This process and no other: host, process id, start time. Ranks of one job have different ones."""
+    """Returns a name of this process alone: host, process id and start time. Every rank of a job has its own."""
     return f"{host()}-{os.getpid()}-{_started(os.getpid())}"
 
 
 @functools.cache
 def _started(pid: int) -> int:
-    """Milliseconds since the epoch, once a process: a forked child has a time of its own."""
+    """Returns the time of the first call in process ``pid``, in milliseconds since the epoch. A forked child has its
+    own time."""
     return time.time_ns() // 1_000_000
 
 

@@ -1,7 +1,7 @@
-"""torch's flight recorder in this process: a ring of the collectives that were called lately, read while it runs.
+"""Reads torch's flight recorder in this process, while it runs: a ring of the most recently called collectives.
 
-torch has no public way to read it. NCCL has a ring of its own beside the one of all other backends, and a build without
-NCCL has only the latter: together they are what the process has called.
+torch has no public way to read it. NCCL has one ring, and all other backends share a second one; a build without NCCL
+has only the second. Together they hold all calls of the process.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import msgspec
 
 from megaprof.formats.flight import Call, Entry, GroupConfig
 
-#: NCCL's ring (torch 2.5 and later) and that of all other backends (torch 2.8 and later): the handler of torch's
-#: control plane that reads it, and the function. The handler lets go of the interpreter's lock, the function holds it:
-#: for 20 us an entry (torch 2.13).
+#: NCCL's ring (torch 2.5 and later) and the ring of all other backends (torch 2.8 and later). Each has a handler in
+#: torch's control plane and a function that read it. The handler releases the interpreter's lock. The function holds
+#: it, for 20 us per entry (torch 2.13).
 _RINGS = (("dump_nccl_trace_json", "_dump_nccl_trace_json"), ("fr_trace_json", "_dump_fr_trace_json"))
-#: What says how many collectives torch keeps, read when the first process group is made: the latter in older releases.
+#: The variables that say how many collectives torch keeps. torch reads them when the first process group is made; older
+#: releases read the second.
 SIZE, _OLD_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-#: Who sets these sets the size as well: Megatron-LM does, with its option.
+#: A host that sets these sets the size as well. Megatron-LM does, with this option.
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _OPTION = "--flight-recorder-dump-path"
-#: Has NCCL's ring say how long each ran.
+#: Has NCCL's ring record how long each collective ran.
 TIMING = "TORCH_NCCL_ENABLE_TIMING"
-#: As many as torch 2.13 keeps by itself.
+#: The number of collectives that torch 2.13 keeps by default.
 USUAL = 2000
 _C = TypeVar("_C", bound=Call)
 
 
 class _Ring(msgspec.Struct, Generic[_C]):
-    """What is read of a ring."""
+    """The part of a ring that is read."""
 
     version: str | int
     entries: list[_C] = []
@@ -42,24 +43,26 @@ _entries = msgspec.json.Decoder(_Ring[Entry], strict=False).decode
 
 
 class NoFlightRecorder(Exception):
-    """There is none that can be read; the message says why."""
+    """No flight recorder can be read. The message says why."""
 
 
 def entries() -> list[Entry]:
-    """Returns what this process has called, in the order of the calls, as far back as the rings go: none where torch
-    keeps none. Raises NoFlightRecorder."""
+    """Returns the collectives that this process has called, in the order of the calls, as far back as the rings go.
+    Returns an empty list if torch keeps none. Raises NoFlightRecorder."""
     return _read(_entries)
 
 
 def calls() -> list[Call]:
-    """Returns the same without what they were called on, which takes a quarter of the time that the interpreter's lock
-    is held."""
+    """Returns the same collectives as `entries`, but without what they were called on. It holds the interpreter's lock
+    for a quarter of the time."""
     return _read(_calls)
 
 
 def keep(arguments: Sequence[str], env: MutableMapping[str, str]) -> str | None:
-    """Has torch keep its ring where nobody has said how large it is: before the first process group, with the
-    ``arguments`` of the program. Returns the variable that it sets in ``env``; None where there is nothing to set."""
+    """Has torch keep a ring of the usual size, unless the ``arguments`` of the program or ``env`` already set one.
+
+    Must be called before the first process group is made. Returns the name of the variable that it sets in ``env``;
+    None if it sets nothing."""
     if any(name in env for name in (SIZE, _OLD_SIZE, *_DUMPS)) or any(each.startswith(_OPTION) for each in arguments):
         return None
     name = SIZE if hasattr(_module(), _RINGS[-1][1]) else _OLD_SIZE
@@ -68,8 +71,8 @@ def keep(arguments: Sequence[str], env: MutableMapping[str, str]) -> str | None:
 
 
 def groups() -> dict[str, GroupConfig]:
-    """Returns the process groups that this process is in now, by torch's name: from torch's own table, because gloo's
-    ring does not say."""
+    """Returns the process groups that this process is in now, by torch's name. They come from torch's own table,
+    because gloo's ring does not list them."""
     table = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     names, ranks = dict(getattr(table, "pg_names", {})), dict(getattr(table, "pg_group_ranks", {}))
     found = {}
@@ -113,7 +116,7 @@ def _called(function: Callable[[bool, bool], bytes]) -> bytes:
 
 
 def _handled(own: Any, name: str) -> bytes | None:
-    """What a handler answers; None where there is none that can be asked."""
+    """Returns the answer of the handler ``name``. None if torch has no such handler, or it cannot be called."""
     if not (hasattr(own, "_get_handler") and hasattr(own, "_Request") and hasattr(own, "_Response")):
         return None
 
@@ -139,7 +142,7 @@ def _handled(own: Any, name: str) -> bytes | None:
     response = Response()
     try:
         own._get_handler(name)(Request(), response)
-    except Exception:  # a name that this torch does not know, or a request that it wants otherwise
+    except Exception:  # this torch does not know the name, or expects another kind of request
         return None
     content = response.content
     return content.encode() if isinstance(content, str) else content

@@ -1,7 +1,7 @@
-"""CUDA memory history: a snapshot per window, and one more when the device runs out of memory.
+"""Records CUDA memory history: a snapshot per window, and another one when the device runs out of memory.
 
-The files open in PyTorch's memory viewer (pytorch.org/memory_viz). The metadata is in them as JSON text under the key
-``megaprof``; the viewer's own unpickler reads no other new types.
+The files open in PyTorch's memory viewer (pytorch.org/memory_viz). They contain the metadata as JSON text under the key
+``megaprof``, because the viewer's own unpickler cannot read other new types.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from megaprof.runtime.logs import logger
 
 SUFFIX = ".memory.pickle"
 OUT_OF_MEMORY_SUFFIX = ".oom.memory.pickle"
-#: A ring buffer: the oldest events of a longer window are dropped. An event takes ~1 KB of host memory with its stack.
+#: The size of a ring buffer: a longer window loses its oldest events. An event with its stack takes ~1 KB of host
+#: memory.
 MAX_ENTRIES = 100_000
 
 
 class MemoryRecorder:
-    """Records allocations with Python stacks while a window is open; history is off again afterwards.
+    """Records allocations with Python stacks while a window is open, and switches history off afterwards.
 
-    Raises ValueError in a process that does not use CUDA (a driver or a CPU actor on a machine with GPUs: recording
-    would initialise it there), or where somebody else records memory history already: there is one per process, and
-    ending ours would end theirs.
+    Raises ValueError if this process does not use CUDA: recording would initialise it, for example in a driver or a CPU
+    actor on a machine with GPUs. Raises ValueError, too, if memory history is already being recorded: a process has
+    only one, and ending ours would end the other.
     """
 
-    #: The recorder whose window is open. An observer cannot be detached, so one per process serves all recorders.
+    #: The recorder whose window is open. An observer cannot be detached, so a single one serves all recorders.
     _recording: MemoryRecorder | None = None
     _observing = False
 
@@ -58,7 +59,7 @@ class MemoryRecorder:
         torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=MAX_ENTRIES)
         MemoryRecorder._recording = self
         if not MemoryRecorder._observing:
-            # Not in a torch without CUDA, and so unknown to its type information.
+            # A torch without CUDA lacks this function, so type checkers do not know it.
             getattr(torch._C, "_cuda_attach_out_of_memory_observer")(_out_of_memory)  # noqa: B009
             MemoryRecorder._observing = True
 
@@ -78,8 +79,8 @@ class MemoryRecorder:
         self._window = None
 
     def ran_out(self, device: int, wanted: int, allocated: int, free: int) -> None:
-        """An allocation of ``wanted`` bytes failed; ``allocated`` and ``free`` bytes of the device. Once per window:
-        what the host tries next may fail as well."""
+        """Writes a snapshot after an allocation of ``wanted`` bytes failed. ``allocated`` and ``free``: bytes of the
+        device. Writes one per window, because the host's next attempts may fail as well."""
         if self._window is None or self._ran_out:
             return
         self._ran_out = True
@@ -106,7 +107,8 @@ def _history_is_on() -> bool:
 
 
 def _out_of_memory(device: int, wanted: int, allocated: int, free: int) -> None:
-    """Called by the allocator, in the allocating thread, before it raises: a fault here would replace the host's."""
+    """Tells the open window's recorder that memory ran out. The allocator calls this on the allocating thread before it
+    raises: a fault here would replace the host's exception."""
     recorder = MemoryRecorder._recording
     if recorder is None:
         return

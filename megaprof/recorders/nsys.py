@@ -1,6 +1,6 @@
-"""Nsight Systems: opens a capture range of an ``nsys profile`` that runs around this process (see `nsys_command`).
+"""Opens capture ranges in Nsight Systems, which runs as ``nsys profile`` around this process (see `nsys_command`).
 
-nsys writes its own files. A ``.nsys.json`` per window carries the metadata that nsys cannot.
+nsys writes its own files. A ``.nsys.json`` per window carries the metadata that those cannot hold.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megaprof.recorders.ranges import emit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
-#: nsys sets one of them where it waits for an NVTX range, the other because `megaprof nsys` asks for it.
+#: Both show that nsys waits for an NVTX range. nsys sets one itself, and the other because `megaprof nsys` asks for it.
 NVTX_VARIABLES = ("NSYS_NVTX_PROFILER_RANGE", "NSYS_NVTX_PROFILER_REGISTER_ONLY")
 
 
 class NsysRecorder:
-    """One capture range per window. Ranges reach nsys as NVTX, domain ``megaprof``, like all our ranges.
+    """Opens one capture range per window. Ranges reach nsys as NVTX ranges in the domain ``megaprof``.
 
-    nsys waits for cudaProfilerStart, or for the range `megaprof.formats.nsys.WINDOW` where it was told so. Raises
-    ValueError in a process that does not use CUDA and whose nsys does not wait for the range: cudaProfilerStart would
-    reach nobody, and would initialise CUDA where the host did not.
+    nsys waits for cudaProfilerStart or, if its command line says so, for the range `megaprof.formats.nsys.WINDOW`.
+    Raises ValueError if this process does not use CUDA and nsys does not wait for the range: cudaProfilerStart would
+    have no effect, and would initialise CUDA although the host did not.
     """
 
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
@@ -43,7 +43,7 @@ class NsysRecorder:
                 "'megaprof nsys' prints the command to put before yours",
                 flag("tool"),
             )
-        elif emit.reaches_nobody():  # ranges that reach nobody leave no other sign than a file without them
+        elif emit.reaches_nobody():  # otherwise the only sign would be a report without ranges
             logger.error(
                 "megaprof: nsys will record no ranges: nvtx %s does not recognise this version of nsys. Install "
                 "'nvtx<0.2.12', or a newer nsys (docs/nsys.md lists the pairs)",
@@ -58,10 +58,10 @@ class NsysRecorder:
         try:
             if not self._by_range:
                 _call("cudaProfilerStart")
-            # Always, since a process that is killed leaves it and what is in it with one end, which tells the reader.
+            # Always: if the process is killed, this range and those inside it have no end, which tells the reader.
             emit.push(WINDOW)
         except RuntimeError as fault:
-            self._running = from_host(fault)  # else it was refused, and there is nothing to stop
+            self._running = from_host(fault)  # otherwise the start was refused, and there is nothing to stop
             raise
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Nsight Systems command lines for a configuration: for a launcher, and for Ray.
+"""Builds Nsight Systems command lines for a configuration, for a launcher and for Ray.
 
 Option names and values are those of ``nsys profile`` (Nsight Systems user guide, "CLI Profile Command Switch Options").
 """
@@ -17,23 +17,23 @@ from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.nsys import WINDOW
 from megaprof.formats.ranges import DOMAIN
 
-#: What to trace. ``osrt`` is left out: operating system calls make the largest part of a report, and say little here.
+#: The APIs to trace. ``osrt`` is left out: operating system calls make up most of a report, and say little here.
 TRACE = "cuda,nvtx,cudnn,cublas"
 CONTROLLER_TRACE = "nvtx,osrt"
-#: What opens a capture range, as nsys calls it; the first is the default.
+#: The ways to open a capture range, as nsys names them. The first is the default.
 CAPTURES = ("cudaProfilerApi", "nvtx")
-#: nsys replaces %q{NAME} by a variable, %h by the host's name and %p by the process id, and appends the number of the
-#: capture range. A variable that is not set is an error of nsys's.
+#: nsys replaces %q{NAME} by an environment variable, %h by the host's name and %p by the process id. It appends the
+#: number of the capture range. If the variable is not set, nsys fails.
 RANK_NAME = "nsys.rank%q{RANK}.%h.%p"
 WORKER_NAME = "nsys.worker.%h.%p"
 CONTROLLER_NAME = "nsys.controller.%h.%p"
-#: What every shell passes on as it is; ``%q{RANK}`` is no brace expansion, which needs a comma or two dots.
+#: Text that every shell passes on unchanged. ``%q{RANK}`` is no brace expansion: that needs a comma or two dots.
 PLAIN = re.compile(r"[\w./%{}=@:+,-]+")
 
 
 def windows(config: ProfileConfig) -> int | None:
-    """The most windows that one process captures for one model; None where the configuration does not bound them:
-    a schedule for the whole run, steps per role, or a window for each role's work."""
+    """Returns the most windows that one process captures for one model. None if the configuration sets no limit: with a
+    schedule for the whole run, steps per role, or a window for each role's work."""
     if config.roles or config.discrete:
         return None
     counts = [config.plan(target).windows(merged=config.merge_steps) for target in config.target]
@@ -50,17 +50,18 @@ def options(
     models: int = 1,
     capture: str = CAPTURES[0],
 ) -> dict[str, str]:
-    """The options of ``nsys profile`` for every rank, by name.
+    """Returns the options of ``nsys profile`` for every rank, by name.
 
-    ``ray``: as ``runtime_env={"nsight": ...}`` of a Ray actor takes them. Ray writes into its own log directory unless
-    the output path is absolute, and starts the worker before anybody sets its ``RANK``, so the name has host and
-    process only; the ``.nsys.json`` beside the reports says which rank it was. ``output`` is nsys's ``--output``;
-    without one, a file name with rank, host and process in ``config.dir``. ``shutdown`` ends nsys in each process after
-    its last window, instead of with the process; it needs to know the number of windows, and so how many ``models`` of
-    a process have hooks. ``capture``: what opens a capture range, of `CAPTURES`: cudaProfilerStart, or an NVTX range,
-    which needs no CUDA.
+    ``ray``: returns them as a Ray actor takes them in ``runtime_env={"nsight": ...}``. Ray writes into its own log
+    directory unless the output path is absolute. It starts the worker before its ``RANK`` is set, so the file name has
+    only host and process; the ``.nsys.json`` next to the reports says which rank it was. ``output``: nsys's
+    ``--output``. Without it, the file is in ``config.dir``, and its name has rank, host and process. ``shutdown``: ends
+    nsys in each process after its last window rather than with the process. This needs the number of windows, and
+    therefore ``models``, the number of models of a process that have hooks. ``capture``: one of `CAPTURES`, which opens
+    a capture range: cudaProfilerStart, or an NVTX range, which needs no CUDA.
 
-    Raises ValueError for a configuration without windows, without the nsys tool, or of unknown length to shut down.
+    Raises ValueError if the configuration has no windows or lacks the nsys tool, or if ``shutdown`` is set and the
+    number of windows is unknown.
     """
     _check(config)
     if capture not in CAPTURES:
@@ -80,10 +81,10 @@ def options(
     return {
         "trace": TRACE,
         "capture-range": capture,
-        # A range's name is exact for nsys, its domain stands behind it. It looks at registered names alone, or at all.
+        # nsys matches the exact name, then its domain. The variable has it look at unregistered names, too.
         **({"nvtx-capture": f"{WINDOW}@{DOMAIN}", "env-var": "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"} if by_range else {}),
         "capture-range-end": end,
-        # nsys ends the program that it profiles when it shuts down, unless told otherwise.
+        # By default, nsys ends the program that it profiles when it shuts down.
         **({"kill": "none"} if shutdown else {}),
         "sample": "none",
         "cpuctxsw": "none",
@@ -100,7 +101,8 @@ def options(
 
 
 def controller_options(config: ProfileConfig, *, output: str | None = None) -> dict[str, str]:
-    """Ray's nsight options for the controller, which has no GPU and no windows: NVTX and system calls, start to end."""
+    """Returns Ray's nsight options for the controller, which has no GPU and no windows. nsys records NVTX ranges
+    and system calls from start to end."""
     _check(config)
     return {
         "trace": CONTROLLER_TRACE,
@@ -112,14 +114,14 @@ def controller_options(config: ProfileConfig, *, output: str | None = None) -> d
 
 
 def refused(names: Iterable[str]) -> list[str] | None:
-    """Returns which of these options the nsys of this machine does not know; None where there is none to be asked."""
+    """Returns the options that the nsys on this machine does not know. None if there is no nsys that can be asked."""
     known = _known()
     return None if known is None else [name for name in names if len(name) > 1 and name not in known]
 
 
 @functools.cache
 def _known() -> frozenset[str] | None:
-    """The options in ``nsys profile --help``, which is asked once."""
+    """Returns the options in ``nsys profile --help``, which runs once. None if no nsys is there or answers."""
     nsys = shutil.which("nsys")
     if nsys is None:
         return None
@@ -145,7 +147,8 @@ def _check(config: ProfileConfig) -> None:
 
 
 def _output(config: ProfileConfig, output: str | None, name: str) -> str:
-    """``output``, or else a file called ``name`` in the save directory: nsys writes files and nothing else."""
+    """Returns ``output``, or else a file called ``name`` in the save directory. Raises ValueError for a remote path:
+    nsys writes only local files."""
     if output is not None and is_remote(output):
         raise ValueError(f"output {output!r} is remote, and nsys writes local files only: give a directory")
     if not output and is_remote(str(config.dir)):
@@ -157,7 +160,8 @@ def _output(config: ProfileConfig, output: str | None, name: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """Ray joins the options to a shell command, and quotes them in some versions only."""
+    """Returns ``path`` if a shell passes it on unchanged, else raises ValueError. Ray joins the options to a shell
+    command, and only some versions of Ray quote them."""
     if not PLAIN.fullmatch(path):
         raise ValueError(f"output {path!r} has characters that Ray's shell would interpret; use letters, digits, ./_-%")
     return path

@@ -1,1 +1,1 @@
-"""Range names where they are recorded: in torch traces and NVTX, on the kernels of CUDA graphs, beside Kineto."""
+"""Writes range names into torch traces and NVTX, onto the kernels of CUDA graphs, and next to a GPU-only Kineto."""

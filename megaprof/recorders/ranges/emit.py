@@ -1,4 +1,4 @@
-"""Opens and closes ranges: the same name in the torch trace and in NVTX (domain ``megaprof``)."""
+"""Opens and closes ranges, under the same name in the torch trace and in NVTX (domain ``megaprof``)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from megaprof.formats.ranges import DOMAIN
 
 try:
     import nvtx
-except ModuleNotFoundError:  # there is none for macOS, and no tool there that would show it
+except ModuleNotFoundError:  # there is no nvtx for macOS, and no tool there that would show ranges
     nvtx = None
 
 
 class LoggedRange(NamedTuple):
-    """A range that has ended, for a recorder that does not see user annotations."""
+    """A range that has ended. It is kept for a recorder that does not see user annotations."""
 
     name: str
     """The range's name."""
     start: int
-    """Nanoseconds since the epoch, as Kineto counts."""
+    """When it began, in nanoseconds since the epoch, as Kineto counts."""
     end: int
-    """Nanoseconds since the epoch."""
+    """When it ended, in nanoseconds since the epoch."""
     thread: int
-    """The system's thread number."""
+    """The system's number of its thread."""
 
 
-#: Where ended ranges go while a recorder wants them; None otherwise.
+#: Takes ended ranges while a recorder wants them; None otherwise.
 log: list[LoggedRange] | None = None
-#: While a CUDA graph is captured whose kernels are to bear our names: names what is captured in its block.
+#: Names the nodes that are captured in its block. None unless a CUDA graph is captured whose kernels get our names.
 mark: Callable[[str], AbstractContextManager[object]] | None = None
 
 
@@ -42,20 +42,20 @@ _OURS: dict[str, Any] = {"domain": DOMAIN}
 
 
 def push(name: str) -> None:
-    """Open a range in NVTX alone, domain ``megaprof``, until `pop`."""
+    """Opens a range in NVTX only, in the domain ``megaprof``. `pop` closes it."""
     if nvtx is not None:
         nvtx.push_range(name, **_OURS)
 
 
 def pop() -> None:
-    """Close what `push` opened."""
+    """Closes the range that `push` opened."""
     if nvtx is not None:
         nvtx.pop_range(domain=DOMAIN)
 
 
 def reaches_nobody() -> bool:
-    """Returns whether NVTX has no tool attached as far as the nvtx package sees: nvtx 0.2.12 and later do not see an
-    older Nsight Systems, and drop every range."""
+    """Returns whether the nvtx package sees no tool attached to NVTX. nvtx 0.2.12 and later do not see an older Nsight
+    Systems, and drop every range."""
     return nvtx is None or type(nvtx.get_domain(DOMAIN)).__name__ == "DummyDomain"
 
 
@@ -68,10 +68,10 @@ def nvtx_version() -> str:
 
 
 class Range:
-    """``with Range("megaprof/forward mb=3 chunk=0"): ...``. Created only while a window is open.
+    """A range around a block, made only while a window is open: ``with Range("megaprof/forward mb=3 chunk=0"): ...``.
 
-    ``look``: the domain, color and category that NVTX gives it. ``overlapping``: it need not end before what began
-    after it, as a coroutine's; NVTX keeps such ranges beside the threads' stacks of ranges.
+    ``look``: the domain, color and category of the range in NVTX. ``overlapping``: the range may end before one that
+    began after it, like a coroutine's. NVTX keeps such ranges apart from the threads' stacks of ranges.
     """
 
     __slots__ = ("_began", "_handle", "_look", "_marked", "_name", "_open", "_overlapping", "_recorded")
@@ -84,8 +84,8 @@ class Range:
         self._began = 0
         self._open = False
         self._marked: AbstractContextManager[object] | None = None
-        # Where nobody has imported torch, no Kineto records. A user annotation rather than the cheaper fast record:
-        # Kineto mirrors it on the GPU's timeline.
+        # If torch has not been imported, Kineto cannot be recording. A fast record would be cheaper than this user
+        # annotation, but Kineto mirrors only the annotation on the GPU's timeline.
         profiler = sys.modules.get("torch.profiler")
         self._recorded: Any = None if profiler is None else profiler.record_function(name)
 
@@ -113,12 +113,12 @@ class Range:
         self.close()
 
     def close(self) -> None:
-        """End the range; a no-op when it is not open."""
+        """Ends the range. A no-op if it is not open."""
         if not self._open:
             return
         self._open = False
         marked, self._marked = self._marked, None
-        if marked is not None and mark is not None:  # else the capture it began in is over
+        if marked is not None and mark is not None:  # otherwise the capture in which it began is over
             marked.__exit__(None, None, None)
         try:
             if self._recorded is not None and self._recorded.record is not None:

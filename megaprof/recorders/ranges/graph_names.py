@@ -1,8 +1,8 @@
-"""Our range names on the kernels of CUDA graphs, by torch's own annotations (torch 2.13, CUDA 13.1).
+"""Gives the kernels of CUDA graphs our range names, with torch's own annotations (torch 2.13, CUDA 13.1).
 
-A replay runs no Python, so a range around a part of it is not possible. But torch can note, while a graph is captured,
-which nodes of it were captured within a block, and Kineto writes the node of each kernel into the trace. What is noted
-stays in this process until a window closes, which writes it (`megaprof.formats.graphs`).
+A replay runs no Python, so there can be no range around a part of it. But torch can note, while it captures a graph,
+which nodes are captured within a block, and Kineto writes the node of every kernel into the trace. The notes stay in
+this process. Every window writes them when it closes (`megaprof.formats.graphs`).
 """
 
 from __future__ import annotations
@@ -23,42 +23,43 @@ _PREFIX = "megaprof:"
 
 
 class GraphNames:
-    """Notes the ranges that are open while a graph is captured. One per process; a fault ends the naming, no more."""
+    """Notes the ranges that are open while a graph is captured. One per process. A fault ends only the naming."""
 
     def __init__(self) -> None:
         self._torch: Any = None
         self._nodes: dict[int, tuple[str, ...]] = {}
         self._text: str | None = None
         self._enabled_before = False
-        self._noting = False  # a graph is captured now
+        self._noting = False  # True while a graph is captured
         self._off = False
 
     @property
     def available(self) -> bool:
-        """Whether this torch, its cuda-bindings and the driver can do it. Asked once CUDA is in use."""
+        """True if this torch, its cuda-bindings and the driver can name kernels. To be asked once CUDA is in use."""
         if self._torch is None and not self._off:
             self._off = True
             self._try(self._load)
         return not self._off
 
     def text(self) -> str | None:
-        """Returns what is known of all graphs so far, as JSON; None: nothing."""
+        """Returns the names of all graphs so far as JSON; None if there are none."""
         if self._text is None and self._nodes:
             self._text = graphs.written(self._nodes)
         return self._text
 
     def begun(self, graph: Any) -> None:
-        """``graph``, a ``torch.cuda.graph``, has begun to capture. One that its owner annotates has those names."""
+        """Begins to note ranges: ``graph``, a ``torch.cuda.graph``, has begun to capture. A graph that its owner
+        annotates keeps the owner's names."""
         if self.available and not graph._enable_annotations:
             self._try(self._begin)
 
     def ends(self) -> None:
-        """The capture ends with the next call of CUDA's."""
+        """Prepares for the end of the capture, which the next CUDA call ends."""
         if self._noting:
             self._try(self._resolve)
 
     def ended(self, graph: Any, *, failed: bool) -> None:
-        """The capture is over, and what it captured can be launched."""
+        """Keeps the names after the capture, when the graph can be launched. ``failed``: drops them."""
         if self._noting:
             self._noting, emit.mark = False, None
             self._try(self._close, graph.cuda_graph, failed or self._off)
@@ -76,7 +77,7 @@ class GraphNames:
         self._noting, emit.mark = True, self._mark
 
     def _mark(self, name: str) -> AbstractContextManager[object]:
-        # One key for each kind of range: where ranges lie in one another, torch keeps a key's innermost value.
+        # One key for each kind of range: of nested ranges with the same key, torch keeps only the innermost.
         read = ranges.parse(name)
         return _Marked(self, self._torch.mark_kernels({f"{_PREFIX}{'' if read is None else read.label}": name}))
 
@@ -91,14 +92,14 @@ class GraphNames:
                 self._take(known)
         finally:
             for node in [node for node, notes in known.items() if any(map(_ours, notes))]:
-                del known[node]  # kept here in less memory, or of no graph that exists
+                del known[node]  # we keep them in less memory, or their graph does not exist
             if not self._enabled_before:
                 self._torch.disable_annotations()
 
     def _take(self, known: dict[int, list[Any]]) -> None:
         for node, notes in known.items():
             if stack := [name for note in notes if _ours(note) for name in note.values()]:
-                self._nodes[node] = tuple(reversed(stack))  # torch has the inner ones first
+                self._nodes[node] = tuple(reversed(stack))  # torch lists the inner ranges first
         self._text = None
 
     def _try(self, step: Callable[..., object], *arguments: Any) -> None:
@@ -112,7 +113,7 @@ class GraphNames:
 
 
 class _Marked:
-    """One of torch's blocks, whose faults end the naming and nothing else."""
+    """Wraps one of torch's blocks, so that its faults end only the naming."""
 
     __slots__ = ("_block", "_names")
 

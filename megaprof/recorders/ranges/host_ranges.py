@@ -1,9 +1,9 @@
-"""Our ranges in a trace that Kineto recorded with CUDA activity alone, and others that Kineto does not record.
+"""Adds ranges that Kineto does not record to its trace: our ranges without CPU activity, and garbage collections.
 
-Kineto records user annotations with CPU activity only, and that is what costs: without it a window takes next to no
-time, but its kernels belong to no microbatch. So the ranges are timed by the host (0.3 us each) and added to the trace
-as the user annotations that they would have been; kernels are attributed by their launch calls, which CUDA activity
-does record. Both clocks count nanoseconds since the epoch.
+Kineto records user annotations only with CPU activity, and that is the expensive part. Without it a window costs next
+to no time, but its kernels belong to no microbatch. So the host times the ranges (0.3 us each) and adds them to the
+trace as the user annotations that they would have been. Kernels are attributed by their launch calls, which CUDA
+activity does record. Both clocks count nanoseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _CHUNK = 1 << 16
 
 
 def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
-    """Append ``ranges`` to the events of ``trace``, an uncompressed Kineto trace, in place.
+    """Appends ``ranges`` to the events of ``trace``, an uncompressed Kineto trace, in place.
 
-    Costs no more than the ranges and both ends of the file. Raises ValueError when the file does not look like Kineto's
-    (torch 2.6 to 2.13), and leaves it as it is.
+    Reads and writes only the ranges and both ends of the file. Raises ValueError if the file does not look like
+    Kineto's (torch 2.6 to 2.13), and leaves it unchanged.
     """
     if not ranges:
         return
@@ -47,7 +47,8 @@ def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
 
 
 def _base_time(trace: BinaryIO) -> int:
-    """Kineto counts from a base that it writes before the events, behind metadata of any length; 0 without one."""
+    """Returns the base that Kineto counts from; 0 without one. Kineto writes it before the events, after metadata of
+    any length. Raises ValueError for a trace without events."""
     head = b""
     while _EVENTS not in head:
         if not (chunk := trace.read(_CHUNK)):
