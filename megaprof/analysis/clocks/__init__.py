@@ -1,1 +1,1 @@
-"""Whose clock is off; which send belongs to which receive."""
+"""Finds out whose clock is off, and which send belongs to which receive."""

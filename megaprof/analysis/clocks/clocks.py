@@ -21,12 +21,13 @@ from megaprof.analysis.clocks.matching import Link, links_of
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import Call
 
-#: By how much timestamps of one clock may contradict each other, and clocks may drift apart within a step, without a
-#: note (at 50 ppm, a lot for a machine in service, 2 s make 0.1 ms).
+#: Without a note, timestamps of one clock may contradict each other by this much, and clocks may drift apart by this
+#: much within a step (at 50 ppm, a lot for a machine in service, 2 s make 0.1 ms).
 TOLERANCE_NS = 100_000
 
-_FAR = 1 << 62  # as a bound: none; as an uncertainty: worse than any known one, and small enough to be added up
-_Clock = tuple[str, int]  # host, and the rank where the host's name stands for more than one clock (else -1)
+#: As a bound, this means that there is none. As an uncertainty, it exceeds any known one, but can still be added up.
+_FAR = 1 << 62
+_Clock = tuple[str, int]  # host, and the rank if the host's name stands for more than one clock (else -1)
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Clock:
     """What to add to a rank's times to put them on the common clock."""
 
     offset_ns: int
-    """Nanoseconds."""
+    """Nanoseconds to add."""
     uncertainty_ns: int | None
-    """Plus or minus nanoseconds. None if all messages go in one direction, so that the offset is bounded from one side
-    only, and assumes that the quickest message took no time."""
+    """Uncertainty in nanoseconds, plus or minus. None if all messages go in one direction: the offset is then bounded
+    from one side only, and assumes that the quickest message took no time."""
     messages: int
     """Number of messages it is based on."""
 
@@ -49,7 +50,7 @@ class Alignment:
     reference: int | None
     """The rank whose clock is the common one; None without ranks."""
     clocks: dict[int, Clock]
-    """By rank, for ranks that messages connect with ``reference``."""
+    """Clocks by rank, for ranks that messages connect with ``reference``."""
     hosts: dict[int, str | None]
     """Each rank's host; None if unknown."""
     warnings: tuple[Note, ...]
@@ -76,12 +77,12 @@ class _Bounds:
 
     @property
     def contradiction(self) -> int:
-        """By how many nanoseconds the bounds exclude each other."""
+        """Nanoseconds by which the bounds exclude each other."""
         return max(0, self.low - self.high)
 
     @property
     def contradiction_of_zero(self) -> int:
-        """By how many nanoseconds the bounds exclude that both are the same clock."""
+        """Nanoseconds by which the bounds exclude that both are the same clock."""
         return max(0, self.low, -self.high)
 
     @property
@@ -98,8 +99,8 @@ _Graph = dict[tuple[_Clock, _Clock], _Bounds]
 def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
     """Returns offsets that put all ranks on the clock of the lowest one. ``hosts``: each rank's host, None if unknown.
 
-    Clocks that are only connected through others are reached on the path of the least uncertainty, which adds up along
-    it. ``warnings`` of the result name contradictions and ranks that are not connected with the lowest.
+    Clocks that are only connected through others are reached on the path with the least uncertainty, which adds up
+    along a path. ``warnings`` of the result name contradictions, and ranks that are not connected with the lowest.
     """
     links = [link for link in links if link.sends and link.receives]
     warnings: list[Note] = []
@@ -122,14 +123,14 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
 
 
 def aligned(step: Sequence[Call]) -> Alignment:
-    """Returns the clocks of one step's ranks, by what these exchanged: by kernels where they were captured."""
+    """Returns the clocks of one step's ranks, from their messages, and from kernels if those were captured."""
     return align({call.rank: call.metadata.host for call in step}, links_of(step))
 
 
 def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[Note]) -> dict[int, _Clock]:
     """Returns the clock of each rank: its host's, or its own if the host is unknown or several machines share its name.
 
-    They share it if messages contradict a single clock, and a clock for each rank resolves the contradiction.
+    Machines share a name if messages contradict a single clock, and a clock for each rank resolves the contradiction.
     """
     within: dict[str, _Graph] = {}
     for link in links:
@@ -152,7 +153,7 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[N
 
 
 def _bounds(link: Link) -> tuple[int, int]:
-    """Returns bounds of ``offset[receiver] - offset[sender]``; an upper one only if the two ends meet."""
+    """Returns bounds of ``offset[receiver] - offset[sender]``; an upper bound only if both ends meet."""
     both = list(zip(link.sends, link.receives, strict=False))
     high = min(send[1] - receive[0] for send, receive in both) if link.rendezvous else _FAR
     return max(send[0] - receive[1] for send, receive in both), high

@@ -1,6 +1,6 @@
 """Splits the pipeline's send-receive kernels into waiting for the neighbour and transfer.
 
-NCCL's send and receive meet, so each end's kernel includes waiting for the other end. Bytes only move while both run.
+NCCL's send and receive meet, so the kernel at each end includes waiting for the other. Bytes only move while both run.
 If both ends were captured and are on one clock, the later end of each message is known, and a late neighbour is not
 mistaken for a slow network.
 """
@@ -25,14 +25,14 @@ class Meeting:
     transfer: Intervals
     """When bytes moved, in nanoseconds on the rank's clock; disjoint."""
     waiting_ns: int
-    """How long it waited for its neighbours, in nanoseconds."""
+    """Nanoseconds that the rank waited for its neighbours."""
 
 
 def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeting]:
     """Returns the exchanges by rank, for ranks whose exchanges all have their other end in ``step``. ``offset``:
     nanoseconds to add to the times of each rank."""
     by_kernels = [call for call in step if call.gpu is not None and call.gpu.exchanges]
-    # By rank and kernel the time at which the later end of it came, on the rank's own clock.
+    # The time at which the later end arrived, by rank and kernel, on the rank's own clock.
     both: dict[int, dict[Interval, int]] = {call.rank: {} for call in by_kernels}
     for link in links_of(by_kernels):
         if not link.rendezvous:

@@ -1,8 +1,8 @@
 """Matches the sends and receives of a pipeline.
 
-Microbatch and chunk tell which belong together, so nothing is counted and the schedule's order does not matter. The
-output of a forward leaves in the first sending exchange after it. Its input has arrived when it begins, at the end of a
-receiving exchange before it.
+Microbatch and chunk show which ones belong together, so nothing is counted and the schedule's order does not matter.
+The output of a forward leaves in the first sending exchange after it. Its input has arrived when it begins, at the end
+of a receiving exchange before it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Message(NamedTuple):
     label: str
     """Target of the schedule call."""
     step: int
-    """Its step."""
+    """Step of that call."""
     call: int
-    """Which call of the step it is."""
+    """Number of the call within the step."""
     stage: int
     """Stage that receives."""
     kind: str
     """``forward`` or ``backward``, of the pass that needs it."""
     chunk: int
-    """Its model chunk."""
+    """Model chunk of that pass."""
     microbatch: int
-    """Its microbatch."""
+    """Microbatch of that pass."""
 
 
 class End(NamedTuple):
@@ -51,7 +51,8 @@ class End(NamedTuple):
 
 
 Unseen = Literal["no_pipeline", "exchanges_unseen"]
-"""There is no pipeline; or the host does not wait for exchanges on the GPU, and their kernels were not captured."""
+"""Why there are no ends: there is no pipeline; or the host does not wait for exchanges on the GPU, and their kernels
+were not captured."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ class Ends:
     """One rank's ends of messages."""
 
     metadata: Metadata
-    """Which rank."""
+    """The rank's metadata."""
     sends: dict[Message, End]
-    """What it sent."""
+    """Sending ends, by message."""
     receives: dict[Message, End]
-    """What it received."""
+    """Receiving ends, by message."""
     kernels: bool = False
-    """Whether they are NCCL's kernels, which run at both ends at once."""
+    """True if the ends are NCCL's kernels, which run at both ends at once."""
     unknown: Unseen | None = None
     """Why there are none; None if there are some."""
 
@@ -103,22 +104,22 @@ class Link:
     receiver: int
     """Rank that receives."""
     sends: Sequence[Interval]
-    """When each was sent, in nanoseconds on the sender's clock."""
+    """When each message was sent, in nanoseconds on the sender's clock."""
     receives: Sequence[Interval]
-    """When each was received, in the same order, in nanoseconds on the receiver's clock."""
+    """When each message was received, in the same order, in nanoseconds on the receiver's clock."""
     rendezvous: bool = False
-    """Whether a send ends only after its receive began (NCCL kernels; gloo buffers sends)."""
+    """True if a send ends only after its receive began (NCCL kernels; gloo buffers sends)."""
     messages: Sequence[Message] = ()
-    """What each is, in the same order."""
+    """The messages, in the same order."""
 
 
 def links_of(calls: Iterable[Call]) -> list[Link]:
-    """Returns which rank's sends are which rank's receives, in calls of one step on different ranks."""
+    """Returns the links between ranks, from their calls of one step."""
     return links_between({call.rank: ends_of(call.metadata, [call]) for call in calls})
 
 
 def links_between(ends: Mapping[int, Ends]) -> list[Link]:
-    """Returns which rank's sends are which rank's receives, by rank: neighbours of one pipeline, and their messages."""
+    """Returns the links between neighbours of one pipeline, with the messages seen at both ends. ``ends``: by rank."""
     column = {rank: (e.metadata.coords.tp, e.metadata.coords.cp, e.metadata.coords.dp) for rank, e in ends.items()}
     at = {(column[rank], e.metadata.coords.pp): rank for rank, e in ends.items()}
     links = []
@@ -136,7 +137,7 @@ def links_between(ends: Mapping[int, Ends]) -> list[Link]:
 
 
 class _Turn(NamedTuple):
-    """When the host was in a pass of one kind, on a chunk and microbatch that are known."""
+    """One pass on the host, with a known chunk and microbatch."""
 
     start: int
     end: int
@@ -158,14 +159,14 @@ def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: boo
         before = turns[number - 1].start if number else call.start
         following = turns[number + 1].start if number + 1 < len(turns) else call.end
         own = call.label, call.step, call.index
-        # The exchange that took the result away, before the next pass of its kind.
+        # The exchange that sent the result, posted before the next pass of this kind.
         index = bisect_left(leaving, turn.end, key=attrgetter("posted"))
         took = leaving[index] if index < len(leaving) and leaving[index].posted <= following else None
         if (target := placement.consumer(kind, call.stage, turn.chunk)) is not None:
             message = Message(*own, target[0], kind, target[1], turn.microbatch)
             if (end := _end(turn, took, turn.end, found.kernels)) is not None:
                 found.sends[message] = end
-        # The last exchange that may have brought the input, behind the start of the last pass of its kind.
+        # The last exchange that may have brought the input, after the previous pass of this kind began.
         index = bisect_right(arriving, turn.start, key=attrgetter("done")) - 1
         brought = arriving[index] if index >= 0 and arriving[index].done > before else None
         if placement.producer(kind, call.stage, turn.chunk) is not None:
@@ -175,14 +176,14 @@ def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: boo
 
 
 def _sends(label: str, kind: str) -> bool:
-    """Returns whether an exchange sends results of passes of one kind. An overlapped one does when it is posted, not
-    when it is waited for."""
+    """Returns whether an exchange sends results of passes of one kind. An overlapped exchange sends when it is posted,
+    not when it is waited for."""
     return not label.startswith(ranges.WAIT) and SENDS[kind] in ranges.transfers(label)
 
 
 def _received(label: str, kind: str, overlapped: bool) -> bool:
-    """Returns whether inputs of passes of one kind have arrived when an exchange ends. An overlapped one returns at
-    once; what it receives has arrived when the wait for it ends."""
+    """Returns whether inputs of passes of one kind have arrived when an exchange ends. An overlapped exchange
+    returns at once; its inputs have arrived when the wait for it ends."""
     named = label != ranges.WAIT_ANY and RECEIVES[kind] in ranges.transfers(label)
     return named and (label.startswith(ranges.WAIT) or not overlapped)
 
@@ -198,8 +199,8 @@ def _turns(call: Call, kind: str) -> Iterator[_Turn]:
 
 
 def _end(turn: _Turn, exchange: Exchange | None, moment: int, kernels: bool) -> End | None:
-    """Returns an end in the exchange. Without an exchange it is in the pass: at a ``moment``, or anywhere in a combined
-    pass; None if kernels are wanted."""
+    """Returns an end in the exchange. Without an exchange, the end is in the pass: at ``moment``, or anywhere in a
+    combined pass. None if kernels are wanted."""
     if exchange is not None and not turn.combined:
         return End((exchange.start, exchange.end), (exchange.start, exchange.end))
     own = turn.start, turn.end

@@ -27,7 +27,7 @@ def forward_share(forwards: Sequence[float], backwards: Sequence[float]) -> floa
 
 
 def parts(each: MeasuredPass, share: float) -> tuple[Part, ...]:
-    """Returns the passes in a recorded one: itself, or the halves of a combined one. ``share``: of the forward."""
+    """Returns the pass itself, or both halves of a combined pass. ``share``: the fraction that is its forward."""
     if each.kind != ranges.COMBINED or each.backward is None:
         return ((each.kind, each.chunk, each.microbatch, 0.0, 1.0),)
     other = each.backward

@@ -1,4 +1,4 @@
-"""Finds the calls of traces that belong together, and notes what is missing, twice there or of another job."""
+"""Finds the calls of traces that belong together, and notes what is missing, recorded twice, or from another job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
 
-#: Part of a step by which ranks may begin it at different times after a tool was opened, without a note.
+#: Fraction of a step by which ranks may begin it at different times after a tool was opened, without a note.
 OPENED = 0.01
 #: First steps are left out as long as they take this many times as long as the median step.
 WARM_UP = 1.25
@@ -94,7 +94,7 @@ def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> lis
 
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
     kept: dict[tuple[int, int, int], Call] = {}
-    # Two tools may have captured the same step, and one of them the GPU: the other one's file comes first here.
+    # Two tools may have captured the same step, but only one of them the GPU. Its file is sorted last, so it is kept.
     for call in sorted(calls, key=lambda c: (c.unseen is None, c.start, c.source)):
         key = (call.rank, call.step, call.index)
         if key in kept and kept[key].unseen is None:

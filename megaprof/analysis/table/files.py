@@ -18,8 +18,8 @@ from megaprof.analysis.trace.pool import Workers
 def tables(
     traced: Mapping[Key, Table | Unfit], reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
 ) -> dict[Key, Table | Unfit]:
-    """The table of every job, or why there is none: from traces, from timelines, or from both together. ``traced``:
-    those from traces; ``fleets``: the survey of the timelines."""
+    """Returns the table of every job, or why there is none. A table is made from traces, from timelines, or from both
+    together. ``traced``: the tables from traces; ``fleets``: the survey of the timelines."""
     found = tables_of_timelines(reading, fleets, workers)
     for key, own in traced.items():
         recorded = found.get(key)
@@ -31,15 +31,16 @@ def tables(
 
 
 def beside(recorded: Table, traced: Table) -> Table:
-    """A timeline's steps with what a trace tells of passes: the parts of them that are exposed communication or an idle
-    GPU. A trace that has as many ranks and steps, or another schedule, stands for itself."""
+    """Returns a timeline's table, completed with what a trace shows about passes: which parts of them are exposed
+    communication or an idle GPU. If the trace has at least as many ranks and steps, or another schedule, returns the
+    trace's own table."""
     alike = recorded.schedule == traced.schedule
     ranks = traced.ranks[..., : traced.compute.shape[3]].size
     if not alike or (ranks >= recorded.ranks.size and len(traced.steps) >= len(recorded.steps)):
         return traced
 
     def part(lost: Floats) -> Floats:
-        """[t, d, s, c, k, m]: milliseconds of each pass, for the usual part of the traced ones."""
+        """Returns milliseconds of each pass, [t, d, s, c, k, m], by the usual fraction of traced passes."""
         usual = np.median(lost / np.maximum(traced.passes, 1e-9), axis=(0, 1, 5))
         found: Floats = recorded.passes * usual[..., None]
         return found

@@ -43,8 +43,8 @@ def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = Fals
 
 
 def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
-    """Returns whether a sender waits for its receiver by Megatron's settings: unless exchanges overlap with computing,
-    which only the interleaved schedule does, and not in forward-only passes."""
+    """Returns whether a sender waits for its receiver by Megatron's settings. It does unless exchanges overlap with
+    computing. Only the interleaved schedule overlaps them, and not in forward-only passes."""
     if metadata.schedule != "interleaved":
         return metadata.sizes.pp > 1
     overlap = (metadata.p2p or {}).get("overlap_p2p_comm")

@@ -1,4 +1,4 @@
-"""Measures what the parts of model chunks take by their ranges: kinds of layers, MTP layers, embedding and loss."""
+"""Measures the times of the parts of model chunks by their ranges: kinds of layers, MTP layers, embedding and loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EMBEDDING, MTP, LOSS = "embedding", "mtp", "loss"
 
 
 def measured(table: Table) -> dict[str, Floats]:
-    """Returns by part, [k]: milliseconds of a microbatch in a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`, on
-    average over the chunks that hold it. Parts without ranges are missing.
+    """Returns the milliseconds of a microbatch, [k], by part: a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`.
+    They are averages over the chunks that hold the part. Parts without ranges are missing.
 
     Embedding and loss are what remains of a pass after all layers of their chunk. They include reading the batch, an
     encoder, and the loss function.
     """
     found: dict[str, list[Floats]] = {}
-    # A range holds what the GPU computes, or all of the time on a CPU. What delays a pass is added in proportion.
+    # A range holds the GPU's computing, or all of the time on a CPU. Delays of a pass are added in proportion.
     whole, computing = table.passes, table.compute.max(axis=3) if _on_gpu(table) else table.passes
     longer = whole.mean(axis=(0, 1, 5)) / np.maximum(computing.mean(axis=(0, 1, 5)), 1e-9)  # [s, c, k]
     computed = np.median(computing, axis=(0, 1, 5))

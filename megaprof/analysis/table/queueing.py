@@ -21,7 +21,7 @@ from megaprof.formats.timeline import Timeline, Waited
 
 def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
     """Returns how many milliseconds the thread waited in each of these steps of a file and since the step before,
-    [row]; 0 if nobody read the counter."""
+    [row]; 0 if the counter was not read."""
     steps, told = timeline.steps, timeline.facts(format.WAITED)
     begin = steps["start_ns"] / 1e6
     end = begin + steps["duration"] / 1e3

@@ -36,7 +36,7 @@ from megaprof.formats.steps.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes
 
-#: How many steps are read, evenly spread over the run: what a report has time for.
+#: How many steps are read, evenly spread over the run. A report has no time for more.
 STEPS = 48
 _LEFT_OUT = format.FAILED | format.CAPTURED
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
@@ -44,7 +44,7 @@ _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
 _MOST_PASSES = 500_000
 _FEWEST_STEPS = 16
 #: ... then replicas; half of those that remain are the slowest.
-#: The largest fraction of its passes that a rank waits: it must also compute.
+#: The largest fraction of its passes in which a rank may wait, because it must also compute.
 _MOST_WAITING = 0.99
 
 
@@ -305,7 +305,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     waits = queueing.of_passes(end - start - collected, [([t], ms) for t, ms in enumerate(waited)])
     holds = {kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()}
-    if device and holds:  # it may have had work enough meanwhile
+    if device and holds:  # the GPU may have had enough work meanwhile
         longer = end - start - np.nanmedian(end - start, axis=0)
         holds = {kind: np.clip(each, 0.0, np.maximum(longer, 0.0)) for kind, each in holds.items()}
     _, timeline, row = found[numbers[-1]]
@@ -350,8 +350,8 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
 
 
 def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
-    """Returns the ranks without what they waited for their peers in collectives. It is taken evenly from the passes of
-    a step, because not every clock shows in which pass a rank waited."""
+    """Returns the ranks without the time they waited for their peers in collectives. This time is taken evenly from the
+    passes of a step, because not every clock shows in which pass a rank waited."""
     by_step: dict[tuple[int, int, int], dict[int, OfStep]] = defaultdict(dict)
     for rank in ranks:
         for number, of_step in rank.came.items():
@@ -361,7 +361,7 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
 
 
 def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int, Mapping[str, float]]]) -> RankSteps:
-    """Returns the rank with what it waited, and without that in what it computed."""
+    """Returns the rank with its waiting in ``spent``, and without it in ``compute``."""
     places = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
     own = {number: waited.get(place, {}).get(rank.names[0][0], {}) for number, place in places.items()}
     left = _left(rank, np.array([sum(each.values()) for each in own.values()]))
@@ -371,7 +371,7 @@ def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int,
 
 
 def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns the fraction of its passes in which it did not wait, [t]. ``own``: how long it waited."""
+    """Returns the fraction of its passes in which a rank did not wait, [t]. ``own``: how long it waited."""
     found: npt.NDArray[np.float64] = 1.0 - np.clip(
         own / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
     )
@@ -379,7 +379,7 @@ def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float
 
 
 class _Places(NamedTuple):
-    """The events of a step that are passes; a combined one counts twice."""
+    """The events of a step that are passes; a combined pass counts twice."""
 
     which: npt.NDArray[np.intp]
     """The event of each pass."""

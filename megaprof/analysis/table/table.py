@@ -30,13 +30,13 @@ class Unfit(Exception):
 
     @property
     def note(self) -> Note:
-        """Why."""
+        """The reason."""
         return self.args[0]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Table:
-    """One pipeline job. Times are milliseconds; what was not recorded is NaN.
+    """One pipeline job. Times are in milliseconds; values that were not recorded are NaN.
 
     Axes: ``t`` step, ``d`` replica (pipelines that work side by side), ``s`` stage, ``p`` peer (ranks of one stage and
     replica that wait for each other inside a pass), ``c`` model chunk, ``k`` kind of pass (`PipelineSchedule.kinds`),
@@ -46,15 +46,15 @@ class Table:
     target: str
     """What ran, such as ``train_actor``."""
     role: str | None
-    """The model's role, where it has one."""
+    """The model's role; None if it has none."""
     schedule: PipelineSchedule
     """Which stage runs which pass in which order."""
     rendezvous: bool
-    """Whether a sender waits for its receiver, according to the metadata."""
+    """True if a sender waits for its receiver, according to the metadata."""
     steps: npt.NDArray[np.int64]
     """[t]: numbers of the steps."""
     opening: npt.NDArray[np.bool_]
-    """[t]: whether a profiler was opened for the step, which takes time at its beginning."""
+    """[t]: True if a profiler was opened for the step, which takes time at its beginning."""
     ranks: npt.NDArray[np.int64]
     """[d, s, p]: global ranks. More than were recorded, if the passes of one rank stand for all its peers."""
     hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
@@ -71,22 +71,23 @@ class Table:
     compute: Floats
     """[t, d, s, p, c, k, m]: how long each peer computed for the pass."""
     exposed: Mapping[str, Floats]
-    """By group [t, d, s, c, k, m]: its exposed communication in the pass, as far as it is certainly of that group."""
+    """Exposed communication in each pass, by group, [t, d, s, c, k, m]. It only has what is certainly of that group."""
     working: Floats
     """[t, d, s, p, c, k, m]: each peer's pass without exposed communication and waiting for the host. This is more than
     ``compute`` by what held the pass up, or by gaps between kernels."""
     spent: Mapping[str, Floats]
-    """[t, d, s, p]: what else each rank's step went to, by name, of names that the recording tells; NaN where it does
-    not for that step. ``tp``, ``ep``, ``cp``, ``dp`` and ``unknown``: communication that nothing hid (of a timeline:
-    all) until the last of the rank's passes, and of it ``tp_waiting``, ``ep_waiting`` and ``cp_waiting`` until the last
-    of its peers came. ``pp``: exchanges once both sides had come, and ``pp_waiting`` until then.
+    """[t, d, s, p]: the rest of each rank's step, by name. It has only the names that the recording shows; NaN in steps
+    for which it does not. ``tp``, ``ep``, ``cp``, ``dp`` and ``unknown``: communication that nothing hid, until the
+    rank's last pass ended (from a timeline: all communication). ``tp_waiting``, ``ep_waiting`` and ``cp_waiting``: the
+    part of it before the last peer came. ``pp``: exchanges after both sides had come; ``pp_waiting``: before that.
     ``host_bound``: the GPU waited for the host. ``gradients``: the GPU computed for no pass. ``host_forward`` and
-    ``host_backward``: the host's time in these passes, which the others contain."""
+    ``host_backward``: the host's time in these passes, which overlaps the other entries."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in the pass."""
     held: Mapping[str, Floats]
-    """``garbage_collection``: [t, d, s, c, k, m], how long Python collected garbage in it, where that held it up.
-    ``processor_wait``: likewise, how long its thread had no processor core. Those that are there at all."""
+    """[t, d, s, c, k, m]: what held each pass up, by cause. ``garbage_collection``: how long Python collected garbage,
+    as far as that delayed the pass. ``processor_wait``: how long its thread had no processor core. A cause that never
+    occurs is missing."""
     waited: Floats
     """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the step before; 0 if
     no file says."""
@@ -98,11 +99,11 @@ class Table:
     """[t]: the step, from the first rank's entry to the end of the reduction. If replicas do not wait for each other,
     the longest of their steps."""
     clocks: bool
-    """Whether all stages are on one clock. Otherwise there are no entries and no links."""
+    """True if all stages are on one clock. Otherwise there are no entries and no links."""
     aligned_ms: float | None = None
-    """How uncertain that clock is, if it follows from passes that wait for each other; None if hosts share a clock."""
+    """Uncertainty of that clock, if it follows from passes that wait for each other; None if hosts share a clock."""
     device: bool = False
-    """Whether it is the GPU's clock, on which steps begin later than on the host."""
+    """True if it is the GPU's clock, on which steps begin later than on the host."""
     memory: tuple[Peak | None, ...] = ()
     """[s]: memory that the ranks of the stage had allocated; None if not recorded."""
     modules: tuple[Mapping[ModuleKey, tuple[int, ...]], ...] = ()
@@ -128,7 +129,7 @@ class Table:
 
     @property
     def reduces(self) -> bool:
-        """Whether data-parallel ranks reduce gradients after the passes."""
+        """True if data-parallel ranks reduce gradients after the passes."""
         sizes = next(each.sizes for each in self.metadata if each is not None)
         return "backward" in self.schedule.kinds and sizes.dp * sizes.cp > 1
 
@@ -149,15 +150,15 @@ class RankSteps:
     """What one rank recorded, in milliseconds on the clock of its host.
 
     ``start``, ``end``, ``compute``, ``working``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m],
-    NaN where a pass was not recorded. ``spent`` by name [t]: see `Table.spent`. ``enter``, ``reduced`` [t]: when it
-    entered each step, and when it had finalised its gradients.
+    NaN for passes that were not recorded. ``spent`` by name [t]: see `Table.spent`. ``enter``, ``reduced`` [t]: when
+    the rank entered each step, and when it had finalised its gradients.
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
     names: tuple[tuple[int, str | None], ...]
     """Global rank and host of this rank, then of the peers that it stands for."""
     metadata: Metadata | None
-    """None in the place of a stage that was not recorded."""
+    """None for a placeholder of a stage that was not recorded."""
     stage: int
     replica: int
     peer: int
@@ -173,20 +174,20 @@ class RankSteps:
     enter: Floats
     reduced: Floats
     opening: npt.NDArray[np.bool_]
-    """[t]: whether the step is the first in its trace."""
+    """[t]: True if the step is the first in its trace."""
     waited: Floats
-    """[t]: see `Table.waited`; 0 where no file says."""
+    """[t]: see `Table.waited`; 0 if no file says."""
     work: Floats
     """[t, m, 3]: see `Table.work`."""
     lengths_from: str | None = None
     sequences: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    """By step, as an index of ``steps``, and microbatch."""
+    """Sequence lengths by step (an index of ``steps``) and microbatch."""
     experts: float = np.nan
     """Tokens that its experts got in a captured step, averaged over windows."""
     device: bool = False
-    """Whether its times are on the GPU's clock, on which a step begins later than on the host."""
+    """True if its times are on the GPU's clock, on which a step begins later than on the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
-    """When it came to collectives, by step, if known."""
+    """When the rank arrived at its collectives, by step, if known."""
     memory: Peak | None = None
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
 
@@ -203,7 +204,7 @@ def tabulate(
     order, common, positions = _places(ranks, schedule.stages)
 
     def stacked(name: str) -> Floats:
-        """[t, d, s, p, ...] of one array of every rank."""
+        """Returns one array of every rank, [t, d, s, p, ...]."""
         rows = [_at(r, getattr(r, name), common) for r in order]
         return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
 
@@ -243,8 +244,8 @@ def tabulate(
         return found
 
     held = {kind: np.nan_to_num(each)[whole] for kind, each in parts("held").items()}
-    # Peers may have different data, and the one with most is waited for. The first stage that knows it counts: later
-    # stages get an input that they do not read, in SkyRL with padding that the first stage does not have.
+    # Peers may have different data, and all wait for the one with the most. The first stage that knows its data counts:
+    # later stages get an input that they do not read, in SkyRL with padding that the first stage does not have.
     by_stage = np.fmax.reduce(stacked("work"), axis=3)[whole]
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([r.experts for r in order]).reshape(positions)
@@ -272,7 +273,7 @@ def tabulate(
         compute=stacked("compute")[whole],
         working=stacked("working")[whole],
         spent={name: each.reshape(len(common), *positions)[whole] for name, each in spent.items()},
-        # The last of the peers to arrive waits for nobody, so the least is communication.
+        # The last peer to arrive waits for nobody, so the smallest time is communication alone.
         exposed={group: each.min(axis=3)[whole] for group, each in parts("exposed").items()},
         idle=stacked("idle").min(axis=3)[whole],
         # All peers wait for the one that is held up most.
@@ -358,7 +359,7 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
 
 
 def _nobody(like: RankSteps, stage: int) -> RankSteps:
-    """Returns a rank in the place of a stage that was not recorded."""
+    """Returns a placeholder for the rank of a stage that was not recorded."""
     lacking = ("start", "end", "compute", "working", "idle", "work")
     none = {name: np.full_like(getattr(like, name), np.nan) for name in lacking}
     never = np.full_like(like.enter, np.nan)
@@ -381,8 +382,8 @@ def _nobody(like: RankSteps, stage: int) -> RankSteps:
 
 
 def _with_steps(whole: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[list[int], list[int]]:
-    """Returns the replicas that have the most steps in common, counted together. So a rank that ended early or began
-    late does not take the steps of all others away."""
+    """Returns the replicas with the largest number of common steps times replicas, and these steps. So a rank that
+    ended early or began late does not take away the steps of all others."""
     own = {
         replica: set.intersection(*(set(rank.steps.tolist()) for rank in ranks.values()))
         for replica, ranks in whole.items()
@@ -467,8 +468,8 @@ def _one_clock(
 
 def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
     """Returns by how much the clock of a stage must be moved relative to the stage before, [t or 1, d], and how far
-    apart its bounds are. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], when each enters the step, or
-    NaN.
+    apart its bounds are. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], when each rank enters the
+    step, or NaN.
 
     The quickest message of each direction is a bound. If its receiver was waiting, the bound is off by the transfer
     only; if not, it may be far off. So each bound is weighted by the wait of its receiver, and if both receivers waited
@@ -494,10 +495,10 @@ def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step
 
 
 def _together(start: Floats, end: Floats, shift: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
-    """Returns the same as `_between` where passes go one way only. ``shift`` [t, d, s]: of the stages before.
+    """Returns what `_between` does, for passes that go one way only. ``shift``: shifts of the stages before, [t, d, s].
 
     A sender that waits for its receiver leaves the exchange together with it, and then receives the input of its next
-    pass. How long that takes is known of the stage before, if the input was ready. The clock is NaN if nothing shows
+    pass. How long that takes is known from the stage before, if the input was ready. The clock is NaN if nothing shows
     that: the next pass of a sender that does not wait begins before the message arrives, so that the bounds contradict
     each other; and with model chunks, a sender exchanges with several stages at once.
     """
@@ -519,8 +520,8 @@ def _together(start: Floats, end: Floats, shift: Floats, stage: int, *, each_ste
 
 
 def _free(start: Floats, end: Floats, enter: Floats) -> Floats:
-    """Returns since when a rank had nothing to do before every pass, [t, d, c, k, m]: since the end of the pass before,
-    or, for the first pass, since the step began (or the pass itself, if that is not known)."""
+    """Returns the time from which a rank had nothing to do before every pass, [t, d, c, k, m]. It is the end of the
+    pass before or, for the first pass, the beginning of the step (or of the pass itself, if that is not known)."""
     t, d = start.shape[:2]
     flat, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
     order = np.argsort(flat, axis=2)

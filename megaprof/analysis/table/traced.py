@@ -127,7 +127,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: S
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, working = (np.full(shape, np.nan) for _ in range(4))
-    # If not all collectives of a group can be told from others, those that can are counted.
+    # If only some collectives of a group can be told from those of other groups, these are counted.
     there = [group for group in _INSIDE if any(each.exposed.get(group) for call in calls for each in call.phases)]
     exposed = {group: np.zeros(shape) for group in there}
     idle, collected = np.zeros(shape), np.zeros(shape)
@@ -192,7 +192,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: S
 
 
 def _sequences(calls: Sequence[Call]) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
-    """Returns tokens and sequence lengths by call and microbatch. The metadata have those of the first call of a
+    """Returns tokens and sequence lengths by call and microbatch. The metadata only have them for the first call of a
     window."""
     found = {}
     for t, call in enumerate(calls):
