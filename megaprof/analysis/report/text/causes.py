@@ -1,4 +1,5 @@
-"""The verdict: what costs time, dearest first, what that costs, what may be a cause, and what would show it."""
+"""Puts the verdict into sentences: the causes of lost time and their prices, the most expensive first; possible causes;
+and what would show whether they are real."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ from megaprof.parallel.selectors import Selector
 OF_A_STAGE = frozenset(
     ("layers", "embedding_or_loss", "recomputation", "slow_forward", "slow_backward", "unexplained", "slow_chunk")
 )
-#: Causes in a table of targets.
+#: At most this many causes of a target are named in a table of targets.
 _IN_BRIEF = 3
-#: Microbatches that differ by less than this factor are the same.
+#: Microbatches that differ by less than this factor count as equal.
 _ALIKE = 1.005
 _SHARED = (
     "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. Give each "
     "rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
 )
-#: Of a single rank; 0.18 and later have it. It runs on all GPUs of the host.
+#: Tests all GPUs of a host, for the case of a single slow rank. Megatron-LM 0.18 and later have this script.
 _TEST_GPU = "torchrun --nproc_per_node=gpu megatron/training/gpu_sniff_test.py"
 _NO_CLOCKS = " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
 
@@ -42,9 +43,10 @@ def findings(
     withheld: Note | None,
     job: Path | None = None,
 ) -> tuple[Finding, ...]:
-    """The verdict: the dearest cause first, then the others, what may be one, and what nobody can name.
+    """Returns the verdict: the causes, the most expensive first, then possible causes, and then lost time without a
+    known cause.
 
-    ``withheld``: why there is no diagnosis; ``job``: the directory in which its job can be asked for a capture.
+    ``withheld``: why there is no diagnosis; ``job``: the directory in which the job can be asked for a capture.
     """
     if diagnosis is None:
         return (
@@ -78,14 +80,17 @@ def in_brief(
     standstill: Standstill | None = None,
     surely_in: Diagnosis | None = None,
 ) -> Finding:
-    """Returns the verdict in a few words, for a table of targets. ``standstill``: where the job stands or was killed;
-    ``surely_in``: a diagnosis to compare with. What is certain there and only possible here is named too, so that it
-    does not look new there."""
+    """Returns the verdict in a few words, for a table of targets.
+
+    ``standstill``: the step in which the job stands still or was killed. ``surely_in``: a diagnosis that this one is
+    compared with. A cause that is certain there and only possible here is named as well; otherwise it would look new
+    there.
+    """
     if standstill is not None:
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
         return Finding("in_brief", "slow", f"{text} step {standstill.step}")
     told = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
-    # In milliseconds: the step time that stands beside it has in it what megaprof itself took, and prices have not.
+    # In milliseconds, not percent: the step time beside it includes the time that megaprof itself took; prices do not.
     causes = diagnosis.causes if diagnosis is not None else ()
     told += [f"{name_of(cause)} ({_amount(cause, diagnosis)})" for cause in causes if diagnosis is not None]
     named = {name_of(cause) for cause in surely_in.causes} if surely_in is not None else set()
@@ -103,7 +108,7 @@ def in_brief(
 
 
 def name_of(cause: Cause) -> str:
-    """``slow rank 5``, ``layers of stage 0``: a few words for a table."""
+    """Returns the name of a cause in a few words, for a table: ``slow rank 5``, ``layers of stage 0``."""
     kind = cause.kind.replace("_", " ")
     if cause.kind == "slow_rank":
         return f"slow {ranks(cause.ranks)}"
@@ -124,12 +129,13 @@ def name_of(cause: Cause) -> str:
 
 
 def _hides(cause: Cause, diagnosis: Diagnosis) -> bool:
-    """Whether fixing the cause alone may gain next to nothing, because the next one holds the step back as much."""
+    """Returns whether fixing this cause alone may gain almost nothing, because the next one holds the step back as
+    much."""
     return cause.price.low <= LEAST * diagnosis.step_ms
 
 
 def _amount(cause: Cause, diagnosis: Diagnosis) -> str:
-    """What a cause costs, in a few words: ``143 ms``, ``up to 25.7 ms``, ``nothing alone``."""
+    """Returns the price of a cause in a few words: ``143 ms``, ``up to 25.7 ms``, ``nothing alone``."""
     at = cause.price
     if not _hides(cause, diagnosis):
         return milliseconds(at.ms)
@@ -137,8 +143,8 @@ def _amount(cause: Cause, diagnosis: Diagnosis) -> str:
 
 
 def price(cause: Cause, diagnosis: Diagnosis, *, first: bool = True) -> str:
-    """Returns what a cause costs, a sentence. ``first``: whether it is the most expensive one, so that no other is
-    fixed before it."""
+    """Returns a sentence with the price of a cause. ``first``: it is the most expensive cause, so its price does not
+    assume that others are fixed before it."""
     at, whole = cause.price, diagnosis.step_ms
     if _hides(cause, diagnosis):
         most = f"no more than {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
@@ -154,7 +160,7 @@ def price(cause: Cause, diagnosis: Diagnosis, *, first: bool = True) -> str:
 
 
 def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
-    """Which steps causes are priced in, where these are others than those of the tables."""
+    """Returns a line that says in which steps causes are priced, for when the tables show other steps."""
     step, closed = milliseconds(diagnosis.step_ms), milliseconds(diagnosis.closing_ms)
     if not captured:
         return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
@@ -174,36 +180,37 @@ def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Pa
 
 
 def _of_machine(cause: Cause) -> bool:
-    """Whether it is a slow rank, and nothing that it does explains why."""
+    """Returns whether the cause is a slow rank whose own work does not explain why it is slow."""
     return cause.kind == "slow_rank" and cause.reason in (None, "machine")
 
 
 def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
-    """What may be a cause, and how many steps would show whether it is, where these are asked for."""
+    """Returns a possible cause, with the number of steps that would show whether it is real, if they are worth it."""
     at, whole = cause.price, diagnosis.step_ms
     costs = f"{milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}"
     if at.ms <= 0.0:
         costs = f"it may cost up to {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
     text = f"Perhaps {name_of(cause)}{when(cause)}: {costs}"
-    # Nothing here knows whether the job runs on: what it takes is said of any run like it.
+    # It is not known here whether the job still runs, so the sentence holds for any run like it.
     if _asks(cause, diagnosis):
         text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
     return Finding("perhaps", "open", f"{text}.")
 
 
 def _asks(perhaps: Cause, diagnosis: Diagnosis) -> bool:
-    """Returns whether more steps are worth it: they would show, and it may turn out to be what to fix first."""
+    """Returns whether more steps are worth it: they would show whether a possible cause is real, and it may turn out
+    to be the one to fix first."""
     dearest = max((cause.price.ms for cause in diagnosis.causes), default=0.0)
     return perhaps.more_steps > 0 and perhaps.price.high > dearest
 
 
 def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
-    """Returns how many more steps would show what to do first: what costs most, and which layout is faster."""
+    """Returns how many more steps would show what to do first: which cause costs most, and which layout is faster."""
     return max((steps for _, steps in _open(diagnosis, predicted)), default=0)
 
 
 def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
-    """Returns what more steps would show, as the end of "to find out ...", and how many each takes."""
+    """Returns the open questions, worded to follow "to find out", each with the number of steps that it takes."""
     asked = [
         (f"what {name_of(each)} may cost", each.more_steps) for each in diagnosis.perhaps if _asks(each, diagnosis)
     ]
@@ -211,8 +218,11 @@ def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
 
 
 def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: WhatIf, job: Path | None) -> Finding | None:
-    """How so many steps are captured; None where more of them would show nothing. ``job``: the directory in which
-    a job can be asked for them; None: it is told when it begins."""
+    """Returns how to capture enough steps to answer the open questions; None if more steps would show nothing.
+
+    ``job``: the directory in which the running job can be asked for a capture. None: the answer is an option for the
+    start of a job.
+    """
     if diagnosis is None or not measured.steps or not (more := more_steps(diagnosis, predicted)):
         return None
     wanted, begin = diagnosis.steps + more, measured.steps[0]
@@ -225,15 +235,16 @@ def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: What
 
 
 def _interval(low: float, high: float) -> str:
-    """From where to where a price goes, in words where that is nearly anything."""
+    """Returns the interval of a price as the end of a sentence, in words if it may be nothing; empty if both ends look
+    the same."""
     if low <= 0.0:
         return f", and could be anything up to {milliseconds(high)}"
     return f", between {number(low)} and {milliseconds(high)}" if number(low) != number(high) else ""
 
 
 def lengths(diagnosis: Diagnosis | None) -> str | None:
-    """What microbatches consist of and what their lengths explain, in a line; None where nothing is known of them, or
-    they are all the same."""
+    """Returns a line about the content of microbatches, and how far their lengths explain their times. None if the
+    content is not known, or if all microbatches are alike."""
     found = None if diagnosis is None else diagnosis.lengths
     if found is None or max(found.squares, found.tokens_ratio) < _ALIKE:
         return None

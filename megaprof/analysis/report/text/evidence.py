@@ -1,4 +1,4 @@
-"""What is so where time is lost, and where: a sentence or two for each kind of cause."""
+"""Describes where time is lost and what was measured there: a sentence or two for each kind of cause."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megaprof.analysis.report.text.words import (
 from megaprof.analysis.table.table import WAIT
 from megaprof.formats.metadata import ModelChunk
 
-#: What costs less in other steps than this part of what it costs where it is there goes away in between.
+#: A cause comes and goes if it costs less than this fraction in the other steps of what it costs while it is present.
 _HARDLY = 0.1
-#: What has all ranks collect at once, between steps, in the versions of docs/hosts.
+#: How to make all ranks collect garbage at once, between steps, by framework, in the versions of docs/hosts.
 _AT_ONCE = "all ranks collect at once, between steps"
 _MANUAL_GC = {
     None: f"With Megatron's --manual-gc --manual-gc-interval 100 {_AT_ONCE}",
@@ -32,7 +32,8 @@ _MANUAL_GC = {
     "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
     "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
 }
-#: What deals the sequences of a step to replicas by their lengths, in the versions of docs/hosts; others have none.
+#: Options that distribute the sequences of a step over replicas by length, by framework, in the versions of docs/hosts.
+#: Other frameworks have no such option.
 _OVER_REPLICAS = {
     "verl": "trainer.balance_batch=True",
     "slime": "--balance-data",
@@ -41,13 +42,13 @@ _OVER_REPLICAS = {
 
 
 def evidence(cause: Cause, measured: TargetStages) -> str:
-    """Returns what is so, and where: a sentence or two."""
+    """Returns what was measured, and where: a sentence or two."""
     words = _SENTENCES[cause.kind]
     return words if isinstance(words, str) else words(cause, measured)
 
 
 def when(cause: Cause) -> str:
-    """Returns in which steps it is so; empty where in all."""
+    """Returns in which steps the cause is present; empty if it is present in all."""
     if cause.share == 1.0:
         return ""
     mostly = ", mainly" if elsewhere(cause) else ""
@@ -56,8 +57,11 @@ def when(cause: Cause) -> str:
 
 
 def elsewhere(cause: Cause) -> float:
-    """Returns the milliseconds that it costs in a step in which it is not there: the average over all steps is that of
-    those and of the others. 0 where the average does not show, as it is printed, that it costs anything there."""
+    """Returns the milliseconds that a cause costs in a step without it. The average over all steps includes both the
+    steps with the cause and those without it.
+
+    Returns 0 if the average, as printed, does not show a cost in the steps without it.
+    """
     there = cause.share * cause.while_ms
     if cause.share == 1.0 or cause.price.ms <= there or number(cause.price.ms) == number(there):
         return 0.0
@@ -65,7 +69,7 @@ def elsewhere(cause: Cause) -> float:
 
 
 def of_steps(cause: Cause) -> bool:
-    """Returns whether some steps of a stage are slow, and not what it holds."""
+    """Returns whether the cause is that some steps of a stage are slow, rather than what the stage holds."""
     return cause.kind == "unexplained" and "forward_ms" not in cause.parts
 
 
@@ -102,7 +106,7 @@ def _ends(cause: Cause, measured: TargetStages) -> str:
 
 
 def _held(measured: TargetStages, stage: int | None = None) -> Iterable[ModelChunk | None]:
-    """What the chunks of a stage hold, or of all stages; None where that is not known."""
+    """Returns what each chunk of a stage, or of all stages, holds; None for a chunk if it is not known."""
     return (chunk.holds for each in measured.stages if stage in (None, each.pp) for chunk in each.chunks)
 
 
@@ -128,7 +132,7 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     waiting = ", which wait for each other inside a microbatch," if several else ""
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
-    # The tables have what disturbs passes in them, too: waits for a core, garbage collection.
+    # The tables also include what disturbs passes, like waits for a core or garbage collection; this sentence does not.
     who = f"Undisturbed, {_who(cause)}{waiting} {'compute' if several else 'computes'}"
     text = f"{who} {longer} {peers}{when(cause)}."
     if cause.share < 1.0 and cause.steps == len(measured.steps):
@@ -137,7 +141,7 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
 
 
 def _why_slow(cause: Cause) -> str:
-    """Returns why a rank or a stage is slow, if that is known, or what it looks like."""
+    """Returns why a rank or a stage is slow if that is known; else what the slowness looks like, or nothing."""
     tokens, usual = cause.parts.get("expert_tokens"), cause.parts.get("usual_expert_tokens")
     if tokens is None or usual is None:
         goes = elsewhere(cause) <= _HARDLY * cause.while_ms
@@ -190,7 +194,7 @@ def _unequal(cause: Cause, measured: TargetStages) -> str:
 
 
 def _because(cause: Cause, measured: TargetStages) -> str:
-    """Whether the data are why some take longer."""
+    """Returns whether the data are the reason that some microbatches or replicas take longer."""
     if "explained" not in cause.parts:
         return "Nothing that was recorded says whether their sequences differ in length."
     low, at, high = (cause.parts[f"explained{end}"] for end in ("_low", "", "_high"))
@@ -216,7 +220,7 @@ def _communication(cause: Cause, measured: TargetStages) -> str:
     name = INSIDE.get(cause.group or "")
     which = f"{name} communication" if name else "communication of a group that the recording does not name"
     text = f"{capital(which)} is exposed: no compute hides it"
-    # So removing it may gain more than any stage has of it.
+    # So removing it may gain more than the exposed time of any single stage.
     others = ", and while the pipeline fills and drains, stages wait for that of the others, too"
     return f"{text}{others if measured.sizes.pp > 1 else ''}."
 
@@ -275,26 +279,26 @@ _SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {
         "filling and draining the pipeline takes long."
     ),
 }
-#: All that a diagnosis names.
+#: All kinds of causes that a diagnosis names.
 KINDS = frozenset(_SENTENCES)
 
 
 def _who(cause: Cause) -> str:
-    """``rank 37 (stage 2, node-0004)``."""
+    """Returns the ranks of a cause with their place: ``rank 37 (stage 2, node-0004)``."""
     where = [f"stage {cause.stage}"] if cause.stage is not None else []
     where += cause.hosts if len(cause.hosts) == 1 else ()
     return ranks(cause.ranks) + (f" ({', '.join(where)})" if where else "")
 
 
 def _times(factor: float) -> str:
-    """``1.3 times``; what is beyond all measure in words."""
+    """Returns a factor: ``1.3 times``. Factors from 100 on are in words: ``hundreds of times``."""
     if factor < 100:
         return f"{factor:.2g} times"
     return "hundreds of times" if factor < 1000 else "thousands of times"
 
 
 def _parts(cause: Cause) -> str:
-    """``9.1 ms (3.0 forward, 6.1 backward)``."""
+    """Returns the forward and backward excess of a cause: ``9.1 ms (3.0 forward, 6.1 backward)``."""
     known = {kind: cause.parts[f"{kind}_ms"] for kind in ("forward", "backward") if f"{kind}_ms" in cause.parts}
     text = milliseconds(sum(known.values()))
     return text if len(known) < 2 else f"{text} ({', '.join(f'{number(ms)} {kind}' for kind, ms in known.items())})"

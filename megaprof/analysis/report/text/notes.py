@@ -1,4 +1,4 @@
-"""What must be known about numbers, in words: a clause for each kind of note."""
+"""Puts notes about numbers into words: a clause for each kind of note."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_CLOCK = (
 )
 _LOST = "another tool may hold CUPTI, or Kineto lost them"
 _FIRST = "of several steps in one window, the first is left out"
-#: Kinds that name their stages where they belong; the others begin with them.
+#: Kinds whose clause names the stages itself; the clauses of other kinds begin with the stages.
 _NAMING_STAGES = frozenset(
     (
         "host_unnamed",
@@ -35,22 +35,22 @@ _UNTOLD = "no stages are told"
 
 
 def told(notes: Iterable[Note]) -> tuple[Note, ...]:
-    """Returns notes with their text."""
+    """Returns the notes with their text filled in."""
     return tuple(replace(note, text=clause(note)) for note in notes)
 
 
 def said(note: Note | None) -> Note | None:
-    """Returns a note with its text."""
+    """Returns a note with its text filled in; None for None."""
     return None if note is None else replace(note, text=clause(note))
 
 
 def brief(notes: Iterable[Note]) -> str:
-    """Returns what the first five notes say, in one line."""
+    """Returns the first five notes, in one line."""
     return "; ".join(map(clause, islice(notes, 5)))
 
 
 def clause(note: Note) -> str:
-    """Returns what a note says."""
+    """Returns the clause of a note, with its stages."""
     words = _CLAUSES[note.kind]
     text = words if isinstance(words, str) else words(note)
     return f"{stages(note.stages)}: {text}" if note.stages and note.kind not in _NAMING_STAGES else text

@@ -1,4 +1,4 @@
-"""What a report says, in sentences: made here from data, for every output."""
+"""Makes the sentences of a report from its data, for every output."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, number, percent, spans, steps
 from megaprof.formats.job.standstill import Standing, Standstill
 
-#: A report on more targets begins with a table of them.
+#: A report on more targets than this begins with a table of them.
 FEW_TARGETS = 3
 _MOST = 8
-#: Standstills, and ranks of one that were waited for, that each have words of their own.
+#: At most this many standstills, and ranks that were waited for in one, are described one by one.
 _FEW = 3
-#: What recordings without our ranges lack, and how to have it next time.
+#: What recordings without our ranges lack, and how to record it next time.
 _TO_SEE = "record with --profile-target train_actor --profile-select per-stage"
 FOREIGN = (
     "These recordings hold no ranges of megaprof's: no stages, microbatches or bubbles can be told from them, and no "
@@ -40,7 +40,7 @@ BASES: dict[Basis, str] = {
 
 
 def basis(measured: TargetStages) -> str:
-    """From when to when a step is measured, a clause."""
+    """Returns a clause that says from when to when a step is measured."""
     missing = measured.sizes.pp - len(measured.stages)
     return BASES[measured.step_time_basis] + (", of those that were captured" if missing else "")
 
@@ -62,16 +62,16 @@ class Finding:
     command: str | None = None
     """Command to run, or flags to use, quoted for a shell."""
     host_command: str | None = None
-    """The flags as options of the host, after its name; None if the host takes the flags."""
+    """The flags as options of the host framework, after its name; None if it takes the flags as they are."""
 
     @property
     def plain(self) -> str:
-        """The text with the command behind it, in backticks."""
+        """Returns the text, followed by the command in backticks."""
         return self.text if self.command is None else f"{self.text} `{self.command}`"
 
 
 def facts(measured: TargetStages) -> list[str]:
-    """What was captured, in a few words each."""
+    """Returns facts about the capture, each in a few words."""
     count = measured.microbatches
     return [
         steps(measured.steps),
@@ -82,13 +82,16 @@ def facts(measured: TargetStages) -> list[str]:
 
 
 def ends(fleet: Fleet) -> tuple[Finding, ...]:
-    """Where it stood still, and whose data end early."""
+    """Returns in which steps the job stood still, and which ranks' data end early."""
     return (*of_standstills(fleet.standstills), *_ended(fleet))
 
 
 def of_standstills(found: Sequence[Standstill]) -> Iterator[Finding]:
-    """Steps in which a job stood still, or in the middle of which it ended: a hang is told before anything else. A
-    sentence or two for each, the longest first, and one for all others."""
+    """Yields the steps in which a job stood still, or in the middle of which it ended.
+
+    The longest come first, each in a sentence or two; one more sentence names all others. A report shows these before
+    anything else.
+    """
     ordered = sorted(found, key=lambda each: -each.seconds)
     for each in ordered[:_FEW]:
         yield Finding("standstill", "slow", _standstill(each))
@@ -127,14 +130,16 @@ def _standing(rank: Standing, verb: str) -> str:
 
 
 def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
-    """What took longer from some step on, what changed most first and what is over last: a measurement, which says
-    nothing of why. ``job``: the directory in which a capture can be asked for."""
+    """Returns what took longer from some step on. The largest change comes first, and changes that are over come last.
+
+    These are measurements, which do not say why. ``job``: the directory in which a capture can be requested.
+    """
     told = [*_slower_stages(fleet, job), *_synchronisation(fleet, job), *_steps(fleet)]
     return tuple(finding for _, finding in sorted(told, key=lambda each: each[0]))
 
 
 _Ordered = tuple[tuple[bool, float], Finding]
-"""A finding behind what orders it: whether it is over, and minus the milliseconds by which a step got longer."""
+"""A sort key and a finding. The key: whether it is over, and minus the milliseconds by which a step got longer."""
 
 
 def _shifted(shift: Shift, kind: str, text: str, command: str | None = None) -> _Ordered:
@@ -198,7 +203,7 @@ def _end(ended: Ended) -> str:
 
 
 def notes_of(fleet: Fleet) -> Iterator[str]:
-    """What a reader of a fleet's numbers must know, in sentences."""
+    """Yields what a reader of a fleet's numbers must know, in sentences."""
     sizes, coverage, single = fleet.sizes, fleet.coverage, fleet.times.single
     if coverage.missing:
         have = "has" if coverage.ranks == 1 else "have"
@@ -230,7 +235,7 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
 
 
 def _when(fleet: Fleet, from_step: int | None, until: int | None) -> str:
-    """``from_step``: None for the first step; ``until``: None for the last."""
+    """Returns from when to when. ``from_step``: None for the first step; ``until``: None if it still lasts."""
     begin = "the first step" if from_step is None else _about(fleet, from_step)
     return f"since {begin}" if until is None else f"from {begin} to {_about(fleet, until)}"
 
@@ -254,12 +259,12 @@ def trigger(job: Path, target: str, selection: str = "per-stage", steps: int = 2
 
 
 def of_foreign(foreign: Foreign) -> str:
-    """What recordings without ranges can tell, and how to see more."""
+    """Returns what recordings without ranges can show, and how to record more."""
     return FOREIGN_STAGES if foreign.stages else FOREIGN
 
 
 def of_late(late: Late) -> str:
-    """Who comes last to a group's collectives."""
+    """Returns which rank comes last to the collectives of a group."""
     often = f"{late.times} of {late.matched} times"
     return (
         f"rank {late.rank} came last to {late.operation} of {late.group} {often}: there the others' kernels took "

@@ -1,4 +1,4 @@
-"""What would be faster, in sentences: changes of a run, what they rest on, and which one to make."""
+"""Puts predictions into sentences: changes of a run that would be faster, what they assume, and which one to make."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megaprof.analysis.what_if.contents import Assumption, CostFit
 from megaprof.analysis.what_if.packing import switch_of
 from megaprof.analysis.what_if.what_if import WhatIf
 
-#: What a layout's letters mean, for those that have no shorter name.
+#: Explains the letters of a layout, for layouts that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
-#: Predictions that gain less than this are in the JSON only.
+#: Predictions with a smaller speedup than this are in the JSON only.
 _WORTH_SHOWING = 1.01
-#: Of more stages only the two whose activations change most are named.
+#: If the activations of more stages change, only the two at the ends of their order are named.
 _MOST_STAGES = 4
 _GIB = 1 << 30
 _UNSURE = "it is not certain that another layout with as many model chunks is faster: the best one found"
@@ -65,7 +65,7 @@ def _packing(change: Prediction, found: WhatIf) -> str:
 
 
 def _by_hand(change: Prediction, found: WhatIf) -> str:
-    other = change.packing in _PACKINGS or change.packing is None  # else its words tell the microbatches
+    other = change.packing in _PACKINGS or change.packing is None  # else the packing names them
     parts = (
         change.layout if change.layout != found.layout else None,
         f"{counted(change.chunks, 'model chunk')} per stage" if change.chunks else None,
@@ -94,7 +94,7 @@ def _times(factor: float) -> str:
 
 
 def assumptions(change: Prediction) -> Iterator[str]:
-    """Yields what a prediction takes for granted, clauses."""
+    """Yields the assumptions of a prediction, as clauses."""
     if change.kind == "balanced":
         yield "layers can be divided"
     if change.kind == "even_packing":
@@ -110,7 +110,7 @@ def assumptions(change: Prediction) -> Iterator[str]:
 
 
 def memory(change: Prediction, found: WhatIf) -> str | None:
-    """Returns why a change may need more memory than there is, a clause; None where nothing says so."""
+    """Returns a clause that says why a change may need more memory than there is; None if nothing suggests that."""
     if change.fits is False:
         return f"does not fit: {_needed(change, found)}"
     if change.activations > 1.0:
@@ -125,15 +125,15 @@ def memory(change: Prediction, found: WhatIf) -> str | None:
 
 
 def activations(change: Prediction, found: WhatIf) -> str | None:
-    """Returns how much each stage holds with a change, a clause; None where that stays and was not measured."""
+    """Returns a clause about what stages hold after a change; None if that stays the same and was not measured."""
     needs = [each * change.activations for each in change.in_flight or ()]
     held = _held(needs, found.in_flight or ())
     return "; ".join(filter(None, (held, _needed(change, found) if change.fits else None))) or None
 
 
 def _held(needs: Sequence[float], held: Sequence[int]) -> str | None:
-    """Returns the stages whose activations change most, first those that need more. ``needs``: in layers times captured
-    microbatches, as ``held``."""
+    """Returns the stages whose activations change, the largest increase first. If there are too many, it names
+    the two ends of that order. ``needs``, ``held``: activations of each stage in layers times captured microbatches."""
     changed = sorted((s for s in range(len(needs)) if needs[s] != held[s]), key=lambda s: held[s] - needs[s])
     if not changed:
         return None
@@ -148,7 +148,8 @@ def _held(needs: Sequence[float], held: Sequence[int]) -> str | None:
 
 
 def _needed(change: Prediction, found: WhatIf) -> str | None:
-    """Returns what the stage needs that is closest to what it may have, or furthest above it."""
+    """Returns the memory need of the stage that is closest to its limit, or furthest above it; None if memory was not
+    measured."""
     if change.needed is None or found.allowed is None or found.allocated is None:
         return None
     (_, stage) = max((n / a, stage) for stage, (n, a) in enumerate(zip(change.needed, found.allowed, strict=True)))
@@ -161,8 +162,8 @@ def _needed(change: Prediction, found: WhatIf) -> str | None:
 
 
 def advised(found: WhatIf, framework: str | None = None) -> Finding | None:
-    """Returns which layout to change to, with its flags and in the options of ``framework``, or that none is better;
-    None where nothing was predicted."""
+    """Returns which layout to change to, with its flags and the options of ``framework``, or says that no layout is
+    better. None if nothing was predicted."""
     if found.advice is None:
         return None
     text = sentence(_advice(found))
@@ -198,8 +199,8 @@ def _advice(found: WhatIf) -> str:
 
 
 def of_packing(found: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
-    """Yields what the same sequences would gain in other microbatches, and how ``framework`` is told. ``context``: over
-    how many ranks a sequence is divided."""
+    """Yields what another packing of the same sequences would gain, and the options of ``framework`` for it.
+    ``context``: the number of ranks over which a sequence is divided."""
     if not found.packings or found.measured_ms is None:
         return
     first, even = found.packings[0], found.packings[-1]
@@ -216,22 +217,22 @@ def of_packing(found: WhatIf, framework: str | None = None, context: int = 1) ->
 
 
 def fast(change: Prediction) -> str:
-    """``1.13 (1.08 to 1.18) times as fast``; ``per token`` where a step has others."""
+    """Returns a speedup: ``1.13 (1.08 to 1.18) times as fast``. It is ``per token`` if the number of tokens changes."""
     return f"{speedup(change.speedup, change.reach)} times as fast{per_token(change)}"
 
 
 def per_token(change: Prediction) -> str:
-    """What is compared where steps do not have the same tokens; empty where they do."""
+    """Returns `` per token`` if the number of tokens in a step changes; otherwise nothing."""
     return " per token" if change.step_tokens != 1.0 else ""
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
-    """Returns the predictions that surely gain something; all are in the JSON."""
+    """Returns the predictions that certainly gain something, and the best one. The JSON has all predictions."""
     return [each for each in _gaining(found) if each == found.best or each.low > 1.0 + LEAST]
 
 
 def left_out(found: WhatIf) -> str | None:
-    """Returns how many predictions are not shown because what they gain is not sure; None where there are none."""
+    """Returns how many predictions are not shown because their gain is not certain; None if all are shown."""
     count = len(_gaining(found)) - len(worth_showing(found))
     if not count:
         return None
@@ -244,7 +245,7 @@ def _gaining(found: WhatIf) -> list[Prediction]:
 
 
 def caveats(found: WhatIf) -> list[str]:
-    """Returns what the predictions that are shown rest on and need, each said once, with those that it is about."""
+    """Returns what the shown predictions assume and need. Each caveat appears once, with its predictions."""
     about: dict[str, list[str]] = {}
     for each in (shown := worth_showing(found)):
         for caveat in (*(f"assumes that {clause}" for clause in assumptions(each)), memory(each, found)):
@@ -255,7 +256,7 @@ def caveats(found: WhatIf) -> list[str]:
 
 
 def beside(change: Prediction, found: WhatIf) -> list[str]:
-    """Returns what a change that a person chose rests on, needs, and does to the activations, in sentences."""
+    """Returns what a change that a person chose assumes, needs, and does to the activations, in sentences."""
     count = "microbatches are the global batch size / (micro batch size x data-parallel size)"
     clauses = [
         count if change.microbatches is not None else None,
@@ -267,10 +268,11 @@ def beside(change: Prediction, found: WhatIf) -> list[str]:
 
 
 def of_costs(fit: CostFit) -> str:
-    """Returns what each kind of layer costs, in a line."""
+    """Returns the costs of each kind of layer, in a line."""
     source = "layer ranges" if fit.from_ranges else "the stages' times"
     hidden = (EMBEDDING, LOSS) if "ends_hidden" in fit.assumptions else ()
-    # What is found there beside layers is in every prediction; nothing may be nothing, or hidden.
+    # Where the ends are hidden, a cost of zero may mean "nothing" or "hidden", so it is not shown. All predictions
+    # include whatever was found there besides layers.
     nothing = number(0.0)
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
     costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
