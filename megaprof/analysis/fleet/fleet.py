@@ -119,9 +119,9 @@ class Synchronisation:
     synchronisation_ms: tuple[float | None, ...] = ()
     """Milliseconds per step, by bucket."""
     synchronisation_shifts: tuple[Shift, ...] = ()
-    """When it became slower on all stages."""
+    """Changes by which it became slower on all stages."""
     stage_synchronisation: tuple[tuple[int, Shift], ...] = ()
-    """When it became slower on a single stage, with the pipeline rank of that stage."""
+    """Changes by which it became slower on a single stage, each with the pipeline rank of that stage."""
 
     @property
     def median_ms(self) -> float | None:

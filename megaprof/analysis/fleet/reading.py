@@ -63,7 +63,7 @@ class RankSeries:
     host: str | None
     """Host of the rank; None if it is not known."""
     first: int
-    """Number of its first bucket."""
+    """Number of the rank's first bucket."""
     compute: npt.NDArray[np.float32]
     """Milliseconds of forward, backward and combined passes per step, by bucket."""
     counts: npt.NDArray[np.int32]
@@ -76,9 +76,9 @@ class RankSeries:
     again: int
     """Number of steps that it has twice; the later one counts."""
     first_step: int
-    """Its first step."""
+    """First step of the rank."""
     last_step: int
-    """Its last step."""
+    """Last step of the rank."""
     ended: int
     """End of its last step, in nanoseconds on the wall clock."""
     device_clock: bool
