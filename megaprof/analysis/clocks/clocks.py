@@ -32,7 +32,7 @@ _Clock = tuple[str, int]  # host, and the rank if the host's name stands for mor
 
 @dataclass(frozen=True)
 class Clock:
-    """What to add to a rank's times to put them on the common clock."""
+    """The correction that puts a rank's times on the common clock."""
 
     offset_ns: int
     """Nanoseconds to add."""

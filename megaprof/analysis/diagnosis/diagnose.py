@@ -28,12 +28,12 @@ class Cause:
     kind: str
     """``layers``, ``slow_rank``, ... (docs/report.md)."""
     price: Price
-    """What the step would gain without this cause, averaged over all steps, with more expensive causes already fixed.
-    """
+    """The time that a step would gain without this cause, averaged over all steps, with more expensive causes already
+    fixed."""
     share: float
     """Fraction of the steps in which it is present."""
     while_ms: float
-    """What it costs in these steps."""
+    """Milliseconds that it costs in these steps, on average."""
     steps: int
     """Number of steps that were examined."""
     since: int | None
@@ -76,7 +76,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where a step loses time, in milliseconds."""
+    """The lost time of a step by its causes, in milliseconds."""
 
     step_ms: float
     """Average step."""

@@ -40,7 +40,7 @@ class Examined:
     """The steps of a job, as they were or without some causes: all of them, and one for each draw."""
 
     table: Table
-    """What was recorded."""
+    """The recorded passes."""
     replay: Replay
     """Its schedule, with the model of exchanges that fits it best."""
     model: Model
@@ -56,7 +56,7 @@ class Examined:
     restless_ms: float
     """Variance of the disturbances of a rank, in square milliseconds per millisecond of work."""
     closing_ms: float = 0.0
-    """What closing other windows added to the average step, in milliseconds; neither table nor views contain it."""
+    """Milliseconds that closing other windows added to the average step; neither table nor views contain them."""
 
     @property
     def step_ms(self) -> float:

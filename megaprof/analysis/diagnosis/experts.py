@@ -22,7 +22,7 @@ class ExpertLoad:
     usual: float
     """Average over its peers; for a stage, the median of the other stages."""
     ranks: int | None = None
-    """How many ranks share the tokens, the slow one included; None for stages, each of which has its own."""
+    """Number of ranks that share the tokens, with the slow one; None for stages, each of which has its own tokens."""
 
     def explains(self, factor: float) -> float:
         """Returns how much of being ``factor`` times as slow the tokens can explain at most."""

@@ -51,7 +51,7 @@ class PassCost:
 
 @dataclass(frozen=True)
 class Explained:
-    """How much of the difference between some passes is explained by their lengths."""
+    """The part of the difference between some passes that their lengths explain."""
 
     share: float
     """Fraction of the variance."""
@@ -81,7 +81,7 @@ class Lengths:
     tokens_ratio: float
     """Most tokens in a microbatch of a step / the mean, averaged over steps."""
     explained: Explained
-    """How much of the difference between microbatches of a step they explain."""
+    """The part of the difference between microbatches of a step that they explain."""
     costs: tuple[PassCost, ...]
     """The time of passes by tokens and sequences, for each stage, chunk and kind of pass."""
     drawn: tuple[tuple[float, float, float], ...]
@@ -94,7 +94,7 @@ class Fit:
     """The time of passes by their sequences, as arrays that can predict other microbatches."""
 
     cost: Floats
-    """[s, c, k, 3]: milliseconds of a microbatch, of a token, and of the square of one."""
+    """[s, c, k, 3]: milliseconds per microbatch, per token, and per squared token."""
     drawn: Floats
     """[draw, s, c, k, 3]: ``cost`` from draws of microbatches."""
     of_work: Floats

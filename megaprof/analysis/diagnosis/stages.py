@@ -109,7 +109,7 @@ class TargetStages:
     """The stages of one target and role."""
 
     target: str
-    """What was captured: ``train_actor``, ..."""
+    """The captured target: ``train_actor``, ..."""
     role: str | None
     """``actor``, ``ref``, ...; None without roles."""
     sizes: ParallelSizes
@@ -133,7 +133,7 @@ class TargetStages:
     unjudgeable: Note | None
     """Why no stage can be called slow; None if one can."""
     warnings: tuple[Note, ...]
-    """What is missing, and why."""
+    """Notes on what is missing, and why."""
     imbalance: float | None = None
     """Compute of the slowest stage / average stage; None without a pipeline, if a stage's compute is unknown, or if
     ``unjudgeable`` says why."""

@@ -25,7 +25,7 @@ class Findings:
     """Collects notes about a job and its stages, and the reason why no stage may be called slow."""
 
     stages: int
-    """How many stages the job has."""
+    """Number of stages of the job."""
     unjudgeable: Note | None = None
     """Why no stage may be called slow."""
     _notes: dict[Note, set[int]] = field(default_factory=dict)

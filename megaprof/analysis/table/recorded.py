@@ -64,7 +64,7 @@ def tables_of_timelines(
 
 
 class _Plan(NamedTuple):
-    """What to read from the files of every rank."""
+    """The plan of what to read from the files of every rank."""
 
     key: Key
     schedule: PipelineSchedule

@@ -44,11 +44,11 @@ class Table:
     """
 
     target: str
-    """What ran, such as ``train_actor``."""
+    """The target that ran, such as ``train_actor``."""
     role: str | None
     """The model's role; None if it has none."""
     schedule: PipelineSchedule
-    """Which stage runs which pass in which order."""
+    """The order in which every stage runs its passes."""
     rendezvous: bool
     """True if a sender waits for its receiver, according to the metadata."""
     steps: npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ class Table:
     """[t, d, s, c, k, m]: when each pass began, counted from when the first rank entered the step (the first one of the
     same replica, if replicas do not wait for each other)."""
     end: Floats
-    """[t, d, s, c, k, m]: when it ended."""
+    """[t, d, s, c, k, m]: when each pass ended."""
     compute: Floats
     """[t, d, s, p, c, k, m]: how long each peer computed for the pass."""
     exposed: Mapping[str, Floats]
@@ -109,8 +109,8 @@ class Table:
     modules: tuple[Mapping[ModuleKey, tuple[int, ...]], ...] = ()
     """[s]: nanoseconds of every pass through a module, if modules have ranges."""
     work: Floats | None = None
-    """[t, d, m, 3]: tokens, sequences, and the sum of their squared lengths, NaN if not known; None if known of no
-    microbatch."""
+    """[t, d, m, 3]: tokens, sequences, and the sum of their squared lengths, NaN if not known; None if no
+    microbatch is known."""
     lengths_from: str | None = None
     """The source of ``work``, one of `megaprof.formats.steps.work.SOURCES`."""
     cold: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ class Table:
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """The sequence lengths, if captured, by step, replica and microbatch (as indices of ``work``)."""
     warnings: tuple[Note, ...] = ()
-    """What a reader must know about the table."""
+    """Notes that a reader of the table must know."""
 
     @property
     def framework(self) -> str | None:
@@ -147,7 +147,7 @@ class Table:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank recorded, in milliseconds on the clock of its host.
+    """The recording of one rank, in milliseconds on the clock of its host.
 
     ``start``, ``end``, ``compute``, ``working``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m],
     NaN for passes that were not recorded. ``spent`` by name [t]: see `Table.spent`. ``enter``, ``reduced`` [t]: when

@@ -127,7 +127,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: S
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, working = (np.full(shape, np.nan) for _ in range(4))
-    # If only some collectives of a group can be told from those of other groups, these are counted.
+    # If only some collectives of a group can be told apart from the rest, only those are counted.
     there = [group for group in _INSIDE if any(each.exposed.get(group) for call in calls for each in call.phases)]
     exposed = {group: np.zeros(shape) for group in there}
     idle, collected = np.zeros(shape), np.zeros(shape)
