@@ -35,16 +35,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bar:
-    """The bar of one stage: where the time of a step goes."""
+    """The bar of one stage or of a slow rank: where the time of a step goes."""
 
     stage: Stage
-    """Stage that the bar shows."""
+    """Stage or slow rank that the bar shows, as a row of the tables."""
     pieces: tuple[Piece, ...]
     """Pieces from left to right."""
     numbers: tuple[float | None, ...]
     """Milliseconds for the columns of `Bars`."""
     most: bool
-    """True if the verdict is about this stage."""
+    """True if the verdict is about this row."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _side(report: Document, unpaired: Iterable[_Key]) -> Side:
 def _by_key(report: Document) -> dict[_Key, TargetReport]:
     found: dict[_Key, TargetReport] = {}
     for target in report.targets:
-        found.setdefault(target.key, target)  # if there are several sizes, the first ones
+        found.setdefault(target.key, target)  # if there are several sizes, the first one counts
     return found
 
 
@@ -124,8 +124,9 @@ def _of_a_layer(target: TargetReport) -> float | None:
 
 
 def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
-    """Returns what the first capture predicted for the layout of the second one, and how well; None if there is no such
-    prediction. Both steps are taken without the time that closing other windows added, as in predictions."""
+    """Returns what the first capture predicted for the layout of the second one, and how that compares with the
+    measurement; None if there is no such prediction. Both steps exclude the time that closing other windows added, as
+    predictions do."""
     pieces, old, new = layout_of(after.measured), before.diagnosis, after.diagnosis
     if pieces is None or pieces == layout_of(before.measured) or old is None or new is None:
         return None

@@ -58,7 +58,7 @@ class Kept:
     """Measured step of the second capture in milliseconds. As in predictions, the time that closing other windows added
     is left out."""
     before_ms: float
-    """Measured step of the first capture in milliseconds, without that time as well."""
+    """Measured step of the first capture in milliseconds, also without that time."""
     predicted: float
     """Predicted speedup."""
     low: float
@@ -70,8 +70,9 @@ class Kept:
     error: float | None
     """Error of the prediction: ``expected_ms`` / ``measured_ms`` - 1. None if ``expected_ms`` is None."""
     inside: bool | None
-    """True if ``measured_ms`` is within ``uncertain_ms`` of ``expected_ms``. None if the predicted interval
-    includes both slower and faster, or if the uncertainty is larger than the predicted change of the step."""
+    """True if ``measured_ms`` is within ``uncertain_ms`` of ``expected_ms``. None if ``expected_ms`` is
+    None, if the predicted interval includes both slower and faster, or if the uncertainty is at least as large as the
+    predicted change of the step."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,8 @@ class TargetReport(TargetStages):
 
     @property
     def basis(self) -> str | None:
-        """Returns which steps the causes are about; None if the tables show the same ones, equally long."""
+        """Returns which steps the causes are about; None if there are no causes, or if the tables show the
+        same step time."""
         if self.diagnosis is None:
             return None
         other = not isclose(self.diagnosis.step_ms, self.step_ms)

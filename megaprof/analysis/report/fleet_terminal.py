@@ -20,7 +20,7 @@ _MOST_STAGES = 16
 
 
 def show_over_the_run(target: TargetReport, fleet: Fleet, console: Console) -> None:
-    """Prints what changed over the run, the percentiles of the times, and their course."""
+    """Prints what changed over the run, the percentiles of the times, and how the times developed."""
     for finding in target.changes:
         show_finding(console, finding, quiet=True)
     made = table("over the run, ms per step", left=[""])

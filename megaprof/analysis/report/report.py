@@ -64,6 +64,8 @@ def analyze(
     that cannot be used becomes a warning of the report. If no file contains megaprof's ranges, the report shows what
     these recordings do contain (`foreign`).
 
+    Example: ``analyze("traces").targets[0].findings[0].text`` is the verdict on the first target.
+
     Args:
         source: A directory or file, local or at an address that fsspec supports (``s3://bucket/traces``).
         workers: The number of processes that read files (see `reading.read_all`), or a Ray cluster (``ray``,

@@ -94,7 +94,8 @@ def stages(numbers: Iterable[int]) -> str:
 
 
 def ranks(numbers: Sequence[int], most: int = 8) -> str:
-    """Returns ``rank 37`` or ``ranks 32-39``. Of more than ``most`` parts, it names the first and counts the rest."""
+    """Returns ``rank 37`` or ``ranks 32-39``. If there are more than ``most`` parts, it names the first ones and counts
+    the rest."""
     return _plural("rank", numbers, most)
 
 
