@@ -1,8 +1,8 @@
-"""The command ``megaprof``. Every subcommand is a module here, imported only when it is the one that was asked for.
+"""The command ``megaprof``. Each subcommand is a module in this package, which is imported only if it is used.
 
 A subcommand's module has ``EXAMPLES`` (command lines that its help shows), ``add_arguments(parser)`` and
-``run(arguments) -> exit code``; it raises `CommandError` when its input cannot answer. `EXIT_CODES` says
-what the exit code means.
+``run(arguments) -> exit code``. It raises `CommandError` if its input is not sufficient. `EXIT_CODES` says what the
+exit codes mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megaprof.formats.phrases import printable
 from megaprof.formats.remote import Unreachable
 from megaprof.version import __version__
 
-#: Each command's module here, and what it does.
+#: The module of each command, and what the command does.
 COMMANDS = {
     "completion": ("completion", "print a shell script that completes megaprof's commands and options"),
     "demo": ("training.demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
@@ -43,7 +43,7 @@ COMMANDS = {
     "watch": ("jobs.watch", "show a running job's stages as a live table"),
 }
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
-#: What a command's exit code says; docs/exit-codes.md has the same. A code keeps its meaning.
+#: The meaning of each exit code, as in docs/exit-codes.md. The meaning of a code never changes.
 EXIT_CODES = {
     0: "The command did what it was asked to do.",
     FAILED: "The input is not sufficient, or only part of the work was done; one line on standard error says why.",
@@ -52,7 +52,7 @@ EXIT_CODES = {
     INTERRUPTED: "Ctrl-C.",
     TERMINATED: "SIGTERM; for `megaprof tune`, also a closed terminal.",
 }
-#: Packages that come with an extra, and the extra.
+#: Packages that are installed with an extra, and the name of that extra.
 _EXTRAS = {
     "jinja2": "report",
     "markupsafe": "report",
@@ -76,7 +76,7 @@ class UsageError(CommandError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
+        # The reader (head, less) has closed the pipe. Without this, Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
@@ -107,20 +107,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def say(line: str, file: TextIO | None = None) -> None:
-    """One line to ``file``, standard output without one. Names come from files: no control characters of theirs reach
-    the terminal."""
+    """Prints one line to ``file``, by default to standard output. Names come from files, so control characters are
+    replaced: none of them reaches the terminal."""
     print("".join(c if c.isprintable() else "\ufffd" for c in line), file=file, flush=True)
 
 
 def print_json(answer: object) -> None:
-    """Prints what ``--json`` gives: a dataclass, a struct, or plain data."""
+    """Prints the answer of a command with ``--json``: a dataclass, a struct, or plain data."""
     import msgspec
 
     print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
 
 
 def in_a_line(fault: Exception) -> str | None:
-    """Returns what a command says of a fault that is its user's to mend; None of one that is ours."""
+    """Returns the line that a command prints for a fault that its user can fix; None if the fault is megaprof's own."""
     text = None
     if isinstance(fault, Unanswerable):
         text = str(fault)
@@ -135,7 +135,7 @@ def in_a_line(fault: Exception) -> str | None:
 
 
 def parser_of(command: str) -> Parser:
-    """The parser of one command, with all its arguments."""
+    """Returns the parser of one command, with all its arguments."""
     place, text = COMMANDS[command]
     module = import_module(f"megaprof.cli.{place}")
     parser = Parser(f"megaprof {command}", text)
@@ -145,7 +145,7 @@ def parser_of(command: str) -> Parser:
 
 
 def _overview() -> Parser:
-    """Returns what ``megaprof --help`` shows: every command, with none of their modules imported."""
+    """Returns the parser of ``megaprof --help``, which shows every command. Imports none of their modules."""
     parser = Parser("megaprof", "Profiling for Megatron-Core training.")
     parser.epilog = "megaprof COMMAND --help has the details, with examples. Try megaprof demo first; it needs no GPU."
     parser.add_argument("--version", action="version", version=f"megaprof {__version__}")

@@ -1,4 +1,4 @@
-"""The browser of whoever types the command, which is often on another machine."""
+"""Opens the browser of the user who types the command; it is often on another machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LONG_ENOUGH_SECONDS = 2.0
 
 
 def is_here() -> bool:
-    """Returns whether a browser can be opened that the user sees. ``$BROWSER`` counts on every machine: editors that
-    work on a remote machine set it to a program that opens the page on the user's own."""
+    """Returns whether a browser can be opened where the user sees it. ``$BROWSER`` counts on every machine: editors
+    that work on a remote machine set it to a program that opens the page on the user's own machine."""
     if os.environ.get("BROWSER"):
         return True
     if os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"):
         return False
     if sys.platform not in ("darwin", "win32") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        return False  # what webbrowser finds then draws in this terminal
+        return False  # webbrowser would find only browsers that draw in this terminal
     try:
         webbrowser.get()
     except webbrowser.Error:
@@ -31,8 +31,8 @@ def is_here() -> bool:
 
 
 def opened(address: str) -> bool:
-    """Open it where a browser is; False where none could be. Some browsers are waited for until they are closed: one
-    that is still there after a while has opened."""
+    """Opens an address in the browser, and returns whether that worked. The call for some browsers returns only when
+    they are closed, so a browser that still runs after a while counts as opened."""
     if not is_here():
         return False
     failed = Event()
@@ -48,12 +48,12 @@ def opened(address: str) -> bool:
 
 
 def fetching(path: Path) -> str:
-    """The line that a user types on a machine of their own to have ``path`` there."""
+    """Returns the command that copies ``path`` to the user's own machine, to be typed there."""
     return shlex.join(["scp", f"{_login()}:{path.absolute()}", "."])
 
 
 def forwarding(port: int) -> str:
-    """The line that makes this machine's ``port`` one of the user's machine."""
+    """Returns the command that forwards ``port`` of the user's own machine to this machine, to be typed there."""
     return shlex.join(["ssh", "-L", f"{port}:127.0.0.1:{port}", _login()])
 
 

@@ -1,4 +1,4 @@
-"""``megaprof completion SHELL``: a script that completes commands and options, made from the parsers themselves."""
+"""``megaprof completion SHELL``: a script that completes commands and options, generated from the parsers."""
 
 from __future__ import annotations
 

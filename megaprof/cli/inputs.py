@@ -1,4 +1,4 @@
-"""What commands that read files of any origin share: how large one may be, how far it is, what cannot be written."""
+"""Shared by commands that read files of any origin: the limit on their size, a progress bar, errors of writing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPTION = "--max-input-mib"
 
 
 def add_input_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-input-mib``."""
+    """Adds ``--max-input-mib``."""
     parser.add_argument(
         _OPTION,
         metavar="N",
@@ -27,7 +27,7 @@ def add_input_option(parser: argparse.ArgumentParser) -> None:
 
 
 def heed_input_option(arguments: argparse.Namespace) -> None:
-    """Do what the option says, in this process and in those that it starts. Raises UsageError."""
+    """Applies the option ``--max-input-mib`` to this process and to those that it starts. Raises UsageError."""
     most = arguments.max_input_mib
     if most is not None and most < 1:
         raise UsageError(f"{_OPTION} {most} must be at least 1 (MiB)")
@@ -36,7 +36,7 @@ def heed_input_option(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal. Gives ``advance(done, of)``."""
+    """Shows a progress bar if standard error is a terminal. Yields ``advance(done, of)``."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -49,21 +49,21 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def writing(option: str, path: Path, source: Path | None = None) -> Iterator[None]:
-    """Around what writes ``path``, which ``option`` names, from what it reads in ``source``. Raises CommandError where
-    it cannot be written."""
+    """Surrounds code that writes ``path``, which ``option`` names, from files that it reads in ``source``. Raises
+    CommandError if ``path`` cannot be written."""
     try:
         yield
     except OSError as fault:
         if isinstance(fault, Unreachable) or fault.filename == str(source) or not _of_output(fault.filename, path):
-            raise  # what is read
+            raise  # reading failed, not writing
         raise CommandError(f"{option} {path} cannot be written: {fault.strerror or fault}") from None
 
 
 def _of_output(name: object, path: Path) -> bool:
-    """Returns whether a fault at the file ``name`` keeps ``path`` from being written: it is that, something in it, what
-    becomes it, or a directory above."""
+    """Returns whether a fault at the file ``name`` prevents ``path`` from being written: ``name`` is ``path`` itself, a
+    file in it, the temporary file that becomes it, or a directory above it."""
     if not isinstance(name, str) or not os.path.dirname(name):
-        return True  # the system names none while it writes, and a name alone is one beside the output
+        return True  # the system names no file while it writes; a bare name is a file next to the output
     own, other = Path(os.path.realpath(path)), Path(os.path.realpath(name))
     if own.parent not in other.parents:
         return other in own.parents

@@ -1,4 +1,4 @@
-"""Argument parsers that say which option was meant, and show examples."""
+"""Argument parsers that suggest the option that was probably meant, and show examples."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """One command's arguments. Its help keeps the lines of examples as they are written."""
+    """The parser of one command's arguments. Its help keeps the lines of examples as they are written."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog, description=description, formatter_class=_Formatter)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """All of them. Exits with code 2, this command's usage, and the option that was probably meant."""
+        """Parses all arguments. If one is unknown, prints this command's usage and the option that was probably meant,
+        and exits with code 2."""
         found, unknown = self.parse_known_args(arguments)
         if unknown:
             options = [name for action in self._actions for name in action.option_strings]
@@ -25,25 +26,25 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """A mistyped choice gets the one that was probably meant, too."""
+        """Prints the message and exits. For a mistyped choice, adds the one that was probably meant."""
         if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
             message += meant(match[1], [each.strip(" '") for each in match[2].split(",")])
         super().error(message)
 
     def add_examples(self, examples: Sequence[str]) -> None:
-        """Commands to try, below everything else that the help says."""
+        """Adds commands to try at the end of the help."""
         block = "\n".join(["examples:", *(f"  {example}" for example in examples)])
         self.epilog = f"{self.epilog}\n\n{block}" if self.epilog else block
 
 
 def meant(typed: str, known: Iterable[str]) -> str:
-    """``; did you mean ...?``, or nothing where nothing known is like it."""
+    """Returns ``; did you mean ...?``, or an empty string if nothing known is similar."""
     found = difflib.get_close_matches(typed, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Paragraphs are filled; those with indented lines stay as they are."""
+    """A formatter that fills paragraphs, except for those with indented lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = re.split(r"\n\s*\n", text.strip())

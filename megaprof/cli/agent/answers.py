@@ -1,4 +1,4 @@
-"""What the tools answer: the JSON of the commands, made by the same functions, with a headline in front."""
+"""The answers of the tools: the JSON of the commands, made by the same functions, with a headline in front."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from megaprof.formats.remote import RemotePath, files_below, place
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
-#: What a summary leaves out of every document: tables, and what changed over the steps of a run.
+#: Fields that a summary leaves out of every document: tables, and series over the steps of a run.
 _TABLES = "candidates costs events replay_error single stages status"
 _SERIES = "buckets step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
-#: A replay of more passes than this would keep the server busy.
+#: The most passes that are replayed; more would keep the server busy.
 _MOST_PASSES = 200_000
-#: Files that a report is made from. Where there are none, it is not kept.
+#: The endings of the files that a report is made from. Without such files, the report is not kept.
 _SOURCES = (*TRACE_SUFFIXES, TIMELINE, SQLITE, REPORT)
 
 
 def of_report(directory: str, run: int | None) -> dict[str, Any]:
-    """``megaprof report DIR --json -``. Raises CommandError, and what reading raises."""
+    """Returns the JSON of ``megaprof report DIR --json -``. Raises CommandError, and the errors of reading files."""
     report = _report(directory, run)
     headline = [*filter(None, [report.of_several]), *map(_in_brief, report.targets)]
     if report.foreign is not None:
@@ -46,19 +46,19 @@ def of_report(directory: str, run: int | None) -> dict[str, Any]:
 def of_change(
     directory: str, run: int | None, choices: Mapping[str, str], target: str | None, role: str | None
 ) -> dict[str, Any]:
-    """``megaprof what-if DIR --json``. Raises CommandError, and what reading raises."""
+    """Returns the JSON of ``megaprof what-if DIR --json``. Raises CommandError, and the errors of reading files."""
     found = predicted(_report(directory, run), choices, target, role)
     return {"headline": in_words(found), **msgspec.json.decode(msgspec.json.encode(found))}
 
 
 def of_diff(before: str, after: str) -> dict[str, Any]:
-    """``megaprof diff A B --json``. Raises CommandError, and what reading raises."""
+    """Returns the JSON of ``megaprof diff A B --json``. Raises CommandError, and the errors of reading files."""
     found: dict[str, Any] = msgspec.to_builtins(compared(place(before), place(after)))
     return found
 
 
 def of_status(directory: str, role: str | None) -> dict[str, Any]:
-    """``megaprof status DIR --json``. Raises NoJob."""
+    """Returns the JSON of ``megaprof status DIR --json``. Raises NoJob."""
     view = look_at(job_status.find(Path(directory), role))
     return {
         "headline": [line for line in job_status.in_words(view) if line],
@@ -67,7 +67,7 @@ def of_status(directory: str, role: str | None) -> dict[str, Any]:
 
 
 def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **options: Any) -> dict[str, Any]:
-    """`megaprof.simulate`, as JSON. Raises UsageError."""
+    """Returns the result of `megaprof.simulate` as JSON. Raises UsageError."""
     kinds = sum(times is not None for times in (forward_ms, backward_ms, options.get("weight_ms")))
     passes = microbatches * sum(map(len, forward_ms)) * kinds
     if passes > _MOST_PASSES:
@@ -89,7 +89,7 @@ def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **option
 
 
 def _in_brief(target: TargetReport) -> str:
-    """Returns a target's line as in the table that the report on many targets begins with."""
+    """Returns a line about a target, with the content of its row in the table that begins a report on many targets."""
     said = target.in_brief().text
     imbalance = "" if target.imbalance is None else f"; imbalance {target.imbalance:.2f}"
     step = target.step_time_ms
@@ -97,7 +97,8 @@ def _in_brief(target: TargetReport) -> str:
 
 
 def _report(directory: str, run: int | None) -> Report:
-    """Parts of one report are asked for one after the other: it is read again when a file has changed."""
+    """Returns the report on a directory. Agents ask for the parts of one report one after the other, so it is kept, and
+    read again only if a file has changed."""
     path = place(directory)
     now = _stamp(path)
     return _kept(directory, run, now) if now else analyzed(path, run)
@@ -109,7 +110,7 @@ def _kept(directory: str, run: int | None, stamp: Hashable) -> Report:
 
 
 def _stamp(path: Path) -> Hashable:
-    """Returns what changes when a file is written; None where that is not known. Raises TooMuch."""
+    """Returns a value that changes when a file is written; None if that cannot be known. Raises TooMuch."""
     if isinstance(path, RemotePath):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Documents for whoever reads results: pages of the documentation, a command's help and the schema of its JSON."""
+"""Documents for readers of results: pages of the documentation, a command's help, and the schema of its JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megaprof.cli import COMMANDS, parser_of
 
-#: Pages of docs/ and what they say. setup.py puts the same into the package that is installed.
+#: Pages of docs/ and what they are about. setup.py puts the same pages into the installed package.
 PAGES = {
     "agents": "these tools: how to ask for parts, limits, what the user is asked before a capture",
     "analysis": "how the report measures, names and predicts, and why a number may be missing",
@@ -19,19 +19,19 @@ PAGES = {
 
 
 def page(name: str) -> str:
-    """The text of one of `PAGES`."""
+    """Returns the text of one of `PAGES`."""
     return (_docs() / f"{name}.md").read_text(encoding="utf-8")
 
 
 def help_of(command: str) -> str:
-    """Returns what ``megaprof COMMAND --help`` prints. Raises KeyError."""
+    """Returns the text that ``megaprof COMMAND --help`` prints. Raises KeyError if there is no such command."""
     if command not in COMMANDS:
         raise KeyError(f"there is no command {command}; there are {', '.join(COMMANDS)}")
     return parser_of(command).format_help()
 
 
 def schema_of(command: str) -> str:
-    """The JSON Schema of what ``megaprof COMMAND --json`` prints. Raises KeyError."""
+    """Returns the JSON Schema of the output of ``megaprof COMMAND --json``. Raises KeyError if there is none."""
     known = {path.stem: path for path in sorted((_docs() / "schemas").glob("*.json"))}
     if command not in known:
         raise KeyError(f"there is no schema {command}; there are {', '.join(known)}")

@@ -1,9 +1,9 @@
-"""What of a command's JSON fits into a context window. The rest is left out, and can be asked for by its name.
+"""Cuts a command's JSON down to a size that fits into a context window. The rest can be asked for, part by part.
 
-A part is a path into the JSON: ``targets/0/stages``. Of a list it takes a number, a range (``stages/8:16``) or a field
-and its value (``status/rank=37``); of an object a field (``~1`` for a slash in its name), or a range of its fields.
-Where a part is left out, an object with its path under ``part`` stands in its place. Such an object also ends a list
-whose rest is left out.
+A part is named by its path in the JSON: ``targets/0/stages``. In a list, a step of the path is a number, a range
+(``stages/8:16``), or a field and its value (``status/rank=37``). In an object, it is a field (``~1`` for a slash in its
+name) or a range of fields. A part that is left out is replaced by an object with its path under ``part``. Such an
+object also ends a list whose remaining items are left out.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Any
 
-#: Characters of an answer, at most.
+#: The most characters of an answer.
 MOST = 12_000
-#: In a summary, longer lists of numbers are left out.
+#: The most numbers in a list of a summary; longer lists are left out.
 _FEW_NUMBERS = 64
-#: Characters of a detail that is not worth leaving out.
+#: A detail with at most this many characters is not worth leaving out.
 _SMALL = 120
 _RANGE = re.compile(r"(\d*):(\d*)")
 
 
 class NoPart(ValueError):
-    """The document has no such part; the message says what is there instead."""
+    """The document has no such part; the message says which parts there are instead."""
 
 
 class _LeftOut(dict[str, Any]):
-    """What stands in the place of a list or an object; it is never cut itself."""
+    """The object that replaces a list or an object that is left out; it is never cut itself."""
 
     def __init__(self, value: list[Any] | dict[str, Any], path: str) -> None:
         super().__init__(part=path, items=len(value), characters=len(written(value)))
 
 
 def excerpt(document: Any, part: str = "", details: Collection[str] = ()) -> str:
-    """The part of a document as JSON of at most `MOST` characters; without a part, a summary of all of it.
+    """Returns a part of a document as JSON of at most `MOST` characters; without a part, a summary of the document.
 
-    ``details``: names of fields that a summary leaves out wherever they stand. Raises NoPart.
+    ``details``: names of fields that a summary leaves out everywhere. Raises NoPart.
     """
     path, document = part.strip("/"), json.loads(written(document))  # tuples are lists in JSON
     found = find(document, path) if path else _without(document, details, "")
@@ -45,12 +45,12 @@ def excerpt(document: Any, part: str = "", details: Collection[str] = ()) -> str
 
 
 def written(value: Any) -> str:
-    """The shortest JSON."""
+    """Returns ``value`` as JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def find(document: Any, path: str) -> Any:
-    """The part at a path. Raises NoPart."""
+    """Returns the part at a path. Raises NoPart."""
     found, walked = document, ""
     for name in path.split("/"):
         try:
@@ -62,7 +62,7 @@ def find(document: Any, path: str) -> Any:
 
 
 def _inside(value: Any, name: str) -> Any:
-    """Raises LookupError."""
+    """Returns the part of ``value`` that one step of a path names. Raises LookupError if there is none."""
     field = name.replace("~1", "/").replace("~0", "~")
     if isinstance(value, dict) and field in value:
         return value[field]
@@ -91,7 +91,7 @@ def _contents(value: Any) -> str:
 
 
 def _without(value: Any, details: Collection[str], path: str) -> Any:
-    """Returns a document with what stands in the place of details, and of long lists of numbers."""
+    """Returns a document in which details and long lists of numbers are replaced."""
     if isinstance(value, dict):
         return {
             name: _LeftOut(each, _below(path, name))
@@ -107,8 +107,8 @@ def _without(value: Any, details: Collection[str], path: str) -> Any:
 
 
 def _cut(value: Any, path: str, most: int) -> Any:
-    """Returns as much of it as ``most`` characters hold; numbers, and what stands in the place of something, stay
-    whole."""
+    """Returns as much of ``value`` as fits into ``most`` characters. Numbers, and objects that replace something, are
+    never cut."""
     if len(written(value)) <= most or isinstance(value, _LeftOut):
         return value
     if isinstance(value, str):
@@ -122,7 +122,8 @@ def _cut(value: Any, path: str, most: int) -> Any:
 
 
 def _cut_object(value: dict[str, Any], path: str, most: int) -> Any:
-    """Small fields whole; the others share what is left. Of very many fields the first ones."""
+    """Returns an object with its small fields whole; the other fields share the remaining characters. If there are too
+    many fields even for that, returns only the first ones."""
     made: dict[str, Any] = dict.fromkeys(value)
     left, still = most - 2, len(value)
     for name in sorted(value, key=lambda name: len(written(value[name]))):
@@ -145,7 +146,7 @@ def _cut_object(value: dict[str, Any], path: str, most: int) -> Any:
 
 
 def _cut_list(value: list[Any], path: str, most: int) -> Any:
-    """The first items that fit whole, or a piece of the first one, and where the others are."""
+    """Returns the first items that fit whole, or else a piece of the first item, followed by the path of the others."""
     left = most - len(written([_LeftOut(value, _below(path, f"{len(value)}:"))]))
     made: list[Any] = []
     for each in value:

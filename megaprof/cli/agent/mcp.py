@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until the client hangs up."""
+    """Serves until the client closes the connection."""
     from megaprof.cli.agent.server import serve
 
     if sys.stdin.isatty():

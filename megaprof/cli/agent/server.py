@@ -1,4 +1,4 @@
-"""The server: tools and documents, registered with the SDK."""
+"""The MCP server: the tools and documents, registered with the SDK."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ The directory is the run's --profile-dir. Start with report (files) or status (a
 An answer is JSON of at most {MOST:,} characters, a summary first. Where something is left out, an object with its path
 under "part" is in its place: call the same tool again with that part. megaprof://docs/report explains the words, and
 megaprof://schemas/report the fields."""
-#: What an agent is told when its client has no way to ask the user.
+#: The answer to an agent whose client has no way to ask the user.
 CANNOT_ASK = (
     "a capture needs the consent of the user, but this client cannot ask for it (it does not support elicitation); "
     "megaprof mcp --allow-trigger captures without asking, or the user runs megaprof trigger"
@@ -58,19 +58,19 @@ _Times = Annotated[
 
 
 class Consent(BaseModel):
-    """What the user of the client fills in."""
+    """The form that the user of the client fills in."""
 
     capture: bool = Field(default=True, title="Capture", description="Capture these steps now")
 
 
 def serve(*, allow_trigger: bool) -> None:
-    """Serve on standard input and output until the client hangs up. While it does, the SDK has standard output go to
-    standard error, so that nothing but the protocol is written there."""
+    """Serves on standard input and output until the client closes the connection. Meanwhile, the SDK redirects standard
+    output to standard error, so that only the protocol is written to the client."""
     server(allow_trigger=allow_trigger).run("stdio")
 
 
 def server(*, allow_trigger: bool) -> MCPServer[Any]:
-    """The server with all its tools and documents."""
+    """Returns the server with all its tools and documents."""
     reads: tuple[Callable[..., CallToolResult], ...] = (report, what_if, diff, simulate, status)
     tools = [
         Tool.from_function(tool, description=_about(tool), annotations=_READS, structured_output=False)
@@ -100,15 +100,15 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
 
 
 class _Server(MCPServer[Any]):
-    """Answers wrong arguments in one line that names the right ones: the SDK leaves unknown ones out without a word,
-    and says of a wrong value where pydantic's manual is."""
+    """A server that answers wrong arguments with one line that names the right ones. The SDK itself silently ignores
+    unknown arguments, and answers a wrong value with a link to pydantic's manual."""
 
     def __init__(self, name: str, *, tools: list[Tool], **options: Any) -> None:
         super().__init__(name, tools=tools, **options)
         self._takes = {tool.name: tool.parameters for tool in tools}
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Any:
-        """Raises ToolError with the line."""
+        """Calls a tool. Raises ToolError, with the line, if its arguments are wrong."""
         takes = self._takes.get(name, {"properties": arguments})
         needed = takes.get("required", [])
         if wrong := [each for each in arguments if each not in takes["properties"]]:
@@ -236,7 +236,7 @@ def ask(
     select: str,
     timeout: float,
 ) -> Elicit[Consent] | CallToolResult:
-    """Returns the question for the user, or the tool's answer if there is nothing to ask."""
+    """Returns the question for the user, or the tool's answer if the user cannot be asked or the request is wrong."""
     able = context.client_capabilities.elicitation if context.client_capabilities else None
     if able is None or (able.form is None and able.url is not None):
         return _failed("trigger", CommandError(CANNOT_ASK))
@@ -263,7 +263,7 @@ async def trigger_with_consent(
     select: _Select = SELECT,
     timeout: _Timeout = TIMEOUT,
 ) -> CallToolResult:
-    """`trigger`, for clients whose user is asked first."""
+    """Runs `trigger` after the user of the client has agreed."""
     said: Any = consent.data if isinstance(consent, AcceptedElicitation) else None
     if isinstance(said, CallToolResult):
         return said
@@ -282,7 +282,8 @@ def _answered(command: str, document: Callable[[], Any], part: str, details: Col
 
 
 def _failed(command: str, fault: Exception) -> CallToolResult:
-    """The line that the command prints. A fault of ours is raised again: the SDK logs it and names only the tool."""
+    """Returns the line that the command prints for a fault. A fault of megaprof itself is raised again: the SDK logs
+    it, and names only the tool in its answer."""
     if (line := in_a_line(fault)) is None:
         raise fault
     return _text(f"megaprof {command}: {line}"[:MOST], failed=True)
