@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, and print tables or JSON. Raises CommandError when there is nothing to compare."""
+    """Compares, and prints tables or JSON. Raises CommandError if there is nothing to compare."""
     heed_input_option(arguments)
     diff = compared(arguments.before, arguments.after)
     if arguments.json:
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compared(before: Path, after: Path) -> Diff:
-    """Two captures, or the JSON files of their reports. Raises CommandError."""
+    """Returns the comparison of two captures, or of the JSON files of their reports. Raises CommandError."""
     from megaprof.analysis.report.compare import NothingToCompare, compare
 
     first, second = _report(before), _report(after)

@@ -12,7 +12,7 @@ from megaprof.formats.phrases import counted
 from megaprof.formats.remote import place
 
 _MOST_WARNINGS = 20
-#: What a step takes on each stage.
+#: The compute time of a step on each stage.
 _QUERY = (
     "SELECT run, pp, count(DISTINCT step) AS steps, median(forward_us + backward_us + combined_us) / 1e3 AS compute_ms "
     "FROM read_parquet('{}') WHERE NOT captured AND NOT failed GROUP BY run, pp ORDER BY ALL"
@@ -25,7 +25,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class ExportAnswer:
-    """What was exported: what ``--json`` prints."""
+    """The result of an export, as ``--json`` prints it."""
 
     version: int
     """The version of this object: 2."""
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export, and say what was written."""
+    """Exports, and says what was written."""
     heed_input_option(arguments)
     from megaprof.analysis.convert.export import export
 

@@ -1,5 +1,5 @@
-"""``megaprof hang DIR``: which ranks keep a job waiting, from torch's flight recorder of each: dumps, or what the ranks
-of a job that listens wrote themselves."""
+"""``megaprof hang DIR``: which ranks keep a job waiting, from torch's flight recorders. It reads dumps, or the
+files that the ranks of a job wrote themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print who keeps the job waiting. Raises CommandError where no dump can be read."""
+    """Prints which ranks keep the job waiting. Raises CommandError if no dump can be read."""
     from megaprof.analysis.report.text.hang import plain, sentences
 
     if (arguments.dir / CONTROL).is_dir():
@@ -62,8 +62,11 @@ def _of_dumps(directory: Path) -> Hang:
 
 
 def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
-    """What its ranks wrote of their collectives; where these keep nobody waiting, who does by what `megaprof status`
-    says: torch keeps no exchanges of gloo, and a rank may stand still in its own work."""
+    """Returns what the ranks of a job wrote about their collectives, and further lines.
+
+    If their collectives show no culprit, the lines name the ranks that the others wait for according to `megaprof
+    status`: torch does not record exchanges of gloo, and a rank may stand still in its own work.
+    """
     from megaprof.analysis.collectives.hang import hang_of_job
     from megaprof.metrics.look import look_at, waited_for
 

@@ -25,7 +25,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class MergeAnswer:
-    """What was merged: what ``--json`` prints."""
+    """The result of a merge, as ``--json`` prints it."""
 
     version: int
     """The version of this object: 1."""
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``DIR``, which is ``what``, and the options that choose from it."""
+    """Adds ``DIR``, with ``what`` as its help, and the options that choose from it."""
     parser.add_argument("dir", metavar="DIR", type=place, help=what)
     parser.add_argument("--target", help="target, if several were captured (default: train_actor, if it was)")
     parser.add_argument("--role", help="role, if several were captured")
@@ -89,7 +89,7 @@ def add_source(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge, and say what was merged and how far the clocks were off."""
+    """Merges, and says what was merged and how far apart the clocks were."""
     heed_input_option(arguments)
     merged = merged_into(arguments, arguments.out)
     out: Path = arguments.out
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
-    """Merge what the arguments choose into ``out``. Raises CommandError."""
+    """Merges the step and ranks that the arguments choose into ``out``. Raises CommandError."""
     from megaprof.analysis.convert.merge import merge
     from megaprof.analysis.trace.runs import NoSuchRun
     from megaprof.parallel.selectors import OPTION, parse_selector
@@ -123,8 +123,8 @@ def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
 
 
 def say_merged(merged: Merged, command: str) -> None:
-    """What was merged, how far clocks were off, and what was not merged. ``command``: what was asked for, without
-    which run."""
+    """Says what was merged, how far apart the clocks were, and what was not merged. ``command``: the command as the
+    user gave it, without the option for the run."""
     from megaprof.analysis.report.text.notes import of_clocks
 
     if merged.runs > 1:

@@ -1,7 +1,7 @@
-"""``megaprof open DIR``: a captured step in Perfetto's UI, in the browser.
+"""``megaprof open DIR``: opens a captured step in Perfetto's UI, in the browser.
 
-It is done as Perfetto's own ``open_trace_in_ui`` does it: the page fetches the file from this machine, once, and the
-command ends. The trace is not uploaded anywhere. Port 9001 is the only one that the page may fetch from.
+This works like Perfetto's own ``open_trace_in_ui``: the page fetches the file from this machine once, and then the
+command ends. The trace is not uploaded anywhere. The page may fetch only from port 9001.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge what is not merged yet, and wait until the page has fetched it."""
+    """Merges the step, unless the file is merged already, and waits until the page has fetched it."""
     heed_input_option(arguments)
     from megaprof.analysis.convert.merge import is_merged
 
@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _hand_over(path: Path, name: str | None = None) -> None:
-    """Serve the file until it has been fetched as a whole."""
-    # Other users of this machine can reach the port, and cannot guess the path.
+    """Serves the file until the page has fetched all of it."""
+    # Other users of this machine can reach the port, but cannot guess the path.
     place = f"/{secrets.token_urlsafe(16)}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name or path.name)}"
     fetched = Event()
 
@@ -85,7 +85,7 @@ def _hand_over(path: Path, name: str | None = None) -> None:
             super().end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the terminal is the user's."""
+            """Logs nothing, to keep the user's terminal clean."""
 
     try:
         server = _Server(("127.0.0.1", PORT), Handler)
@@ -104,13 +104,13 @@ def _hand_over(path: Path, name: str | None = None) -> None:
 
 
 class _Server(ThreadingHTTPServer):
-    """Threads, because browsers open connections in advance on which they say nothing."""
+    """A server with a thread per connection, because browsers open connections in advance and send nothing on them."""
 
     daemon_threads = True
     timeout = _LOOK_SECONDS
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A page that was closed may be opened again."""
+        """Ignores a failed request: a page that was closed may be opened again."""
 
 
 def _invite(port: int, place: str) -> None:

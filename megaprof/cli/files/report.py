@@ -1,4 +1,4 @@
-"""``megaprof report DIR``: the stage report of traces and timelines, on the terminal, as JSON and as HTML."""
+"""``megaprof report DIR``: the report on the stages from traces and timelines, on the terminal, as JSON and as HTML."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     page: Path | None = arguments.html
     if arguments.open and page is None and browser.is_here():
-        page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it long after we end
+        page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it after we end
     report_directory(
         arguments.dir,
         as_json=arguments.json == "-",
@@ -112,10 +112,10 @@ def report_directory(
     sizes: dict[str, int] | None = None,
     workers: Workers | None = None,
 ) -> Report:
-    """Print the report on ``directory`` (the run with this ``number``, from 1), as tables or ``as_json``, write it to
-    ``json_file`` and ``html_file``, and return it.
+    """Prints the report on ``directory`` (the run with this ``number``, from 1), as tables or ``as_json``, writes it to
+    ``json_file`` and ``html_file``, and returns it.
 
-    Raises CommandError when there is nothing to report on or a file cannot be written.
+    Raises CommandError if there is nothing to report on or a file cannot be written.
     """
     from rich.console import Console
 
@@ -124,8 +124,8 @@ def report_directory(
     _refuse_to_lose("--json", json_file, _is_json_report)
     _refuse_to_lose("--html", html_file, _is_html_report)
     report = analyzed(directory, number, sizes, workers)
-    # Before anything is printed, since the reader of that (head, less) may leave early. A file that cannot be written
-    # is no reason to keep the report from being printed.
+    # Files are written before anything is printed, because the reader of the output (head, less) may leave early. If a
+    # file cannot be written, the report is still printed.
     fault = _write_files(report, json_file, html_file)
     if as_json:
         sys.stdout.write(_json(report))
@@ -165,8 +165,8 @@ def _workers(arguments: argparse.Namespace) -> Workers | None:
 def analyzed(
     directory: Path, number: int | None = None, sizes: dict[str, int] | None = None, workers: Workers | None = None
 ) -> Report:
-    """The report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and UsageError where
-    there is no such run."""
+    """Returns the report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and
+    UsageError if there is no such run."""
     from megaprof.analysis.report.report import NoCluster, NoSuchRun, analyze
     from megaprof.metrics.look import last_stand
 
@@ -179,7 +179,7 @@ def analyzed(
         raise CommandError(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
-    # The status files are those of the newest run, and lie beside its files on a file system of this machine.
+    # The status files belong to the newest run. They are next to its files, on a file system of this machine.
     local = number is None and isinstance(directory, Path) and directory.is_dir()
     return replace(report, standstill=last_stand(directory)) if local else report
 
@@ -195,7 +195,7 @@ def _html(report: Report) -> str:
 
 
 def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], bool]) -> None:
-    """An older report may be replaced; a trace, or any other file, would be lost."""
+    """Raises UsageError if ``path`` is a file that must not be overwritten: anything but an older report."""
     if path is None:
         return
     if path.is_dir():
@@ -220,7 +220,7 @@ def _is_html_report(text: str) -> bool:
 
 
 def _write_files(report: Report, json_file: Path | None, html_file: Path | None) -> CommandError | None:
-    """Returns why one could not be written."""
+    """Writes the files. Returns the error if one of them could not be written."""
     try:
         for option, path, text in (("--json", json_file, _json), ("--html", html_file, _html)):
             if path is not None:
@@ -232,7 +232,7 @@ def _write_files(report: Report, json_file: Path | None, html_file: Path | None)
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """The file appears whole or not at all; a device or a pipe is written to as it is."""
+    """Writes a file so that it appears whole or not at all. A device or a pipe is written to directly."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return

@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C. Raises CommandError."""
+    """Serves until Ctrl-C. Raises CommandError."""
     heed_input_option(arguments)
     if arguments.port is not None and not 0 <= arguments.port < 1 << 16:
         raise UsageError(f"--port {arguments.port} is not a number from 0 to 65535")
     if not arguments.dir.is_dir():
         raise CommandError(f"{arguments.dir} is not a directory")
-    os.scandir(arguments.dir).close()  # one that is closed to this user is said here, and not on every page
+    os.scandir(arguments.dir).close()  # an unreadable directory is reported here, not on every page
     if arguments.dir.resolve() == Path(arguments.dir.resolve().anchor):
         raise CommandError(f"{arguments.dir} is the whole file system; name the directory that holds the captures")
     from megaprof.ui.guard import token_of
@@ -76,8 +76,8 @@ def _invite(arguments: argparse.Namespace, address: str, port: int, private: Pat
 
 
 def _entrance(address: str, private: Path) -> str:
-    """A file that only this user can read and that leads to the address: other users can see what a browser is started
-    with."""
+    """Returns the address of a file that leads to ``address`` and that only this user can read. Other users can see the
+    arguments that a browser is started with, and would see the token."""
     page = private / "megaprof.html"
     page.write_text(
         f'<!DOCTYPE html><meta http-equiv="refresh" content="0; url={address}"><a href="{address}">megaprof</a>'

@@ -1,4 +1,4 @@
-"""``megaprof what-if DIR``: what a change of a captured run would do that a person chooses."""
+"""``megaprof what-if DIR``: predicts the effect of a change to a captured run that the user chooses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HELP = {
 
 @dataclass(frozen=True)
 class WhatIfAnswer:
-    """What a chosen change would do to a target. Everything else stays as it was captured."""
+    """The predicted effect of a chosen change on a target. Everything else stays as it was captured."""
 
     target: str
     """The target, such as ``train_actor``."""
@@ -62,7 +62,7 @@ class WhatIfAnswer:
     host_options: tuple[str, ...] | None
     """The change as options of the host that trained; None if that host takes Megatron's flags."""
     caveats: tuple[str, ...]
-    """What the prediction rests on, its memory, and its steps if they are not the report's, in sentences."""
+    """Sentences on the assumptions of the prediction, its memory, and its steps if they are not the report's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict, and print lines or JSON. Raises CommandError, and UsageError for what cannot be chosen."""
+    """Predicts, and prints lines or JSON. Raises CommandError, and UsageError for a change that cannot be chosen."""
     from megaprof.cli.files.report import analyzed
 
     heed_input_option(arguments)
@@ -100,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
 def predicted(
     report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None
 ) -> WhatIfAnswer:
-    """What `by_hand.chosen` says of a report's target. Raises CommandError, and UsageError for what has no answer."""
+    """Returns the prediction of `by_hand.chosen` for a target of a report. Raises CommandError, and UsageError for a
+    change that has no prediction."""
     from megaprof.analysis.report.text.what_if import beside, name_of
     from megaprof.analysis.report.text.words import sentence
     from megaprof.analysis.what_if.by_hand import chosen
@@ -146,7 +147,7 @@ def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetRep
 
 
 def in_words(found: WhatIfAnswer) -> list[str]:
-    """The same as lines."""
+    """Returns an answer as lines of text."""
     from megaprof.analysis.report.text.what_if import fast
     from megaprof.analysis.report.text.words import number, percent, title, within
 

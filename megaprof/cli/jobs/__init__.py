@@ -1,1 +1,1 @@
-"""Commands on a running job, by the files in its save directory."""
+"""Commands on a running job, which work through the files in its directory."""

@@ -25,7 +25,7 @@ from megaprof.metrics.figures import SlowRanks, Summary, summarise
 from megaprof.metrics.look import State, View, few, gone, look_at, verdict, waited_for
 from megaprof.parallel.topology import ParallelSizes
 
-#: Lines of the table that are shown: the whole fits on one screen whatever the world.
+#: The most lines of the table: everything fits on one screen, however many ranks there are.
 _LINES = 28
 _WAIT_SECONDS = 5.0
 
@@ -53,7 +53,7 @@ class WaitedFor:
 
 
 class RankNow(RankStatus, frozen=True, kw_only=True):
-    """The last status that a rank wrote, and what follows from it."""
+    """The last status that a rank wrote, with figures derived from it."""
 
     step: int | None
     """Number of the last step that has begun; None before the first one."""
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it. Raises CommandError where there is no job any more that could be asked."""
+    """Prints the status of a job. Raises CommandError if the job has ended."""
     if not arguments.wait >= 0:
         raise UsageError(f"--wait {arguments.wait:g} is not a valid number of seconds")
     if not arguments.hang_after > 0:
@@ -161,7 +161,7 @@ def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) 
 
 
 def answer(view: View) -> StatusAnswer:
-    """Returns what ``--json`` prints."""
+    """Returns the answer that ``--json`` prints."""
     run, statuses, now = view.job.run, view.statuses, view.now
     hang = _collectives(view)
     return StatusAnswer(
@@ -193,7 +193,7 @@ def answer(view: View) -> StatusAnswer:
 
 
 def in_words(view: View) -> list[str]:
-    """Returns which ranks take part, how far the job is and what is wrong, one sentence per line, without the table."""
+    """Returns the ranks, the progress and the problems of a job, one sentence per line, without the table."""
     return [str(view.silence)] if view.state == "ended" else [*_headline(view), *_said(view)]
 
 
@@ -222,8 +222,8 @@ def _headline(view: View) -> Iterator[str]:
 
 
 def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:
-    """Returns how long a step takes and how often one comes, medians of all ranks. A step is one call of the schedule;
-    between two calls come the optimizer, data, ..."""
+    """Returns how long a step takes and how often one begins, as medians of all ranks. A step is one call of the
+    schedule; between two calls come the optimizer, data, ..."""
     calls = [call for each in statuses.values() for call in each.calls if (call.target, call.role) == (target, role)]
     every = _median([call.seconds for call in calls], 1e3)
     recent = [each.recent for each in statuses.values() if each.recent is not None]
@@ -243,7 +243,7 @@ def _said(view: View) -> Iterator[str]:
 
 
 def _collectives(view: View) -> Hang | None:
-    """Returns which collectives the job waits in; None where it runs, and where its ranks have not written it."""
+    """Returns the collectives that the job waits in; None if it runs, or if its ranks have not written them."""
     return hang_of_job(view.job.in_flight()) if view.state in ("hangs", "died") or view.blame.stuck else None
 
 

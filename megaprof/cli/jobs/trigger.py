@@ -1,4 +1,4 @@
-"""`megaprof trigger DIR`: make a running job capture, and wait for the files."""
+"""`megaprof trigger DIR`: makes a running job capture, and waits for the files."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(directory: Path, target: str, **fields: Any) -> Requester:
-    """Returns a requester to the job in ``directory``, with the fields of `draft`. Nothing is asked yet. Raises
-    NoJob if there is no such job, and UsageError for fields that make no sense."""
+    """Returns a requester for the job in ``directory``, with the fields of `draft`. Requests nothing yet. Raises NoJob
+    if there is no such job, and UsageError for fields that make no sense."""
     try:
         return requester_for(directory, target, **fields)
     except Refused as mistake:
@@ -67,7 +67,8 @@ def prepare(directory: Path, target: str, **fields: Any) -> Requester:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Asks, waits, and prints the files, one per line. Raises CommandError unless every selected rank captured."""
+    """Requests a capture, waits, and prints the files, one per line. Raises CommandError unless every selected rank
+    captured."""
     requester = prepare(
         arguments.dir,
         arguments.target,
@@ -77,13 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
         timeout=arguments.timeout,
         options={name: value for name in ("tool", *OPTIONS) if (value := getattr(arguments, name))},
     )
-    # Whoever ends the command (timeout, a batch system) wants the capture no more than with Ctrl-C.
+    # SIGTERM (from timeout, or a batch system) withdraws the request, as Ctrl-C does.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     told, ranks = "", counted(len(requester.ranks), "rank")
     try:
         while (outcome := requester.advance()) is None:
-            if requester.phase != told:  # not for every number in its state
+            if requester.phase != told:  # not for every change of a number in the state
                 told = requester.phase
                 say(f"{arguments.target} on {ranks}: {requester.state}", sys.stderr)
             time.sleep(requester.pause)

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.live import Live
 
     console = Console(highlight=False)
-    # A pipe or a file gets each table as it is made: a live one would be written when it ends.
+    # A pipe or a file gets each table as soon as it is made; a live table would be written only at the end.
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not arguments.once else None
     try:
         view = _look(arguments)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(view.silence)
         return 0
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # behind the terminal's ^C
+        print(file=sys.stderr)  # after the terminal's ^C
         return 0
 
 

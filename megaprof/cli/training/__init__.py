@@ -1,1 +1,1 @@
-"""Commands that start a training, or prepare one."""
+"""Commands that start a training run, or prepare one."""

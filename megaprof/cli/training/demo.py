@@ -1,4 +1,4 @@
-"""``megaprof demo``: a real pipeline on the CPU, captured on one rank per stage and reported; or one that runs on."""
+"""``megaprof demo``: runs a real pipeline on the CPU, captures one rank per stage and reports; or keeps it running."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ DESCRIPTION = """Train a small but real Megatron-Core GPT on this machine's CPU,
 unevenly. Capture six training steps and six log-prob passes on one rank per pipeline stage, and report which stage is
 slow and which layout would be faster. With --live, the job runs until Ctrl-C, so that you can watch it and make it
 capture from another shell."""
-#: Steps that warm up and are not captured, where there are more.
+#: Steps that warm up and are not captured, if there are more.
 _WARM_UP = 3
-#: Steps of each target that are captured at least, where there are as many: one alone may be disturbed, and nothing
-#: would show it.
+#: The fewest captured steps of each target, if there are as many: a single step may be disturbed, and nothing would
+#: show that.
 _FEWEST = 6
 _STEPS = _WARM_UP + _FEWEST
-#: Beside the steps: starting the ranks, the evaluation pass, finishing the files.
+#: Phases besides the steps: starting the ranks, the evaluation pass, finishing the files.
 _OTHER_PHASES = 3
 _PP = 2
 _TIME_LIMIT = 600.0
-#: What Kineto and a CPU-only megatron-core say about themselves would bury the progress.
+#: Silences Kineto and a CPU-only megatron-core, whose messages would bury the progress.
 _QUIET = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
 EXAMPLES = (
     "megaprof demo",
@@ -94,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, capture, report. Raises UsageError for arguments that make no sense, CommandError when a rank fails."""
+    """Trains, captures and reports. Raises UsageError for arguments that make no sense, and CommandError if a rank
+    fails."""
     try:
         _settle(args)
         _check(args)
@@ -122,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wanted(report: Report) -> int:
-    """Returns how many more steps would show what is a cause, or which layout is faster; 0 if none would."""
+    """Returns how many more steps would show what the cause is, or which layout is faster; 0 if no number of steps
+    would."""
     from megaprof.analysis.report.text.causes import more_steps
 
     own = [target for target in report.targets if target.measured.target == TRAIN_ACTOR and target.diagnosis]
@@ -130,7 +132,7 @@ def _wanted(report: Report) -> int:
 
 
 def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:
-    """Train some steps, of which the last are captured."""
+    """Trains some steps and captures the last of them."""
     from megaprof.testing import RanksFailed, run_ranks
 
     if fault is not None:
@@ -154,7 +156,7 @@ def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, ti
 
 
 def workload_of(args: argparse.Namespace) -> GPTWorkload:
-    """The workload that the arguments describe. Raises ValueError, naming argument and value."""
+    """Returns the workload that the arguments describe. Raises ValueError that names the argument and its value."""
     from megaprof.testing import GPTWorkload
 
     return GPTWorkload(
@@ -171,12 +173,12 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
     )
 
 
-#: Processes that one machine carries: each rank is a Python with torch, 0.4 GB of it its own.
+#: The most processes on one machine: each rank is a Python process with torch, with 0.4 GB of memory of its own.
 _MOST_RANKS = 32
 
 
 def _settle(args: argparse.Namespace) -> None:
-    """What was not given becomes what the fault needs, or the default."""
+    """Sets arguments that were not given to the value that the fault needs, or else to the default."""
     sizes = faults.least(args.fault, args.ep)
     args.pp = sizes.get("pp", _PP) if args.pp is None else args.pp
     args.dp = sizes.get("dp") if args.dp is None else args.dp
@@ -186,7 +188,7 @@ def _settle(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ValueError, in the words of the options."""
+    """Checks the arguments. Raises ValueError that names the options."""
     for name in ("pp", "tp", "vpp", "ep", "dp", "layers", "microbatches", "hidden", "seq_length", "steps"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -230,8 +232,8 @@ def _new_directory(out: Path | None) -> Path:
 
 
 def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
-    """Returns what a user would type behind their pretrain command. The first step, which warms up, is captured only
-    alone."""
+    """Returns the options that a user would append to their pretrain command. The first step, which warms up, is
+    captured only if it is the only one."""
     captured = _captured(steps)
     return [
         "--profile-target",
@@ -255,7 +257,7 @@ def _listed(steps: range) -> str:
 
 
 def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> dict[str, Any]:
-    """One rank: a pretrain entrypoint in small, with the two lines that megaprof asks for."""
+    """Runs one rank: a small version of a pretrain entrypoint, with the two lines that megaprof needs."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megaprof import add_profile_args, install_hooks
@@ -285,7 +287,8 @@ def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | N
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal, a line per phase elsewhere. Gives ``advance(text)``, for a phase that begins."""
+    """Shows a progress bar on a terminal, and a line per phase elsewhere. Yields ``advance(text)``, to be called when a
+    phase begins."""
     if not sys.stderr.isatty():
         print("  starting the ranks", file=sys.stderr, flush=True)
         yield lambda line: print(f"  {line.rstrip()}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What ``megaprof demo --fault`` lets go wrong: which shape shows it, what is said about it, and how a rank has it."""
+"""The faults of ``megaprof demo --fault``: the shape that each needs, its description, and how a rank is given it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ FAULTS = {
     SLOW_LINK: "exchanges between the last two stages are delayed",
     HANG: "the last rank stops in a forward, and the others wait for it (--live only)",
 }
-#: The step of a live job that is the first with a fault, so that something healthy comes before it.
+#: The first step of a live job that has the fault, so that healthy steps come before it.
 FIRST_STEP = 5
-#: What a layer waits at least: a small model's own times are lost in what else a machine does.
+#: The shortest wait of a slow layer: a small model's own times are lost in the other load of a machine.
 _LAYER_MS = 10.0
 _LINK_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
 
 
 def least(fault: str | None, ep: int) -> dict[str, int]:
-    """Returns the size that a fault needs to be seen, by the name of its option: the default of a demo with it."""
+    """Returns the size that a fault needs to be visible, by the name of its option. It is the default of a demo with
+    that fault."""
     return {SLOW_RANK: {"dp": 2 * ep}, SLOW_LINK: {"pp": 3}}.get(fault or "", {})
 
 
 def check(fault: str, workload: GPTWorkload, *, live: bool, steps: int | None) -> None:
-    """Raises ValueError for a fault that this shape cannot show."""
+    """Checks that a job of this shape can show the fault. Raises ValueError if not."""
     given = f"--fault {fault}"
     if fault == HANG and not live:
         raise ValueError(f"{given}: needs --live, because a hanging job captures nothing")
@@ -62,7 +63,7 @@ def told(fault: str, workload: GPTWorkload, begin: int) -> str:
 
 
 def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lambda: True) -> None:
-    """Put a fault into this rank, if it is the one to have it: from step ``begin`` on; a hang lasts until ``over``."""
+    """Puts a fault into this rank, from step ``begin`` on, if the fault concerns it. A hang lasts until ``over()``."""
     import torch
     from megatron.core import parallel_state
 

@@ -1,4 +1,4 @@
-"""``megaprof demo --live``: a job that runs on, to be watched, asked and interrupted from another shell."""
+"""``megaprof demo --live``: a job that keeps running, so that it can be watched and captured from another shell."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megaprof.control.job import NoJob, find_job
 if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
 
-#: A job that hangs ends by itself after so many seconds, before the first time-out of Megatron-Core's process groups.
+#: Seconds after which a hanging job ends by itself, before the first timeout of Megatron-Core's process groups.
 _HANG_SECONDS = 1500.0
 _NEVER_SECONDS = 1e6
-#: How long a job may take to be found by commands, in seconds; then they are printed all the same.
+#: The most seconds to wait until commands find the job; after that, the commands are printed anyway.
 _ANSWER_SECONDS = 30.0
 _RUNNING = "running"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -41,9 +41,9 @@ def run(
     time_limit: float | None,
     env: Mapping[str, str],
 ) -> bool:
-    """Train until ``steps``, Ctrl-C, SIGTERM or the time limit in seconds; False where a report is not wanted, because
-    SIGTERM came. Raises CommandError when a rank fails, and KeyboardInterrupt or SystemExit where one of these signals
-    killed the ranks."""
+    """Trains until ``steps``, Ctrl-C, SIGTERM or the time limit (in seconds). Returns False if no report is wanted,
+    because SIGTERM arrived. Raises CommandError if a rank fails, and KeyboardInterrupt or SystemExit if one of these
+    signals killed the ranks."""
     from megaprof.testing import RanksFailed, run_ranks
 
     flags = ["--profile-target", "train_actor", "--profile-dir", str(out)]
@@ -77,7 +77,8 @@ def run(
 def run_rank(
     workload: GPTWorkload, flags: list[str], fault: str | None, steps: int | None, seconds: float, stop: str
 ) -> int:
-    """One rank: steps until the file ``stop`` appears or the time is up, the same number on all; returns how many."""
+    """Runs one rank until ``steps`` are done, the file ``stop`` appears or the time is up. Returns the number of steps,
+    which is the same on all ranks."""
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -108,7 +109,7 @@ def run_rank(
 
 
 def _wait_for_answers(directory: Path) -> None:
-    """Until commands find the job: what it says of itself is written by a thread of its own, after the first step."""
+    """Waits until commands find the job. A separate thread of the job writes its status, after the first step."""
     deadline = time.monotonic() + _ANSWER_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -119,7 +120,7 @@ def _wait_for_answers(directory: Path) -> None:
 
 
 def _introduce(out: Path, fault: str | None) -> None:
-    """What a user does now."""
+    """Prints what a user can do now."""
     directory = str(out.absolute())
     print(f"The job is running and writes to {directory}")
     if fault is not None:
@@ -135,13 +136,13 @@ def _introduce(out: Path, fault: str | None) -> None:
 
 
 def _say_how_to_report(out: Path, ending: _Ending) -> None:
-    """Where no report is printed of a job that ran."""
+    """Prints the command for a report, if the job ran. Used where no report is printed."""
     if ending.begun:
         print(f"To see what was recorded: {shlex.join([*_program(), 'report', str(out)])}", file=sys.stderr, flush=True)
 
 
 def _program() -> list[str]:
-    """Returns how this command was called, for a shell that stands in another directory."""
+    """Returns the words that call this command from a shell in another directory."""
     called = Path(sys.argv[0])
     if called.name != "megaprof":
         return [sys.executable, "-m", "megaprof"]
@@ -150,7 +151,7 @@ def _program() -> list[str]:
 
 
 class _Ending:
-    """How the job ends: between two steps, as soon as the file ``stop`` is there."""
+    """The end of the job. The job ends between two steps, as soon as the file ``stop`` exists."""
 
     def __init__(self, stop: Path) -> None:
         self.stop = stop
@@ -160,7 +161,8 @@ class _Ending:
 
 @contextmanager
 def _ending(stop: Path) -> Iterator[_Ending]:
-    """Turns Ctrl-C and SIGTERM into the end of the job: at once where it has not begun, or where one comes again."""
+    """Makes Ctrl-C and SIGTERM end the job after its step. A signal before the job has begun, or a second one, ends it
+    at once."""
     ending = _Ending(stop)
 
     def asked(number: int, frame: FrameType | None) -> None:

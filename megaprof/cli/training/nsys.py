@@ -1,4 +1,4 @@
-"""``megaprof nsys``: the ``nsys profile ...`` that goes before a training command."""
+"""``megaprof nsys``: prints the ``nsys profile ...`` to put in front of a training command."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
-    """Returns what is asked for. Raises ValueError."""
+    """Returns the requested output: a command line, or JSON with ``--ray``. Raises ValueError."""
     if args.ray == "all" and args.output is not None:
         raise ValueError(
             "--output is one name, but --ray prints two environments: use --ray worker or --ray controller"
@@ -89,7 +89,7 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
 
 
 def _accepted(options: dict[str, str]) -> dict[str, str]:
-    """Returns the options that the nsys of this machine knows, and names the others."""
+    """Returns the options that the nsys of this machine knows, and prints the others."""
     unknown = nsys.refused(options)
     if unknown is None:
         _note("there is no nsys on PATH, so these options could not be checked")
@@ -99,7 +99,7 @@ def _accepted(options: dict[str, str]) -> dict[str, str]:
 
 
 def _make_directory(directory: Path) -> None:
-    """nsys writes into the temporary directory when the one that it is told does not exist."""
+    """Creates the directory for the files of nsys. If it is missing, nsys writes into the temporary directory."""
     if "%" in str(directory):
         return
     try:
@@ -116,5 +116,6 @@ def _note(line: str) -> None:
 
 
 def _quoted(argument: str) -> str:
-    """For a shell, and unchanged where it can be: what ``$(...)`` inserts is not unquoted again."""
+    """Returns an argument quoted for a shell, but unchanged if possible: a shell does not unquote the text that
+    ``$(...)`` inserts."""
     return argument if nsys.PLAIN.fullmatch(argument) else shlex.quote(argument)

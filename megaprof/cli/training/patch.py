@@ -1,4 +1,4 @@
-"""``megaprof patch``: put megaprof's options and its hooks into a host's source, or take them out again."""
+"""``megaprof patch``: adds megaprof's options and hooks to a host's source, or removes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises UsageError for an unknown host, CommandError, with nothing touched, for a version that is not known."""
+    """Patches, reverts or checks a host. Raises UsageError for an unknown host, and CommandError, without changing
+    anything, for an unknown version."""
     if args.host not in known_hosts():
         raise UsageError(f"{args.host}: no such host; known: {', '.join(known_hosts())}")
     if not args.directory.is_dir():
@@ -54,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(host: str, directory: Path) -> tuple[Patch, Path]:
-    """The patch that knows every one of its files in ``directory``, or in ``src`` below it.
+    """Returns the patch that knows all of its files in ``directory`` or in ``src`` below it, and that directory.
 
-    Raises CommandError that says what the nearest one does not know.
+    Raises CommandError if there is none; it names the files that the most similar version does not know.
     """
     patches = patches_of(host)
     places = [(patch, root) for root in (directory, directory / "src") for patch in patches]

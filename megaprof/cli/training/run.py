@@ -1,7 +1,7 @@
-"""``megaprof run ... -- COMMAND``: profile a host that nobody edited.
+"""``megaprof run ... -- COMMAND``: profiles a host without editing it.
 
-The command takes this process's place (``exec``), so its exit code, signals, arguments and ``__main__`` are its own.
-What it needs to profile itself is in its environment, and so in that of every process it starts.
+The command replaces this process (``exec``), so its exit code, signals, arguments and ``__main__`` are its own. The
+configuration of the profiling is in its environment, and so in the environment of every process that it starts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Become the command, and so never return. Raises UsageError for what makes no sense."""
+    """Replaces this process with the command, so it returns only with ``--ray-runtime-env``. Raises UsageError for
+    arguments that make no sense, and CommandError if the command cannot be started."""
     try:
         config = config_from_args(args)
     except ValueError as mistake:
@@ -68,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resolve(command: list[str]) -> tuple[str, list[str]]:
-    """The program to execute and its arguments, the name it is called by among them.
+    """Returns the program to execute and its arguments, which begin with the name that it is called by.
 
-    ``-m MODULE`` and a file that ends in ``.py`` run under this interpreter, with the options this one was given.
+    ``-m MODULE`` and a file that ends in ``.py`` run under this interpreter, with this interpreter's options.
+    Raises UsageError if there is no such program.
     """
     first = command[0]
     if first == "-m" or (first.endswith(".py") and os.path.isfile(first)):
@@ -82,7 +84,7 @@ def resolve(command: list[str]) -> tuple[str, list[str]]:
 
 
 def _interpreter_options() -> list[str]:
-    """Returns the options of this interpreter: what stood before ``-m megaprof``, or before the script."""
+    """Returns the options of this interpreter: the words before ``-m megaprof``, or before the script."""
     ours = len(sys.argv) - 1
     before = sys.orig_argv[1 : len(sys.orig_argv) - ours]
     return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]

@@ -1,4 +1,4 @@
-"""``megaprof tune ... -- COMMAND``: try the layouts that the what-if predicts to be faster, until none is left."""
+"""``megaprof tune ... -- COMMAND``: tries the layouts that the what-if predicts to be faster, until none is left."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune. Returns 1 where the command could not be measured. Raises UsageError and CommandError."""
+    """Tunes the command. Returns 1 if the command could not be measured. Raises UsageError and CommandError."""
     found = _begun(args)
     if processes := trial.running(args.out):
         numbers = ", ".join(map(str, processes))
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Tuning:
-    """Returns what was found before with the same command, or nothing yet. A tuning without a measured trial found
-    nothing that another command must respect."""
+    """Returns the earlier tuning of the same command, or a new one. A tuning without a measured trial found nothing to
+    keep, so another command may replace it. Raises UsageError and CommandError."""
     for name in ("trials", "steps", "time_limit"):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -151,10 +151,10 @@ def _memory_limit(text: str | None) -> int | None:
 
 
 def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:
-    """Run the trials."""
+    """Runs the trials. Raises CommandError if the command cannot be started."""
     of = found.steps + trial.WARM_UP
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the trial is ended, too
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the trial ends, too
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, _terminated)
     try:
         with progress("steps") as advance:
@@ -170,7 +170,7 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
-    """Read what came back, and print the next command."""
+    """Reads the results of the last printed command, and prints the next one. Raises CommandError."""
     waiting = found.pending
     if waiting is not None:
         if args.next != Path():
