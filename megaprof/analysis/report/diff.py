@@ -80,7 +80,7 @@ class TargetSide:
     """Notes on a target in one capture, apart from its times."""
 
     verdict: str
-    """What costs the most, in a few words."""
+    """The verdict in a few words: what costs the most."""
     schedule: str | None
     """Megatron's schedule; None if the traces do not say."""
     microbatches: int | None
@@ -117,7 +117,7 @@ class TargetDiff:
     """Undisturbed forward and backward of a microbatch in a decoder layer. A layout does not change it; only another
     machine, load or setting does. None if a capture does not show it."""
     prediction: Kept | None
-    """What the first capture predicted for the second one's layout; None if it predicted nothing."""
+    """Prediction of the first capture for the layout of the second one; None if it made none."""
 
     @property
     def quantities(self) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class TargetReport(TargetStages):
     captured: bool
     """True if the diagnosis is about the captured steps, False if it is about timelines."""
     what_if: WhatIf
-    """What would be faster."""
+    """Predictions of what would be faster."""
     fleet: Fleet | None
     """The whole run on all ranks; None without timelines."""
     findings: tuple[sentences.Finding, ...]
@@ -68,7 +68,7 @@ class TargetReport(TargetStages):
     ends: tuple[sentences.Finding, ...]
     """In which steps the run stood still, and which ranks' data end early, in sentences; empty without timelines."""
     changes: tuple[sentences.Finding, ...]
-    """What became slower during the run, and since when, in sentences; empty without timelines."""
+    """Sentences that say what became slower during the run, and since when; empty without timelines."""
     notes: tuple[str, ...]
     """Notes about the numbers of the whole run, in sentences."""
 
@@ -168,7 +168,7 @@ class Document:
     """The step in which the job stands still, or stood when it was killed, from its status files; None if it runs, if
     it ended normally, or if there are no status files."""
     foreign: Foreign | None = None
-    """What recordings without megaprof's ranges show; None if there are ranges."""
+    """Facts from recordings without megaprof's ranges; None if there are ranges."""
 
     @classmethod
     def from_json(cls, content: bytes) -> Document:
