@@ -1,1 +1,1 @@
-"""What is captured when: the session, roles, annotations, captures on demand."""
+"""Decides what is captured and when: the session, roles, annotations, captures on demand."""

@@ -1,7 +1,7 @@
-"""Which calls get a window: a function of the configuration and of the calls so far. No recorder, no clock, no log.
+"""Decides which calls get a window, from the configuration and the calls so far. Uses no recorder, clock or log.
 
-Each call that begins is one question to `Agenda.begins`: does the open window close, or take the step in, and which
-windows are to open? Three answers come back later: a window has its file, has failed, or could not open.
+For each call that begins, `Agenda.begins` decides whether the open window closes or takes the step in, and which
+windows should open. Later the session reports back whether a window was saved, has failed, or could not open.
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ from megaprof.parallel.topology import RankCoords
 if TYPE_CHECKING:
     from megaprof.recorders import Recorder
 
-#: Steps that may wait for a free call; beyond that the oldest is given up, which is said at the end of the run.
+#: The most steps that may wait for a free call. If there are more, the oldest is given up, and logged as not captured
+#: at the end of the run.
 _MOST_OWED = 1000
 
 
 class Call(NamedTuple):
-    """A schedule call, or annotated work, that begins."""
+    """A schedule call, or annotated work, that begins now."""
 
     target: str
     """A target of a call, or ``annotated``."""
     role: str | None = None
-    """The role that it is the work of; None: no role was said."""
+    """The role whose work it is; None if no role was given."""
     number: int | None = None
-    """The host's number of it; None or negative: the host has none."""
+    """The host's number for it; None or negative if the host has none."""
     host_step: int | None = None
-    """The number of the host's step that it is in; None: unknown. Negative: the host counts, and is in no step."""
+    """The number of the host's step that it is in; None if unknown, negative if the host counts but is in no step."""
 
 
-@dataclass(slots=True)  # frozen ones take longer to make, and every call makes two
+@dataclass(slots=True)  # not frozen, which would take longer to make: every call makes two
 class CountedStep:
     """A step that begins with a call: the call's own, or the host's."""
 
     target: str
     """A target of a call, ``annotated``, or ``train_overall`` for the host's step."""
     role: str | None
-    """The role of the call that it begins with; None: no role was said."""
+    """The role of the call that it begins with; None if no role was given."""
     number: int
-    """The host's number of the step where it has one, else its `index`."""
+    """The host's number for the step if there is one, else its `index`."""
     index: int
     """The number of steps of this target and role before it."""
     hosts: bool
-    """True: `number` is the host's own."""
+    """True if `number` is the host's own."""
 
 
 @dataclass(eq=False)
 class Demand:
-    """A capture that was asked for while the job runs: ``steps`` windows of ``target``, from call number ``first`` on
-    (counted from 0 since the hooks went in).
+    """A capture that was requested while the job runs: ``steps`` windows of ``target``, from call number ``first`` on
+    (counted from 0 since the hooks were installed).
 
     All ranks of a job make the same calls in the same order, so the same number is the same step everywhere. A rank
-    that learns of it too late takes no window at all rather than another step. Made by the background thread, which
-    then only reads it and may set ``cancelled``; the training thread does the rest.
+    that hears of the request too late captures nothing, rather than a different step. The background thread makes the
+    demand; afterwards it only reads it and may set ``cancelled``. The training thread does the rest.
     """
 
     target: str
@@ -72,9 +73,9 @@ class Demand:
     recorders: Sequence[Recorder]
     """The recorders of its windows."""
     holding: tuple[str, ...] = ()
-    """Options of its tools with which the profiler holds tensors (`megaprof.capture.compat`)."""
+    """Options of its tools that make the profiler hold tensors (`megaprof.capture.compat`)."""
     cancelled: bool = False
-    """True: nobody wants it any more. Set by the background thread."""
+    """True if nobody wants it any more. Set by the background thread."""
     seen: bool = False
     """True once the training thread knew of it when call ``first`` began."""
     taken: list[int] = field(default_factory=list)
@@ -82,13 +83,13 @@ class Demand:
     closed: int = 0
     """The number of windows that have ended."""
     saved: int = 0
-    """The number of windows that have files to be finished."""
+    """The number of windows whose files were handed to the writer."""
     written: list[list[str]] = field(default_factory=list)
     """The names of each window's files, once they are finished. Filled by the writer's thread."""
     over: bool = False
-    """True: it opens no further window."""
+    """True if it opens no further window."""
     reason: str | None = None
-    """Why there is no window, or no further one."""
+    """Why it opened no window, or no further one; None if nothing went wrong."""
 
     @property
     def counted(self) -> str:
@@ -98,8 +99,8 @@ class Demand:
     def due(self, upcoming: int, *, own: bool, begins: bool) -> bool:
         """Returns whether a window opens with the call that begins.
 
-        ``upcoming``: the number of the counted call that begins (``own``), or else of the next one. ``begins``: a step
-        of the host's begins with this call; a window of train_overall opens only then.
+        ``upcoming``: the number of the counted call that begins (``own``), or else of the next one. ``begins``: whether
+        a step of the host's begins with this call. A window of train_overall opens only then.
         """
         overall = self.target == TRAIN_OVERALL
         if self.over or upcoming < self.first or not (own or (overall and begins)):
@@ -114,18 +115,18 @@ class Demand:
         return not self.over
 
     def comes(self, step: CountedStep) -> bool:
-        """Returns whether the call behind ``step`` is to be captured."""
+        """Returns whether the call after ``step`` should be captured."""
         counted = (step.target, step.role) == (self.counted, self.role)
         wanted = self.first <= step.index + 1 < self.first + self.steps
         return counted and wanted and not (self.over or self.cancelled)
 
     def closes(self) -> None:
-        """One of its windows has ended."""
+        """Notes that one of its windows has ended."""
         self.closed += 1
         self.over = self.over or len(self.taken) >= self.steps
 
     def give_up(self, reason: str) -> None:
-        """No further window opens, because of ``reason``."""
+        """Ends the demand, so that no further window opens, because of ``reason``."""
         self.reason = reason
         self.over = True
 
@@ -139,11 +140,11 @@ class PlannedWindow:
     last: CountedStep
     """Its last step so far."""
     asked: int
-    """The wanted step that `last` is captured for: itself, or an earlier one in which another window was open."""
+    """The wanted step that `last` is captured for: itself, or an earlier step in which another window was open."""
     complete: bool = True
-    """False: with ``--profile-merge-steps``, a wanted step that follows is to go into it, too."""
+    """False if it also takes in the wanted step that follows, because of ``--profile-merge-steps``."""
     demand: Demand | None = None
-    """The request that it was opened for; None: the configuration wants it."""
+    """The request that it was opened for; None if the configuration wants it."""
 
     @property
     def target(self) -> str:
@@ -152,49 +153,50 @@ class PlannedWindow:
 
     @property
     def outlasts_call(self) -> bool:
-        """True: it ends with the host's step, or with annotated work, and not with a call."""
+        """True if it ends with the host's step, or with annotated work, and not with a call."""
         return self.target in (TRAIN_OVERALL, ANNOTATED)
 
 
 class Decision(NamedTuple):
-    """What a call that begins changes."""
+    """The decision about the windows when a call begins."""
 
     steps: tuple[CountedStep, ...]
-    """The steps that begin with it: the host's, if one does, and then the call's own."""
+    """The steps that begin with the call: the host's step, if one does, and then the call's own."""
     closes: bool
-    """True: the open window ended before this call."""
+    """True if the open window ended before this call."""
     joins: CountedStep | None
-    """The step that goes into the open window, which was merged with those before; None: none does."""
+    """The step that was merged into the open window; None if none was."""
     opens: list[PlannedWindow]
-    """The windows that are wanted. The first of them that can opens; the others are `Agenda.put_off`."""
+    """The windows that are wanted. The first that can open does so, and the others are put off (`Agenda.put_off`)."""
 
 
 @dataclass
 class Wish:
-    """The steps of one target and role that are wanted, with what came of them."""
+    """The plan of one target and role, with what has been captured so far."""
 
     plan: Plan | None
-    """The steps that this rank captures; None: it captures none of them."""
+    """The steps that this rank captures; None if it captures none of them."""
     ran: int = 0
     """The number of steps that ran."""
     first: int = -1
-    """The step that ran first; -1: none has."""
+    """The step that ran first; -1 if none has."""
     last: int = -1
-    """The step that ran last; -1: none has."""
+    """The step that ran last; -1 if none has."""
     handled: int | None = None
-    """The step that was captured, or put off, last: a step that runs again is not captured again."""
+    """The step that was last captured or put off, which is not captured again if it runs again; None: there is none."""
     captured: set[int] = field(default_factory=set)
-    """Wanted steps that have their file."""
+    """Wanted steps that have their files."""
     lost: dict[int, str] = field(default_factory=dict)
     """Wanted steps whose window failed, and why."""
     owed: deque[int] = field(default_factory=deque)
     """Wanted steps in which another window was open, oldest first: each takes the next free call instead."""
 
     def asks(self, step: CountedStep) -> int | None:
-        """Returns the wanted step that ``step`` can be captured for: itself, or else one that is owed; None: neither.
+        """Returns the wanted step that ``step`` can be captured for: itself, or else one that is owed. Returns None if
+        there is neither.
 
-        A host may run one step twice (Megatron's rerun machinery), or call several mini-batches by one number: the
-        first run is the one that is captured.
+        A host may run one step twice (Megatron's rerun machinery), or give several mini-batches one number. Then the
+        first run is captured.
         """
         if self.plan is None or self.handled == step.number:
             return None
@@ -207,11 +209,11 @@ class Agenda:
     """Numbers the calls of one session, and decides which windows they open and close."""
 
     def __init__(self, config: ProfileConfig, coords: RankCoords, role: str | None = None) -> None:
-        """``role``: whose model the session is for."""
+        """``role``: the role whose model the session is for."""
         self._config = config
         self._coords = coords
         self.role = role
-        #: By target and role, of those that ran or that something was asked of.
+        #: The wishes by target and role. There is one once such a step ran, or once somebody asked for the wish.
         self.wishes: dict[tuple[str, str | None], Wish] = {}
         #: By target and role: the number of calls that have begun. Read by the background thread.
         self.calls: dict[tuple[str, str | None], int] = {}
@@ -220,7 +222,7 @@ class Agenda:
     def begins(self, call: Call, opened: PlannedWindow | None = None, demand: Demand | None = None) -> Decision:
         """Counts ``call``, which begins, and decides what it changes.
 
-        ``opened``: the session's open window, where it can be closed now. ``demand``: what is asked for meanwhile.
+        ``opened``: the session's open window, if it can be closed now. ``demand``: the capture on demand, if any.
         """
         steps = self._count(call)
         last = None if opened is None else opened.last
@@ -245,10 +247,10 @@ class Agenda:
         return steps
 
     def _host_step_of(self, step: CountedStep, number: int | None) -> CountedStep | None:
-        """Returns the host's step that begins with ``step``, None where none does.
+        """Returns the host's step that begins with ``step``; None if none does.
 
-        A step of the host's is all calls with the same number, from the first one of a role that this rank captures
-        on. Where the host numbers nothing, it begins with each grad-accumulation step of a role.
+        A host's step consists of all calls with the same number, from the first call of a role that this rank
+        captures. If the host numbers nothing, it begins with each grad-accumulation step of a role.
         """
         if step.target == ANNOTATED:
             return None
@@ -271,20 +273,20 @@ class Agenda:
         return self.wish(TRAIN_OVERALL, role).plan is not None
 
     def _stays_open(self, window: PlannedWindow, steps: tuple[CountedStep, ...]) -> bool:
-        """Returns whether ``window`` is still open when ``steps`` begin: its last step goes on, or is followed by one
-        that goes into it as well."""
+        """Returns whether ``window`` stays open when ``steps`` begin, because its last step goes on, or because the
+        next step goes into it as well."""
         last = window.last
         step = steps[0] if window.target == TRAIN_OVERALL else steps[-1]
         if window.target == ANNOTATED or step.target != last.target or step.number == last.number:
             return True
-        # Counted steps are a role's own: another role's are part of the window. Those that the host numbers are not.
+        # A role counts its own steps, so another role's step is part of the window. A step with a host's number is not.
         if step.role != last.role and not (step.target == TRAIN_OVERALL and step.hosts):
             return True
         return not window.complete and self._joins(window, step)
 
     def _joins(self, window: PlannedWindow, step: CountedStep) -> bool:
-        """Takes ``step`` into ``window``, which is merged, and returns True, if it is to go into it. Wanted steps that
-        follow each other share a window, and so do steps that are captured in the place of owed ones."""
+        """Takes ``step`` into the merged ``window`` and returns True, if it belongs there. Wanted steps that follow
+        each other share a window, and so do steps that are captured instead of owed ones."""
         wish, last = self.wish(step.target, step.role), window.last
         asked = wish.asks(step)
         itself = asked == step.number
@@ -298,7 +300,7 @@ class Agenda:
         return True
 
     def _wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> list[PlannedWindow]:
-        """Returns the windows that may open with ``steps``: one on demand first, those for owed steps last."""
+        """Returns the windows that may open with ``steps``: first the one on demand, last those for owed steps."""
         windows: list[PlannedWindow] = []
         owed: list[PlannedWindow] = []
         if demand is not None and (step := self._demanded(demand, steps)) is not None:
@@ -318,7 +320,7 @@ class Agenda:
         return steps[0] if demand.target == TRAIN_OVERALL else step
 
     def opens(self, window: PlannedWindow) -> None:
-        """``window`` is about to open, or goes on with another step: its last one is dealt with."""
+        """Notes that ``window`` opens or goes on with another step, so its last step is dealt with."""
         if window.demand is not None:
             return
         last = window.last
@@ -333,10 +335,12 @@ class Agenda:
         window.complete = not (follows and self._config.merge_steps)
 
     def put_off(self, window: PlannedWindow, inside: str | None) -> bool:
-        """``window`` cannot open, because one of target ``inside`` is open (None: because a CUDA graph is captured).
+        """Notes that ``window`` cannot open, because a window of target ``inside`` is open, or because a CUDA graph is
+        captured (None).
 
-        Returns whether the next free call is captured in its place. It is not where nothing is missed, since the open
-        window holds the same work, or the step that it was to stand for still waits; nor for a window on demand.
+        Returns whether the next free call is captured instead. That is not so if nothing is missed, because the open
+        window holds the same work, or because ``window`` was for an owed step, which still waits. It is never so for a
+        window on demand.
         """
         target = window.target
         if window.demand is not None:
@@ -353,20 +357,20 @@ class Agenda:
         return True
 
     def saved(self, window: PlannedWindow) -> None:
-        """``window`` has closed with its files, or its last step so far is complete."""
+        """Notes that ``window`` was saved, or that its last step so far is complete."""
         if window.demand is None:
             self.wish(window.target, window.last.role).captured.add(window.asked)
 
     def lose(self, window: PlannedWindow, reason: str) -> None:
-        """``window``, which opened or was about to, has no files, because of ``reason``."""
+        """Notes that ``window``, which opened or was about to, has no files because of ``reason``."""
         if window.demand is not None:
             window.demand.give_up(reason)
         else:
             self.wish(window.target, window.last.role).lost[window.asked] = reason
 
     def repeats(self, target: str, role: str | None, number: int) -> bool:
-        """The last call of ``target`` and ``role`` failed, and runs again. Returns whether it was step ``number`` and
-        was captured: it is captured again then."""
+        """Notes that the last call of ``target`` and ``role`` failed and runs again. Returns whether it was step
+        ``number`` and was captured; then it is captured again."""
         wish = self.wish(target, role)
         if wish.last != number or number not in wish.captured:
             return False
@@ -375,19 +379,19 @@ class Agenda:
         return True
 
     def comes(self, step: CountedStep) -> bool:
-        """Returns whether the step behind ``step`` is to be captured."""
+        """Returns whether the step after ``step`` should be captured."""
         plan = self.wish(step.target, step.role).plan
         return plan is not None and plan.captures(step.number + 1, step.index + 1)
 
     def wish(self, target: str, role: str | None) -> Wish:
-        """Returns what is wanted of ``target`` where ``role`` runs it."""
+        """Returns the wish for ``target`` when ``role`` runs it."""
         wish = self.wishes.get((target, role))
         if wish is None:
             wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
         return wish
 
     def plan_of(self, target: str, role: str | None) -> Plan | None:
-        """Returns the steps of ``target`` that this rank captures where ``role`` runs it; None: it captures none."""
+        """Returns the steps of ``target`` that this rank captures when ``role`` runs it; None if it captures none."""
         config = self._config
         if not config.windowed or (target != ANNOTATED and target not in config.target):
             return None

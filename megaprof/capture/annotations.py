@@ -1,13 +1,13 @@
-"""``annotate``: a range around a function or a block of the host's, and its role.
+"""``annotate``, which puts a range around a function or a block of the host's, and names its role.
 
     @annotate                                        @annotate(role="rollout", color="red")
     def load_batch(): ...                            async def generate(prompts): ...
 
     with annotate(role="critic", message="values"): ...
 
-The range is written while a window is open; schedule calls inside count under the role. With ``--profile-discrete`` the
-outermost annotated work of a role opens a window of its own on captured steps. With no hooks installed an annotated
-function costs one call more than itself, unless Nsight Systems records the process: then its range is written always.
+The range is written while a window is open, and schedule calls inside count under the role. With ``--profile-discrete``
+the outermost annotated work of a role opens a window of its own on captured steps. Without hooks, an annotated function
+costs only one extra call, unless Nsight Systems records the process: then its range is always written.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class annotate:
         return wrapper
 
     def _life(self) -> AbstractContextManager[Any]:
-        """Returns what is entered from the first step of a coroutine or generator to its end, as one piece of work. The
-        role and the range of a generator are left between its steps."""
+        """Returns the context manager for the whole life of a coroutine or generator, from its first step to its end,
+        which is one piece of work. A generator's role and range are left between its steps."""
         return _RoleWindow(self._role) if _watched() else nullcontext()
 
     def _stretch(self, message: str, *, overlapping: bool = False) -> AbstractContextManager[Any]:
@@ -193,7 +193,7 @@ def _watched() -> bool:
 
 
 class _RoleWindow:
-    """A context manager around annotated work of a role, in a window of its own if one is to be opened."""
+    """A context manager around annotated work of a role, which opens a window for it if one is wanted."""
 
     __slots__ = ("_role", "_session")
 
@@ -220,7 +220,7 @@ class _RoleWindow:
 
 
 def _check(**given: tuple[Any, Any]) -> None:
-    """Raises ValueError for the first of ``given``, values with their types, that is neither None nor of its types."""
+    """Raises ValueError for the first of the ``given`` values that is neither None nor of its types."""
     for name, (value, kinds) in given.items():
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
             raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")
@@ -230,7 +230,7 @@ def _checked_color(color: str | int | None) -> str | int | None:
     if isinstance(color, str):
         try:
             from nvtx.colors import color_to_hex
-        except ModuleNotFoundError:  # no NVTX here (macOS), so nothing shows a color
+        except ModuleNotFoundError:  # there is no NVTX here (macOS), so nothing shows a color
             return color
         try:
             color_to_hex(color)

@@ -1,12 +1,13 @@
 """Refuses, before the first step, configurations that cannot work together with profiling.
 
-FSDP2 keeps its parameters in DTensors, so ``model.to("cpu")``, the manual way of offloading, exchanges them with
-``torch.utils.swap_tensors``, and that fails on a tensor with weak references: "_apply(): Couldn't swap ...". While a
+FSDP2 keeps its parameters in DTensors. So ``model.to("cpu")``, the manual way of offloading, exchanges them with
+``torch.utils.swap_tensors``, which fails on a tensor with weak references: "_apply(): Couldn't swap ...". While a
 window is open, torch.profiler holds such references to every tensor that an operator saw, if it records shapes or
-FLOPs. With stacks it holds the parameters of ordinary modules; a DTensor was not seen to be held (torch 2.13), but
-nothing promises that. Frameworks offload that way inside their loop when models share a GPU. FSDP2's own offload swaps
-nothing, and neither does Megatron, which moves flat buffers.
-After a window nothing is held any more.
+FLOPs. With stacks it holds the parameters of ordinary modules. We have not seen it hold a DTensor then (torch 2.13),
+but nothing promises that it never does. After a window it holds nothing.
+
+Frameworks offload manually inside their loop when models share a GPU. FSDP2's own offload swaps nothing, and neither
+does Megatron, which moves flat buffers.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL
 
-#: Options with which the profiler holds weak references to tensors.
+#: Options that make the profiler hold weak references to tensors.
 HOLDING = ("record_shapes", "with_flops", "with_stack")
 
 
 def check_offload(config: ProfileConfig | None = None, *, strategy: str, cpu_offload: bool, colocated: bool) -> None:
     """Raises ValueError if the way in which a host offloads models would crash training during a window.
 
-    ``strategy`` is the host's name for it (``fsdp``, ``fsdp2``, ``megatron``, ...). ``cpu_offload`` is true if FSDP2
-    offloads by itself (``CPUOffloadPolicy``), and ``colocated`` is true if models take turns on shared GPUs. With
-    ``config``, only what it records matters; without it, anything might be recorded.
+    ``strategy`` is the host's name for its training backend (``fsdp``, ``fsdp2``, ``megatron``, ...). ``cpu_offload``
+    is true if FSDP2 offloads by itself (``CPUOffloadPolicy``), and ``colocated`` is true if models take turns on shared
+    GPUs. With ``config``, only the options that it sets count; without it, all options that hold tensors do.
     """
     if not strategy.strip().lower().startswith("fsdp") or cpu_offload or not colocated:
         return
@@ -43,9 +44,9 @@ def check_offload(config: ProfileConfig | None = None, *, strategy: str, cpu_off
 
 
 def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
-    """Raises ValueError for FSDP2 models without CPUOffloadPolicy if windows are to be open between calls.
+    """Raises ValueError for FSDP2 models without CPUOffloadPolicy if windows would be open between calls.
 
-    A model does not show whether the host will move it between calls. If it does, an open window makes that a crash.
+    A model does not show whether the host will move it between calls. If the host does, an open window makes it crash.
     """
     refusal = Offloading(config).refusal(tuple(chunks))
     lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
@@ -55,8 +56,8 @@ def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
 
 
 def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
-    """Raises ValueError if a daemon may ask for captures of its own. With ``KINETO_USE_DAEMON`` Kineto asks dynolog for
-    them, and cancels one that runs when a window opens (``prepareTrace`` of Kineto's controller)."""
+    """Raises ValueError if a daemon may request captures of its own. With ``KINETO_USE_DAEMON`` Kineto gets them from
+    dynolog, and cancels a running one when a window opens (``prepareTrace`` of Kineto's controller)."""
     if not config.windowed or "torch" not in config.tool or env.get("KINETO_USE_DAEMON", "") in ("", "0"):
         return
     if _dynolog_listens(env.get("KINETO_IPC_SOCKET_DIR")):
@@ -68,7 +69,7 @@ def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
 
 
 def _dynolog_listens(directory: str | None) -> bool:
-    """Returns whether dynolog's socket exists on this host: abstract, or in ``directory``."""
+    """Returns whether dynolog's socket exists on this host, in ``directory`` or else as an abstract socket."""
     if directory:
         return os.path.exists(os.path.join(directory, "dynolog"))
     try:
@@ -79,17 +80,17 @@ def _dynolog_listens(directory: str | None) -> bool:
 
 
 class Offloading:
-    """Remembers whether moving the models of one session would crash while a window is open between calls."""
+    """Remembers whether moving a session's models would crash while a window is open between calls."""
 
     def __init__(self, config: ProfileConfig) -> None:
         self._held = held_by(config)
         self._manual = False
 
     def refusal(self, chunks: tuple[Any, ...], held: tuple[str, ...] | None = None) -> str | None:
-        """Returns why no such window may open; None: it may.
+        """Returns why no such window may open; None if it may.
 
-        ``chunks``: the model of the call that begins. Models of earlier calls count as well. ``held``: the options with
-        which this window's profiler holds tensors; None: those of the configuration.
+        ``chunks``: the model of the call that begins. Models of earlier calls count as well. ``held``: the options that
+        make this window's profiler hold tensors; None for those of the configuration.
         """
         held = self._held if held is None else held
         if not held:
@@ -105,13 +106,13 @@ class Offloading:
 
 
 def held_by(config: ProfileConfig) -> tuple[str, ...]:
-    """Returns the options of ``config`` with which the torch profiler holds tensors."""
+    """Returns the options of ``config`` that make the torch profiler hold tensors."""
     return tuple(name for name in HOLDING if config.enabled and "torch" in config.tool and getattr(config, name))
 
 
 def offloads_manually(model: Any) -> bool:
     """Returns whether FSDP2 (``fully_shard``) shards ``model``, or a part of it, without ``CPUOffloadPolicy``."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: then nothing is sharded by it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, it shards nothing
     sharded, policy = getattr(fsdp, "FSDPModule", None), getattr(fsdp, "CPUOffloadPolicy", None)
     if sharded is None or policy is None or not hasattr(model, "modules"):
         return False
@@ -119,7 +120,7 @@ def offloads_manually(model: Any) -> bool:
 
 
 def _has_policy(module: Any, policy: type) -> bool:
-    """Returns whether ``module`` offloads by ``policy``, as its private state says (torch 2.6 to 2.13)."""
+    """Returns whether the private state of ``module`` says that it offloads by ``policy`` (torch 2.6 to 2.13)."""
     try:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

@@ -2,16 +2,16 @@
 
 A profiler keeps everything it records in host memory until the window closes, and closing takes several times as much
 again. If that does not fit, the window must end before the kernel's out-of-memory killer ends the training. The guard
-only sets an attribute; the training thread looks at it before each microbatch and closes the window itself.
+only sets an attribute. The training thread looks at it before each microbatch, and closes the window itself.
 
-Two bounds, of which ``--profile-max-host-memory`` sets one:
+There are two bounds, and ``--profile-max-host-memory`` sets one of them:
 
-* a size (``64GiB``): this process's resident memory;
-* a share (``80%``): memory in use, of the tightest control group above this process (v1 and v2) and of the machine.
-  Page cache counts as free: the kernel gives it back. 95 % unless it is the share that was set.
+* a size (``64GiB``), for the resident memory of this process;
+* a share (``80%``), for the memory in use in the tightest control group above this process (v1 and v2), and in the
+  machine. Page cache counts as free, because the kernel gives it back. The default is 95 %.
 
-Either bound already counts what closing the window is going to take, and a share also what the other processes of this
-host need to close theirs: ranks capture the same step, so they close together.
+Both bounds include the memory that closing the window will take. The share also includes what the other processes of
+this host need to close their windows: ranks capture the same step, so they close together.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from megaprof.config.memory import MemoryLimit
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.logs import logger
 
-#: Stopping and exporting a Kineto trace took so many times what recording it had taken, at most: 3.6 to 6.7 by options,
-#: torch 2.13, CPU activity (``python -m tests.benchmarks.closing``; docs/architecture.md has the figures).
+#: Stopping and exporting a Kineto trace takes at most this many times the memory that recording it took. We measured
+#: 3.6 to 6.7, depending on options, with torch 2.13 and CPU activity (``python -m tests.benchmarks.closing``;
+#: docs/architecture.md has the figures).
 CLOSING_FACTOR = 7
-#: A look costs ~0.1 ms of the interpreter lock.
+#: The time between two looks, each of which holds the interpreter lock for ~0.1 ms.
 INTERVAL_SECONDS = 0.1
 
 
 class HostMemoryGuard:
-    """Watches between ``start()`` and ``stop()``, in a thread that lives no longer. If the window has to close, the
-    thread calls ``on_limit(reason)``, once. A bound that cannot be read is not watched.
+    """Watches between ``start()`` and ``stop()``, in a thread that lives only that long. If the window has to close,
+    the thread calls ``on_limit(reason)`` once. A bound that cannot be read is not watched.
     """
 
     def __init__(self, limit: MemoryLimit, on_limit: Callable[[str], None]) -> None:
@@ -43,20 +44,20 @@ class HostMemoryGuard:
         self._done: threading.Event | None = None
 
     def start(self) -> None:
-        """Begin to watch. Costs the caller the start of a thread."""
+        """Begins to watch. This starts a thread."""
         self.stop()
         self._closing = False
         self._done = done = threading.Event()
         threading.Thread(target=self._watch, args=(done,), name="megaprof-host-memory", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop watching; a no-op when nothing is watched. Does not wait for the thread, which ends by itself."""
+        """Stops watching; a no-op if nothing is watched. Does not wait for the thread, which ends by itself."""
         if self._done is not None:
             self._done.set()
             self._done = None
 
     def closes(self) -> None:
-        """The window is being closed: nothing is watched any more, but other processes still see what that takes."""
+        """Stops watching because the window is being closed, but still shows other processes how much that takes."""
         self._closing = True
 
     def _watch(self, done: threading.Event) -> None:
@@ -75,12 +76,12 @@ class HostMemoryGuard:
                             said = True
                             self._on_limit(reason)
                     done.wait(INTERVAL_SECONDS)
-        except Exception:  # a file of the kernel's that is not as we know it must not reach anybody
+        except Exception:  # a file of the kernel's in an unknown format must do no harm
             logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
 
     def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int, others: int) -> str | None:
-        """Returns why the window must close now, or None. Closing it takes ``needed`` bytes, and those of other
-        processes take ``others``."""
+        """Returns why the window must close now, or None. Closing it takes ``needed`` bytes, and closing those of other
+        processes takes ``others`` bytes."""
         size = self._limit.size
         if size is not None and resident + needed > size:
             return _reason("this process", resident, needed, 0, size, size)

@@ -1,6 +1,7 @@
-"""The lines in the log of a job that captures: one at its start, one for each finished window, one at its end.
+"""Logs what a job captures: one line at its start, one for each finished window, one at its end.
 
-Rank 0 writes the first one, and the lowest rank that captures windows the others, so a large job has each line once.
+Rank 0 writes the first line. The lowest rank that captures windows writes the others. So a large job logs each line
+once.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 from megaprof.runtime.ray import in_ray_worker
 
-#: How many steps a message lists.
+#: The most steps that a message lists.
 _LISTED = 5
 
 
 def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None, layout: WorldLayout | None) -> None:
-    """Log what is captured, where the files go, and how many of the job's ranks and stages are captured."""
+    """Logs what is captured, where the files go, and how many of the job's ranks and stages are captured."""
     parts = []
     if config.windowed and not config.steps_are_none:
         parts.append(f"captures {', '.join(config.target)} ({_steps(config)}) {_ranks(config, coords, ranks)}")
@@ -76,8 +77,8 @@ def _stages(ranks: list[int] | None, layout: WorldLayout | None) -> int | None:
 
 
 def say_window(config: ProfileConfig, folder: str, window: Window) -> None:
-    """Log that the files of ``window``, in ``folder``, are complete. Logs nothing if there are none: the log says why
-    already."""
+    """Logs that the files of ``window``, in ``folder``, are complete. Logs nothing if there are none, because the log
+    already says why."""
     files, remote = names_of(folder, window), is_remote(str(config.dir))
     if not files and not remote:
         return
@@ -89,7 +90,7 @@ def say_window(config: ProfileConfig, folder: str, window: Window) -> None:
 
 
 def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
-    """Log at the end of the run how many ``windows`` were captured, and what was asked for but never ran."""
+    """Logs at the end of the run how many ``windows`` were captured, and what was requested but never ran."""
     if not config.windowed or config.steps_are_none:
         return
     unmet = list(never_came(config, agenda))
@@ -101,21 +102,21 @@ def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
 
 
 def note_in_span(window: Window) -> None:
-    """Add an event ``megaprof.capture`` to the host's own OpenTelemetry span that is open on this thread. The event has
-    the prefix of the names of the window's files. Imports nothing of OpenTelemetry, and does nothing without a span."""
+    """Adds an event ``megaprof.capture`` to the host's own OpenTelemetry span that is open on this thread. The event
+    has the prefix of the window's file names. Does not import OpenTelemetry, and does nothing without a span."""
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return
     facts = {"target": window.target, "role": window.role, "step": window.step, "file": window.stem.rstrip(".")}
     known = {f"megaprof.{name}": value for name, value in facts.items() if value is not None}
-    with Suppressed(Exception):  # the capture is whole, whatever becomes of the event
+    with Suppressed(Exception):  # the capture is complete even if the event fails
         span = trace.get_current_span()
         if span.is_recording():
             span.add_event("megaprof.capture", known)
 
 
 def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
-    """Yields a sentence, without a full stop, for each thing that was asked for and was not captured."""
+    """Yields a sentence, without a full stop, for each thing that was requested and not captured."""
     ran = {role for _, role in agenda.wishes if role is not None}
     for target in config.target:
         wishes = {role: wish for (of, role), wish in agenda.wishes.items() if of == target and wish.ran}
@@ -128,7 +129,7 @@ def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
         for role, wish in sorted(wishes.items(), key=lambda item: item[0] or ""):
             whose = target if role is None else f"{target} of {role}"
             yield from (f"{whose}: {missing}" for missing in _missing(wish))
-    # Roles with options of their own that did not run here. Another process of the job may run them.
+    # These roles have options of their own but did not run here. Another process of the job may run them.
     unknown = [name for name in config.roles if name not in ran]
     if unknown and agenda.role is None:
         there = f"roles that ran: {', '.join(sorted(ran))}" if ran else "no role ran"
@@ -136,7 +137,8 @@ def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
 
 
 def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
-    """Returns the wishes of several roles for one target as a single one, under no role; nothing if there are none."""
+    """Returns the wishes of several roles for one target as a single wish, under the role None; nothing if there are no
+    wishes."""
     if not wishes:
         return {}
     together = Wish(
@@ -152,7 +154,7 @@ def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
 
 
 def _missing(wish: Wish) -> Iterator[str]:
-    """Yields a sentence for each reason why wanted steps were not captured. Some step of the wish has run."""
+    """Yields a sentence for each reason why wanted steps were not captured. Some step of the wish must have run."""
     ran = f"step {wish.first} ran" if wish.first == wish.last else f"steps {wish.first}-{wish.last} ran"
     done = wish.captured | wish.lost.keys() | set(wish.owed)
     if isinstance(wish.plan, StepList):
@@ -176,6 +178,6 @@ def _were_not_captured(steps: Collection[int]) -> str:
 
 
 def _listed(steps: Collection[int]) -> str:
-    """Returns ``steps`` in words, the first few of them if there are many."""
+    """Returns ``steps`` in words, or the first few of them if there are many."""
     more = ", ..." if len(steps) > _LISTED else ""
     return f"step{'s' * (len(steps) > 1)} {join_spans(spans_of(list(steps)[:_LISTED]), ', ')}{more}"

@@ -1,8 +1,9 @@
-"""The host memory that the other processes of this host still need to close their windows.
+"""Finds out how much host memory the other processes of this host still need to close their windows.
 
 Ranks capture the same step, so they close together, and there may be room for each alone but not for all. Each process
-writes the bytes that it needs into a file of its own, in a private directory in memory that all processes of its user
-on this host see, so no launcher has to say who is there. A file that cannot be written or read counts as nothing.
+writes the bytes that it needs into a file of its own. The files are in a private directory in memory, which all
+processes of one user on this host see, so no launcher has to list the processes. A file that cannot be written or read
+counts as nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from megaprof.formats.names import host, is_gone
 from megaprof.runtime.interruption import Suppressed
 
 _MEMORY = Path("/dev/shm")
-#: Processes of one host that are looked at.
+#: The most processes of one host that are looked at.
 _MOST = 1024
 _LONGEST = 20
-#: A file is written anew ten times a second, unless its process hangs. An older one was left by a killed process whose
-#: number another one has now.
+#: A file is rewritten ten times a second, unless its process hangs. An older file was left by a killed process whose
+#: number another process has now.
 _STALE_SECONDS = 600
 
 
 class Neighbours:
-    """The processes of this host that have a window open. As a context manager: this process is one of them inside."""
+    """The processes of this host that have a window open. As a context manager, it makes this process one of them."""
 
     def __init__(self, base: Path | None = None) -> None:
-        """``base``: where the directory lies."""
+        """``base``: the directory in which the private directory is."""
         self._base = base or (_MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
         self._directory: Directory | None = None
         self._own = str(os.getpid())
@@ -53,13 +54,13 @@ class Neighbours:
             directory.close()
 
     def say(self, needed: int) -> None:
-        """Tell the others that this process needs so many bytes more than it has."""
+        """Tells the other processes that this one needs ``needed`` more bytes."""
         if self._directory is not None:
             with Suppressed(OSError):
                 self._write(self._directory, b"%*d" % (_LONGEST, needed))
 
     def others(self) -> int:
-        """Returns the bytes that the others need together."""
+        """Returns how many bytes the other processes need together."""
         directory = self._directory
         if directory is None:
             return 0

@@ -1,4 +1,4 @@
-"""The one owner of what a process has once: sessions, the open window, patches, the background thread, SIGTERM."""
+"""Owns what a process has only once: sessions, the open window, patches, the background thread, SIGTERM handling."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from megaprof.runtime.ending import TERM_SECONDS, AtExit, Termination, in_forked
 from megaprof.runtime.isolation import in_full
 from megaprof.runtime.patching import Patches
 
-#: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
+#: The longest time that the end of a host's step waits for unfinished files, in seconds; ``--profile-flush-seconds`` if
+#: that is less.
 STEP_END_SECONDS = 20.0
 
 
 class Profiler:
-    """Installs what belongs to the process with the first session, and removes it with the last one or at exit."""
+    """Installs the process-wide parts with the first session, and removes them with the last session or at exit."""
 
     def __init__(self) -> None:
         self.dispatcher = Dispatcher()
-        """Routes calls to sessions. A new one each time that hooks go in."""
+        """Routes calls to sessions. There is a new one each time that hooks are installed in a process without any."""
         self.patches = Patches()
-        """The functions of Megatron and of hosts that are replaced while hooks are in."""
+        """The functions of Megatron and of hosts that are replaced while hooks are installed."""
         self.background = Background()
-        """The thread for everything that is done beside the training."""
+        """The thread for everything that runs beside the training."""
         self.termination = Termination(self._save, self._unsaved)
         """Holds up a SIGTERM while something is unsaved."""
         self._exit = AtExit(self._finish_all)
@@ -41,12 +42,12 @@ class Profiler:
 
     @property
     def sessions(self) -> list[Session]:
-        """The sessions whose hooks are in, now."""
+        """The sessions whose hooks are installed now."""
         return process.sessions.copy()
 
     def enter(self, session: Session, patch: Callable[[Patches, Dispatcher], None]) -> None:
-        """Install the hooks of ``session`` with ``patch``, which runs once however many sessions need it. If it fails,
-        what it replaced is put back."""
+        """Installs the hooks of ``session`` with ``patch``, which runs only once even if several sessions need it. If
+        it fails, the functions that it replaced are put back."""
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
@@ -65,7 +66,7 @@ class Profiler:
             raise
 
     def remove(self, session: Session) -> None:
-        """Remove ``session``; the hooks themselves go with the last session."""
+        """Removes ``session``. With the last session, the hooks themselves are removed."""
         with self.termination:
             self.dispatcher.remove(session)
             if not process.sessions:
@@ -77,8 +78,8 @@ class Profiler:
         self._put_in.clear()
 
     def leave(self, session: Session) -> None:
-        """Close the window of ``session``, finish its files and remove its hooks: now, or as soon as the training
-        thread can do it. Only that thread can close its window, and not while it captures a CUDA graph."""
+        """Closes the window of ``session``, finishes its files and removes its hooks: now, or as soon as the training
+        thread can do it. Only that thread can close the window, and not while it captures a CUDA graph."""
         if session.removed.is_set():
             return
         training = {self.dispatcher.inside, session.thread} & set(sys._current_frames())
@@ -96,24 +97,25 @@ class Profiler:
             )
 
     def step_ended(self) -> None:
-        """A step of the host is over. The host may end this process before it calls anything again, as Ray does."""
+        """Ends a step of the host. Waits for its files, because the host may end this process before it calls anything
+        again, as Ray does."""
         for session in self.sessions:
             session.step_ended()
         self._flush()
 
     def capture_ended(self) -> None:
-        """The host captures nothing more, so the user's command for the end runs now."""
+        """Runs the user's command for the end, because the host captures nothing more."""
         for session in self.sessions:
             session.writer.end_capture()
         self._flush()
 
     def attempt_failed(self) -> None:
-        """The call that has just ended was a failed attempt, and runs again."""
+        """Notes that the call that has just ended was a failed attempt, and runs again."""
         for session in self.sessions:
             session.forget_attempt()
 
     def kernel_summary(self, timeout: float, role: str | None) -> dict[str, Any] | None:
-        """Returns the kernel summary of the last window that closed, see `megaprof.kernel_summary`."""
+        """Returns the kernel summary of the last window that closed; see `megaprof.kernel_summary`."""
         summaries = (session.kernel_summary(timeout, role) for session in reversed(process.capturers))
         return next((summary for summary in summaries if summary is not None), None)
 
@@ -127,15 +129,17 @@ class Profiler:
         return process.window is not None or any(session.writer.pending for session in process.sessions)
 
     def _save(self, last: bool) -> None:
-        """Save the open window and finish every file on SIGTERM, within `TERM_SECONDS` and ``--profile-flush-seconds``.
-        ``last``: False if a handler of the host's decides whether the process ends, so that profiling may go on."""
+        """Saves the open window and finishes every file on SIGTERM, within `TERM_SECONDS` and
+        ``--profile-flush-seconds``. ``last``: False if a handler of the host's decides whether the process ends, so
+        that profiling may go on."""
         deadline, reason = time.monotonic() + TERM_SECONDS, "the process was terminated (SIGTERM)"
         for session in self.sessions:
             seconds = min(max(0.0, deadline - time.monotonic()), session.config.flush_seconds)
             (session.close if last else session.save)(reason, seconds)
 
     def _finish_all(self) -> None:
-        """Remove all sessions as the process ends. A training thread that still runs has time to close its window."""
+        """Removes all sessions as the process ends. Gives a training thread that still runs time to close its
+        window."""
         ending = self.sessions
         for session in ending:
             self.leave(session)
@@ -143,7 +147,8 @@ class Profiler:
             session.removed.wait(session.config.flush_seconds)
 
     def _forget(self) -> None:
-        """Reset a forked child, such as a DataLoader's worker: it has no hooks, no window and no files to finish."""
+        """Resets a forked child, such as a DataLoader's worker, so that it has no hooks, no window and no files to
+        finish."""
         self._exit.disarm()
         for session in (*process.capturers, *self.sessions):
             session.removed.set()

@@ -1,11 +1,12 @@
-"""The role whose work runs now (actor, ref, critic, reward, rollout), where models share a process; and evaluation.
+"""Marks code as the work of one role (actor, ref, critic, reward, rollout) when models share a process, or as
+evaluation.
 
     with megaprof.role("ref"):
         forward_backward_func(...)      # counted, captured and named as the reference model's
 
-A scope is a context variable: it holds for the code inside, for coroutines and tasks started inside, and for
-``asyncio.to_thread``; not for other threads, and not for a task that was already running. So interleaved tasks of an
-asynchronous rollout each keep their own role.
+A scope is a context variable. It holds for the code inside, for coroutines and tasks that are started inside, and for
+``asyncio.to_thread``. It does not hold for other threads, or for a task that was already running. So interleaved tasks
+of an asynchronous rollout each keep their own role.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Scope(NamedTuple):
     """A stretch of code that is the work of one role."""
 
     role: str | None
-    """The role; None: unknown."""
+    """The role; None if unknown."""
     window: object
-    """The window that was open when it began, which has a range for it; None: none was."""
+    """The window that was open when the scope began, and has a range for it; None if none was open."""
 
 
 _NOBODY = Scope(None, None)
@@ -48,11 +49,11 @@ current: Callable[[], Scope] = _scope.get
 
 
 class Work:
-    """A context manager around one run of the host's code: it is the work of ``role``, in a range of its own while
-    somebody records ranges.
+    """A context manager around one run of the host's code, which is the work of ``role``. It has a range of its own
+    while ranges are recorded.
 
-    ``role``: None leaves the role as it was. ``message`` names the range of an annotation; None: the range is the
-    role's. ``look`` and ``overlapping``: see `megaprof.recorders.ranges.emit.Range`.
+    ``role``: None leaves the role as it was. ``message``: the name of an annotation's range; None if the range is named
+    after the role. ``look`` and ``overlapping``: see `megaprof.recorders.ranges.emit.Range`.
     """
 
     __slots__ = ("_look", "_message", "_opened", "_overlapping", "_role", "_scope")
@@ -92,7 +93,7 @@ class Work:
     def _leave(self) -> None:
         scope, self._scope = self._scope, None
         if scope is not None:
-            with suppress(ValueError):  # a coroutine that was never finished is closed in another context
+            with suppress(ValueError):  # an unfinished coroutine is closed in another context
                 _scope.reset(scope)
 
     def _close(self) -> None:
@@ -104,8 +105,8 @@ class Work:
 class role:
     """Marks the code inside ``with role("ref"): ...`` as the work of that role.
 
-    Steps are counted per target and role. If scopes are nested, the innermost one counts. A name that is not a
-    non-empty string is logged once and ignored, and training continues.
+    Steps are counted per target and role. If scopes are nested, the innermost one counts. A name that is empty or not a
+    string is logged once and ignored, and training continues.
     """
 
     __slots__ = ("_name",)
@@ -136,7 +137,7 @@ def evaluation() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # closed in another context, as a scope may be
+        with suppress(ValueError):  # it may be closed in another context, like a scope
             _evaluates.reset(token)
 
 
@@ -145,12 +146,13 @@ evaluating: Callable[[], bool] = _evaluates.get
 
 
 def enter_block(owner: object, state: object) -> None:
-    """Remember ``state`` until ``owner`` is left here. Several tasks may be inside the same ``owner`` at once."""
+    """Remembers ``state`` in this context until ``owner`` is left. Several tasks may be inside the same ``owner`` at
+    once."""
     _blocks.set((*_blocks.get(), (owner, state)))
 
 
 def leave_block(owner: object) -> object:
-    """Returns the ``state`` with which ``owner`` was last entered in this context; None if it was not."""
+    """Returns the ``state`` with which ``owner`` was last entered in this context; None if it was not entered."""
     blocks = _blocks.get()
     for place in reversed(range(len(blocks))):
         if blocks[place][0] is owner:
@@ -166,7 +168,7 @@ def in_task() -> bool:
 
 
 def say_once(message: str) -> None:
-    """Log a mistake in the host's own calls, which may stand in its training loop, only the first time."""
+    """Logs a mistake in the host's own calls only the first time, because they may be in its training loop."""
     if message not in process.said and len(process.said) < _MOST_SAID:
         process.said.add(message)
         logger.warning("megaprof: %s", message)

@@ -1,4 +1,4 @@
-"""A session, which turns calls into windows and drives the recorders. One for each ``install_hooks`` call."""
+"""A session, which turns calls into windows and drives the recorders. Each ``install_hooks`` call makes one."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from megaprof.recorders.timeline.recorder import TimelineRecorder
 
 Numbers = Callable[[str], tuple["int | None", "int | None"]]
-"""Returns the host's number of a call of a target, which begins, and of the host's step that it is in; None: unknown,
-negative: it has none (`megaprof.capture.agenda.Call`)."""
+"""Gets the target of a call that begins, and returns the host's numbers of the call and of the host's step that it is
+in. A number is None if unknown, and negative if the host has none (`megaprof.capture.agenda.Call`)."""
 
 
 class Session:
     """Decides, call by call, whether a window opens, and drives the recorders. Runs on the training thread.
 
-    A window whose recorder fails is lost, and nothing else is. Any other fault in here turns the session off for the
-    rest of the run. Neither reaches the caller.
+    If a recorder fails, only its window is lost. Any other fault in here turns the session off for the rest of the run.
+    Neither reaches the caller.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Session:
         timeline: TimelineRecorder | None,
         framework: str | None,
     ) -> None:
-        """``models``: the model chunks, None: any that are no other session's. ``folder``: the local directory of this
-        rank's files. ``role``: whose model it is. ``numbers`` returns the host's numbers of a call. ``termination``
-        keeps a SIGTERM from ending a window half-way. ``framework`` names the host."""
+        """``models``: the model chunks; None for any model that no other session has. ``folder``: the local directory
+        of this rank's files. ``role``: the role that the model has. ``numbers`` returns the host's numbers of a call.
+        ``termination`` keeps a SIGTERM from ending a window half-way. ``framework`` names the host."""
         self.config = config
         self.role = role
         self.coords = here.coords
@@ -80,21 +80,21 @@ class Session:
         self.timeline = timeline
         self.agenda = Agenda(config, here.coords, role)
         self.off: str | None = None
-        """The fault after which nothing more is recorded in this run; None: there was none."""
+        """The fault after which nothing more is recorded in this run; None if there was none."""
         self.removed = threading.Event()
-        """Set once its hooks are out and its files are finished."""
+        """Set once its hooks are removed and its files are finished."""
         self.handle: object = None
-        """The `megaprof.install.Handle` that the host holds, and gets again if it installs the same hooks once more."""
+        """The `megaprof.install.Handle` that the host holds, and gets again if it installs the same hooks again."""
         self.at_end: list[Callable[[], object]] = []
         """Functions that are called when the session ends, once its files are finished."""
-        #: A capture that was asked for while the job runs; set and cleared by the background thread.
+        #: The capture that was requested while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
         self._termination = termination
         self._numbers = numbers
         self._framework = framework
         self._folder = folder
         self._speaks = here.speaks
-        self._windows = 0  # that have closed
+        self._windows = 0  # the number of windows that were saved
         self._ended = False
         look(process.repeats, self._folder, here.coords.rank)
         self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
@@ -102,7 +102,7 @@ class Session:
         self._losses: set[str] = set()
         self._offloading = Offloading(config)
         self._pace = Pace()
-        #: The recorders that are prepared after the call that runs, because the next one is captured.
+        #: The recorders that will be prepared when the running call ends, because the next call is captured.
         self._coming: Sequence[Recorder] = ()
         self._thread = threading.get_ident()
         self._last: Window | None = None  # the one that closed last
@@ -110,7 +110,7 @@ class Session:
         self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self))
 
     def owns(self, models: tuple[Any, ...] | None) -> bool:
-        """Returns whether the session is for these very model chunks, or for any model where ``models`` is None."""
+        """Returns whether the session is for exactly these model chunks, or for any model if ``models`` is None."""
         if models is None or self.models is None:
             return models is self.models is None
         return len(models) == len(self.models) and all(
@@ -123,11 +123,12 @@ class Session:
         return self.agenda.calls
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
-        """A ``forward_backward_func`` call starts. Returns what ``end`` needs, or None: nothing is recorded."""
+        """Handles the start of a ``forward_backward_func`` call. Returns the recorded call, which ``end`` needs, or
+        None if nothing is recorded."""
         if self.off is not None:
             return None
         try:
-            if facts.graph is None and capturing():  # by something else than Megatron's own wrapper
+            if facts.graph is None and capturing():  # something other than Megatron's own wrapper captures it
                 facts = facts._replace(graph="capture")
             role = self.role if (own := current().role) is None else own
             if role not in self._roles:
@@ -141,7 +142,7 @@ class Session:
                     if opened is not None:
                         self._end_or_extend(opened, decision, facts)
                     self._open_first(decision.opens, facts)
-                    if facts.graph != "capture":  # nothing may be synchronised while it is captured
+                    if facts.graph != "capture":  # nothing may be synchronised while a graph is captured
                         self._leave_prepared()
             elif self._termination.armed:
                 self._termination.settle()  # the last window's files may be written by now
@@ -152,7 +153,8 @@ class Session:
         return None
 
     def end(self, call: RecordedCall, *, failed: bool) -> None:
-        """The call that ``begin`` answered with ``call`` returned, or raised an exception of the host's."""
+        """Handles the end of the call for which ``begin`` returned ``call``. ``failed``: whether it raised an exception
+        of the host's."""
         try:
             if call.timed and self.timeline is not None:
                 self.timeline.end(call.tape, failed=failed)
@@ -174,8 +176,9 @@ class Session:
                 raise
 
     def begin_work(self, role: str) -> bool:
-        """Annotated work of ``role`` starts, outside any other of that role. True: it has a window of its own, and
-        ``end_work`` must follow. Only on the thread that installed the hooks: recorders follow one thread's work."""
+        """Handles the start of annotated work of ``role``, outside other work of that role. Returns whether the work
+        has a window of its own; then ``end_work`` must follow. A window opens only on the thread that installed the
+        hooks, because recorders follow the work of one thread."""
         opened = False
         if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
             with Contained("opening a window", self.abandon), self._termination:
@@ -188,7 +191,8 @@ class Session:
         return opened
 
     def end_work(self, *, failed: bool) -> None:
-        """The work that ``begin_work`` answered with True is over, or raised an exception of the host's."""
+        """Handles the end of work for which ``begin_work`` returned True. ``failed``: whether it raised an exception of
+        the host's."""
         with Contained("closing a window", self.abandon), self._termination:
             if (opened := self._own_window) is not None and opened.window.target == ANNOTATED:
                 self._close("the host raised an exception" if failed else None)
@@ -201,15 +205,15 @@ class Session:
 
     @property
     def thread(self) -> int | None:
-        """The thread that opened this session's window or prepared its recorders, and alone can end them; None: nothing
-        is open or prepared."""
+        """The thread that opened this session's window or prepared its recorders. Only that thread can end them. None
+        if nothing is open or prepared."""
         for pending in (process.window, process.prepared):
             if pending is not None and pending.owner is self:
                 return pending.thread
         return None
 
     def end_window(self, reason: str, seconds: float | None = None) -> None:
-        """Close an open window early, and mark what it has as truncated because of ``reason``. A no-op without one.
+        """Closes an open window early, and marks it as truncated because of ``reason``. A no-op without a window.
 
         Work that the device has not finished within ``seconds`` (None: ``--profile-flush-seconds``) is not in it.
         """
@@ -219,8 +223,8 @@ class Session:
                 self._leave_prepared()
 
     def close(self, reason: str, seconds: float) -> None:
-        """Close an open window, finish every file within ``seconds``, and log what was captured. The window gets half
-        of that time: the device may never be idle, and the files of other windows are to be finished as well."""
+        """Closes an open window, finishes every file within ``seconds``, and logs what was captured. The window gets
+        half of that time: the device may never be idle, and the files of other windows must be finished as well."""
         deadline = time.monotonic() + seconds
         in_full(
             partial(self.end_window, reason, seconds / 2),
@@ -236,7 +240,7 @@ class Session:
             say_end(self.config, self._windows, self.agenda)
 
     def save(self, reason: str, seconds: float) -> None:
-        """Close an open window and wait for its files, as `close` does, but let the session go on."""
+        """Closes an open window and waits for its files, as `close` does, but lets the session go on."""
         deadline = time.monotonic() + seconds
         in_full(
             partial(self.end_window, reason, seconds / 2),
@@ -244,7 +248,7 @@ class Session:
         )
 
     def kernel_summary(self, timeout: float, role: str | None) -> dict[str, Any] | None:
-        """See `megaprof.install.Handle.kernel_summary`."""
+        """Returns the kernel summary; see `megaprof.install.Handle.kernel_summary`."""
         for recorder in self.recorders:
             summary = getattr(recorder, "kernel_summary", None)
             if summary is not None:
@@ -253,7 +257,7 @@ class Session:
         return None
 
     def forget_attempt(self) -> None:
-        """The call that has just ended failed and runs again. If it was captured, its files are removed."""
+        """Removes the files of the call that has just ended, if it was captured, because it failed and runs again."""
         window = self._last
         if window is None or window.target != TRAIN_ACTOR or window.last not in (None, window.step):
             return
@@ -262,7 +266,7 @@ class Session:
             self.writer.run(partial(remove, self._folder, window))
 
     def step_ended(self) -> None:
-        """The host's step is over, so a window of the whole step closes. A no-op without one."""
+        """Closes a window of the whole step, because the host's step is over. A no-op without such a window."""
         opened = self._own_window
         if opened is not None and opened.window.target == TRAIN_OVERALL:
             with Contained("closing the window of a step", self.abandon), self._termination:
@@ -270,7 +274,7 @@ class Session:
                     self._close(None)
 
     def abandon(self) -> None:
-        """Record nothing more in this run after a fault, and leave no recorder running. Can be run twice."""
+        """Stops all recorders after a fault, and records nothing more in this run. Can be run twice."""
         self.off = self.off or fault_now()
         opened, demand = self._own_window, self.demand
         with self._termination:
@@ -286,12 +290,12 @@ class Session:
             process.prepared = None
 
     def _begins(self, target: str, role: str | None, opened: PlannedWindow | None = None) -> Decision:
-        """``opened``: the session's open window, if it can be closed now."""
+        """Returns what the call that begins changes. ``opened``: the session's open window, if it can be closed now."""
         return self.agenda.begins(Call(target, role, *self._numbers(target)), opened, self.demand)
 
     def _needed_next(self, steps: Sequence[CountedStep]) -> Sequence[Recorder]:
-        """Returns the recorders of the next call, if it is expected to be the step after one of ``steps`` and is to be
-        captured; else none."""
+        """Returns the recorders for the next call, if that is expected to be the step after one of ``steps`` and should
+        be captured; else none."""
         demand = self.demand
         for step in self._pace.begins(steps):
             if self.agenda.comes(step):
@@ -301,7 +305,7 @@ class Session:
         return ()
 
     def _leave_prepared(self) -> None:
-        """Discard the recorders that were prepared for the call that has begun, unless a window uses them now."""
+        """Discards the recorders that were prepared for the call that has begun, unless a window uses them now."""
         prepared, process.prepared = process.prepared, None
         if prepared is not None:
             opened = self._own_window
@@ -313,7 +317,7 @@ class Session:
             check_role(self.config, str(role), self.coords)
 
     def _end_or_extend(self, opened: OpenWindow, decision: Decision, facts: CallFacts) -> None:
-        """Carry out what a call that begins means for the window that is open: it closes, takes in a step, or stays."""
+        """Carries out what the call that begins means for the open window: it closes, takes in a step, or stays."""
         if decision.closes:
             self._close(None)
         elif decision.joins is not None and opened.overall is not None:
@@ -326,10 +330,10 @@ class Session:
                 in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
     def _open_first(self, wanted: Sequence[PlannedWindow], facts: CallFacts) -> None:
-        """Open the first of ``wanted`` that can be opened, and put the others off."""
+        """Opens the first of ``wanted`` that can be opened, and puts the others off."""
         for planned in wanted:
             opened, step = process.window, f"{planned.target} step {planned.first.number}"
-            if opened is not None or facts.graph == "capture":  # nothing may be synchronised while it is captured
+            if opened is not None or facts.graph == "capture":  # nothing may be synchronised while a graph is captured
                 inside = None if opened is None else opened.planned.target
                 reason = "a CUDA graph is captured in it" if inside is None else f"a window of {inside} is open in it"
                 if self.agenda.put_off(planned, inside):
@@ -345,14 +349,14 @@ class Session:
                     logger.error("megaprof: %s is not captured: %s", step, refusal)
 
     def _refusal_of(self, facts: CallFacts, planned: PlannedWindow) -> str | None:
-        """Returns why ``planned`` must not open, because it would be open between calls; None: it may."""
+        """Returns why ``planned`` must not open, because it would be open between calls; None if it may open."""
         demand = planned.demand
         if planned.target == TRAIN_OVERALL or (demand is None and self.config.merge_steps):
             return self._offloading.refusal(facts.chunks, None if demand is None else demand.holding)
         return None
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
-        """Returns what is recorded of the call, in the open window and in the timeline; None: nothing."""
+        """Returns the record of the call for the open window and the timeline; None if nothing is recorded."""
         window, timeline = process.window, self.timeline
         ranged = window is not None or (facts.graph == "capture" and names.available)
         ranged = ranged and self.config.ranges != "step"
@@ -375,7 +379,7 @@ class Session:
         return call
 
     def _open(self, planned: PlannedWindow) -> None:
-        """Open ``planned``. If its recorders cannot start, it is lost."""
+        """Opens ``planned``. If its recorders cannot start, the window is lost."""
         step = planned.first
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
@@ -403,7 +407,8 @@ class Session:
         return entering
 
     def _close(self, truncated: str | None, seconds: float | None = None, *, last: bool = False) -> None:
-        """Close the window, if one is open. ``last``: even while a CUDA graph is captured, since no later call can."""
+        """Closes the window, if one is open. ``last``: closes it even while a CUDA graph is captured, because no later
+        call will."""
         opened = self._own_window
         if opened is None or (capturing() and not last):
             return
@@ -421,7 +426,7 @@ class Session:
             opened.planned.demand.closes()
 
     def _save(self, opened: OpenWindow, truncated: str | None) -> None:
-        """Stop the recorders of a window and have its files written."""
+        """Stops the recorders of a window and has its files written."""
         self._guard.closes()
         window = replace(opened.window, last=opened.planned.last.number)
         call = opened.call or RecordedCall(NO_CALL, Tape())
@@ -447,12 +452,13 @@ class Session:
             self.agenda.saved(opened.planned)
 
     def _lose(self, opened: OpenWindow, why: str, fault: Exception) -> None:
-        """A recorder failed, so this window has no files. Later windows are tried again, and the timeline goes on."""
+        """Gives up a window whose recorder failed, so it has no files. Later windows are tried again, and the timeline
+        goes on."""
         in_full(*(recorder.discard for recorder in opened.recorders), self._release)
         reason, kind = f"{why}: {fault}", f"{why}: {type(fault).__name__}"
         planned = opened.planned
         self.agenda.lose(planned, reason)
-        if kind not in self._losses:  # each kind is said once: every window may fail
+        if kind not in self._losses:  # each kind is logged only once, because every window may fail
             step = f"{planned.target} step {planned.last.number}"
             logger.error("megaprof: %s is not captured, and all else goes on: %s: %r", step, why, fault)
         self._losses.add(kind)
@@ -466,7 +472,7 @@ class Session:
 
 
 def _reference(model: Any) -> Callable[[], Any]:
-    """Returns a function that returns ``model`` while it lives. Its address may belong to another model later."""
+    """Returns a function that returns ``model`` while it lives. An id would not do: a later model may get the same."""
     try:
         return weakref.ref(model)
     except TypeError:

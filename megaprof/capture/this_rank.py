@@ -1,4 +1,4 @@
-"""The place of this rank in the job, and whether the configuration has it capture windows or keep a timeline."""
+"""Finds this rank's place in the job, and whether the configuration has it capture windows or keep a timeline."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ThisRank:
     layout: WorldLayout | None
     """The layout of the job's ranks; None if no order of the parallel axes explains it."""
     ranks: list[int] | None
-    """All ranks of the job that may capture windows, ascending; None if they cannot be counted."""
+    """All ranks of the job that may capture windows, ascending; None if they cannot be listed."""
     windowed: bool
-    """True: windows may open on this rank."""
+    """True if windows may open on this rank."""
     timed: bool
-    """True: this rank keeps a timeline."""
+    """True if this rank keeps a timeline."""
 
     @classmethod
     def of(
@@ -47,11 +47,12 @@ class ThisRank:
         *,
         pipeline: bool,
     ) -> ThisRank:
-        """Returns what this rank is and does. ``groups``: the model's own process groups, if the caller has them.
+        """Returns this rank's place and what it records. ``groups``: the model's own process groups, if the caller has
+        them.
 
         Raises ValueError for selected ranks that the job does not have, and for a model that cannot be profiled this
-        way. The ranks of other roles are not checked, since such a role may run in a job of another size: if it runs
-        in this one, `check_role` logs which of its ranks do not exist.
+        way. Does not check the ranks of other roles, because such a role may run in a job of another size. If it runs
+        in this job, `check_role` logs which of its ranks do not exist.
         """
         coords, layout = _place(models, groups, pipeline=pipeline)
         own = config.selector(role)
@@ -62,7 +63,7 @@ class ThisRank:
             timed.check(coords.sizes, layout, option=config.named("timeline_select"))
         check_model(config, models or ())
         check_daemon(config, os.environ)
-        # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
+        # A role without ranks of its own has the default ranks. A role with ranks of its own may turn up in any model.
         selectors = [s for each in (role, *config.roles) if (s := config.selector(each)) is not None]
         return cls(
             coords=coords,
@@ -78,7 +79,7 @@ class ThisRank:
 
     @property
     def speaks(self) -> bool:
-        """True for the lowest rank that captures windows, which alone logs what became of them."""
+        """True for the lowest rank that captures windows, which is the only one that logs what became of them."""
         return self.coords.rank == (self.ranks[0] if self.ranks else 0)
 
     def announce(self, config: ProfileConfig) -> None:
@@ -105,8 +106,8 @@ def _selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLa
 
 
 def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
-    """Returns the coordinates of this rank, and the layout of all ranks. They come from the model's own process groups
-    if Megatron's global ones do not exist."""
+    """Returns the coordinates of this rank, and the layout of all ranks. They come from Megatron's global process
+    groups, or from the model's own groups if the global ones do not exist."""
     chunks = None if models is None else len(models)
     if pipeline:
         if not has_groups():
@@ -123,15 +124,15 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
 
 
 def moved(before: RankCoords) -> bool:
-    """Returns whether Megatron's global process groups give this process other coordinates than ``before``, as after
-    an in-process restart."""
+    """Returns whether Megatron's global process groups give this process other coordinates than ``before``, as happens
+    after an in-process restart."""
     return has_groups() and coords_from_parallel_state(before.sizes.vpp) != before
 
 
 def check_role(config: ProfileConfig, role: str, coords: RankCoords) -> None:
-    """Log which selected ranks of ``role``, which runs in this process for the first time, do not exist.
+    """Logs which selected ranks of ``role`` do not exist, when the role runs in this process for the first time.
 
-    This is no error, and cannot be checked earlier: nobody knows which role runs in which process before it runs, and
+    That is not an error, and cannot be checked earlier: until a role runs, nobody knows in which process it will, and
     roles may run in jobs of different sizes.
     """
     selector = config.selector(role)

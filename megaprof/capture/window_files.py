@@ -1,4 +1,4 @@
-"""The files of windows in a rank's directory, by their names: no finished file is ever replaced."""
+"""Finds and numbers the files of windows in a rank's directory by their names. No finished file is ever replaced."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megaprof.runtime.interruption import Suppressed
 
 
 def look(repeats: dict[str, int], folder: str, rank: int) -> None:
-    """Note in ``repeats`` how many windows of ``rank`` ``folder`` has, by the path that their files' names begin with.
-    Done when the hooks go in, because a window that opens must not wait for the disk."""
+    """Notes in ``repeats`` how many windows of ``rank`` are in ``folder``, by the path with which their files' names
+    begin. Called when the hooks are installed, because a window that opens must not wait for the disk."""
     with Suppressed(OSError):
         for artifact in map(parse_artifact_name, os.listdir(folder)):
             if artifact is not None and artifact.place.rank == rank:
@@ -21,7 +21,7 @@ def look(repeats: dict[str, int], folder: str, rank: int) -> None:
 
 
 def next_repeat(repeats: dict[str, int], folder: str, window: Window) -> int:
-    """Returns the number of ``window``, which opens, among the windows whose files' names begin alike, from 1 on."""
+    """Returns the number, from 1, of ``window``, which opens, among the windows whose files' names begin alike."""
     names = os.path.join(folder, artifact_name(window.target, window.role, window.step, window.coords, ""))
     repeats[names] = repeats.get(names, 0) + 1
     return repeats[names]
@@ -37,7 +37,7 @@ def names_of(folder: str, window: Window) -> list[str]:
 
 
 def remove(folder: str, window: Window) -> None:
-    """Remove the files of ``window``, whose step failed and ran again. Called in the writer's thread, once they are
-    complete."""
+    """Removes the files of ``window``, whose step failed and ran again. Called in the writer's thread, once the files
+    are complete."""
     for name in names_of(folder, window):
         os.unlink(os.path.join(folder, name))
