@@ -150,7 +150,8 @@ def _needs(each: Proposal, memory: tuple[int, ...]) -> bool:
 
 
 def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float, each: Prediction) -> Proposal:
-    """``step_ms``: the part of the trial's step that a change may shorten; ``more_between``: what was added to it."""
+    """Returns the proposal to try a prediction. ``step_ms``: the part of the trial's step that a change may shorten, in
+    milliseconds; ``more_between``: the milliseconds that were added to it."""
     predicted, deep = _predicted(each, step_ms).plus(more_between), each.kind == "depth"
     if deep:
         between = trial.between_ms or 0.0

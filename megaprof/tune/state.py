@@ -74,8 +74,8 @@ class Proposal:
     memory: tuple[int, ...] | None = None
     """Bytes that each stage is predicted to allocate at its peak; None if memory was not measured."""
     more_steps: int = 0
-    """How many more steps of that trial would show whether the layout gains; 0 if that is known, or if no number of
-    steps would show it."""
+    """The number of further steps of that trial that would show whether the layout gains; 0 if that is known, or if no
+    number of steps would show it."""
     microbatches: int | None = None
     """Microbatches that each replica must run in the trial; None if their number stays the same."""
     assumes: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Trial:
     proposal: Proposal | None = None
     """The layout that it tries; None for the command as it was given."""
     outcome: Outcome | None = None
-    """How it ended; None while it waits or runs."""
+    """The way it ended; None while it waits or runs."""
     why: str | None = None
     """The reason for an outcome other than ``measured``."""
     layout: str | None = None
@@ -126,7 +126,8 @@ class Trial:
     again: int | None = None
     """The number of the trial that it repeats. The faster of the two counts: other work can only make a step longer."""
     more_steps: int = 0
-    """How many steps it measures beyond those of other trials, to decide what the trial that it repeats left open."""
+    """The number of steps that it measures in addition to those of other trials, to decide what the trial that it
+    repeats left open."""
 
     @property
     def what(self) -> str:
@@ -148,11 +149,11 @@ class Result:
     trial: int
     """The number of the fastest trial."""
     speedup: Interval
-    """How many times as fast as the first trial it is."""
+    """The speed of that trial divided by the speed of the first one."""
     command: tuple[str, ...]
     """The command of the fastest trial, for the user. It saves what the given command saves."""
     as_predicted: tuple[int, int]
-    """How many predictions agreed with the measured step, and how many there were."""
+    """The number of predictions that agreed with the measured step, and the number of predictions that were compared."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Tuning:
 
     @property
     def measured(self) -> tuple[Trial, ...]:
-        """The trials with a step time; of a trial and its repetition, the faster one."""
+        """The trials with a step time; for a trial and its repetition, the faster of the two."""
         fastest = dict[int, Trial]()
         for trial in (each for each in self.trials if each.step_ms is not None):
             number = trial.again or trial.number

@@ -86,7 +86,7 @@ class Bar:
 
 
 def bars(target: Any) -> list[Bar]:
-    """Returns a bar for every stage of a `TargetDiff`; none if nothing is known."""
+    """Returns a bar for every stage of a `TargetDiff`; an empty list if nothing is known."""
 
     def parts(stage: Any, which: str) -> tuple[float, float] | None:
         compute, bubble = (getattr(stage.changes[name], which) for name in ("compute_ms", "bubble_ms"))
@@ -135,7 +135,7 @@ class Track:
     unit: str
     """The unit of its numbers; empty for a ratio."""
     lines: tuple[str, ...]
-    """For each stretch without a gap, the points of an SVG polyline."""
+    """The points of an SVG polyline, for each stretch without a gap."""
     top: float
     """The value at the upper end of the drawing."""
     bottom: float

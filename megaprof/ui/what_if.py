@@ -78,7 +78,7 @@ class WhatIfPage:
 
     @property
     def severity(self) -> str:
-        """``fine`` or ``slow`` if the step surely gets quicker or slower, else empty."""
+        """``fine`` if the step surely gets quicker, ``slow`` if it surely gets slower, otherwise empty."""
         if not self.now.prediction.tells:
             return ""
         return "fine" if self.change < 0 else "slow"
@@ -90,7 +90,7 @@ class WhatIfPage:
 
     @property
     def rows(self) -> list[StageRow]:
-        """Every stage."""
+        """The rows of all stages."""
         pieces, simulated = self.now.setting.pieces, self.now.simulation
         longest = max(simulated.stage_ms) or 1.0
         return [

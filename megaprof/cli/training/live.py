@@ -136,7 +136,7 @@ def _introduce(out: Path, fault: str | None) -> None:
 
 
 def _say_how_to_report(out: Path, ending: _Ending) -> None:
-    """Prints the command for a report, if the job ran. Used where no report is printed."""
+    """Prints the command for a report, if the job ran. Called if no report is printed."""
     if ending.begun:
         print(f"To see what was recorded: {shlex.join([*_program(), 'report', str(out)])}", file=sys.stderr, flush=True)
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def find(host: str, directory: Path) -> tuple[Patch, Path]:
     """Returns the patch that knows all of its files in ``directory`` or in ``src`` below it, and that directory.
 
-    Raises CommandError if there is none; it names the files that the most similar version does not know.
+    Raises CommandError if there is none; it names the files that are missing or differ from the most similar version.
     """
     patches = patches_of(host)
     places = [(patch, root) for root in (directory, directory / "src") for patch in patches]
