@@ -1,4 +1,4 @@
-"""The torch profiler: one Kineto trace per window, and what can be made of it."""
+"""Records one Kineto trace per window with the torch profiler, and has the files made that derive from it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from megaprof.recorders.ranges.host_ranges import add_ranges
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
-#: Where torch looks up what prepares Kineto; no public part of it.
+#: The module in which torch looks up the function that prepares Kineto. It is not public.
 _TORCH: Any = torch.autograd.profiler
 _KERNEL = b'"cat": "kernel"'
 _PIECE = 1 << 20
 EXECUTION_TRACE_SUFFIX = ".et.json"
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
-#: What the kernel summary repeats of the trace's metadata.
+#: The fields of the trace's metadata that the kernel summary repeats.
 _IDENTITY = ("target", "role", "steps", "coords", "host", "pid", "truncated", "truncated_reason")
 
 
 class TorchRecorder:
-    """Starts Kineto when a window opens; exports on the training thread, compresses in the writer's.
+    """Starts Kineto when a window opens. Exports on the training thread; the writer's thread compresses the trace.
 
-    Raises ValueError when this process cannot record: no CUDA device where only CUDA activity is wanted, or another
-    torch profiler already running (Kineto holds one session).
+    Raises ValueError if this process cannot record: only CUDA activity is wanted and there is no CUDA device, or
+    another torch profiler is already running (Kineto holds one session).
     """
 
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
@@ -62,20 +62,20 @@ class TorchRecorder:
         self._derived = DerivedFiles(writer)
         self._profile: profile | None = None
         self._prepared: _Prepared | None = None
-        self._recorded: tuple[str, ...] = ()  # which activities
+        self._recorded: tuple[str, ...] = ()  # the names of the activities
         self._started_in = 0  # nanoseconds
         self._waits: Waits | None = None
         self._ahead = False
         self._collections = Collections()
-        # Which kind of CUDA graphs Inductor makes is asked by every start of a profiler, and importing what says it
-        # takes up to two seconds: here rather than in a step.
+        # Every start of a profiler asks which kind of CUDA graphs Inductor makes, and so imports this module. That
+        # takes up to two seconds, so it is done here rather than in a step.
         if hasattr(torch, "_inductor"):
             import_module("torch._inductor.config")
         self._observer: ExecutionTraceObserver | None = None
         self._observed = self._directory  # the file of the observer
 
     def start(self, window: Window) -> None:
-        """Raises RuntimeError when another profiler, or another execution trace observer, runs in this process."""
+        """Begins recording. Raises RuntimeError if this process already runs a profiler or an execution trace observer."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
         config, began = self._config, time.perf_counter_ns()
@@ -102,10 +102,11 @@ class TorchRecorder:
         self._waits.read(0)
 
     def prepare(self) -> None:
-        """Put Kineto into its warm-up: its GPU tracing runs, and nothing is kept of it once `start` begins to record.
+        """Puts Kineto into its warm-up. GPU tracing runs then, but Kineto drops what it traced when `start` begins to
+        record.
 
-        A session of its own that is thrown away would not do: every session begins anew, loses some of its first
-        kernels (one more each time, pytorch/pytorch#192021), and may leave the next one without any.
+        A separate session that is thrown away would not help. Every session starts afresh, loses some of its first
+        kernels (one more each time, pytorch/pytorch#192021), and may leave the next session without any.
         """
         if not torch._C._autograd._profiler_enabled():
             self._prepared = _Prepared(self._new())  # first: an exception from here on ends in `discard`
@@ -141,7 +142,7 @@ class TorchRecorder:
             recording.export_chrome_trace(str(raw))
             garbage = operation_range(GARBAGE)
             timed = [*(emit.log or ()), *(emit.LoggedRange(garbage, *each) for each in self._collections.found)]
-            if timed and raw.exists():  # it does not when the disk is full
+            if timed and raw.exists():  # it does not exist if the disk is full
                 add_ranges(raw, timed)
         except BaseException:
             for unfinished in (raw, kineto_temporary(raw)):
@@ -155,7 +156,7 @@ class TorchRecorder:
         files = {suffix: self._final(window, suffix) for suffix in self._derived_suffixes()}
         derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
         if metadata.get("device") == "cuda" and raw.exists():
-            trace = open(raw, "rb")  # noqa: SIM115 - closed when it is done
+            trace = open(raw, "rb")  # noqa: SIM115 - the function that it is given to closes it
             self._writer.run(partial(_look_for_kernels, trace, self._final(window, TRACE_SUFFIX), how))
         if "trace" in self._config.export:
             self._writer.submit(Artifact(raw, self._final(window, TRACE_SUFFIX)))
@@ -177,7 +178,7 @@ class TorchRecorder:
                 self._observer = None
 
     def _leave_warm_up(self) -> None:
-        """torch's own way: it records nothing, for no time."""
+        """Leaves the warm-up as torch does: starts a recording, which is then ended at once and is empty."""
         prepared, self._prepared = self._prepared, None
         recording = None if prepared is None else prepared.taken()
         if recording is not None and not torch._C._autograd._profiler_enabled():
@@ -185,7 +186,7 @@ class TorchRecorder:
             recording.start_trace()
 
     def _end(self) -> None:
-        """Kineto is off afterwards, however far its start or its stop had come. Can be run twice."""
+        """Switches Kineto off, however far its start or its stop has come. Can be run twice."""
         recording = self._profile
         if recording is None:
             return
@@ -197,12 +198,12 @@ class TorchRecorder:
             finally:
                 if torch._C._autograd._profiler_enabled():
                     torch._C._autograd._disable_profiler()
-        torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]  # what stopping does last
+        torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]  # the last step of stopping
         _release(recording)
         self._profile = None
 
     def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
-        """See `megaprof.install.Handle.kernel_summary`."""
+        """Returns the kernel summary, see `megaprof.install.Handle.kernel_summary`."""
         return self._derived.kernel_summary(timeout, role)
 
     def _final(self, window: Window, suffix: str) -> Path:
@@ -216,12 +217,13 @@ class TorchRecorder:
 class _Prepared:
     """A session in Kineto's warm-up.
 
-    Kineto holds one session: whoever prepares another one ends this one, of which torch learns nothing, and starting
-    it then kills the process. torch does not say whether that happened, so the function that prepares is watched.
+    Kineto holds one session. If other code prepares another session, this one ends without torch knowing it, and to
+    start it then would kill the process. torch does not say whether that happened. So we replace the function that
+    prepares a session, and watch for such calls.
     """
 
     def __init__(self, recording: profile) -> None:
-        """Nothing is prepared yet."""
+        """Keeps ``recording``. Prepares nothing yet."""
         self._recording: profile | None = recording
         self._prepare = _TORCH._prepare_profiler
         self._begun = False
@@ -237,34 +239,35 @@ class _Prepared:
         return self._prepare(*args, **options)
 
     def taken(self) -> profile | None:
-        """The session; None where another one has taken its place."""
-        if _TORCH._prepare_profiler == self._another:  # else somebody watches it, too, and calls us
+        """Stops watching and returns the session. None if another session has replaced it."""
+        if _TORCH._prepare_profiler == self._another:  # otherwise other code has replaced it, too, and calls ours
             _TORCH._prepare_profiler = self._prepare
         if not self._begun:
-            self.begin()  # the host's own exception came in between: what is not prepared must not be started
+            self.begin()  # an exception of the host's interrupted `begin`; an unprepared session must not be started
             return self.taken()
         return self._recording
 
 
 def _activities(config: ProfileConfig) -> list[ProfilerActivity]:
-    """Those that can be recorded now; a host may come to use CUDA between one window and the next."""
+    """Returns the activities that can be recorded now. A host may begin to use CUDA between two windows."""
     return [_ACTIVITIES[each] for each in config.activities if each != "cuda" or _cuda()]
 
 
 def _cuda() -> bool:
-    """Whether CUDA activity can be recorded. Without a device, asking for it only prints a warning per window.
+    """Returns whether CUDA activity can be recorded. Asking Kineto for it without a device prints a warning per window.
 
-    Kineto must agree: it answers for what was built in. A process that has not initialised CUDA (a CPU actor on a GPU
-    machine) must not be made to by the profiler's synchronisation at the end of a window.
+    Kineto must have been built with it. And the process must have initialised CUDA already: otherwise the profiler's
+    synchronisation at the end of a window would do so, for example in a CPU actor on a GPU machine.
     """
     return torch.cuda.is_initialized() and ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
 
 
 def _trace_only(config: ProfileConfig) -> Any:
-    """Spare the training thread the events as Python objects, which nobody asks for: the trace holds the same ones.
+    """Returns the setting that keeps torch from making Python objects of the events. Nothing uses them, and the trace
+    holds the same events.
 
-    Closing a window then costs a fifth less. None with stacks, which the trace has only otherwise, and where torch
-    does not know it yet.
+    It makes closing a window a fifth cheaper. None with stacks, because the trace would lack them, and if this torch
+    does not know the setting.
     """
     if config.with_stack:
         return None
@@ -277,17 +280,18 @@ def _trace_only(config: ProfileConfig) -> Any:
 
 
 def _observe(observer: ExecutionTraceObserver, path: Path) -> None:
-    """Raises RuntimeError when another observer runs in this process."""
+    """Registers ``observer``, which writes to ``path``. Raises RuntimeError if another one runs in this process."""
     observer.register_callback(str(path))
-    # torch answers "registered" also when another observer holds the process's only place. Only ours opens the file.
+    # A process has room for one observer. torch answers "registered" even if another one is in place, but only ours
+    # opens the file.
     if not path.exists():
-        observer._registered = False  # or its end would take the other one out
+        observer._registered = False  # otherwise its end would remove the other one
         raise RuntimeError("another execution trace observer is already registered in this process")
 
 
 def _look_for_kernels(trace: BinaryIO, final: Path, how: Profiler) -> None:
-    """Say at once where a window of a GPU holds no kernel. In the writer's thread, a piece at a time: a search holds
-    the interpreter's lock."""
+    """Warns at once if the window of a model on a GPU holds no kernel. Runs on the writer's thread. Reads the trace
+    piece by piece, because a search holds the interpreter's lock."""
     with trace:
         end = b""
         while piece := trace.read(_PIECE):
@@ -315,10 +319,11 @@ def _drop(observer: ExecutionTraceObserver) -> None:
 
 
 def _stop(recording: profile) -> None:
-    """Stop without torch's own wait for the device, which has no limit: the session has waited, with one.
+    """Stops the recording without torch's own wait for the device, which has no limit. The session has already waited,
+    with a limit.
 
-    What is left is Kineto's: it flushes what CUPTI has, and CUPTI's flush synchronises nothing (CUPTI 11 to 13). A
-    process that ends while Kineto records would crash, so it is stopped in any case.
+    Kineto then only flushes what CUPTI has, and CUPTI's flush synchronises nothing (CUPTI 11 to 13). A process that
+    ends while Kineto records would crash, so Kineto is stopped in any case.
     """
     if recording.profiler is not None:
         recording.profiler.use_device = None
@@ -326,7 +331,7 @@ def _stop(recording: profile) -> None:
 
 
 def _release(recording: profile) -> None:
-    """Free what was recorded now. A ``profile`` is part of a reference cycle, so until the next garbage collection
-    (Megatron may have switched it off) it would hold the window's memory, and weak references to tensors, with which
-    ``torch.utils.swap_tensors`` fails: FSDP2 moves a model with it."""
+    """Frees what was recorded at once. A ``profile`` is part of a reference cycle, so it would stay until the next
+    garbage collection, which Megatron may have switched off. Until then it would hold the window's memory, and weak
+    references to tensors. With those ``torch.utils.swap_tensors`` fails, which FSDP2 uses to move a model."""
     recording.profiler = None

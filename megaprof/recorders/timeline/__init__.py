@@ -1,1 +1,1 @@
-"""The timeline recorder: every step on every rank, cheap enough to leave on."""
+"""The timeline recorder, which records every step on every rank and is cheap enough to leave on."""

@@ -1,7 +1,8 @@
-"""Who comes last: when this rank came to each collective, from torch's flight recorder. On the background thread.
+"""Reads when this rank came to each collective, from torch's flight recorder, to find the rank that comes last.
 
-A reading costs in proportion to the ring, and holds whole steps: those in it that are written already. So it is done at
-steps whose numbers are multiples of a power of two, chosen by what a reading takes: all ranks read at the same ones.
+This runs on the background thread. A reading costs in proportion to the size of the ring, and yields the steps in the
+ring that are complete and already written. So the recorder reads at steps whose numbers are multiples of a power of
+two, which it chooses by the cost of a reading. That way all ranks read at the same steps.
 """
 
 from __future__ import annotations
@@ -20,37 +21,38 @@ from megaprof.recorders import flight
 from megaprof.recorders.timeline.files import Place
 from megaprof.runtime.logs import logger
 
-#: CPU time of reading at most, as a part of the time of the job: beside the timeline's own, which is 0.25 % of 100 ms.
+#: The most CPU time for readings, as a part of the job's time. It adds to the timeline's own: 0.25 % of 100 ms.
 BUDGET = 5e-4
-#: Steps that a ring may still hold.
+#: The most written steps that are kept for the next reading, because a ring may still hold them.
 _STEPS = 256
 _GLOO = "gloo:"
 
 
 @dataclass(frozen=True)
 class Written:
-    """A step in the file."""
+    """A step that has been written to a file."""
 
     place: Place
-    """Where."""
+    """The place where it was written."""
     step: int
     """Its number."""
     start_ns: int
-    """When its call began, by the wall clock."""
+    """When its call began, in nanoseconds of the wall clock."""
     end_ns: int
-    """When the host was through with its call."""
+    """When the host finished its call, in nanoseconds of the wall clock."""
 
 
 class Reading:
-    """What is read of the ring, and when."""
+    """Reads the ring, and decides at which steps."""
 
     def __init__(self) -> None:
         self.due = 0
-        """The step at whose end the next reading is: then peers read the same ones, whose ends are near."""
+        """The step after which the next reading takes place. Peers read after the same step, and end it at nearly
+        the same time, so they read the same steps."""
         self.took = 0.0
-        """Seconds of CPU time of the last reading."""
+        """The CPU time of the last reading in seconds."""
         self.share = 0.0
-        """The part of the time until the next one that this is."""
+        """The CPU time of the last reading as a part of the time until the next one."""
         self._written: deque[Written] = deque(maxlen=_STEPS)
         self._groups: dict[str, GroupConfig] = {}
         self._described: dict[int, set[str]] = defaultdict(set)
@@ -58,15 +60,15 @@ class Reading:
         self._off = False
 
     def wrote(self, step: Written) -> None:
-        """Another step is in the file."""
+        """Notes that another step has been written."""
         self._written.append(step)
 
     def look(self, *, last: bool = False) -> list[tuple[Place, int, bytes]]:
-        """Returns what is to be written beside steps: place, which fact, and its bytes. ``last``: nothing is read any
-        more."""
+        """Reads the ring if a reading is due. Returns the facts to write next to steps: the step's place, which fact it
+        is, and its bytes. ``last``: this is the last reading, and takes place even if none is due."""
         if self._off or not self._written or not (last or self._written[-1].step >= self.due):
             return []
-        self._groups |= flight.groups()  # those of a process that ends are gone already
+        self._groups |= flight.groups()  # at the last reading of a process its groups are already gone
         oldest, newest, began = self._written[0], self._written[-1], time.thread_time()
         try:
             entries = flight.calls()
@@ -82,7 +84,7 @@ class Reading:
         return found
 
     def _plan(self, oldest: Written, newest: Written) -> None:
-        """When the next reading is due, by what the last one took."""
+        """Sets when the next reading is due, by the cost of the last one."""
         steps = max(1, newest.step - oldest.step)
         seconds = max((newest.end_ns - oldest.start_ns) / 1e9 / steps, 1e-6)
         every = 1 << max(0, int(np.ceil(np.log2(self.took / BUDGET / seconds))))
@@ -92,7 +94,7 @@ class Reading:
     def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[Place, int, bytes]]:
         collectives = [entry for entry in entries if not entry.is_p2p and self._parallel(entry)]
         times = np.array([entry.time_created_ns for entry in collectives], dtype=np.int64)
-        # A ring that has run over begins in the middle of a step.
+        # A ring that has overflowed begins in the middle of a step.
         since = entries[0].time_created_ns if entries and entries[0].record_id > 0 else 0
         waiting = []
         whole = 0
@@ -126,7 +128,7 @@ class Reading:
         for name, members in sorted(by_group.items()):
             numbers = np.array([entry.collective_seq_id for entry in members], dtype=np.int64)
             host = members[0].profiling_name.startswith(_GLOO)
-            if host:  # computes as it calls
+            if host:  # such a collective runs on the host when it is called
                 values = np.array([entry.time_created_ns - step.start_ns for entry in members], dtype=np.int64) // 1000
             elif all(entry.duration_ms is not None for entry in members):
                 values = np.array([1e3 * (entry.duration_ms or 0.0) for entry in members]).astype(np.int64)

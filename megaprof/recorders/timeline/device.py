@@ -1,4 +1,4 @@
-"""Times on the GPU: CUDA events from a pool, read when they are finished, and never waited for.
+"""Takes times on the GPU with CUDA events from a pool. It reads them when they are finished, and never waits for them.
 
 ROCm's runtime has the same functions under its own names, and torch calls both ``torch.cuda``.
 """
@@ -16,19 +16,19 @@ from megaprof.recorders.tape import Marker
 from megaprof.runtime.interruption import Suppressed
 
 _RELAXED = 2  # cuda.h, CUstreamCaptureMode: nothing that this thread does breaks a capture
-#: The library that torch's calls end in, and its functions. CUDA's is the driver: there is one of it in a process, and
-#: a call that fails leaves no error behind for torch to find.
+#: The library in which torch's calls end, and the functions used from it. For CUDA it is the driver: a process has only
+#: one, and a call that fails leaves no error behind for torch to find.
 _CUDA = "libcuda.so", "cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing", "cuEventRecord"
 _HIP = "libamdhip64.so", "hipThreadExchangeStreamCaptureMode", "hipStreamIsCapturing", "hipEventRecord"
 
 
 class NoDeviceClock(Exception):
-    """A GPU is in use and cannot be asked for the time; the message says why."""
+    """A GPU is in use, but cannot be asked for the time. The message says why."""
 
 
 def device_clock() -> DeviceClock | None:
-    """The clock of this process's GPU; None where torch does not use one. A build without CUDA and ROCm has none,
-    whatever a host that runs on a CPU pretends. Raises NoDeviceClock."""
+    """Returns the clock of this process's GPU; None if torch uses no GPU. A build without CUDA and ROCm has none, even
+    if a host on a CPU pretends to have a GPU. Raises NoDeviceClock."""
     import torch
 
     names = _HIP if torch.version.hip else _CUDA if torch.version.cuda else None
@@ -46,10 +46,10 @@ def device_clock() -> DeviceClock | None:
 
 
 def device_memory() -> Callable[[], Memory] | None:
-    """Returns what asks torch's allocator for the memory of this process's GPU; None where torch uses no GPU, or an
-    allocator that does not count. Nothing is reset: the host may read the same figures.
+    """Returns a function that asks torch's allocator for the memory of this process's GPU. None if torch uses no GPU,
+    or an allocator that does not count. The function resets nothing, because the host may read the same figures.
 
-    Asking copies the allocator's counters (15 us), and touches neither the GPU nor its driver."""
+    It copies the allocator's counters (15 us), and touches neither the GPU nor its driver."""
     import torch
 
     cuda: Any = torch.cuda
@@ -70,7 +70,8 @@ def device_memory() -> Callable[[], Memory] | None:
 
 
 def _loaded(library: str) -> str | None:
-    """The path of the shared library that this process has loaded under this name, whatever its version."""
+    """Returns the path of the shared library that this process has loaded under this name, whatever its version. None
+    if there is none, or the system does not say."""
     with Suppressed(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             path = line.rpartition(" ")[2]
@@ -81,11 +82,11 @@ def _loaded(library: str) -> str | None:
 
 
 class DeviceClock:
-    """``mark()`` on the training thread, the rest on threads that read."""
+    """The clock of a GPU. The training thread calls ``mark()``; threads that read call the rest."""
 
     def __init__(self, exchange_mode: Any, is_capturing: Any, record: Any) -> None:
-        """The runtime's functions, of `ctypes`: one that swaps the capture mode of its thread, one that says whether a
-        stream captures, one that records an event on a stream."""
+        """Takes functions of the runtime, as `ctypes` has them. ``exchange_mode`` swaps the capture mode of its thread,
+        ``is_capturing`` says whether a stream is being captured, and ``record`` records an event on a stream."""
         import torch
 
         self._cuda: Any = torch.cuda
@@ -94,37 +95,39 @@ class DeviceClock:
         self._pool: list[Any] = []
         self._copies: Any = None
         self.mark: Callable[[], Any] = self._mark
-        """An event on the stream that is current, or None: a CUDA graph is captured on it, and the event would become
-        part of that. A step takes as many events as it has boundaries, and later steps reuse them.
+        """Records an event on the current stream and returns it. Returns None while a CUDA graph is captured on that
+        stream, because the event would become part of the graph. A step takes as many events as it has boundaries, and
+        later steps reuse them.
 
-        The stream is asked for every time, because Megatron works on several: that takes 0.1 us where the caller of
-        `torch.cuda.current_stream` pays for a new object."""
+        It asks for the current stream every time, because Megatron works on several. That takes 0.1 us, whereas
+        `torch.cuda.current_stream` would make a new object every time."""
         current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         if Marker is not None and current_stream is not None:
             addresses = (ctypes.cast(each, ctypes.c_void_p).value for each in (is_capturing, record))
             self.mark = Marker(self._pool, self._new, current_stream, self._device, *addresses)
 
     def _mark(self) -> Any:
-        """Returns what `recorders.tape.Marker` does, in Python."""
+        """Returns the same as `recorders.tape.Marker`, in Python."""
         if self._cuda.is_current_stream_capturing():
             return None
         try:
-            event = self._pool.pop()  # atomic, so no lock: who reads only appends
+            event = self._pool.pop()  # atomic, so no lock: reading threads only append
         except IndexError:
             return self._new()
         event.record()
         return event
 
     def _new(self) -> Any:
-        """An event that was recorded: torch makes it then."""
+        """Returns a new event, already recorded: torch creates an event when it is recorded."""
         event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """What a thread needs in which events are asked: a query while another thread captures a CUDA graph would break
-        that capture, and a thread's first call would open a context on device 0."""
+        """Prepares a thread to query events in this block. Otherwise a query would break a CUDA graph that another
+        thread is capturing, and a thread's first call would open a context on device 0. Raises RuntimeError if the
+        thread cannot be prepared."""
         mode = ctypes.c_int(_RELAXED)
         status = self._exchange_mode(ctypes.byref(mode))
         if status != 0:
@@ -136,16 +139,16 @@ class DeviceClock:
             self._exchange_mode(ctypes.byref(mode))
 
     def finished(self, event: Any) -> bool:
-        """Inside `reading`."""
+        """Returns whether ``event`` is finished. To be called inside `reading`."""
         return bool(event.query())
 
     def microseconds(self, first: Any, event: Any) -> int:
-        """Between two finished events; inside `reading`."""
+        """Returns the microseconds between two finished events. To be called inside `reading`."""
         return round(1000 * float(first.elapsed_time(event)))
 
     def numbers(self, tensor: Any) -> list[Any]:
-        """Returns what a tensor holds whose step is finished: copied on a stream of our own, which nobody else waits
-        for. Inside `reading`."""
+        """Returns the numbers in a tensor whose step is finished. Copies them on a stream of our own, which no one else
+        waits for. To be called inside `reading`."""
         if self._copies is None:
             self._copies = self._cuda.Stream()
         with self._cuda.stream(self._copies):

@@ -1,4 +1,5 @@
-"""A rank's timeline on disk: appended to, rotated, bounded, and whole up to its last record whatever happens."""
+"""Writes a rank's timeline to disk. Files are appended to, rotated and bounded, and always whole up to their last
+record."""
 
 from __future__ import annotations
 
@@ -18,45 +19,46 @@ from megaprof.recorders.timeline.step import Description
 from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.logs import logger
 
-#: The limit of bytes is for this many full files; the oldest goes when another one begins that would exceed it.
+#: The limit in bytes is divided among this many full files. When a new file begins and would exceed the limit, the
+#: oldest is removed.
 FILES = 4
-#: After a write that failed (a full disk, a file server that is gone), how long not to try again, in seconds.
+#: The pause after a failed write (a full disk, a lost file server) before the next try, in seconds.
 PAUSE_SECONDS = 60.0
 
 Facts = tuple[tuple[int, bytes], ...]
-"""What stands beside a step: which fact of `formats.timeline`, and its bytes."""
+"""The facts written next to a step: which fact of `formats.timeline` it is, and its bytes."""
 
 
 class PackedStep(NamedTuple):
     """A step as it is written."""
 
     description: Description
-    """What it shares with other steps: its metadata."""
+    """The metadata, which it shares with other steps."""
     events: bytes
     """The codes of its events as 64-bit integers, in the order of their starts."""
     begun: tuple[int, int, int, int]
-    """As `formats.timeline.step_record` takes it, like the next two."""
+    """An argument of `formats.timeline.step_record`, like the next two fields."""
     spent: tuple[int, ...]
     times: bytes
     facts: Facts
-    """What stands beside it."""
+    """The facts written next to it."""
 
 
 class Place(NamedTuple):
-    """Where a step was written."""
+    """The place where a step was written."""
 
     file: int
-    """The rank's how manieth file."""
+    """The number of the file among the files of this rank, from 1 on."""
     row: int
     """The step's position in it."""
 
 
 class TimelineFiles:
-    """Appends steps for one rank. Only the background thread calls it. Never overwrites a file that exists.
+    """Appends the steps of one rank. Only the background thread calls it. Never overwrites an existing file.
 
-    ``limit``: bytes of all files together; there may be many small ones. A write that fails is logged once, taken back
-    as far as it got, and tried again a minute later with the steps that come then. A file that never got a step is
-    removed, and removes no other.
+    ``limit``: the bytes of all files together; there may be many small ones. A failed write is logged once, and the
+    part that was written is removed. A minute later writing goes on, with the steps that come then. A file that never
+    got a step is removed, and no older file is removed for it.
     """
 
     def __init__(self, directory: Path, role: str | None, coords: RankCoords, limit: int) -> None:
@@ -79,8 +81,8 @@ class TimelineFiles:
         self.steps_lost = 0
 
     def append(self, steps: Sequence[PackedStep]) -> list[Place]:
-        """Write ``steps``, with one write as long as no other file begins; answers where those are that were written,
-        the first ones."""
+        """Writes ``steps``, in a single write unless a new file begins. Returns the places of the written steps, which
+        are the first ones of ``steps``."""
         places: list[Place] = []
         try:
             while len(places) < len(steps) and time.monotonic() >= self._paused_until:
@@ -92,8 +94,8 @@ class TimelineFiles:
         return places
 
     def add(self, facts: Sequence[tuple[Place, int, bytes]]) -> None:
-        """Write what stands beside steps that were written before: place, which fact, and its bytes. What is beside
-        steps of an earlier file, or has no room, is left out."""
+        """Writes facts next to steps that are already written: the step's place, which fact it is, and its bytes.
+        Leaves out facts on steps of an earlier file. Writes none if they do not fit into the file."""
         said = [format.fact_record(place.row, what, payload) for place, what, payload in facts if self._is_open(place)]
         data = b"".join(said)
         if data and self._size + len(data) <= self._largest:
@@ -121,12 +123,12 @@ class TimelineFiles:
         self._end_file()
 
     def _append(self, steps: Sequence[PackedStep]) -> int:
-        """Write the first of ``steps``, as many as have room in one file; answers how many."""
+        """Writes the first of ``steps``, as many as fit into one file. Returns their number."""
         if self._file is None:
             self._begin_file(steps[0].begun[2])
         size, data, count = self._size, list[bytes](), 0
-        # In front of the steps: those of one length then follow each other, which is quick to read, and a file that is
-        # cut lacks steps rather than what stands beside them.
+        # Facts go in front of the steps. Then steps of the same length follow each other, which is quick to read. And a
+        # file that was cut off lacks steps rather than facts on steps.
         beside: list[bytes] = [] if size else [format.MAGIC]
         for description, events, begun, spent, times, facts in steps:
             number, shape, records = self._descriptions.get(description), self._shapes.get(events), b""
@@ -155,7 +157,8 @@ class TimelineFiles:
         return count
 
     def _said(self, description: Description, row: int, facts: Facts) -> bytes:
-        """The records of what stands beside a step. What holds until another one is told most jobs say once."""
+        """Returns the records of the facts on a step. Some facts hold until the next one of their kind. They are left
+        out while they do not change: most jobs write them only once."""
         said = []
         for what, payload in facts:
             if what in format.HOLDING:
@@ -171,7 +174,7 @@ class TimelineFiles:
         for repeat in itertools.count(1):
             path = artifact_path(self._directory, *about, repeat=repeat)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # an earlier run's, or a step that the host runs again
+            with contextlib.suppress(FileExistsError):  # of an earlier run, or of a step that the host runs again
                 self._file = os.open(path, flags, 0o666)
                 break
         self._path, self._size = path, 0
@@ -179,7 +182,7 @@ class TimelineFiles:
         self._descriptions, self._shapes, self._holding, self._steps = {}, {}, {}, 0
 
     def _write(self, data: bytes) -> None:
-        """All of ``data`` or, after an OSError, nothing of it."""
+        """Writes all of ``data``. If it raises OSError, nothing of it stays in the file."""
         if self._file is None:
             raise OSError("no file is open")
         try:
@@ -196,7 +199,7 @@ class TimelineFiles:
         self.bytes_written += len(data)
 
     def _make_room(self) -> None:
-        """The file that begins has its first step: older ones go, as far as there would be too many bytes."""
+        """Removes the oldest files while there are too many bytes. Called when a new file has got its first step."""
         while sum(size for _, size in self._ended) > self._most:
             path, _ = self._ended.popleft()
             with Suppressed(OSError):

@@ -156,8 +156,8 @@ class TimelineRecorder:
         self._collections.stop()
 
     def close(self) -> None:
-        """Writes all finished steps and ends the file. A write in progress is waited for, but not for ever: a disk that
-        does not answer must not keep a job from ending."""
+        """Writes all finished steps and ends the file. Waits for a write in progress, but at most `END_SECONDS`: a disk
+        that does not answer must not keep a job from ending."""
         self._collections.stop()
         self._background.remove(self.drain)
         if self._writing.acquire(timeout=END_SECONDS):

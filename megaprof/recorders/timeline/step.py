@@ -1,4 +1,4 @@
-"""One step of the timeline, from when the training thread begins it until the background thread has written it."""
+"""A step of the timeline, from its beginning on the training thread until the background thread has written it."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ class Calls:
 
     def __init__(self, target: str, role: str | None) -> None:
         self.target = target
-        """What they are for: ``train_actor``, ``train_log_probs``, ..."""
+        """The target of the calls: ``train_actor``, ``train_log_probs``, ..."""
         self.role = role
-        """Whose work they are; None where nobody said."""
+        """The role that the calls belong to; None if the host names no role."""
         self.number: int | None = None
-        """The step number of the last one that began."""
+        """The step number of the last call that began."""
         self.index = 0
-        """How many calls with that number began before it."""
+        """The number of calls with that step number that began before it."""
         self.finished: tuple[int, int] | None = None
-        """The step number of the last one that finished, and how many have finished."""
+        """The step number of the last call that finished, and the number of finished calls."""
         self.lengths: tuple[int | None, int | None] | None = None
-        """Sequence length and sequences of a microbatch in the first one."""
+        """The sequence length, and the sequences in a microbatch, of the first call."""
         self.descriptions: dict[tuple[Any, ...], Description] = {}
-        """By what tells them apart."""
+        """The descriptions so far. The key is made of the facts in which they differ."""
 
 
 class Description:
-    """What steps with the same metadata share."""
+    """The description that steps with the same metadata share."""
 
     __slots__ = ("calls", "metadata")
 
     def __init__(self, calls: Calls, metadata: dict[str, Any]) -> None:
         self.calls = calls
-        """The calls of their target and role."""
+        """The calls of the steps' target and role."""
         self.metadata = metadata
         """The ``megaprof`` object (docs/trace-metadata.md)."""
 
 
 class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
-    """A tape with what else is known of its step. It refers to no model and to no tensor of the schedule's, because it
-    may wait to be written.
+    """A tape with the other data of its step. It refers to no model and to no tensor of the schedule, because it may
+    wait a while before it is written.
 
     A mark is a time on the timeline's clock: nanoseconds, or an event on a GPU.
     """
@@ -64,20 +64,20 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     number: int
     """The number of the step."""
     index: int
-    """How many calls with this number were before it."""
+    """The number of calls with the same step number before it."""
     description: Description
-    """What it shares with other steps."""
+    """The description that it shares with other steps."""
     flags: int
-    """Step flags of `megaprof.formats.timeline`."""
+    """The step flags, as in `megaprof.formats.timeline`."""
     own: int
-    """Nanoseconds that the training thread took to begin and to end the record."""
+    """The nanoseconds that the training thread took to begin and to end the record."""
     start_ns: int
     """When it began, in nanoseconds of the wall clock."""
     end_ns: int
-    """When the host was through with it, likewise."""
+    """When the host finished it, in nanoseconds of the wall clock."""
     began: Any
-    """The mark of its start."""
+    """The mark at its start."""
     ended: Any
-    """The mark of its end."""
+    """The mark at its end."""
     memory: Memory | None
-    """The GPU's memory at its end; None without a GPU."""
+    """The GPU's memory when the step ended; None without a GPU."""
