@@ -153,7 +153,7 @@ class Result:
     command: tuple[str, ...]
     """The command of the fastest trial, for the user. It saves what the given command saves."""
     as_predicted: tuple[int, int]
-    """The number of predictions that agreed with the measured step, and the number of predictions that were compared."""
+    """The number of predictions that agreed with the measured step, and the number of those that were compared."""
 
 
 @dataclass(frozen=True)
