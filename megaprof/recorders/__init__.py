@@ -24,7 +24,7 @@ class Window:
     """The window that a recorder records. It identifies the artifact that the recorder writes."""
 
     target: str
-    """What is captured: ``train_actor``, ``train_log_probs``, ``evaluate``, ``train_overall`` or ``annotated``."""
+    """The work to capture: ``train_actor``, ``train_log_probs``, ``evaluate``, ``train_overall`` or ``annotated``."""
     role: str | None
     """The role that the work belongs to (actor, ref, critic, ...); None if the host names no role."""
     step: int

@@ -1,4 +1,4 @@
-"""Measures how long the training thread waits for a processor core because other threads run on all that it may use."""
+"""Measures how long the training thread waits for a processor core, because others run on the cores that it may use."""
 
 from __future__ import annotations
 

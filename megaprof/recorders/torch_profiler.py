@@ -75,7 +75,7 @@ class TorchRecorder:
         self._observed = self._directory  # the file of the observer
 
     def start(self, window: Window) -> None:
-        """Begins recording. Raises RuntimeError if this process already runs a profiler or an execution trace observer."""
+        """Begins recording. Raises RuntimeError if the process already runs a profiler or execution trace observer."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
         config, began = self._config, time.perf_counter_ns()

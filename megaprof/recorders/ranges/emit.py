@@ -25,9 +25,9 @@ class LoggedRange(NamedTuple):
     name: str
     """The range's name."""
     start: int
-    """When it began, in nanoseconds since the epoch, as Kineto counts."""
+    """Its beginning, in nanoseconds since the epoch, as Kineto counts."""
     end: int
-    """When it ended, in nanoseconds since the epoch."""
+    """Its end, in nanoseconds since the epoch."""
     thread: int
     """The system's number of its thread."""
 

@@ -37,9 +37,9 @@ class Written:
     step: int
     """Its number."""
     start_ns: int
-    """When its call began, in nanoseconds of the wall clock."""
+    """The time at which its call began, in nanoseconds of the wall clock."""
     end_ns: int
-    """When the host finished its call, in nanoseconds of the wall clock."""
+    """The time at which the host finished its call, in nanoseconds of the wall clock."""
 
 
 class Reading:

@@ -1,4 +1,4 @@
-"""How fast a rank has been, and since when something has not changed. May be read from another thread."""
+"""Measures how fast a rank has been, and since when a state has not changed. May be read from another thread."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Tally:
 
 
 class ChangeClock:
-    """Knows since when a state has not changed, as far as it was looked at."""
+    """Remembers since when a state has been the same at every look."""
 
     def __init__(self) -> None:
         self._last: Any = None

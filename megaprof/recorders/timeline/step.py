@@ -72,9 +72,9 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     own: int
     """The nanoseconds that the training thread took to begin and to end the record."""
     start_ns: int
-    """When it began, in nanoseconds of the wall clock."""
+    """The time of its start, in nanoseconds of the wall clock."""
     end_ns: int
-    """When the host finished it, in nanoseconds of the wall clock."""
+    """The time at which the host finished it, in nanoseconds of the wall clock."""
     began: Any
     """The mark at its start."""
     ended: Any
