@@ -17,7 +17,7 @@ from megaprof.recorders.ranges import emit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
-#: Both show that nsys waits for an NVTX range. nsys sets one itself, and the other because `megaprof nsys` asks for it.
+#: Either shows that nsys waits for an NVTX range: nsys sets one itself, the other because `megaprof nsys` asks for it.
 NVTX_VARIABLES = ("NSYS_NVTX_PROFILER_RANGE", "NSYS_NVTX_PROFILER_REGISTER_ONLY")
 
 

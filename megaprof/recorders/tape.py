@@ -49,7 +49,7 @@ class PythonTape:
         """``chunks``: the model chunks in the order of the call. ``clock``: returns marks of its own kind (CUDA
         events), or None when it cannot tell the time. Without one, the tape uses the host's clock in nanoseconds."""
         self.events = array("q")
-        """Code, start and end of each event in turn. With a ``clock``, times are 0 here and stand in ``marks``."""
+        """Code, start and end of each event in turn. With a ``clock``, times are 0 here and are in ``marks``."""
         self.marks: list[Any] | None = None if clock is None else []
         """Start and end of each event in turn, as the clock returned them. None: the host's clock is used."""
         self.clock = clock

@@ -22,7 +22,7 @@ def in_python(events: Any, zero: int) -> Packed:
     errors do not add up. Raises ValueError if an event ends before it starts, or starts before the step."""
     noted = np.frombuffer(events, dtype=np.int64).reshape(-1, 3)
     order, times = noted[:, 0], (noted[:, 1:] - (zero - 500)) // 1000
-    if (times[1:, 0] < times[:-1, 0]).any():  # an exchange inside a combined pass ends, and is noted, before it
+    if (times[1:, 0] < times[:-1, 0]).any():  # an exchange inside a combined pass ends, and is noted, before the pass
         by_start = np.lexsort((-times[:, 1], times[:, 0]))
         order, times = order[by_start], times[by_start]
     lengths, kinds = times[:, 1] - times[:, 0], order & codes.KIND_MASK
