@@ -1,1 +1,1 @@
-"""For other tools: one merged Perfetto trace, Parquet."""
+"""Converts captures for other tools: to one merged Perfetto trace, or to Parquet."""

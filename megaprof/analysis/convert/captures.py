@@ -21,7 +21,7 @@ from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 
-#: Of more captured ranks, only one per stage is taken by default: a timeline with more cannot be read.
+#: If more ranks were captured, only one per stage is taken by default, because a timeline with more is unreadable.
 MOST_RANKS = 64
 _PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
 
@@ -36,13 +36,13 @@ class StepName(NamedTuple):
     target: str
     """Sanitised target."""
     role: str
-    """Sanitised role; empty for none."""
+    """Sanitised role; empty if there is none."""
     step: int
     """The first step of the window."""
 
     @classmethod
     def of(cls, metadata: Metadata) -> StepName:
-        """The same from a file's metadata."""
+        """Returns the name of the step that a file's metadata describe."""
         return cls(sanitise(metadata.target), sanitise(metadata.role) if metadata.role else "", metadata.steps[0])
 
     def __str__(self) -> str:
@@ -54,15 +54,15 @@ class Chosen:
     """The files of one captured step."""
 
     name: StepName
-    """The step."""
+    """The name of the step."""
     files: tuple[Source, ...]
     """Its files."""
     others: tuple[StepName, ...]
     """The other captured steps of the same run."""
     left_out: int
-    """Number of captured ranks that are not among ``files``."""
+    """The number of captured ranks that are not among ``files``."""
     runs: Runs
-    """The runs that have traces there; the step is of the chosen one."""
+    """The runs that have traces in the directory. The step belongs to the chosen run."""
 
 
 def choose(
@@ -75,9 +75,9 @@ def choose(
     ranks: Selector | None = None,
     run: int | None = None,
 ) -> Chosen:
-    """Returns the latest step of the first target of `_PREFERRED`, unless ``target``, ``role`` and ``step`` say
-    otherwise. ``ranks``: None for all, or for the lowest of each stage if there are more than `MOST_RANKS`. ``run``:
-    its number from 1, by default the newest.
+    """Returns the latest step of the first target in `_PREFERRED`, unless ``target``, ``role`` and ``step`` choose
+    another. ``ranks``: None for all ranks, or for the lowest of each stage if there are more than `MOST_RANKS`.
+    ``run``: the number of the run, from 1; None for the newest.
 
     Files that cannot be used become ``warnings``. Raises NothingToMerge and NoSuchRun.
     """
@@ -118,12 +118,12 @@ def choose(
 def _of_runs(
     source: Path, captures: Mapping[StepName, Iterable[tuple[Source, Place]]], run: int | None
 ) -> tuple[Runs, set[StepName]]:
-    """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. The rank with the
-    most files decides. Raises NoSuchRun."""
+    """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. Decides by the
+    rank that has the most files. Raises NoSuchRun."""
     held = Counter(rank for rank, _ in {(place.rank, file) for files in captures.values() for file, place in files})
     rank, count = max(held.items(), key=lambda each: (each[1], -each[0]))
     if count == 1 and run is None:
-        return Runs(), set()  # two files of one rank at least are of two runs
+        return Runs(), set()  # if there were several runs, some rank would have at least two files
     begun: dict[StepName, list[int]] = {}
     calls = []
     for name, files in captures.items():
@@ -149,7 +149,7 @@ def _taken(places: Iterable[Place], there: set[int], ranks: Selector | None) -> 
 
 
 def _named(source: Source) -> list[tuple[StepName, Place]]:
-    """Returns the step and place in a trace's name; nothing for a file that may hold several."""
+    """Returns the step and place in a trace's name; nothing for a file that may hold several of them."""
     name = None if isinstance(source, NsysFile) else parse_artifact_name(source.name)
     return [(StepName(name.target, name.role or "", name.step), name.place)] if name else []
 

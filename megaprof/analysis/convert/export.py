@@ -1,6 +1,6 @@
 """Writes timelines as one Parquet file with one row per rank and step, for any query engine.
 
-The columns are `COLUMNS`; units stand in their names.
+The columns are `COLUMNS`, whose names include the units.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megaprof.formats.job.run import RunRecord
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.timeline import Timeline, UnreadableTimeline, read_timeline
 
-#: Rows that wait in memory until they are written together; a row takes about 200 bytes there.
+#: The number of rows that wait in memory until they are written together. A row takes about 200 bytes there.
 WAITING_ROWS = 500_000
-#: How far apart the clocks of a job's hosts may be before a step counts as another run's.
+#: How far apart the clocks of a job's hosts may be, in nanoseconds, before a step counts as another run's.
 _CLOCKS_APART_NS = 60_000_000_000
 _AXES = ("pp", "tp", "cp", "ep", "dp")
 _TOTALS = ("duration", "forward", "backward", "combined", "finalize", "p2p", "own")
@@ -40,7 +40,7 @@ _FLAGS = {
     "captured": format.CAPTURED,
     "incomplete": format.INCOMPLETE,
 }
-#: ``call_index`` tells the calls of one step apart; times are null where the GPU did not say them.
+#: ``call_index`` distinguishes the calls of one step. Times that the GPU did not report are null.
 COLUMNS = pa.schema(
     [
         ("run", pa.string()),
@@ -58,30 +58,30 @@ Progress = Callable[[int, int], None]
 
 
 class NothingToExport(Unanswerable):
-    """There is no timeline here; the message says so."""
+    """There is no timeline, or no step in it, to export; the message says which."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     rows: int
-    """Rows, one for each rank and step."""
+    """The number of rows, one for each rank and step."""
     files: int
-    """Timelines that were read."""
+    """The number of timelines that were read."""
     cut: int
-    """Files that end inside a record, as those of a job do that runs or was killed."""
+    """The number of files that end inside a record, as happens if the job still runs or was killed."""
     warnings: tuple[Note, ...]
-    """What must be known about single files."""
+    """Warnings about single files."""
 
 
 def export(
     source: Path, out: Path, *, run: str | None = None, progress: Progress = lambda done, total: None
 ) -> Exported:
-    """Write the timelines under ``source`` (or one file) into the new file ``out``, which appears whole.
+    """Writes the timelines under ``source`` (or one file) into the new file ``out``, which appears whole.
 
-    ``run`` names the run; without it, ``control/run.json`` does from the moment on that it says, and nothing before.
-    ``progress(done, files)`` is called after each file. Files that cannot be used become warnings.
+    ``run`` names the run. Without it, ``control/run.json`` names the run for steps from its start on, and earlier steps
+    have no name. ``progress(done, files)`` is called after each file. Files that cannot be used become warnings.
 
     Raises:
         NothingToExport: there is no step to export.
@@ -125,8 +125,8 @@ def _written(paths: Sequence[Path], named: tuple[str | None, int], file: BinaryI
 
 
 def _named(directory: Path) -> tuple[str | None, int]:
-    """Returns the name of the run that writes there, and from which nanosecond on it is that one; None: nothing says.
-    A job whose models all have roles has a file for each: it is one job all the same."""
+    """Returns the name of the run that writes to ``directory``, and the nanosecond from which on it is that run. The
+    name is None if nothing says it. A job whose models all have roles has one file per role, and is still one job."""
     for path in (directory / "control" / "run.json", *sorted(directory.glob("control/role-*/run.json"))):
         with contextlib.suppress(OSError, ValueError, BadRecord):
             record = decode(read_input(path), RunRecord)
@@ -135,8 +135,8 @@ def _named(directory: Path) -> tuple[str | None, int]:
 
 
 def tables_of(timeline: Timeline, run: str | None = None, since_ns: int = 0) -> Iterator[pa.Table]:
-    """Yields the steps of a timeline as Arrow tables with `COLUMNS`, one for each target and role in it. ``run``: the
-    name of the steps that began at ``since_ns`` or later."""
+    """Yields the steps of a timeline as Arrow tables with `COLUMNS`, one table for each target and role. ``run``: the
+    name of the run for steps that began at ``since_ns`` or later."""
     for metadata, steps in timeline.by_metadata():
         yield _table(metadata, steps, run, since_ns)
 

@@ -1,11 +1,11 @@
 """Merges the captured ranks of a step into one Perfetto timeline, in Chrome's JSON trace format.
 
 Each rank is a process, named by its coordinates and sorted by stage. Clocks are aligned (`clocks`), and an arrow leads
-from each send to its receive. Ranks are read twice, for the clocks and for their events, and written one after the
-other, event by event, so that no whole trace is in memory.
+from each send to its receive. Each rank is read twice, once for the clocks and once for its events. Ranks are written
+one after the other, event by event, so no whole trace is in memory.
 
-Process, thread and flow ids are unique in a file only: each gets a new one. Perfetto takes a process id of 0 for the
-idle task and a thread id that equals a process id for its main thread, so neither occurs.
+Process, thread and flow ids are unique only within a file, so each gets a new one. Perfetto takes a process id of 0 for
+the idle task, and a thread id that equals a process id for its main thread, so the new ids avoid both.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 from megaprof.version import __version__
 
-#: Key of the object that marks a file as a merged timeline.
+#: The key of the object that marks a file as a merged timeline.
 MARK = "megaprofMerge"
 
 _FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
 _BATCH = 4096
-_INSIDE_NS = 10  # an arrow that ends with a slice would belong to what comes behind it
-_ARRIVAL_NS = 5  # what an arrow ends in; shorter than _INSIDE_NS, so it lies inside its receive
+_INSIDE_NS = 10  # an arrow that ended exactly with a slice would belong to the next slice
+_ARRIVAL_NS = 5  # the length of the slice in which an arrow ends; less than _INSIDE_NS, so it is inside the receive
 _LONGEST = 1 << 53  # microseconds
 _OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written."""
+    """The result of a merge."""
 
     out: Path
     """The merged timeline."""
     name: StepName
     """The step."""
     ranks: tuple[int, ...]
-    """Its ranks, by stage."""
+    """The merged ranks, ordered by stage."""
     events: int
-    """Events in the file."""
+    """The number of events in the file."""
     arrows: int
-    """Arrows from sends to receives."""
+    """The number of arrows from sends to receives."""
     alignment: Alignment
     """How the clocks were aligned."""
     others: tuple[StepName, ...]
     """Captured steps that were not merged."""
     left_out: int
-    """Ranks of this step that were not."""
+    """The number of captured ranks of this step that were not merged."""
     warnings: tuple[Note, ...]
-    """What must be known about it."""
+    """Warnings about the result."""
     run: int
-    """Which of the runs it is of, from 1, the oldest."""
+    """The number of the run that the step belongs to, from 1, the oldest."""
     runs: int
-    """How many runs have traces there."""
+    """The number of runs that have traces in the directory."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class _Arrow:
 
 @dataclass
 class _Rank:
-    """A rank to be written. ``part``: its part of a file of several processes or windows. ``arrows``: by the range in
-    which they start or end."""
+    """A rank that will be written. ``part``: its part of a file with several processes or windows. ``arrows``: its ends
+    of arrows, by the range in which they start or end."""
 
     path: Path
     part: Part | None
@@ -134,16 +134,16 @@ def merge(
     run: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
-    """Merges one captured step below ``source`` into ``out`` (gzipped if that ends in ``.gz``).
+    """Merges one captured step under ``source`` into ``out`` (gzipped if that ends in ``.gz``).
 
-    `captures.choose` chooses the run, step and ranks. ``progress(done, total)`` is called after each file.
-    ``out`` appears whole or not at all, and only replaces an older merged timeline. Files that cannot be used become
+    `captures.choose` chooses the run, step and ranks. ``progress(done, total)`` is called after each file. ``out``
+    appears whole or not at all. It replaces nothing but an older merged timeline. Files that cannot be used become
     warnings.
 
     Raises:
         NothingToMerge: there is no such step, or none of its files can be read.
         NoSuchRun: there are fewer runs.
-        ValueError: ``out`` is something else than a merged timeline.
+        ValueError: ``out`` exists and is not a merged timeline.
         OSError: ``out`` cannot be written.
     """
     _refuse_to_lose(out)
@@ -212,7 +212,7 @@ def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[Note]) -> list[_Ra
 
 
 def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -> tuple[Alignment, int]:
-    """Aligns the clocks, and gives each rank its ends of the arrows."""
+    """Aligns the clocks, and gives each rank its ends of the arrows. Returns the alignment and the number of arrows."""
     of_rank = {rank.coords.rank: rank for rank in ranks}
     links = links_between({number: rank.ends for number, rank in of_rank.items()})
     alignment = align({n: rank.ends.metadata.host for n, rank in of_rank.items()}, links)
@@ -297,8 +297,8 @@ def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
 
 
 def _events(rank: _Rank) -> Iterator[Any]:
-    """Yields the events of a rank, decoded piece by piece; None for what is no event. Raises UnreadableTrace: it could
-    be read a moment ago."""
+    """Yields the events of a rank, decoded piece by piece, and None for everything that is not an event. Raises
+    UnreadableTrace if the file has changed since it was first read."""
     with refusing(rank.path):
         if rank.part is not None:
             yield from nsys.events_of(rank.path, rank.part, rank.base)
@@ -310,8 +310,8 @@ def _events(rank: _Rank) -> Iterator[Any]:
 
 
 def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> None:
-    """Writes the events of a rank with new ids and with times ``shift`` nanoseconds later, and the arrows behind their
-    ranges."""
+    """Writes the events of a rank with new ids and with times ``shift`` nanoseconds later. Writes each arrow after its
+    range."""
     pid = rank.coords.rank + 1
     tids: dict[tuple[Any, Any], int] = {}
     ids: dict[Any, int] = {}
@@ -326,7 +326,7 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
         tid = tids.get(place)
         if tid is None:
             tid = tids[place] = next(threads)
-            if isinstance(place[1], str) and place[1]:  # Kineto gives its window's end a thread without a name
+            if isinstance(place[1], str) and place[1]:  # Kineto puts its window's end on a thread without a name
                 name = {"name": place[1]}
                 writer.add({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": name})
         event["pid"], event["tid"], event["ts"] = pid, tid, (time + shift) / 1000
@@ -347,8 +347,8 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
             about = {"cat": "p2p", "name": arrow.name}
             at = {"pid": pid, "tid": tid, "ts": (arrow.time - rank.base + shift) / 1000}
             if arrow.phase == "f":
-                # Perfetto turns an arrow around that ends in a slice older than the one it starts in, and a receive
-                # that waits for a late neighbour began before the send: so it ends in a slice of its own.
+                # Perfetto reverses an arrow that ends in an older slice than the one it starts in. A receive that waits
+                # for a late neighbour began before the send, so its arrow ends in a slice of its own.
                 writer.add({"ph": "X", **about, **at, "dur": _ARRIVAL_NS / 1000})
             writer.add({"ph": arrow.phase, **more, **about, "id": arrow.number, **at})
 
@@ -364,7 +364,7 @@ def _time(event: Any) -> int | None:
     ts: Any = event.get("ts", 0 if event["ph"] == "M" else None)
     duration = event.get("dur", 0)
     for number in (ts, duration):
-        # A comparison with NaN is false.
+        # This also refuses NaN, because a comparison with NaN is false.
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < _LONGEST:
             return None
     return round(float(ts) * 1000) if duration >= 0 else None
@@ -382,7 +382,8 @@ def is_merged(path: Path) -> bool:
 
 
 def _refuse_to_lose(out: Path) -> None:
-    """An older merged timeline may be replaced; a trace, or any other file, would be lost."""
+    """Raises ValueError if ``out`` is a trace or another file that would be lost. It may be an older merged timeline or
+    an empty file."""
     if out.is_dir():
         raise ValueError(f"{out} is a directory, not a file")
     if not out.exists() or (out.is_file() and out.stat().st_size == 0):

@@ -1,1 +1,1 @@
-"""A file -> events -> calls: what one rank recorded."""
+"""Reads what one rank recorded: from a file to events, and from events to calls."""

@@ -1,7 +1,7 @@
-"""Assigns GPU activities to the passes of one schedule call, by the moment of each launch.
+"""Assigns GPU activities to the passes of one schedule call, by the time of each launch.
 
-A launch while a microbatch's range is open belongs to that microbatch, in whatever thread it happened: a backward's
-range is on the main thread, its launches come from autograd's.
+A launch while a microbatch's range is open belongs to that microbatch, whichever thread it is on. For example, the
+range of a backward is on the main thread, and its launches come from autograd's thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megaprof.formats.metadata import Metadata
 _Rows = npt.NDArray[np.bool_]
 _NOBODY = -1
 _ALL = slice(None)
-#: Communication without which a pass cannot go on; gradients are reduced beside it, and exchanges come between passes.
+#: Communication that a pass has to wait for. Gradients are reduced beside the pass, and exchanges are between passes.
 _OF_PASSES = [USES.index(group) for group in INSIDE]
 
 
@@ -41,11 +41,11 @@ class PassOnGpu(NamedTuple):
     """One pass on the GPU, in nanoseconds."""
 
     exposed: dict[str, int]
-    """Communication while nothing computed, by `groups.USES` without the pipeline's."""
+    """Communication while nothing computed, by `groups.USES` except the pipeline's."""
     compute: int
-    """How long the GPU was busy with anything but communication."""
+    """The time in which the GPU did anything but communicate."""
     working: int
-    """From its first kernel to its last, without exposed communication and `Attribution.host_bound`."""
+    """The time from its first kernel to its last, without exposed communication and `Attribution.host_bound`."""
     extent: tuple[int, int] | None
     """When its first kernel began and its last ended, on the wall clock of the host; None without kernels."""
 
@@ -55,7 +55,7 @@ class Attribution:
     """One call on the GPU, in nanoseconds on the wall clock of its host."""
 
     start: int
-    """When the GPU became free for it."""
+    """When the GPU became free for the call."""
     end: int
     """The end of its last activity."""
     passes: list[PassOnGpu]
@@ -63,19 +63,19 @@ class Attribution:
     exposed_by: dict[str, int]
     """Communication while nothing computed, by `groups.USES`."""
     undecided: tuple[str, ...]
-    """Axes that the ``unknown`` part of it may belong to."""
+    """Axes that the ``unknown`` part of ``exposed_by`` may belong to."""
     early: dict[str, int]
-    """The part of ``exposed_by`` until the last pass ended."""
+    """The part of ``exposed_by`` before the last pass ended."""
     outside_ns: int
-    """How long it computed outside of passes, for instance to scale gradients after the last one."""
+    """The time in which the GPU computed outside of passes, for instance to scale gradients after the last one."""
     host_bound: Intervals
-    """When it idled in a pass because the host had launched nothing; disjoint."""
+    """When the GPU idled in a pass because the host had launched nothing; disjoint."""
     pipeline: Intervals
-    """When the pipeline group communicated while nothing computed, and between passes; disjoint."""
+    """When the pipeline group communicated between passes and nothing computed; disjoint."""
     exchanges: tuple[Exchange, ...]
     """Send-receive kernels of the pipeline group."""
     lost: int
-    """Activities whose launch is not in the trace."""
+    """The number of activities whose launch is not in the trace."""
 
 
 def attribute(
@@ -85,13 +85,13 @@ def attribute(
     passes: Sequence[TracedRange],
     exchanges: Sequence[TracedRange],
 ) -> Attribution | None:
-    """Returns what the GPU did for the call ``outer``; None if it did nothing. ``passes`` and ``exchanges`` lie in
-    ``outer`` and are sorted by start."""
+    """Returns what the GPU did for the call ``outer``; None if it did nothing. ``passes`` and ``exchanges`` must lie
+    inside ``outer`` and be sorted by start."""
     own = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
     if not own.any():
         return None
     use, doubtful = _by_elimination(gpu, own, metadata, passes, exchanges)
-    computing = union(gpu.spans[use == COMPUTE])  # whoever launched it: what runs beside it is hidden
+    computing = union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides the communication beside it
     start, end = _extent(gpu, own, outer)
     whole = union(intervals([(start, end)]))
     owner = owners(gpu.launched, passes)
@@ -106,7 +106,7 @@ def attribute(
     extents = _extents(gpu, owner, inside, len(passes))
     rows = extents[extents[:, 1] > extents[:, 0]]
     idle = difference(whole, union(gpu.spans))
-    # What a pass waited for has come when its first kernel runs: an exchange beside the rest of it is for another pass.
+    # When the first kernel of a pass runs, its input has arrived. So an exchange beside the rest is for another pass.
     between = difference(union(rows), union(gpu.spans[use != PP]))
     waiting = intersection(unfed(gpu, idle), union(times_of(passes)))
     host_bound = union(np.concatenate((waiting, unfed(gpu, between, use != PP))))
@@ -137,8 +137,8 @@ def attribute(
 
 
 def owners(times: npt.NDArray[np.int64], opened: Sequence[TracedRange]) -> npt.NDArray[np.int64]:
-    """Returns, for each moment, the index of the innermost range that was open then; -1 if none was. ``opened`` is
-    sorted by start."""
+    """Returns, for each of ``times``, the index of the innermost range that was open then; -1 if none was. ``opened``
+    must be sorted by start."""
     spans = times_of(opened)
     place = np.searchsorted(spans[:, 0], times, side="right") - 1
     if not len(spans):
@@ -147,7 +147,8 @@ def owners(times: npt.NDArray[np.int64], opened: Sequence[TracedRange]) -> npt.N
 
 
 def busy_in(gpu: Activities, opened: Sequence[TracedRange]) -> list[int]:
-    """Returns how many nanoseconds the GPU computed for each of ``opened``, ranges of one kind sorted by start."""
+    """Returns how many nanoseconds the GPU computed for each range in ``opened``. They are of one kind, and sorted by
+    start."""
     owner = owners(gpu.launched, opened)
     return _per_owner(owner, gpu.known & (gpu.use == COMPUTE) & (owner >= 0), gpu.spans, len(opened))
 
@@ -159,12 +160,12 @@ def _by_elimination(
     passes: Sequence[TracedRange],
     exchanges: Sequence[TracedRange],
 ) -> tuple[npt.NDArray[np.int8], list[tuple[_Rows, list[str]]]]:
-    """Returns the use of each activity, which the place of its launch may tell; and rows of communication whose group
-    stays unknown, each with the axes that it may belong to.
+    """Returns the use of each activity, now also known from the place of its launch. Also returns rows of communication
+    whose group stays unknown, with the axes that they may belong to.
 
-    Communication launched in an exchange between stages is the pipeline's. Elsewhere it belongs to the only possible
-    axis: ranks that send to each other outside an exchange are in an all-to-all, of experts or of context
-    parallelism, and the pipeline's group has no other use in a pass.
+    Communication that was launched in an exchange between stages is the pipeline's. Elsewhere it belongs to an axis if
+    no other is possible. Outside an exchange, ranks that send to each other are in an all-to-all, of experts or of
+    context parallelism, and the pipeline's group has no other use in a pass.
     """
     use = gpu.use.copy()
     doubtful: list[tuple[_Rows, list[str]]] = []
@@ -180,7 +181,7 @@ def _by_elimination(
         (unknown & ~gpu.pairwise & ~in_pass, AXES),
     ):
         there = parallel_of(users, metadata.sizes) or parallel_of(AXES, metadata.sizes)
-        if metadata.version is None:  # the sizes are only what the ranges show
+        if metadata.version is None:  # the sizes come only from the ranges
             doubtful.append((rows, list(AXES)))
         elif len(there) == 1:
             use[rows] = USES.index(there[0])
@@ -190,10 +191,10 @@ def _by_elimination(
 
 
 def _extent(gpu: Activities, own: _Rows, outer: TracedRange) -> tuple[int, int]:
-    """Returns the extent of a call: from when the host was in it and the GPU had finished earlier work, to the end of
-    its last activity.
+    """Returns the extent of a call. It begins when the host is in the call and the GPU has finished earlier work, and
+    ends with the call's last activity.
 
-    Work that was launched before the recording began has no launch in the trace, and runs before everything that this
+    Work that was launched before the recording began has no launch in the trace. It runs before everything that this
     call launched.
     """
     first, end = int(gpu.spans[own, 0].min()), int(gpu.spans[own, 1].max())
@@ -227,7 +228,7 @@ def _per_owner(
 
 
 def unfed(gpu: Activities, idle: Intervals, of: _Rows | slice = _ALL) -> Intervals:
-    """Returns the idle times of the GPU at whose start it had finished everything launched so far. ``of``: the
+    """Returns the idle times at whose start the GPU had finished everything that was launched before. ``of``: the
     activities that count."""
     launched = np.searchsorted(np.sort(gpu.launched[of]), idle[:, 0], side="right")
     begun = np.searchsorted(gpu.spans[of, 0], idle[:, 0], side="left")

@@ -1,7 +1,7 @@
 """Turns a trace into schedule calls: when each microbatch ran, and how long it waited for collectives.
 
 A *call* is one outermost range: one ``forward_backward_func`` call on one rank, or a whole `train_overall` step around
-several of them.
+several such calls.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PassId
 
-#: The groups whose communication is split apart, in the order of the report's ``exposed_ms``; ``unknown`` is
-#: communication of which the recording does not tell the group.
+#: The groups whose communication is listed separately, in the order of the report's ``exposed_ms``. ``unknown`` is
+#: communication whose group the recording does not show.
 GROUPS = (*AXES, "unknown")
 WHOLE_STEP = "train_overall"
 RECOMPUTE = "recompute"
-#: Communication of an unknown group is worth a note from this fraction of the call on.
+#: Communication of an unknown group gets a note if it takes at least this fraction of the call.
 _UNNAMED = 0.01
 
 #: Targets that have no backward, for files that do not say so.
 FORWARD_ONLY = ("train_log_probs", "evaluate")
-#: Who may use a collective inside a microbatch, by operation; any of tp, cp, ep and dp where not listed. Megatron's
-#: tensor and data parallelism have no all-to-all: tokens are dispatched by it (ep), and heads exchanged (cp).
+#: The axes that may use a collective inside a microbatch, by operation; any of tp, cp, ep and dp for other operations.
+#: Megatron's tensor and data parallelism have no all-to-all: it dispatches tokens (ep) and exchanges heads (cp).
 _USERS = {"all_to_all": ("ep", "cp")}
 _ANY_USER = ("tp", "ep", "cp", "dp")
 
@@ -64,11 +64,11 @@ class Call:
     step: int
     """Its step, in the host's numbering where it has one."""
     index: int
-    """Which of the calls of one step and label it is, from 0: RL trains several times per step."""
+    """Its index among the calls of its step and label, from 0. RL trains several times per step."""
     metadata: Metadata
     """The rank's metadata, from its trace."""
     source: str
-    """Name of the trace's file."""
+    """The name of the trace's file."""
     start: int
     """When the host began it."""
     end: int
@@ -78,12 +78,12 @@ class Call:
     exchanges: tuple[Exchange, ...]
     """Its exchanges with other stages, as the host saw them; their kernels are in ``gpu``."""
     exposed_ns: dict[str, int | None]
-    """Exposed communication by group, on a CPU that of passes; None where the trace cannot tell, with the reason in
-    ``reasons``."""
+    """Exposed communication by group, on a CPU only that of passes; None if the trace does not show it, with the reason
+    in ``reasons``."""
     incomplete: Note | None
     """Why a part of the step is missing; None if nothing is."""
     has_kernels: bool
-    """Whether kernels ran on a GPU."""
+    """True if kernels ran on a GPU."""
     reasons: tuple[Note, ...]
     """Why some of its numbers are unknown."""
     finalize: Intervals = field(compare=False)
@@ -91,20 +91,21 @@ class Call:
     modules: dict[ModuleKey, tuple[int, ...]]
     """Nanoseconds of each pass through each module."""
     gpu: Attribution | None = field(compare=False, default=None)
-    """What ran on the GPU; None where that was not captured."""
+    """What ran on the GPU; None if that was not captured."""
     role: str | None = None
-    """The model's role, if known; in a whole step, each call inside has its own."""
+    """The model's role; None if unknown. In a whole step, each call inside has its own role."""
     after_opening: bool = False
-    """Whether it is the first call that its tool recorded; ranks do not open the tool at the same moment."""
+    """True if it is the first call that its tool recorded. Ranks do not open the tool at the same moment."""
     unseen: Note | None = None
-    """Why its kernels are missing in the trace, so that it has no passes, exchanges and sums; None if they are not."""
+    """Why its kernels are missing in the trace, so that it has no passes, exchanges and sums; None if none are
+    missing."""
     opening_ns: int | None = None
     """How many nanoseconds starting the profiler delayed it; None if none was started right before it, or if that is
     unknown."""
     collecting: Intervals = field(compare=False, default_factory=lambda: intervals(()))
     """When Python collected garbage."""
     replayed: bool = False
-    """Whether its passes were replayed from a CUDA graph, so that they took no time on the host."""
+    """True if its passes were replayed from a CUDA graph, so they took no time on the host."""
     memory: Peak | None = None
     """Memory allocated on its device; None if that was not captured."""
 
@@ -115,7 +116,7 @@ class Call:
 
     @property
     def laid_out(self) -> list[Pass[int]]:
-        """Everything that took its time, in order: passes, gradient finalisation, and exchanges beside them."""
+        """Everything that took time in it, in order: passes, gradient finalisation, and exchanges beside them."""
         exchanges = self.exchanges if self.gpu is None else self.gpu.exchanges
         found: list[Pass[int]] = [*self.phases]
         found += (Pass(e.label, self.stage, None, None, e.start, e.end, self.rank) for e in exchanges)
@@ -128,7 +129,7 @@ class Call:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its step, and which of the calls of that it is."""
+        """Its step, and its index among the calls of that step."""
         return self.step, self.index
 
     @property
@@ -143,7 +144,7 @@ class Call:
 
     @property
     def forward_only(self) -> bool:
-        if self.label == WHOLE_STEP:  # the metadata are those of the first call in it
+        if self.label == WHOLE_STEP:  # its metadata are those of the first call inside
             return all(each.kind == ranges.FORWARD for each in self.phases)
         if self.label == self.metadata.target:
             return self.metadata.forward_only
@@ -278,7 +279,7 @@ def _modules(inside: list[TracedRange], passes: list[TracedRange], trace: Trace)
 
 
 def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | None], list[Note]]:
-    """Returns exposed communication by group, except the pipeline's: one rank does not see both ends of it."""
+    """Returns exposed communication by group, except the pipeline's, of which one rank does not see both ends."""
     split: dict[str, int | None] = {group: gpu.exposed_by[group] for group in GROUPS}
     reasons: list[Note] = []
     split.update(dict.fromkeys(gpu.undecided))
@@ -292,11 +293,11 @@ def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | No
 
 
 def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Intervals], list[tuple[str, ...]]]:
-    """Returns when collectives of passes were exposed, by group, as disjoint sets; and for each collective that may
-    belong to several groups (and is ``unknown``), which ones.
+    """Returns when collectives of passes were exposed, by group, as disjoint sets. Also returns the possible groups of
+    collectives that may belong to several, and so are ``unknown``.
 
     gloo's events do not name their group, so it is found by elimination. If no possible group has more than one rank,
-    the collective is no communication.
+    the collective is not communication.
     """
     sizes, passing = trace.metadata.sizes, union(times_of(passes))
     within = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
@@ -325,7 +326,7 @@ def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Interval
 def _split(
     trace: Trace, passes: Sequence[MeasuredPass], apart: Sequence[tuple[str, ...]]
 ) -> tuple[dict[str, int | None], list[Note]]:
-    """Returns exposed communication of passes by group. ``apart``: groups that the trace does not tell apart."""
+    """Returns exposed communication of passes by group. ``apart``: groups that the trace does not distinguish."""
     sizes = trace.metadata.sizes
     split: dict[str, int | None] = dict.fromkeys(GROUPS, 0)
     reasons: list[Note] = []
@@ -360,8 +361,8 @@ def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str,
 
 
 def _even(passes: list[TracedRange], collectives: list[Collective]) -> bool:
-    """Returns whether all microbatches issued equally many collectives, on every chunk. Then none of them is
-    data-parallel: gradients and parameters are exchanged once per step."""
+    """Returns whether all microbatches issued the same number of collectives, on every chunk. Then none of these is
+    data-parallel, because gradients and parameters are exchanged once per step."""
     times = times_of(passes)
     edges = np.searchsorted(np.array([c.start for c in collectives], dtype=np.int64), times)
     counts: dict[tuple[str, int | None], list[int]] = {}

@@ -1,9 +1,10 @@
-"""Decodes a Kineto trace of any size to typed events, a piece at a time. A damaged file gives what it holds.
+"""Decodes a Kineto trace of any size to typed events, a piece at a time. A damaged file yields its readable events.
 
-The text comes in pieces, unpacked ahead of us. Healthy text is cut at the last border between two events that looks
-like the border between the first two, and is decoded at once: text cut in a wrong place never decodes. Text that does
-not decode (an event with a wrong type, ``NaN``, bytes that are not UTF-8) is cut by Python's own decoder, value by
-value. Events that stay unreadable are counted; where a file ends too early, the events before its end count.
+The text comes in pieces, which are unpacked ahead of the decoding. A piece is cut at the last border between two events
+that looks like the border between the first two, and is decoded at once. This is safe, because text that is cut in a
+wrong place never decodes. Text that does not decode (an event with a wrong type, ``NaN``, bytes that are not UTF-8) is
+cut by Python's own decoder, value by value. Events that stay unreadable are counted. If a file ends too early, the
+events before its end are still yielded.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ _ARGUMENTS = {
 
 
 class Undecodable(Exception):
-    """The bytes of a file are no JSON object with a list of trace events; the message says what they are instead."""
+    """The bytes of a file are not a JSON object with a list of trace events; the message says what they are instead."""
 
 
 class Args(msgspec.Struct, gc=False, frozen=True, rename=_ARGUMENTS):
-    """What is read of an event's ``args``.
+    """The part of an event's ``args`` that is read.
 
-    ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it, ``external`` the one
-    that both share with the operator around the call (0: none), ``node`` the node of a CUDA graph that it is a run of
-    (0: of none). The others stand at the kernels of NCCL and at ``record_param_comms`` (torch >= 2.4), ``description``
-    being the name Megatron gave the process group, and at allocations: the bytes that are allocated after one, and on
-    which device (-1: in the host's memory).
+    ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it. ``external`` is the
+    number that both share with the operator around the call (0: none). ``node`` is the node of a CUDA graph that the
+    activity ran (0: none). NCCL's kernels and ``record_param_comms`` (torch >= 2.4) have more, among it
+    ``description``, the name that Megatron gave the process group. Allocations have the bytes that are allocated after
+    them, and the device (-1: the host's memory).
     """
 
     correlation: int = 0
@@ -56,7 +57,7 @@ _NO_ARGS = Args()
 
 
 class Event(msgspec.Struct, gc=False):
-    """One trace event; ``ts`` and ``dur`` in microseconds (``dur`` is 0 where the event has none)."""
+    """One trace event; ``ts`` and ``dur`` are in microseconds (``dur`` is 0 if the event has none)."""
 
     name: str = ""
     ph: str = ""
@@ -69,18 +70,18 @@ class Event(msgspec.Struct, gc=False):
 
 Anything = TypeVar("Anything")
 
-#: A single value, an event among them, is given up when it is longer.
+#: The longest single value, such as an event, that is read.
 _LONGEST = 16 << 20
 _SPACE = re.compile(rb"\s*")
 _BORDER = re.compile(rb'\}\s*,\s*\{\s*"')
 #: Finds the end of a value in text of one character per byte; numbers of any length are left as they are.
 _value_in = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
-#: Bytes before the end of the text within which an error may be the end's fault.
+#: An error that is at most this many bytes before the end of the text may come from the text's being cut there.
 _CUT_OFF = 16
 
 
 class _Damaged(Exception):
-    """The text goes on as no JSON does; the message says how."""
+    """The text is not JSON from some place on; the message says why."""
 
 
 class _Truncated(_Damaged):
@@ -91,16 +92,16 @@ class _Truncated(_Damaged):
 
 
 class Document(Generic[Anything]):
-    """A trace that is being read: its events in lists while it is iterated over, everything else behind that."""
+    """A trace that is being read. Iterating yields its events in lists; the attributes are complete after that."""
 
     def __init__(self, chunks: Iterable[bytes], kind: Any, *, top: Collection[str] = ()) -> None:
-        """``kind``: the type of an event. ``top``: which values beside the events are kept."""
+        """``kind``: the type of an event. ``top``: the names of the values beside the events that are kept."""
         self.top: dict[str, msgspec.Raw] = {}
         """The values that were asked for, as JSON."""
         self.unreadable = 0
-        """How many events were not of that type."""
+        """The number of events that were not of type ``kind``."""
         self.cut: str | None = None
-        """Why the file ends too early, where it does."""
+        """Why the file ends too early; None if it does not."""
         self._text = _Text(chunks)
         self._kind = kind
         self._decode = msgspec.json.Decoder(list[kind]).decode
@@ -108,7 +109,7 @@ class Document(Generic[Anything]):
         self._border: bytes | None = None
 
     def __iter__(self) -> Iterator[list[Anything]]:
-        """Raises Undecodable, and OSError when the file cannot be read."""
+        """Yields the events. Raises Undecodable, and OSError if the file cannot be read."""
         try:
             yield from self._all()
             self.cut = self._text.cut
@@ -157,7 +158,7 @@ class Document(Generic[Anything]):
             yield from [events] if events is not None else self._one_by_one()
 
     def _up_to_border(self) -> list[Anything] | None:
-        """Returns the next events, cut at the last border; None where they do not decode so."""
+        """Returns the next events, cut at the last border; None if they do not decode that way."""
         text, border = self._text, self._border
         if border is None:
             return None
@@ -172,7 +173,7 @@ class Document(Generic[Anything]):
         return events
 
     def _decoded(self, *parts: bytes | memoryview) -> list[Anything] | None:
-        """Returns the events in a part of the list; None where it does not decode."""
+        """Returns the events in a part of the list; None if it does not decode."""
         try:
             # Joined, which copies once.
             events: list[Anything] = self._decode(b"".join((b"[", *parts, b"]")))
@@ -181,8 +182,8 @@ class Document(Generic[Anything]):
             return None
 
     def _one_by_one(self) -> Iterator[list[Anything]]:
-        """Yields some events, cut exactly, and learns what their borders look like. Raises _Damaged behind those that
-        come before the damage."""
+        """Yields some events, cut exactly, and learns what their borders look like. Raises _Damaged after yielding the
+        events before the damage."""
         text, border = self._text, self._border
         events: list[bytes] = []
         damage: _Damaged | None = None
@@ -204,8 +205,8 @@ class Document(Generic[Anything]):
             raise damage
 
     def _repaired(self, text: bytes) -> list[Anything]:
-        """Returns the event in its text, if need be without arguments that make no sense: it still has its time. Counts
-        one that stays unreadable."""
+        """Returns the event in ``text``, without its arguments if they make no sense, because it still has its time.
+        Counts an event that stays unreadable."""
         if (alone := self._decoded(text)) is not None:
             return alone
         with suppress(ValueError, RecursionError):
@@ -218,7 +219,7 @@ class Document(Generic[Anything]):
 
 
 class _Text:
-    """The text from ``at`` on, as far as it has been read."""
+    """The text that has been read and not used yet, which begins at ``at``."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self.data, self.at = b"", 0
@@ -228,7 +229,7 @@ class _Text:
         self._characters = ""
 
     def more(self) -> bool:
-        """Reads on, and forgets what lies before ``at``. Returns False at the end."""
+        """Reads the next piece, and drops the text before ``at``. Returns False at the end."""
         if self._ended:
             return False
         if len(self.data) - self.at > _LONGEST:
@@ -245,7 +246,7 @@ class _Text:
         return True
 
     def peek(self) -> bytes | None:
-        """Returns the next byte that is no space, where ``at`` then is; None at the end."""
+        """Moves ``at`` to the next byte that is not white space, and returns that byte; None at the end."""
         skipped = 0
         while True:
             space = _SPACE.match(self.data, self.at)
@@ -259,18 +260,18 @@ class _Text:
                 return None
 
     def passes(self, byte: bytes) -> bool:
-        """Goes behind ``byte`` and returns True, if that comes next."""
+        """Moves past ``byte`` and returns True, if that comes next."""
         if self.peek() != byte:
             return False
         self.at += 1
         return True
 
     def value(self) -> bytes:
-        """Goes behind the value that begins here, and returns its text."""
+        """Moves past the value that begins here, and returns its text."""
         if self.peek() is None:
             raise _Truncated
         end = self._end()
-        # A number that ends with the text may go on behind it.
+        # A number at the end of the text may go on in the next piece.
         while (end is None or end == len(self.data)) and self._twice_as_much():
             end = self._end()
         if end is None:
@@ -279,7 +280,7 @@ class _Text:
         return value
 
     def _end(self) -> int | None:
-        """Returns where the value that begins here ends; None where the text ends before it does."""
+        """Returns where the value that begins here ends; None if the text ends first."""
         self._characters = self._characters or self.data.decode("latin-1")
         try:
             return _value_in(self._characters, self.at)[1]
@@ -291,7 +292,7 @@ class _Text:
             raise _Damaged("it is not JSON: it is nested too deeply") from None
 
     def _twice_as_much(self) -> bool:
-        """Reads on until there is twice as much text, so that a long value is not looked at too often. Returns False at
+        """Reads on until there is twice as much text, so that a long value is not scanned too often. Returns False at
         the end."""
         size, any_more = len(self.data) - self.at, self.more()
         while len(self.data) - self.at < 2 * size and self.more():
@@ -299,14 +300,14 @@ class _Text:
         return any_more
 
     def skip_to(self, border: bytes) -> bool:
-        """Goes to where the next event would end by a border, if the text has one."""
+        """Moves to the next ``border``, where an event would end, and returns True, if the text has one."""
         place = self.data.find(border, self.at + 1)
         self.at = place + 1 if place >= 0 else self.at
         return place >= 0
 
 
 def whole_number(document: Document[Any], name: str) -> int:
-    """An integer beside the events; 0 where there is none. Raises Undecodable for anything else."""
+    """Returns an integer beside the events; 0 if there is none. Raises Undecodable for anything else."""
     try:
         return msgspec.json.decode(document.top[name], type=int) if name in document.top else 0
     except msgspec.MsgspecError:
@@ -314,5 +315,5 @@ def whole_number(document: Document[Any], name: str) -> int:
 
 
 def read(path: Path, kind: Any, *, top: Collection[str] = ()) -> Document[Any]:
-    """The trace in a file, to be iterated over."""
+    """Returns the trace in a file, which is read when you iterate over it."""
     return Document(unpacked(path), kind, top=top)

@@ -1,9 +1,9 @@
-"""GPU activity as arrays: each kernel, copy and memset with its time, its launch, and its communication group
-(`groups`). Also how much GPU memory was allocated.
+"""Reads GPU activity into arrays: each kernel, copy and memset with its time, its launch, and its communication group
+(`groups`). Also reads how much GPU memory was allocated.
 
-Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch is what ties an
-activity to a range: the range is on the main thread, the launches of a backward come from autograd's own thread, and
-both run while the range is open.
+Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch connects an activity
+to a range, because it happens while the range is open. That also works for a backward, whose range is on the main
+thread, and whose launches come from autograd's own thread.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ INSTANTS = "cpu_instant_event"
 _ALLOCATION = "[memory]"
 _MOST_BYTES = 1 << 53
 
-#: Times beyond these, in nanoseconds, are no times. Base, start and duration each stay below a quarter of int64, so
-#: that no sum of them overflows.
+#: Larger times, in nanoseconds, are impossible. Base, start and duration each stay below a quarter of int64, so no sum
+#: of them overflows.
 LONGEST = 1 << 61
 _START, _DURATION = attrgetter("ts"), attrgetter("dur")
 _CORRELATION, _EXTERNAL = attrgetter("args.correlation"), attrgetter("args.external")
@@ -51,25 +51,25 @@ _NO_LAUNCHES = (_NONE, _NONE, _NONE.astype(np.bool_))
 
 @dataclass(frozen=True)
 class Activities:
-    """GPU activities in order of their start; one row each."""
+    """GPU activities in order of their start, with one row for each."""
 
     spans: Intervals
     """Start and end in wall-clock nanoseconds, shape ``[n, 2]``."""
     launched: npt.NDArray[np.int64]
     """When their launch call began, in wall-clock nanoseconds."""
     known: npt.NDArray[np.bool_]
-    """Whether the trace holds that call."""
+    """True if the trace has the launch call."""
     use: npt.NDArray[np.int8]
-    """Its use, as an index into `USES`."""
+    """The use of each activity, as an index into `USES`."""
     kernel: npt.NDArray[np.bool_]
-    """Whether it is a kernel; if not, a copy or memset."""
+    """True for kernels, and False for copies and memsets."""
     pairwise: npt.NDArray[np.bool_]
-    """Whether it is a kernel of NCCL's in which ranks send to and receive from each other: for an all-to-all, or for
-    the pipeline."""
+    """True for kernels of NCCL's in which ranks send to and receive from each other, for an all-to-all or for the
+    pipeline."""
     node: npt.NDArray[np.int64]
-    """The node of a CUDA graph that it ran, as `formats.graphs` counts them; 0 if no graph launched it."""
+    """The CUDA graph node that each activity ran, as `formats.graphs` counts them; 0 if no graph launched it."""
     row: npt.NDArray[np.int64]
-    """Its place in the order in which it was read."""
+    """The place of each activity in the order of reading."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Launches:
     """The calls that launched a kernel or a graph."""
 
     times: npt.NDArray[np.int64]
-    """When each began, in wall-clock nanoseconds, ascending."""
+    """When each call began, in wall-clock nanoseconds, ascending."""
     unanswered: npt.NDArray[np.int64]
-    """Those that have no activity in the trace."""
+    """When each call began that has no activity in the trace."""
 
 
 class Timed(Protocol):
@@ -90,11 +90,11 @@ class Timed(Protocol):
 
 
 def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
-    """Returns the times of the events in nanoseconds, without events whose times are impossible; and which are left."""
+    """Returns the times in nanoseconds of the events whose times are possible, and a mask of these events."""
     with np.errstate(over="ignore", invalid="ignore"):
         start = np.fromiter(map(_START, events), dtype=np.float64, count=len(events)) * 1000
         duration = np.fromiter(map(_DURATION, events), dtype=np.float64, count=len(events)) * 1000
-    # A comparison with NaN is false, so this also drops what is not a number.
+    # A comparison with NaN is false, so this also drops times that are not a number.
     usable = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
     begin = base + np.rint(start[usable]).astype(np.int64)
     return np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64))), usable
@@ -105,11 +105,11 @@ class GpuEvents:
 
     def __init__(self) -> None:
         self.rows = 0
-        """How many of both there are."""
+        """The number of activities and calls together."""
         self.kernels = False
-        """Whether there are kernels, impossible times included."""
+        """True if there are kernels, including those with impossible times."""
         self.launches = 0
-        """How many calls launched a kernel or a graph."""
+        """The number of calls that launched a kernel or a graph."""
         self._by_name = ByName()
         self._starting = _Starting()
         self._groups: dict[tuple[str | None, bool], int] = {}
@@ -126,7 +126,7 @@ class GpuEvents:
         launches: Sequence[Event],
         communicating: Sequence[Event] = (),
     ) -> None:
-        """Adds the next piece of the trace. ``communicating``: its operators `groups.COMMUNICATES`."""
+        """Adds the next piece of the trace. ``communicating``: the operators `groups.COMMUNICATES` in it."""
         self.kernels |= bool(kernels)
         if events := [*kernels, *copies]:
             spans, usable = spans_of(0, events)
@@ -145,8 +145,8 @@ class GpuEvents:
         self.rows += len(events) + len(launches) + len(communicating)
 
     def activities(self, base: int, sizes: object) -> tuple[Activities, Launches]:
-        """Returns all of them, and forgets them. ``base``: nanoseconds that times are counted from. ``sizes`` has the
-        number of ranks of each axis."""
+        """Returns all activities and launches, and forgets them. ``base``: the moment from which times count, in
+        nanoseconds. ``sizes`` has the number of ranks of each axis."""
         spans, uses, kernel, correlations, externals, node = (
             np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
         )
@@ -182,10 +182,11 @@ class GpuEvents:
         linked: npt.NDArray[np.bool_],
         sizes: object,
     ) -> npt.NDArray[np.int8]:
-        """Returns the uses, where activities that name no group get that of the operator that launched them: RCCL's
-        kernels, and the copies of a collective that a copy engine runs. A group of one rank only copies for itself.
+        """Returns the uses. Activities that name no group get the group of the operator that launched them. These are
+        RCCL's kernels, and the copies of a collective that a copy engine runs. In a group of one rank, they are only
+        local copies.
 
-        ``linked``: an older Kineto writes the correlation as the external id where there was no operator.
+        ``linked``: an older Kineto writes the correlation as the external id if there was no operator.
         """
         if not self._operators:
             return use
@@ -209,12 +210,13 @@ def arranged(
     node: npt.NDArray[np.int64] | None = None,
 ) -> Activities:
     """Returns the activities in order of their start, each with its launch. The first five arrays have one row per
-    activity; ``numbers`` and ``starts`` are correlation and time of the launching calls. ``node``: None if unknown."""
+    activity. ``numbers`` and ``starts`` are the correlations and times of the launching calls. ``node``: None if
+    unknown."""
     launched, known = _launches(correlations, numbers, starts)
     order = np.argsort(spans[:, 0], kind="stable")
     node = np.zeros(len(spans), dtype=np.int64) if node is None else node
     launched = np.where(known, launched, spans[:, 0])
-    # The clocks of host and GPU differ by microseconds; but what one launch of a graph started stays together.
+    # The clocks of host and GPU differ by microseconds, but all activities of one graph launch stay together.
     launched = np.where(node > 0, launched, np.minimum(launched, spans[:, 0]))
     return Activities(
         spans[order], launched[order], known[order], use[order], kernel[order], pairwise[order], node[order], order
@@ -235,13 +237,13 @@ def _launches(
 def _whole(values: list[int]) -> npt.NDArray[np.int64]:
     try:
         return np.array(values, dtype=np.int64)
-    except OverflowError:  # a hostile file
+    except OverflowError:  # the file is hostile
         return np.array([value if abs(value) < LONGEST else 0 for value in values], dtype=np.int64)
 
 
 class _Starting(dict[str, bool]):
-    """Says by its name whether a call starts a kernel or a graph (``cudaLaunchKernelExC``,
-    ``hipExtModuleLaunchKernel``, ``cuGraphLaunch``), and not a copy or a host function. Worked out once per name."""
+    """Maps a call's name to whether it starts a kernel or a graph (``cudaLaunchKernelExC``,
+    ``hipExtModuleLaunchKernel``, ``cuGraphLaunch``), and not a copy or a host function. Computed once per name."""
 
     def __missing__(self, name: str) -> bool:
         self[name] = starts = "Launch" in name and ("Kernel" in name or "Graph" in name)
@@ -255,7 +257,7 @@ class Allocations:
     times: npt.NDArray[np.int64]
     """When memory was allocated or released, in wall-clock nanoseconds, ascending."""
     allocated: npt.NDArray[np.int64]
-    """Bytes allocated from then on."""
+    """Bytes allocated from each of these times on."""
     capacity: int | None
     """The device's memory in bytes; None if the trace does not say."""
 
@@ -265,15 +267,15 @@ class Peak:
     """Memory allocated in one call."""
 
     least: int
-    """Bytes allocated at least: parameters, gradients, optimizer states."""
+    """The lowest number of bytes allocated: parameters, gradients, optimizer states."""
     most: int
-    """Bytes allocated at most."""
+    """The highest number of bytes allocated."""
     capacity: int | None
     """The device's memory in bytes; None if unknown."""
 
 
 def together(found: Iterable[Peak | None]) -> Peak | None:
-    """Returns the least and the most of several, on the smallest device; None if nothing is known of any."""
+    """Returns the least and the most of several peaks, on the smallest device; None if none is known."""
     known = [each for each in found if each is not None]
     if not known:
         return None
@@ -282,19 +284,19 @@ def together(found: Iterable[Peak | None]) -> Peak | None:
 
 
 class MemoryEvents:
-    """Collects what ``--profile-memory`` adds, a piece of the trace at a time: Kineto writes an instant event for each
-    allocation and release of the caching allocator. Times count from the file's base."""
+    """Collects the events of ``--profile-memory``, a piece of the trace at a time. Kineto writes an instant event for
+    each allocation and release of the caching allocator. Times count from the file's base."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def rows(self) -> int:
-        """Returns how many were kept."""
+        """Returns how many events were kept."""
         return sum(map(len, self._found.values()))
 
     def add(self, events: Iterable[Event]) -> None:
-        """Adds the events of devices; a layout does not change the host's memory."""
+        """Adds the events of devices. Leaves out the host's memory, which does not depend on the layout."""
         for event in events:
             device, allocated = event.args.device, event.args.allocated
             if event.name != _ALLOCATION or device is None or device < 0 or allocated is None:
@@ -303,7 +305,7 @@ class MemoryEvents:
                 self._found.setdefault(device, []).append((round(event.ts * 1000), allocated))
 
     def allocations(self, base: int, document: Document[Any]) -> Allocations | None:
-        """Returns the allocations of the device with the most; None if there are none."""
+        """Returns the allocations of the device that has the most; None if there are none."""
         if not self._found:
             return None
         device = max(self._found, key=lambda each: max(allocated for _, allocated in self._found[each]))
@@ -312,7 +314,7 @@ class MemoryEvents:
 
 
 def memory_of(found: Allocations | None, start: int, end: int) -> Peak | None:
-    """Returns the memory of a call from ``start`` to ``end``; None if nothing is known of it."""
+    """Returns the memory of a call from ``start`` to ``end``; None if it is unknown."""
     if found is None:
         return None
     first, last = np.searchsorted(found.times, (start, end))

@@ -1,6 +1,6 @@
 """Sets of time intervals as arrays of shape ``[n, 2]``: start and end in nanoseconds, int64, start <= end.
 
-A *disjoint* set is sorted and its intervals neither overlap nor touch; `union` makes one of any set.
+A *disjoint* set is sorted, and its intervals neither overlap nor touch. `union` turns any set into a disjoint one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROUNDING = 2  # nanoseconds
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
-    """Returns an array of ``(start, end)`` pairs; shape ``[0, 2]`` for none."""
+    """Returns an array of ``(start, end)`` pairs, of shape ``[0, 2]`` if there are none."""
     return np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
 
 
@@ -58,7 +58,7 @@ def intersection(left: Intervals, right: Intervals) -> Intervals:
     first = np.searchsorted(right[:, 1], left[:, 0], side="right")
     counts = np.maximum(np.searchsorted(right[:, 0], left[:, 1], side="left") - first, 0)
     mine = np.repeat(left, counts, axis=0)
-    # Position of each repeated row within its group, counted on from the group's first partner.
+    # The position of each repeated row in its group, counted from the group's first partner.
     offsets = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts)
     others = right[np.repeat(first, counts) + offsets]
     return np.column_stack((np.maximum(mine[:, 0], others[:, 0]), np.minimum(mine[:, 1], others[:, 1])))
@@ -77,7 +77,7 @@ def difference(left: Intervals, right: Intervals) -> Intervals:
 def leaves(threads: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.bool_]:
     """Returns which of properly nested intervals contain no other interval of the same thread; shape ``[len(spans)]``.
 
-    Neighbours may overlap by `_ROUNDING` without one counting as inside the other: Kineto's microseconds are rounded.
+    Neighbours may overlap by `_ROUNDING`, because Kineto rounds microseconds. Then neither counts as inside the other.
     """
     if not len(spans):
         return np.zeros(0, dtype=np.bool_)
@@ -91,12 +91,12 @@ def leaves(threads: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.b
 
 
 def union_by(owners: npt.NDArray[np.int64], spans: Intervals) -> tuple[npt.NDArray[np.int64], Intervals]:
-    """Returns the `union` of each owner's intervals: owners (>= 0, each once per interval, in order), and intervals."""
+    """Returns the `union` of each owner's intervals, as owners (>= 0, one per interval, in order) and intervals."""
     keep = spans[:, 1] > spans[:, 0]
     owners, spans = owners[keep], spans[keep]
     if not len(spans):
         return owners, spans
-    # Ranks instead of times, so that owners can be laid one behind the other without leaving int64.
+    # Uses ranks instead of times, so that the owners fit one after the other into int64.
     points, ranks = np.unique(spans, return_inverse=True)
     laid = union(ranks.reshape(-1, 2) + (owners * len(points))[:, None])
     return laid[:, 0] // len(points), points[laid - (laid[:, :1] // len(points)) * len(points)]
