@@ -1,4 +1,4 @@
-"""A pass through a stage: the one type for it, whether a trace was read or a schedule was replayed."""
+"""Passes through a stage. One type serves both for traces that were read and for schedules that were replayed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ Time = TypeVar("Time", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Pass(Generic[Time]):
-    """One stage at work on one microbatch, or on what lies between passes, from ``start`` to ``end``.
+    """The work of one stage on one microbatch, or its work between passes, from ``start`` to ``end``.
 
-    Times are nanoseconds: whole ones on the wall clock of the rank's host where they were measured, floats since the
-    beginning of the step where they were replayed.
+    Times are in nanoseconds. Measured times are integers on the wall clock of the rank's host. Replayed times are
+    floats that count from the beginning of the step.
     """
 
     kind: str
-    """``forward``, ``backward`` or ``combined``; ``finalize_grads`` or an exchange's operation between them."""
+    """``forward``, ``backward`` or ``combined``; between passes ``finalize_grads`` or the operation of an exchange."""
     stage: int
     """Pipeline rank."""
     chunk: int | None
-    """Model chunk of the stage; None where it is not known, or where there is none."""
+    """Model chunk of the stage; None if it is unknown, or if there is none."""
     microbatch: int | None
-    """Microbatch of the step, likewise; of a combined pass the forward's."""
+    """Microbatch of the step, and that of the forward for a combined pass; None if it is unknown, or if there is
+    none."""
     start: Time
-    """When it began: on the GPU, where that was captured."""
+    """When it began: on the GPU, if that was captured."""
     end: Time
-    """When it ended, likewise."""
+    """When it ended: on the GPU, if that was captured."""
     rank: int | None = None
-    """Global rank; None where it was replayed."""
+    """Global rank; None if the pass was replayed."""
 
     @property
     def phase(self) -> str:
@@ -52,37 +53,38 @@ class Pass(Generic[Time]):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPass(Pass[int]):
-    """A pass with what its trace says of it; all times in nanoseconds."""
+    """A pass that was measured in a trace; all times are in nanoseconds."""
 
     host: tuple[int, int] = (0, 0)
-    """When the host was in it: `start` and `end`, where no GPU was captured."""
+    """When the host was in it; the same as `start` and `end` if no GPU was captured."""
     exposed: Mapping[str, int] = field(default_factory=dict)
-    """The part in which a collective ran and nothing computed, by `groups.USES` without the pipeline's."""
+    """The time in which a collective ran and nothing computed, by `groups.USES` except the pipeline's."""
     gpu_ns: int | None = None
-    """How long the GPU computed for it; None where no GPU was captured."""
+    """How long the GPU computed for it; None if no GPU was captured."""
     gpu_working_ns: int | None = None
-    """How long it took there without exposed communication and waiting for the host; likewise."""
+    """How long it took on the GPU without exposed communication and waiting for the host; None if no GPU was
+    captured."""
     backward: PassId | None = None
-    """The backward in a combined pass."""
+    """The backward in a combined pass; None for other passes."""
 
     @property
     def duration_ns(self) -> int:
-        """The host's time."""
+        """The time that the host was in it."""
         return self.host[1] - self.host[0]
 
     @property
     def exposed_ns(self) -> int:
-        """The part in which a collective ran and nothing computed."""
+        """The time in which a collective ran and nothing computed."""
         return sum(self.exposed.values())
 
     @property
     def compute_ns(self) -> int:
-        """Computation alone."""
+        """The time of computation alone."""
         return self.duration_ns - self.exposed_ns if self.gpu_ns is None else self.gpu_ns
 
     @property
     def working_ns(self) -> int:
-        """All of it without exposed communication and waiting for the host."""
+        """The whole time without exposed communication and waiting for the host."""
         return self.compute_ns if self.gpu_working_ns is None else self.gpu_working_ns
 
 
@@ -93,10 +95,10 @@ class Exchange:
     label: str
     """Megatron's operation, or the wait for an overlapped one (`megaprof.formats.ranges`)."""
     posted: int
-    """When the host came to it; of a GPU's, when it launched the kernel."""
+    """When the host reached it; if it is a kernel, when the host launched it."""
     done: int
     """When the host went on."""
     start: int
     """When it began: on the GPU, if it is a kernel."""
     end: int
-    """When it ended, likewise."""
+    """When it ended: on the GPU, if it is a kernel."""

@@ -1,8 +1,8 @@
 """The process pool of the analysis, on this machine or on a Ray cluster.
 
-Decoding holds the interpreter's lock, so threads would not help: two of them read two traces in the time that one
-takes. A process costs about half a second to start, and imports the main module anew, so a script that asks for several
-needs the usual guard (``if __name__ == "__main__"``).
+Decoding holds the interpreter's lock, so threads would not help: two threads read two traces no faster than one does. A
+process takes about half a second to start, and imports the main module again. So a script that asks for several
+processes needs the usual guard (``if __name__ == "__main__"``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Progress = Callable[[int, int], None]
-"""Called with the number of files that are done, and the number of all files."""
+"""A function that gets the number of files that are done, and the number of all files."""
 
 
 Workers = int | str
@@ -38,8 +38,9 @@ class NoCluster(Exception):
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], workers: Workers) -> Iterator[Result]:
-    """Yields ``work`` of each item, in order, done in ``workers`` processes. If one of them is killed, most likely for
-    its memory, this process does the rest: one item at a time may still fit. Raises NoCluster."""
+    """Yields the result of ``work`` for each item, in order, computed in ``workers`` processes. If one of them is
+    killed, most likely for its memory, this process does the rest, because one item at a time may still fit. Raises
+    NoCluster."""
     done = 0
     for result in _on_ray(work, items, workers) if isinstance(workers, str) else _here(work, items, workers):
         done += 1
@@ -58,7 +59,7 @@ def _here(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -
     alike = partial(inputs.allow, inputs.allowed())
     try:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=alike) as pool:
-            # Not more at a time than are worked on: results wait in memory until their turn comes.
+            # Submit no more items than the processes work on, because results wait in memory until their turn.
             for begin in range(0, len(items), 4 * workers):
                 yield from pool.map(work, items[begin : begin + 4 * workers])
     except BrokenProcessPool:
@@ -85,7 +86,7 @@ def _on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str)
 
 @contextmanager
 def _cluster(address: str) -> Iterator[Any]:
-    """Connects Ray to a running cluster, and closes the connection if it was made here."""
+    """Connects Ray to a running cluster, and closes the connection afterwards if it was made here."""
     try:
         ray = import_module("ray")
     except ImportError as fault:

@@ -13,9 +13,9 @@ from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, proce
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
 from megaprof.formats.inputs import memory_left
 
-#: One process is quicker than several for fewer bytes of files.
+#: For fewer bytes of files than this, one process is faster than several.
 _WORTH_IT = 24 << 20
-#: Bytes of memory that reading takes: for each process, and for each byte of its file, compressed or plain.
+#: Bytes of memory that reading takes, for each process, and for each byte of its file, compressed or plain.
 _PROCESS, _COMPRESSED, _PLAIN = 64 << 20, 4.0, 0.4
 _SHARE = 0.5
 
@@ -25,7 +25,7 @@ Source = Path | NsysFile
 
 @dataclass(frozen=True)
 class Reading:
-    """What one file held."""
+    """The result of reading one file."""
 
     path: Path
     """The file."""
@@ -50,7 +50,7 @@ def path_of(source: Source) -> Path:
 
 
 def read(source: Source) -> Reading:
-    """Reads one file. Raises nothing, whatever it holds."""
+    """Reads one file. Raises nothing, whatever the file holds."""
     path = path_of(source)
     try:
         traces = traces_in(source)
@@ -64,13 +64,13 @@ def read(source: Source) -> Reading:
 
 
 def traces_in(source: Source) -> list[Trace]:
-    """Returns the traces in a file of any tool. Raises UnreadableTrace."""
+    """Returns the traces in a file, which may come from any tool. Raises UnreadableTrace."""
     return read_nsys(source) if isinstance(source, NsysFile) else [read_trace(source)]
 
 
 def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
-    """Yields the reading of each file, in order. ``workers``: the most processes, or a Ray cluster (`pool.each`).
-    Fewer processes are used if more do not pay or do not fit into memory. Raises NoCluster."""
+    """Yields the reading of each file, in order. ``workers``: the maximum number of processes, or a Ray cluster
+    (`pool.each`). Uses fewer processes if more would not be faster or would not fit into memory. Raises NoCluster."""
     paths = list(map(path_of, sources))
     for done, reading in enumerate(each(read, sources, at_most(workers, _useful(paths))), 1):
         if progress is not None:

@@ -1,9 +1,9 @@
 """Finds out which run a trace or a timeline belongs to, if a directory holds the files of several runs.
 
-A restart shows in the name of the process, which is in everything that it recorded. It continues the same run if its
-timelines go on after the steps of the run before (from a checkpoint) with the same sizes and layers. It is another run
-if they begin at a step that the rank has already passed, or if it has only traces, which do not tell what they
-continue. Runs that write at the same time are not told apart.
+A restart is a new process, whose name is in everything that it recorded. The process continues the run before it if its
+timelines go on after the steps of that run (from a checkpoint), with the same sizes and layers. It begins another run
+if its timelines begin at a step that the rank has already passed. It also begins another run if it has only traces,
+which do not show what they continue. Runs that write at the same time are not distinguished.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 from megaprof.parallel.topology import ParallelSizes
 
-#: Ranks whose timelines are looked at, and as many of those that have traces.
+#: The number of ranks whose timelines are looked at, and the number of further ones that also have traces.
 _SAMPLE = 8
 
 
 class NoSuchRun(ValueError):
-    """The files are of fewer runs; the message says of how many."""
+    """The files belong to fewer runs; the message says how many."""
 
 
 Line = tuple[str, str | None, int]
@@ -35,15 +35,15 @@ class Piece(NamedTuple):
     """Steps that follow each other in one file."""
 
     line: Line
-    """Target, role and rank, which count steps together."""
+    """Target, role and rank, for which steps are counted together."""
     first_step: int
     """The lowest step."""
     last_step: int
-    """The highest one."""
+    """The highest step."""
     start_ns: int
-    """When the first one began, in nanoseconds on the wall clock."""
+    """When the first step began, in nanoseconds on the wall clock."""
     end_ns: int
-    """When the last one ended."""
+    """When the last step ended, in nanoseconds on the wall clock."""
     process: str | None = None
     """The process that recorded it; None if unknown."""
     sizes: ParallelSizes | None = None
@@ -51,31 +51,31 @@ class Piece(NamedTuple):
     chunks: tuple[ModelChunk, ...] = ()
     """The rank's model chunks; empty if unknown."""
     timeline: bool = True
-    """Whether it is from a timeline, which begins with the first step of its process."""
+    """True if it is from a timeline, which begins with the first step of its process."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs whose files lie there, and the one that is reported on."""
+    """The runs that have files in a directory, and the run that is reported on."""
 
     begins: tuple[int, ...] = (0,)
-    """When each may have its first step, in nanoseconds on the wall clock; the oldest first."""
+    """The earliest time of each run's first step, in nanoseconds on the wall clock; the oldest run first."""
     chosen: int = 0
-    """Index of the run that is reported on."""
+    """The index of the run that is reported on."""
     pieces: tuple[Piece, ...] = ()
-    """The chosen run's pieces, of the timelines that were looked at."""
+    """The chosen run's pieces, from the timelines that were looked at."""
 
     @property
     def count(self) -> int:
         return len(self.begins)
 
     def has(self, start_ns: int) -> bool:
-        """Returns whether a file whose first step began then belongs to the chosen run."""
+        """Returns whether a file whose first step began at ``start_ns`` belongs to the chosen run."""
         return _number(self.begins, start_ns) == self.chosen
 
 
 def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = None) -> Runs:
-    """Returns the runs of the calls in traces and of the timelines. ``run``: the number of the one to choose, from 1;
+    """Returns the runs of the calls in traces and of the timelines. ``run``: the number of the run to choose, from 1;
     None for the newest. Raises NoSuchRun."""
     traced = [*_traced(calls)]
     files: dict[tuple[object, ...], list[Path]] = {}
@@ -91,16 +91,16 @@ def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = 
 
 
 def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
-    """Returns the runs of some pieces. ``run``: the number of the one to choose, from 1; None for the newest. Raises
+    """Returns the runs of some pieces. ``run``: the number of the run to choose, from 1; None for the newest. Raises
     NoSuchRun."""
     every = sorted(pieces, key=lambda piece: piece.start_ns)
-    # Of a process that has both, the timeline tells what it goes on from.
+    # If a process has both, its timeline shows which steps it continues.
     recorded = {piece.process for piece in every if piece.timeline} - {None}
     begins = [0]
     so_far, seen, ended = _Run(), set[str](), 0
     for piece in (each for each in every if each.timeline or each.process not in recorded):
         if piece.process not in seen and so_far.is_contradicted_by(piece):
-            # Other ranks may have begun a little earlier than those that were looked at.
+            # Other ranks may have begun a little earlier than the ranks that were looked at.
             begins.append((min(ended, piece.start_ns) + piece.start_ns) // 2)
             so_far = _Run()
         so_far.add(piece)
@@ -116,7 +116,7 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
 
 
 class _Run:
-    """What the pieces so far tell about a run."""
+    """A run, as the pieces so far show it."""
 
     def __init__(self) -> None:
         self._first: dict[Line, int] = {}
@@ -159,7 +159,7 @@ def _recorded(paths: Iterable[Path]) -> Iterator[Piece]:
         try:
             timeline = read_timeline(path, events=False)
         except UnreadableTimeline:
-            continue  # whoever reads it says so
+            continue  # the report says so when it reads the file
         for metadata, steps in timeline.by_metadata():
             numbers, last = steps["step"], steps[-1]
             span = int(steps[0]["start_ns"]), int(last["start_ns"]) + 1000 * int(last["duration"])

@@ -1,7 +1,7 @@
-"""Reads captured traces: what megaprof wrote into them, and the times that the report needs.
+"""Reads captured traces: the data that megaprof wrote into them, and the times that the report needs.
 
 Times are wall-clock nanoseconds, ``baseTimeNanoseconds + 1000 * ts`` (Kineto writes ``ts`` and ``dur`` in
-microseconds), comparable between the ranks of one host. A file's name is only a hint; its metadata decide.
+microseconds). They are comparable between the ranks of one host. A file's name is only a hint; its metadata count.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megaprof.parallel.topology import RankCoords
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
-#: Memory that one event takes at most while a report is made.
+#: The most bytes of memory that one event takes while a report is made.
 _ROW_BYTES = 200
 _COMMUNICATING = ("c10d::", COMMUNICATES)
 #: Values that are read beside the events.
@@ -53,7 +53,7 @@ _ON_GPU = frozenset({"user_annotation", KERNEL, INSTANTS, *COPIES, *LAUNCHES})
 
 
 class UnreadableTrace(Exception):
-    """A file that holds no usable trace of ours; ``path`` names it, ``reason`` completes "<path>: ..."."""
+    """A file holds no usable trace of megaprof's. ``path`` is the file, and ``reason`` completes "<path>: ..."."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -63,7 +63,7 @@ class UnreadableTrace(Exception):
 
 @dataclass(frozen=True)
 class TracedRange:
-    """One of megaprof's ranges, as a trace holds it."""
+    """One of megaprof's ranges in a trace."""
 
     name: ranges.RangeName
     """Its name, parsed."""
@@ -72,7 +72,7 @@ class TracedRange:
     end: int
     """When it ended, in wall-clock nanoseconds."""
     replayed: bool = False
-    """Whether it ran in the replay of a CUDA graph, and so took no time on the host."""
+    """True if it ran in the replay of a CUDA graph, and so took no time on the host."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class Part:
-    """One window of one process, in a file of several."""
+    """One window of one process, in a file that holds several."""
 
     pid: int
-    """Process number."""
+    """The number of the process."""
     begin: int
-    """Launches from this moment on belong to it, in wall-clock nanoseconds."""
+    """The moment from which launches belong to it, in wall-clock nanoseconds."""
     end: int
-    """Launches from this moment on no longer do."""
+    """The moment from which launches no longer belong to it, in wall-clock nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,13 @@ class Trace:
     metadata: Metadata
     """The rank's metadata in it."""
     ranges: tuple[TracedRange, ...]
-    """Sorted by start, an enclosing one before what it encloses."""
+    """Its ranges, sorted by start, with an enclosing range before those inside it."""
     collectives: tuple[Collective, ...] = ()
-    """Sorted by start."""
+    """Its collectives, sorted by start."""
     compute: Intervals = field(default_factory=lambda: intervals(()))
-    """When the CPU ran operators other than communication, a disjoint set; empty without collectives to hide."""
+    """When the CPU ran operators other than communication, as a disjoint set; empty without collectives to hide."""
     gpu: Activities | None = None
-    """What the GPU did; None without kernels."""
+    """The activities of the GPU; None without kernels."""
     launches: Launches | None = None
     """The calls that launched kernels; None without kernels, or if the tool does not record them."""
     unseen: Note | None = None
@@ -122,31 +122,32 @@ class Trace:
     warnings: tuple[Note, ...] = ()
     """Warnings about the file."""
     knows_collectives: bool = True
-    """Whether it would show collectives; False for Nsight Systems without GPU activity."""
+    """True if it would show collectives; False for Nsight Systems without GPU activity."""
     after_opening: bool = False
-    """Whether its first step is the first that its tool recorded; ranks do not open the tool at the same moment."""
+    """True if its first step is the first that its tool recorded. Ranks do not open the tool at the same moment."""
     part: Part | None = None
     """Its part of the file; None if it is all of it."""
     cut: str | None = None
     """Why its file ends too early, so that sums may be too small; None for a whole file."""
     base: int = 0
-    """The moment that times in the file are counted from, in wall-clock nanoseconds."""
+    """The moment from which times in the file count, in wall-clock nanoseconds."""
     memory: Allocations | None = None
     """Memory allocated on its device; None if that was not recorded."""
 
     @property
     def has_kernels(self) -> bool:
-        """Whether GPU kernels ran, so that the ranges are host time only."""
+        """True if GPU kernels ran, so that the ranges are only host time."""
         return self.gpu is not None
 
 
 def times_of(things: Sequence[TracedRange | Collective]) -> Intervals:
-    """Returns start and end of each in nanoseconds, shape ``[n, 2]``."""
+    """Returns the start and end of each thing in nanoseconds, shape ``[n, 2]``."""
     return intervals((each.start, each.end) for each in things)
 
 
 def find_traces(directory: Path) -> list[Path]:
-    """Returns the files under ``directory`` with the suffix of a trace, sorted. Hidden files are unfinished ones."""
+    """Returns the files under ``directory`` with the suffix of a trace, sorted. Leaves out hidden files, which are
+    unfinished."""
     return sorted(files_below(directory, TRACE_SUFFIXES))
 
 
@@ -170,10 +171,10 @@ def read_trace(path: Path) -> Trace:
 
 
 class _File:
-    """A file that is read a piece at a time. Times count from the file's base, which may stand at its end.
+    """A file that is read a piece at a time. Times count from the file's base, which may be at its end.
 
-    The CPU's operators only matter if the model ran there, so they are skipped if the metadata, which stand before the
-    events, name another device.
+    CPU operators matter only if the model ran on the CPU. The metadata come before the events, so the operators are
+    skipped if the metadata name another device.
     """
 
     def __init__(self, path: Path) -> None:
@@ -199,7 +200,7 @@ class _File:
             communicating = [event for event in by_category["cpu_op"] if event.name == COMMUNICATES]
             self.gpu.add(by_category[KERNEL], copies, launches, communicating)
             self._memory.add(by_category[INSTANTS])
-            # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
+            # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`). We want the host's range.
             self._add_ranges(by_category["user_annotation"])
             if not on_gpu:
                 self._add_ranges(by_category["cpu_op"])
@@ -207,7 +208,7 @@ class _File:
             self._refuse_too_many()
 
     def trace(self) -> Trace:
-        """Raises Undecodable."""
+        """Returns the trace. Raises Undecodable."""
         document, path = self._document, self.path
         base = whole_number(document, "baseTimeNanoseconds")
         metadata = _metadata(document)
@@ -292,12 +293,12 @@ def _metadata(document: Document[Event]) -> Metadata:
 
 
 def _has_gpu(document: Document[Event]) -> bool:
-    """Returns whether Kineto lists a GPU. The model need not have been on it."""
+    """Returns whether Kineto lists a GPU. The model need not have run on it."""
     return bytes(document.top.get("deviceProperties", b"")).strip() not in (b"", b"[]")
 
 
 class _Names(dict[str, "ranges.RangeName | str | None"]):
-    """Maps an event's name to a range, a collective's operation, or None; worked out once per name."""
+    """Maps an event's name to a range, a collective's operation, or None. Computed once per name."""
 
     def __missing__(self, name: str) -> ranges.RangeName | str | None:
         meaning: ranges.RangeName | str | None = None
@@ -312,7 +313,7 @@ class _Names(dict[str, "ranges.RangeName | str | None"]):
         return meaning
 
 
-#: Operators that hand a collective to its backend. Their time is communication too: the caller waits in them.
+#: Operators that hand a collective to its backend. Their time is communication, too, because the caller waits in them.
 _DISPATCHED = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",

@@ -1,9 +1,9 @@
-"""Detects kernels that ran and are missing in the trace. Numbers made from kernels, or from gaps between them, are then
-wrong.
+"""Detects kernels that ran and are missing in the trace. Then all numbers that come from kernels, or from the gaps
+between them, are wrong.
 
-Kineto drops kernels silently: if GPU activity was not asked for, if another tool holds CUPTI, if its buffers were full,
-if a session follows another one too soon (pytorch/kineto#1554), and a few at the start of each session, one more each
-time (pytorch/pytorch#192021). The calls that launched them are in the trace.
+Kineto drops kernels silently if GPU activity was not requested, if another tool holds CUPTI, if its buffers were full,
+or if a session follows another one too soon (pytorch/kineto#1554). It also drops a few at the start of each session,
+one more each time (pytorch/pytorch#192021). The calls that launched them are still in the trace.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MOST_UNSEEN = 0.01
 def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, nsys: bool = False) -> Note | None:
     """Returns why a trace without kernels says nothing about its step; None if the step ran on a CPU.
 
-    ``launches``: how many calls in the trace launched one. ``gpu_there``: whether the tool saw a GPU. ``nsys``: whether
-    it is Nsight Systems. Older files do not say where the model was; but they count the cores of a machine
-    only for a run without a GPU.
+    ``launches``: the number of calls in the trace that launched a kernel. ``gpu_there``: whether the tool saw a GPU.
+    ``nsys``: whether the tool is Nsight Systems. Older files do not say where the model was. But they have the number
+    of the machine's cores only for a run without a GPU.
     """
     on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and metadata.cores is None and gpu_there)
     if not on_gpu and not launches:

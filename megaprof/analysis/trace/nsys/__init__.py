@@ -1,1 +1,1 @@
-"""Files of Nsight Systems."""
+"""Reads files of Nsight Systems."""

@@ -1,4 +1,4 @@
-"""``.nsys-rep`` to SQLite, by the ``nsys`` of this machine: once, beside the report."""
+"""Exports ``.nsys-rep`` reports to SQLite with this machine's ``nsys``, once per report and beside it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megaprof.formats.names import temporary_path
 from megaprof.formats.remote import RemotePath
 
 SQLITE = ".sqlite"
-_SECONDS = 600.0  # and more for large files
+_SECONDS = 600.0  # the least time limit; large files have more
 _BYTES_A_SECOND = 500_000
 
 
 def exported(path: Path) -> Path:
-    """The SQLite export of a report; any other file is returned as it is.
+    """Returns the SQLite export of a report. A file that is an export already is returned as it is.
 
-    An export beside the report is used where it is not older; otherwise nsys makes one, which appears whole.
-    Raises Undecodable, and OSError.
+    Uses an export beside the report if it is not older than the report. Otherwise nsys makes one, which appears whole.
+    Raises Undecodable and OSError.
     """
     if path.suffix == SQLITE:
         return path

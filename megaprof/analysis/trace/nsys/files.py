@@ -1,8 +1,9 @@
 """Reads the traces in files of Nsight Systems, exported to SQLite.
 
-A file may hold several processes with several windows each; every window becomes a `Trace`. Times are wall-clock
-nanoseconds, ``utcEpochNs`` of the session plus an event's own time, comparable between the ranks of one host. The
-``.nsys.json`` of a window, found by host, process and step, has its metadata; without one, only its ranges tell.
+A file may hold several processes with several windows each. Every window becomes a `Trace`. Times are wall-clock
+nanoseconds: ``utcEpochNs`` of the session plus an event's own time. They are comparable between the ranks of one host.
+The ``.nsys.json`` of a window, which is found by host, process and step, has its metadata. Without such a file, the
+metadata come from the ranges alone.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 SQLITE, REPORT = ".sqlite", ".nsys-rep"
 
-#: Push/pop and start/end ranges, in `eventType`.
+#: The values of `eventType` for push/pop and start/end ranges.
 _RANGE_EVENTS = "(59, 60)"
 _OURS = f"{ranges.PREFIX}*"
 _NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
-#: A window that begins this soon after the recording did was opened by a capture range.
+#: If a window begins at most this many nanoseconds after the recording, a capture range opened it.
 _OPENED_NS = 500_000_000
 _STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
@@ -57,12 +58,12 @@ _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
 
 @dataclass(frozen=True)
 class NsysFile:
-    """A file to be read."""
+    """A file to read."""
 
     path: Path
-    """The export, or a report that is exported first."""
+    """The export, or a report that will be exported first."""
     sizes: ParallelSizes | None = None
-    """The least parallel sizes of the job, by the ranges of its files; None if metadata tell them."""
+    """The least parallel sizes of the job, from the ranges of its files; None if metadata have the sizes."""
 
 
 def is_nsys(path: Path) -> bool:
@@ -71,9 +72,9 @@ def is_nsys(path: Path) -> bool:
 
 
 def find_nsys(source: Path) -> list[NsysFile]:
-    """Returns the files of nsys under a directory, or one file. A report counts only if its export is not beside it.
+    """Returns the files of nsys under a directory, or one file. Leaves out reports that have their export beside them.
 
-    Files without any ``.nsys.json`` beside them are opened, for the sizes that all of them show together.
+    Opens files without any ``.nsys.json`` beside them, to find the sizes that all of them show together.
     """
     found = [source] if source.is_file() else files_below(source, (SQLITE, REPORT))
     there = set(found)
@@ -92,16 +93,17 @@ def read_nsys(file: NsysFile) -> list[Trace]:
 
 @dataclass(frozen=True)
 class Process:
-    """GPU activity of one process, with or without ranges of megaprof."""
+    """The GPU activity of one process, with or without ranges of megaprof's."""
 
     pid: int
-    """Its number on its host."""
+    """The process's number on its host."""
     gpu: Activities
     """Its activities in order of their start."""
     names: list[str]
-    """Of every activity: its kernel's; empty for copies and memsets."""
+    """The name of each activity's kernel; empty for copies and memsets."""
     steps: Intervals
-    """When ranges ran on the host that are called like a step (``ProfilerStep#7``, ``iteration 7``), outermost ones."""
+    """When the host was in ranges that are named like a step (``ProfilerStep#7``, ``iteration 7``), outermost ones
+    only."""
 
 
 def processes(file: NsysFile) -> list[Process]:
@@ -138,7 +140,7 @@ def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
 
 
 def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
-    """Yields all events of one process in one window, as Chrome's format has them. ``base``: when the session began, in
+    """Yields all events of one process in one window, in Chrome's format. ``base``: when the session began, in
     nanoseconds since the epoch. Raises Undecodable and OSError."""
     with opened(path) as tables:
         bounds = part.begin - base, part.end - base
@@ -284,7 +286,8 @@ class _Reader:
             yield metadata, tops, (note,) if first else ()
 
     def _sidecar(self, row: _Row, step: int) -> Path | None:
-        """Returns the ``.nsys.json`` of the window with a step's range, of this host and process; None without it."""
+        """Returns the ``.nsys.json`` of this host and process for the window with a step's range; None if there is
+        none."""
         place = tuple(row.name.fields.get(axis) for axis in AXES)
         for path in sidecars(self._file.path.parent):
             name = parse_artifact_name(path.name)
@@ -313,7 +316,7 @@ class _Reader:
         return self._metadata.get(path)
 
     def _neighbours(self) -> ParallelSizes | None:
-        """Returns the sizes in other metadata beside the file; None without any."""
+        """Returns the sizes in other metadata beside the file; None if there are none."""
         for path in sidecars(self._file.path.parent):
             if (metadata := self._read_sidecar(path)) is not None:
                 return metadata.sizes
@@ -351,13 +354,13 @@ class _Reader:
 
 
 def _within(rows: Sequence[_Row], start: int, end: int) -> list[_Row]:
-    """Returns the rows that lie in a stretch of time, in order of their start."""
+    """Returns the rows that lie between ``start`` and ``end``, in order of their start."""
     first, behind = bisect_left(rows, start, key=_start), bisect_right(rows, end, key=_start)
     return [row for row in rows[first:behind] if row.end <= end]
 
 
 def _chunk(chunk: int, inside: Sequence[_Row]) -> ModelChunk:
-    """Returns the content of a model chunk, as far as module ranges in its first forward show it."""
+    """Returns the content of a model chunk, as far as the module ranges in its first forward show it."""
     forwards = (r for r in inside if r.name.label == ranges.FORWARD and r.name.fields.get("chunk") == chunk)
     first = next(forwards, None)
     modules = [r.name for r in _within(inside, first.start, first.end) if r.name.module] if first else []
@@ -375,13 +378,14 @@ def _chunk(chunk: int, inside: Sequence[_Row]) -> ModelChunk:
 
 
 def _rank(place: dict[str, int], sizes: ParallelSizes) -> int:
-    """Returns a number for an unnamed rank: its place in Megatron's order, if these are the sizes."""
+    """Returns a number for a rank whose number is unknown: its place in Megatron's order, if the sizes are right."""
     inner = place["dp"] + sizes.dp * place["pp"]
     return place["tp"] + sizes.tp * (place["cp"] + sizes.cp * inner)
 
 
 def _cut(rows: Sequence[_Row]) -> set[int]:
-    """Returns when a process ended with open ranges: they have no end, or all of them that of the process."""
+    """Returns the moments at which a process ended with open ranges. Such ranges have no end, or all have the end of
+    the process."""
     ends = Counter(row.end for row in rows)
     return {row.end for row in rows if row.open or ends[row.end] > 1}
 
@@ -403,7 +407,7 @@ def _host(tables: Tables) -> str | None:
 
 
 def _shown(paths: Sequence[Path]) -> ParallelSizes | None:
-    """Returns the least sizes that fit the coordinates in the ranges of these files; None without files."""
+    """Returns the smallest sizes that fit the coordinates in the ranges of these files; None without files."""
     most = dict.fromkeys(AXES, 1)
     for path in paths:
         try:
@@ -412,6 +416,6 @@ def _shown(paths: Sequence[Path]) -> ParallelSizes | None:
                     for axis in AXES:
                         if (number := row.name.fields.get(axis)) is not None and number < MOST:
                             most[axis] = max(most[axis], number + 1)
-        except (Undecodable, OSError):  # said when it is read
+        except (Undecodable, OSError):  # reported when the file is read
             continue
     return ParallelSizes(**most) if paths else None

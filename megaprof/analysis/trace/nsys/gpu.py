@@ -1,4 +1,4 @@
-"""What the GPU did, in a file of Nsight Systems: kernels, copies and what launched them, of one process."""
+"""Reads the GPU activity of one process from a file of Nsight Systems: kernels, copies and their launches."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from megaprof.analysis.trace.gpu import LONGEST, Activities, arranged
 from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, UNKNOWN, ByName
 from megaprof.analysis.trace.nsys.tables import Tables
 
-#: The bits of a process, in the ids of processes and threads, above those of a thread.
+#: The bits of the process in the ids of processes and threads; they are above the bits of the thread.
 PROCESS = 0xFFFFFF
-#: Tables of the file, and the columns that are read of them.
+#: The tables of the file, and the columns that are read from them.
 ACTIVITIES = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
 COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 LAUNCHES = "CUPTI_ACTIVITY_KIND_RUNTIME"
 COLUMNS = ("start", "end", "correlationId", "globalPid")
 COLUMNS_OF_LAUNCH = ("start", "end", "correlationId", "globalTid")
-#: ``copyKind`` of a copy from one device to another (``CUPTI_ACTIVITY_MEMCPY_KIND_PTOP``).
+#: The ``copyKind`` of a copy from one device to another (``CUPTI_ACTIVITY_MEMCPY_KIND_PTOP``).
 _PEER_TO_PEER = 10
 
 
 def is_time(value: object) -> bool:
-    """Returns whether a value of a file is one, in nanoseconds."""
+    """Returns whether a value in a file is a possible time in nanoseconds."""
     return isinstance(value, int) and -LONGEST < value < LONGEST
 
 
 def read_process(tables: Tables, base: int, pid: int) -> tuple[Activities, list[str]]:
-    """Returns all GPU activities of one process, and of each the name of its kernel, empty for copies and memsets. nsys
-    names no process group. ``base``: when the session began, in nanoseconds since the epoch. Raises Undecodable."""
+    """Returns all GPU activities of one process, and the name of each activity's kernel, empty for copies and memsets.
+    nsys names no process group. ``base``: when the session began, in nanoseconds since the epoch. Raises
+    Undecodable."""
     kernels = [_table(tables, table, pid, "demangledName") for table in ACTIVITIES]
     copies = [_table(tables, table, pid, "copyKind") for table in COPIES]
     rows = np.concatenate(kernels + copies)
@@ -56,7 +57,7 @@ def read_process(tables: Tables, base: int, pid: int) -> tuple[Activities, list[
 
 
 def launched_between(gpu: Activities, begin: int, end: int) -> Activities | None:
-    """Returns the activities that were launched from ``begin`` to ``end``; None where no kernel was."""
+    """Returns the activities that were launched between ``begin`` and ``end``; None if no kernel was."""
     rows = (gpu.launched >= begin) & (gpu.launched < end)
     if not (rows & gpu.kernel).any():
         return None
@@ -64,8 +65,8 @@ def launched_between(gpu: Activities, begin: int, end: int) -> Activities | None
 
 
 def _table(tables: Tables, table: str, pid: int, what: str) -> npt.NDArray[np.int64]:
-    """Start, end, correlation and ``what`` of every activity of a process, -1 where the table does not say what; one
-    whose times are impossible is left out."""
+    """Returns the start, end, correlation and column ``what`` of every activity of a process; -1 if the table has no
+    such column. Leaves out activities whose times are impossible."""
     if not tables.has(table, *COLUMNS):
         return np.zeros((0, 4), dtype=np.int64)
     what = what if tables.has(table, what) else "-1"
@@ -75,7 +76,7 @@ def _table(tables: Tables, table: str, pid: int, what: str) -> npt.NDArray[np.in
 
 
 def _array(rows: Iterable[tuple[Any, ...]], width: int) -> npt.NDArray[np.int64]:
-    """Rows of whole numbers; what is missing counts as 0, and a row with anything else is left out."""
+    """Returns the rows as an array of integers. A missing number becomes 0. Leaves out rows with anything else."""
     numbers = chain.from_iterable(
         (0 if value is None else value for value in row)
         for row in rows
@@ -85,7 +86,7 @@ def _array(rows: Iterable[tuple[Any, ...]], width: int) -> npt.NDArray[np.int64]
 
 
 def _names(tables: Tables, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
-    """Names by their number, of those that are asked for."""
+    """Returns the names with these ``numbers``, by number."""
     wanted = set(numbers.tolist())
     if not wanted or not tables.has("StringIds", "id", "value"):
         return {}

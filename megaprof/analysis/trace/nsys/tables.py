@@ -1,7 +1,8 @@
-"""A SQLite file of any origin, opened so that it can do no harm.
+"""Opens a SQLite file of any origin in such a way that it can do no harm.
 
-Read-only and immutable, without extensions; only plain tables are read, since a view or a virtual table is a program;
-a query that takes longer than a healthy file of this size needs is broken off; rows are counted before they are taken.
+The file is opened read-only and immutable, without extensions. Only plain tables are read, because a view or a virtual
+table is a program. A query that takes longer than a healthy file of this size needs is broken off. The number of rows
+is limited.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from megaprof.formats.inputs import most_bytes, open_input
 from megaprof.formats.remote import local_copy
 
 _MAGIC = b"SQLite format 3\0"
-#: Seconds that reading may take, and bytes for each second more. A healthy file is read at 100 MB/s and more.
+#: The seconds that reading may take, and the bytes for which it may take one second more. A healthy file is read at
+#: 100 MB/s or more.
 _SECONDS, _BYTES_A_SECOND = 60.0, 2_000_000
-_STEPS = 20_000  # of SQLite's virtual machine between two looks at the clock
+_STEPS = 20_000  # steps of SQLite's virtual machine between two looks at the clock
 _LONGEST_VALUE = 8 << 20
-#: What a row takes in memory, at most.
+#: The most bytes of memory that a row takes.
 _ROW_BYTES = 400
-#: Of the hidden columns that `pragma table_xinfo` tells of, the computed ones.
+#: The values of `hidden` in `pragma table_xinfo` for computed columns.
 _COMPUTED = (2, 3)
 
 
 class Tables:
-    """The plain tables of one file. Every method raises Undecodable for what cannot be read."""
+    """The plain tables of one file. Every method raises Undecodable if something cannot be read."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -43,7 +45,7 @@ class Tables:
         self._columns: dict[str, frozenset[str]] = {}
 
     def columns(self, table: str) -> frozenset[str]:
-        """The names of a table's columns; none where there is no such plain table."""
+        """Returns the names of a table's columns; none if there is no such plain table."""
         if table not in self._columns:
             found: list[Any] = []
             if table in self._plain:
@@ -59,7 +61,7 @@ class Tables:
         return bool(there := self.columns(table)) and there.issuperset(columns)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
-        """The rows of a query of ours, as many as fit into memory."""
+        """Yields the rows of one of our queries. Raises Undecodable if there are more rows than fit into memory."""
         most = most_bytes() // _ROW_BYTES
         with _said(), closing(self._connection.execute(query, values)) as cursor:
             for number, row in enumerate(cursor):
@@ -70,7 +72,7 @@ class Tables:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Tables]:
-    """Open ``path``. Raises Undecodable, and OSError when it cannot be read."""
+    """Opens ``path``. Raises Undecodable, and OSError if it cannot be read."""
     with open_input(path) as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise Undecodable("it is no SQLite file")
@@ -92,7 +94,7 @@ def opened(path: Path) -> Iterator[Tables]:
 
 @contextmanager
 def _said() -> Iterator[None]:
-    """A fault of SQLite's becomes one line."""
+    """Turns a fault of SQLite's into Undecodable, with a message of one line."""
     try:
         yield
     except sqlite3.OperationalError as fault:
