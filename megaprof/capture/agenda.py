@@ -183,7 +183,7 @@ class Wish:
     last: int = -1
     """The step that ran last; -1 if none has."""
     handled: int | None = None
-    """The step that was last captured or put off, which is not captured again if it runs again; None: there is none."""
+    """The step that was last captured or put off; None if there is none. If it runs again, it is not captured again."""
     captured: set[int] = field(default_factory=set)
     """Wanted steps that have their files."""
     lost: dict[int, str] = field(default_factory=dict)
@@ -215,7 +215,7 @@ class Agenda:
         self.role = role
         #: The wishes by target and role. There is one once such a step ran, or once somebody asked for the wish.
         self.wishes: dict[tuple[str, str | None], Wish] = {}
-        #: By target and role: the number of calls that have begun. Read by the background thread.
+        #: The number of calls that have begun, by target and role. Read by the background thread.
         self.calls: dict[tuple[str, str | None], int] = {}
         self._host_step: CountedStep | None = None  # the last one that the host numbered
 

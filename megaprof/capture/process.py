@@ -64,7 +64,7 @@ class Process:
         self.said: set[str] = set()
         """Mistakes in the host's calls that were logged already."""
         self.answers: dict[Path, Any] = {}
-        """By control directory: the `megaprof.control.listener.Listener` of the session that answers there."""
+        """The `megaprof.control.listener.Listener` of the session that answers in a control directory, by its path."""
         self.memory_full: str | None = None
         """Why the open window has to close before the next microbatch; None if it may stay open. Set by the thread of
         the host memory guard."""

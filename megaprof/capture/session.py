@@ -119,7 +119,7 @@ class Session:
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
-        """By target and role: the number of calls that have begun. Read by the background thread."""
+        """The number of calls that have begun, by target and role. Read by the background thread."""
         return self.agenda.calls
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:

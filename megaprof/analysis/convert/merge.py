@@ -66,7 +66,7 @@ class Merged:
     arrows: int
     """The number of arrows from sends to receives."""
     alignment: Alignment
-    """How the clocks were aligned."""
+    """The alignment of the ranks' clocks."""
     others: tuple[StepName, ...]
     """Captured steps that were not merged."""
     left_out: int

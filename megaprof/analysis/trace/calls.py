@@ -62,7 +62,7 @@ class Call:
     label: str
     """Its target."""
     step: int
-    """Its step, in the host's numbering where it has one."""
+    """Its step, in the host's numbering if there is one."""
     index: int
     """Its index among the calls of its step and label, from 0. RL trains several times per step."""
     metadata: Metadata
@@ -91,7 +91,7 @@ class Call:
     modules: dict[ModuleKey, tuple[int, ...]]
     """Nanoseconds of each pass through each module."""
     gpu: Attribution | None = field(compare=False, default=None)
-    """What ran on the GPU; None if that was not captured."""
+    """The call on the GPU; None if that was not captured."""
     role: str | None = None
     """The model's role; None if unknown. In a whole step, each call inside has its own role."""
     after_opening: bool = False
@@ -100,7 +100,7 @@ class Call:
     """Why its kernels are missing in the trace, so that it has no passes, exchanges and sums; None if none are
     missing."""
     opening_ns: int | None = None
-    """How many nanoseconds starting the profiler delayed it; None if none was started right before it, or if that is
+    """The delay from starting the profiler, in nanoseconds; None if none was started right before it, or if that is
     unknown."""
     collecting: Intervals = field(compare=False, default_factory=lambda: intervals(()))
     """When Python collected garbage."""

@@ -60,10 +60,9 @@ class MeasuredPass(Pass[int]):
     exposed: Mapping[str, int] = field(default_factory=dict)
     """The time in which a collective ran and nothing computed, by `groups.USES` except the pipeline's."""
     gpu_ns: int | None = None
-    """How long the GPU computed for it; None if no GPU was captured."""
+    """The time that the GPU computed for it; None if no GPU was captured."""
     gpu_working_ns: int | None = None
-    """How long it took on the GPU without exposed communication and waiting for the host; None if no GPU was
-    captured."""
+    """The time on the GPU without exposed communication and waiting for the host; None if no GPU was captured."""
     backward: PassId | None = None
     """The backward in a combined pass; None for other passes."""
 
