@@ -24,7 +24,7 @@ def show_over_the_run(target: TargetReport, fleet: Fleet, console: Console) -> N
     for finding in target.changes:
         show_finding(console, finding, quiet=True)
     made = table("over the run, ms per step", left=[""])
-    number_columns(made, "ranks", "p50", "p95", "p99", "max")
+    number_columns(made, "rank count", "p50", "p95", "p99", "max")
     made.add_column(f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}", no_wrap=True)
     if fleet.times.step is not None:
         made.add_row("step time", "", *_cells(fleet.times.step), sparkline(fleet.times.step_ms))

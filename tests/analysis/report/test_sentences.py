@@ -21,7 +21,8 @@ def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
     two, four = (Prediction("chunks", 9.0, 1.2, 1.1, 1.3, chunks=n, layers=(4, 4)) for n in (2, 4))
     found = WhatIf(candidates=(replace(two, in_flight=(22, 8)), four, BEST), in_flight=(16, 8))
     both, more = what_if.caveats(found)
-    assert both.startswith("2 model chunks per stage, 4+4 layers / 4 model chunks per stage, 4+4 layers: assumes that ")
+    names = "2 model chunks per stage, 4+4 layers / 4 model chunks per stage, 4+4 layers"
+    assert both.startswith(f"{names}: on the assumption that ")
     assert more.startswith("2 model chunks per stage, 4+4 layers: ")
     assert "(22 against 16)" in more
     assert "fits" not in (what_if.memory(replace(two, in_flight=(22, 8), fits=True), found) or "")

@@ -64,7 +64,8 @@ def of_clocks(alignment: Alignment) -> list[str]:
             lines[f"{_of_host(alignment.hosts.get(rank), rank)}: {_off(clock)}"] = None
     reference = alignment.reference
     if not lines and len(alignment.clocks) > 1 and reference is not None:
-        lines[f"clocks: all of {_of_host(alignment.hosts[reference], reference)}'s, nothing to align"] = None
+        host = _of_host(alignment.hosts[reference], reference)
+        lines[f"clocks: all ranks ran on {host}, so nothing had to be aligned"] = None
     return list(lines)
 
 

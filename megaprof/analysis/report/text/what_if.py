@@ -193,6 +193,8 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
+        if first.speedup <= 1.0:
+            return f"no other layout with as many model chunks is expected to be faster: {would}"
         return f"{_UNSURE}, {name}, would be {times} if nothing else changes, and more steps would not settle it"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
@@ -248,7 +250,7 @@ def caveats(found: WhatIf) -> list[str]:
     """Returns what the shown predictions assume and need. Each caveat appears once, with its predictions."""
     about: dict[str, list[str]] = {}
     for each in (shown := worth_showing(found)):
-        for caveat in (*(f"assumes that {clause}" for clause in assumptions(each)), memory(each, found)):
+        for caveat in (*(f"on the assumption that {clause}" for clause in assumptions(each)), memory(each, found)):
             if caveat is not None:
                 about.setdefault(caveat, []).append(name_of(each, found))
     letters = any("|" in flag for each in shown for flag in each.flags)
