@@ -15,7 +15,7 @@ from megaprof.artifacts.writer import Writer
 from megaprof.capture.agenda import Agenda, Call, CountedStep, Decision, Demand, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
-from megaprof.capture.hostmemory import HostMemoryGuard
+from megaprof.capture.memory.guard import HostMemoryGuard
 from megaprof.capture.messages import note_in_span, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
-from megaprof.analysis.table.table import RankSteps, Table, Unfit, tabulate
+from megaprof.analysis.table.table import RankSteps, Table, Unfit
+from megaprof.analysis.table.tabulate import tabulate
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import RankCoords

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from megaprof.capture.neighbours import Neighbours
+from megaprof.capture.memory.neighbours import Neighbours
 from megaprof.config.memory import MemoryLimit
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.logs import logger

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.capture import hostmemory
-from megaprof.capture.hostmemory import CLOSING_FACTOR, HostMemoryGuard
-from megaprof.capture.neighbours import Neighbours
+from megaprof.capture.memory import guard as guarding
+from megaprof.capture.memory.guard import CLOSING_FACTOR, HostMemoryGuard
+from megaprof.capture.memory.neighbours import Neighbours
 from megaprof.capture.process import process
 from megaprof.config.memory import DEFAULT_SHARE, MemoryLimit, parse_limit
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
@@ -127,10 +127,10 @@ class Watched:
         self.said = threading.Event()
         bound = Bound("the container", self._read)
         self.guard = HostMemoryGuard(limit, self._say)
-        monkeypatch.setattr(hostmemory, "Neighbours", lambda: Neighbours(directory))
-        monkeypatch.setattr(hostmemory, "resident_bytes", lambda: self.resident)
-        monkeypatch.setattr(hostmemory, "find_bounds", lambda: (bound,))
-        monkeypatch.setattr(hostmemory, "INTERVAL_SECONDS", 0.001)
+        monkeypatch.setattr(guarding, "Neighbours", lambda: Neighbours(directory))
+        monkeypatch.setattr(guarding, "resident_bytes", lambda: self.resident)
+        monkeypatch.setattr(guarding, "find_bounds", lambda: (bound,))
+        monkeypatch.setattr(guarding, "INTERVAL_SECONDS", 0.001)
 
     def _read(self) -> tuple[int, int]:
         self.looks.release()
@@ -223,7 +223,7 @@ def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture, mo
         raise OSError("no /proc here")
 
     said: list[str] = []
-    monkeypatch.setattr(hostmemory, "find_bounds", bounds)
+    monkeypatch.setattr(guarding, "find_bounds", bounds)
     guard = HostMemoryGuard(MemoryLimit(None, 0.8), said.append)
     guard.start()
     for thread in watchers():
@@ -358,13 +358,13 @@ def test_a_real_process_that_grows_past_its_limit(tmp_path: Path) -> None:
 
 CHILD = """
 import sys, threading
-from megaprof.capture import hostmemory
+from megaprof.capture.memory import guard as guarding
 from megaprof.config.memory import MemoryLimit
 from megaprof.parallel.machine import find_bounds
 said = threading.Event()
 say = lambda reason: (print(reason), said.set())
-hostmemory.INTERVAL_SECONDS = 0.01
-guard = hostmemory.HostMemoryGuard(MemoryLimit(None, 0.5), say)
+guarding.INTERVAL_SECONDS = 0.01
+guard = guarding.HostMemoryGuard(MemoryLimit(None, 0.5), say)
 print([b.read()[1] for b in find_bounds() if sys.argv[1] in b.name])
 guard.start()
 print(said.wait(0.5))
