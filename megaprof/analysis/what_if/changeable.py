@@ -1,7 +1,7 @@
 """A captured run that can be changed: another layout, other microbatches, virtual stages, transfers, or packings.
 
-Whatever is changed is a `Setting`, and `predicted` says what it takes. The report's own candidates and a person's
-choice go the same way, so both say the same number for the same change.
+A change is a `Setting`, and `predicted` returns its step. The report's own candidates and a person's choice both go
+through it, so both give the same number for the same change.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megaprof.formats.phrases import counted
 MOST_MICROBATCHES = 4096
 _MOST_PASSES = 200_000
 _MOST_P2P_MS = 1e6
-#: What chunks of another number may cost beyond their layers, as a fraction of the step: a published pair of GPU runs
-#: had a last stage that became 3 % slower with two chunks.
+#: How much a different number of chunks may cost beyond its layers, as a fraction of the step. In a published pair of
+#: GPU runs, the last stage became 3 % slower with two chunks.
 _OTHER_CHUNKS = 0.03
-#: Ways to divide contents, for every draw of them.
+#: How many ways to divide the contents into layers and ends are drawn, for every draw of the contents.
 WAYS = 2
 
 
 class NotCaptured(ValueError):
-    """The change makes sense, and the captured files do not tell what it would take."""
+    """Raised if a change makes sense, but the captured files do not show what its step would take."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What may be chosen of a run."""
+    """What can be chosen for a run."""
 
     pieces: Layout
     """The layers of every model chunk, in the order in which a microbatch passes them."""
@@ -48,29 +48,31 @@ class Setting:
     p2p_ms: float
     """Milliseconds of one transfer between stages."""
     same_tokens: bool = True
-    """Whether other microbatches share the tokens of the captured step; else each stays as large as it was."""
+    """True if a different number of microbatches shares the tokens of the captured step. Otherwise each microbatch
+    keeps its size."""
     packing: str | None = None
-    """How the sequences of the step lie in its microbatches, one of `packing.PLANS`; None: as they were captured."""
+    """How the sequences of the step are packed into microbatches, one of `packing.PLANS`. None keeps the captured
+    packing."""
 
 
 @dataclass(frozen=True)
 class Changeable:
-    """A captured run of which it is known what its chunks hold."""
+    """A captured run whose chunks have known contents."""
 
     baseline: Baseline
-    """Its steps, as they were."""
+    """Its unchanged steps."""
     held: Held
     """Its layout."""
     memory: Memory | None
-    """What the stages had allocated; None where that was not measured."""
+    """Memory that the stages had allocated; None if not measured."""
     shared: float = 0.0
-    """What stages that share cores do to each other's costs, as a fraction of the step."""
+    """How much stages that share processor cores change each other's costs, as a fraction of the step."""
     slower: Floats | float = 1.0
-    """[s]: how many times as long as its peers the slowest rank of a stage takes; 1 where none is slow."""
+    """[s]: how many times as long as its peers the slowest rank of each stage takes; 1 if none is slow."""
     sequences: Sequences | None = None
-    """Its sequences; None where they are not run, or all alike."""
+    """Its sequences; None if they are not known, or if all microbatches are alike."""
     alike: bool = False
-    """Whether its microbatches are all alike."""
+    """True if all its microbatches have equally many tokens in equally long sequences."""
 
     @property
     def pieces(self) -> Layout:
@@ -79,17 +81,17 @@ class Changeable:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages."""
+        """The number of pipeline stages."""
         return self.held.stages
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step."""
+        """The number of microbatches in a step."""
         return self.baseline.replay.schedule.microbatches
 
     @property
     def measured_ms(self) -> float:
-        """The measured step."""
+        """The measured step, in milliseconds."""
         return self.baseline.measured_ms
 
     @property
@@ -99,31 +101,31 @@ class Changeable:
 
     @cached_property
     def as_captured(self) -> Tried:
-        """The captured setting, tried like any other."""
+        """The captured setting, predicted like any other."""
         return tried(self, self.captured)
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """Of every stage the most layers times microbatches whose activations it holds at once."""
+        """For every stage, the largest number of layers times microbatches whose activations it holds at once."""
         return in_flight_layers(self.pieces, self.baseline.replay.schedule)
 
     @cached_property
     def costs(self) -> Costs:
-        """What layers cost, as estimated."""
+        """The estimated costs of layers."""
         return split(self.baseline.content, self.held)
 
     @cached_property
     def sure(self) -> Costs:
-        """What layers cost by every draw of steps and microbatches."""
+        """The costs of layers in every draw of steps and microbatches."""
         return split(self.baseline.drawn, self.held)
 
     @cached_property
     def free(self) -> Costs:
-        """What layers cost by draws that take what the data leave open, too."""
+        """The costs of layers in draws that also vary what the data leave open."""
         return split(np.concatenate([self.baseline.drawn] * WAYS), self.held, np.random.default_rng(0))
 
     def change(self, setting: Setting) -> Change:
-        """Returns what ``setting`` changes beside the layout. Raises ValueError where Megatron has no such schedule."""
+        """Returns what ``setting`` changes besides the layout. Raises ValueError if Megatron has no such schedule."""
         replay = rescheduled(self.baseline.replay, len(setting.pieces) // self.stages, setting.microbatches)
         tokens = self.microbatches / setting.microbatches if setting.same_tokens else 1.0
         return Change(replay, tokens, setting.p2p_ms - self.baseline.p2p_ms)
@@ -131,29 +133,29 @@ class Changeable:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a setting would do."""
+    """The effect of a setting."""
 
     setting: Setting
-    """What was chosen."""
+    """The setting."""
     prediction: Prediction
-    """The step, how uncertain that is, flags and memory."""
+    """The step with its uncertainty, flags, and memory."""
     simulation: Simulation
-    """The pipeline of the captured step that takes about as long as the average one."""
+    """The replayed pipeline of a captured step of about average length, with the setting."""
 
     @property
     def bubble(self) -> float:
-        """Part of the pipeline in which nothing is computed, average over stages."""
+        """The fraction of the step in which a stage computes nothing, averaged over stages."""
         return sum(self.simulation.bubble_fraction) / len(self.simulation.bubble_fraction)
 
     @property
     def imbalance(self) -> float | None:
-        """The slowest stage's compute over the average stage's; None where nothing is computed."""
+        """The slowest stage's compute over the average stage's; None if nothing is computed."""
         computed = self.simulation.stage_ms
         return max(computed) * len(computed) / sum(computed) if sum(computed) else None
 
 
 def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
-    """Predicts a setting whose packing is the captured one. Raises ValueError where Megatron has no such schedule."""
+    """Predicts a setting with the captured packing. Raises ValueError if Megatron has no such schedule."""
     pieces, change, captured = setting.pieces, run.change(setting), run.baseline.replay.schedule
     other_chunks = _OTHER_CHUNKS * (len(pieces) != len(run.pieces))
     unsure = math.hypot(run.shared, other_chunks) if pieces != run.pieces else 0.0
@@ -178,8 +180,7 @@ def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
 
 
 def tried(run: Changeable, wanted: Setting) -> Tried:
-    """Predicts ``wanted``. Raises ValueError where Megatron refuses it, or where it is more than can be answered at
-    once, and NotCaptured."""
+    """Predicts ``wanted``. Raises ValueError if Megatron refuses it or if it is too large to predict, and NotCaptured."""
     asked = run
     if wanted.packing is not None:
         run, laid = _repacked(run, wanted)
@@ -202,7 +203,7 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
 
 
 def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]:
-    """The run with its sequences otherwise in its microbatches, and what that takes. Raises ValueError."""
+    """Returns the run with its sequences packed as ``wanted``, and the prediction of that. Raises ValueError."""
     packing, count, sequences = wanted.packing or "", wanted.microbatches, run.sequences
     if sequences is None:
         alike = "all microbatches have as many tokens in sequences as long"
@@ -218,15 +219,15 @@ def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]
 
 
 def _sum(run: Changeable, laid: Prediction, beside: Prediction) -> Prediction:
-    """Two changes, of which the second was predicted beside the first: their gains add up, and so do their errors'
-    squares."""
+    """Returns the prediction of two changes together, if the second was predicted on top of the first. Their gains add
+    up, and so do the squares of their errors."""
     gain = run.measured_ms - beside.step_ms
     below, above = (math.hypot(*(each.reach_ms[end] - each.step_ms for each in (laid, beside))) for end in (0, 1))
     return Prediction.of("by_hand", run.measured_ms, Price(gain, gain - above, gain + below))
 
 
 def _check(run: Changeable, wanted: Setting) -> None:
-    """Raises ValueError for a setting that nobody can have, or that would take too long to predict."""
+    """Raises ValueError for a setting that is impossible or would take too long to predict."""
     flat, count = "".join(run.pieces), wanted.microbatches
     check_layout(wanted.pieces, run.stages, flat.count("t"), flat.count("m"))
     chunks = len(wanted.pieces) // run.stages
@@ -239,10 +240,10 @@ def _check(run: Changeable, wanted: Setting) -> None:
 
 
 def flags_of(held: Held, pieces: Layout) -> tuple[str, ...]:
-    """Returns Megatron's flags for a layout; none where no option of Megatron's says it.
+    """Returns Megatron's flags for a layout; none if no option of Megatron describes it.
 
-    Megatron's even split needs no flag for its layers; said aloud, it replaces a flag that the run has now. A hybrid
-    model has its layout in its pattern, and Megatron refuses the other flags beside that.
+    Megatron's even split needs no flag for its layers. One is given all the same, to replace a flag that the run has
+    now. A hybrid model has its layout in its pattern, and Megatron refuses other flags next to that.
     """
     if held.hybrid:
         pattern = held.pattern(pieces)
