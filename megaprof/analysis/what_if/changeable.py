@@ -180,7 +180,10 @@ def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
 
 
 def tried(run: Changeable, wanted: Setting) -> Tried:
-    """Predicts ``wanted``. Raises ValueError if Megatron refuses it or if it is too large to predict, and NotCaptured."""
+    """Predicts ``wanted``.
+
+    Raises ValueError if Megatron refuses it or if it is too large to predict, and NotCaptured.
+    """
     asked = run
     if wanted.packing is not None:
         run, laid = _repacked(run, wanted)
