@@ -86,10 +86,10 @@ def of_files(notes: Iterable[Note]) -> Iterator[Note]:
     """Yields the notes, each about one file. Notes that say the same about more than `_FEW` files become one note, with
     two of the file names and the number of files."""
     files: dict[Note, dict[str, None]] = {}
-    for each in notes:
-        files.setdefault(replace(each, files=()), {}).update(dict.fromkeys(each.files))
-    for same, names in files.items():
+    for note in notes:
+        files.setdefault(replace(note, files=()), {}).update(dict.fromkeys(note.files))
+    for note_without_files, names in files.items():
         if len(names) > _FEW:
-            yield replace(same, files=tuple(names)[:2], count=len(names))
+            yield replace(note_without_files, files=tuple(names)[:2], count=len(names))
         else:
-            yield from (replace(same, files=(name,)) for name in names)
+            yield from (replace(note_without_files, files=(name,)) for name in names)

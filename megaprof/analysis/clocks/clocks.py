@@ -63,8 +63,10 @@ class Alignment:
 
     def within(self, nanoseconds: int) -> bool:
         """Returns whether the clock of every rank is known to so many nanoseconds."""
-        known = [clock.uncertainty_ns for clock in self.clocks.values()]
-        return len(known) == len(self.hosts) and all(each is not None and each <= nanoseconds for each in known)
+        uncertainties_ns = [clock.uncertainty_ns for clock in self.clocks.values()]
+        return len(uncertainties_ns) == len(self.hosts) and all(
+            ns is not None and ns <= nanoseconds for ns in uncertainties_ns
+        )
 
 
 @dataclass
@@ -113,12 +115,12 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
         _add(graph, clock_of[link.sender], clock_of[link.receiver], link)
     warnings += _contradictions(graph)
     reference = min(hosts)
-    reached = _shortest(graph, clock_of[reference])
-    warnings += _disagreements(graph, reached)
-    lost = sorted({_clock_name(clock) for clock in clock_of.values() if clock not in reached})
-    if lost:
-        warnings.append(Note("clocks_unconnected", ranks=(reference,), names=tuple(lost)))
-    clocks = {rank: reached[clock] for rank, clock in sorted(clock_of.items()) if clock in reached}
+    corrections = _shortest(graph, clock_of[reference])
+    warnings += _disagreements(graph, corrections)
+    unconnected = sorted({_clock_name(clock) for clock in clock_of.values() if clock not in corrections})
+    if unconnected:
+        warnings.append(Note("clocks_unconnected", ranks=(reference,), names=tuple(unconnected)))
+    clocks = {rank: corrections[clock] for rank, clock in sorted(clock_of.items()) if clock in corrections}
     return Alignment(reference, clocks, dict(hosts), tuple(dict.fromkeys(warnings)))
 
 
@@ -132,21 +134,21 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[N
 
     Machines share a name if messages contradict a single clock, and a clock for each rank resolves the contradiction.
     """
-    within: dict[str, _Graph] = {}
+    graphs: dict[str, _Graph] = {}
     for link in links:
         host = hosts[link.sender]
         if host is not None and host == hosts[link.receiver]:
-            _add(within.setdefault(host, {}), (host, link.sender), (host, link.receiver), link)
+            _add(graphs.setdefault(host, {}), (host, link.sender), (host, link.receiver), link)
     shared = set()
-    for host, graph in within.items():
-        off = max(bounds.contradiction_of_zero for bounds in graph.values())
-        if off <= TOLERANCE_NS:
+    for host, graph in graphs.items():
+        contradiction_ns = max(bounds.contradiction_of_zero for bounds in graph.values())
+        if contradiction_ns <= TOLERANCE_NS:
             continue
         if any(bounds.contradiction > TOLERANCE_NS for bounds in graph.values()):
-            warnings.append(Note("host_contradicted", names=(host,), ms=(off / 1e6,)))
+            warnings.append(Note("host_contradicted", names=(host,), ms=(contradiction_ns / 1e6,)))
         else:
             shared.add(host)
-            warnings.append(Note("host_shared", names=(host,), ms=(off / 1e6,)))
+            warnings.append(Note("host_shared", names=(host,), ms=(contradiction_ns / 1e6,)))
     return {
         rank: ("", rank) if host is None else (host, rank if host in shared else -1) for rank, host in hosts.items()
     }
@@ -154,9 +156,9 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[N
 
 def _bounds(link: Link) -> tuple[int, int]:
     """Returns bounds of ``offset[receiver] - offset[sender]``; an upper bound only if both ends meet."""
-    both = list(zip(link.sends, link.receives, strict=False))
-    high = min(send[1] - receive[0] for send, receive in both) if link.rendezvous else _FAR
-    return max(send[0] - receive[1] for send, receive in both), high
+    pairs = list(zip(link.sends, link.receives, strict=False))
+    high = min(send[1] - receive[0] for send, receive in pairs) if link.rendezvous else _FAR
+    return max(send[0] - receive[1] for send, receive in pairs), high
 
 
 def _add(graph: _Graph, sender: _Clock, receiver: _Clock, link: Link) -> None:
@@ -172,42 +174,42 @@ def _add(graph: _Graph, sender: _Clock, receiver: _Clock, link: Link) -> None:
 
 def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
     """Returns every clock connected with ``reference``, on the path of the least uncertainty (Dijkstra)."""
-    near: defaultdict[_Clock, list[tuple[_Clock, int, int, int]]] = defaultdict(list)
+    neighbours: defaultdict[_Clock, list[tuple[_Clock, int, int, int]]] = defaultdict(list)
     for (a, b), bounds in graph.items():
-        difference, more = bounds.estimate
-        near[a].append((b, difference, more, bounds.messages))
-        near[b].append((a, -difference, more, bounds.messages))
-    reached: dict[_Clock, Clock] = {}
-    waiting = [(0, 0, reference, 0)]
-    while waiting:
-        uncertainty, offset, clock, messages = heapq.heappop(waiting)
-        if clock in reached:
+        difference, edge_uncertainty = bounds.estimate
+        neighbours[a].append((b, difference, edge_uncertainty, bounds.messages))
+        neighbours[b].append((a, -difference, edge_uncertainty, bounds.messages))
+    corrections: dict[_Clock, Clock] = {}
+    queue = [(0, 0, reference, 0)]
+    while queue:
+        uncertainty, offset, clock, messages = heapq.heappop(queue)
+        if clock in corrections:
             continue
-        reached[clock] = Clock(offset, uncertainty if uncertainty < _FAR else None, messages)
-        for other, difference, more, count in near[clock]:
-            if other not in reached:
-                heapq.heappush(waiting, (uncertainty + more, offset + difference, other, count))
-    return reached
+        corrections[clock] = Clock(offset, uncertainty if uncertainty < _FAR else None, messages)
+        for neighbour, difference, edge_uncertainty, count in neighbours[clock]:
+            if neighbour not in corrections:
+                heapq.heappush(queue, (uncertainty + edge_uncertainty, offset + difference, neighbour, count))
+    return corrections
 
 
 def _contradictions(graph: _Graph) -> Iterator[Note]:
     """Yields one note about all pairs of clocks whose messages exclude each other, with the worst of them."""
-    pairs = [(b.contradiction, pair) for pair, b in graph.items() if b.contradiction > TOLERANCE_NS]
+    pairs = [(bounds.contradiction, pair) for pair, bounds in graph.items() if bounds.contradiction > TOLERANCE_NS]
     if pairs:
         worst, (a, b) = max(pairs)
         names = _clock_name(a), _clock_name(b)
         yield Note("clocks_contradicted", names=names, count=len(pairs), ms=(worst / 1e6,))
 
 
-def _disagreements(graph: _Graph, reached: dict[_Clock, Clock]) -> Iterator[Note]:
+def _disagreements(graph: _Graph, corrections: dict[_Clock, Clock]) -> Iterator[Note]:
     """Yields a note for each pair whose messages exclude the offsets found on a path through other hosts."""
     for (a, b), bounds in graph.items():
-        if a not in reached or bounds.contradiction > TOLERANCE_NS:
+        if a not in corrections or bounds.contradiction > TOLERANCE_NS:
             continue
-        known = [reached[clock].uncertainty_ns for clock in (a, b)]
-        slack = TOLERANCE_NS + bounds.contradiction + sum(each for each in known if each is not None)
-        difference = reached[b].offset_ns - reached[a].offset_ns
-        if None not in known and not bounds.low - slack <= difference <= bounds.high + slack:
+        uncertainties_ns = [corrections[clock].uncertainty_ns for clock in (a, b)]
+        slack = TOLERANCE_NS + bounds.contradiction + sum(ns for ns in uncertainties_ns if ns is not None)
+        difference = corrections[b].offset_ns - corrections[a].offset_ns
+        if None not in uncertainties_ns and not bounds.low - slack <= difference <= bounds.high + slack:
             yield Note("clocks_disagree", names=(_clock_name(a), _clock_name(b)))
 
 

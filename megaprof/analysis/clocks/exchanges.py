@@ -33,21 +33,21 @@ def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeti
     nanoseconds to add to the times of each rank."""
     by_kernels = [call for call in step if call.gpu is not None and call.gpu.exchanges]
     # The time at which the later end arrived, by rank and kernel, on the rank's own clock.
-    both: dict[int, dict[Interval, int]] = {call.rank: {} for call in by_kernels}
+    later_end_ns: dict[int, dict[Interval, int]] = {call.rank: {} for call in by_kernels}
     for link in links_of(by_kernels):
         if not link.rendezvous:
             continue
-        mine, theirs = both[link.sender], both[link.receiver]
-        between = offset.get(link.receiver, 0) - offset.get(link.sender, 0)
+        by_send, by_receive = later_end_ns[link.sender], later_end_ns[link.receiver]
+        clock_difference_ns = offset.get(link.receiver, 0) - offset.get(link.sender, 0)
         for send, receive in zip(link.sends, link.receives, strict=True):
-            mine[send] = max(mine.get(send, send[0]), receive[0] + between)
-            theirs[receive] = max(theirs.get(receive, receive[0]), send[0] - between)
-    found = {}
+            by_send[send] = max(by_send.get(send, send[0]), receive[0] + clock_difference_ns)
+            by_receive[receive] = max(by_receive.get(receive, receive[0]), send[0] - clock_difference_ns)
+    meetings_by_rank = {}
     for call in by_kernels:
-        met = both[call.rank]
-        if call.gpu is None or len(met) < (1 - _UNMATCHED) * len(call.gpu.exchanges):
+        arrived_ns = later_end_ns[call.rank]
+        if call.gpu is None or len(arrived_ns) < (1 - _UNMATCHED) * len(call.gpu.exchanges):
             continue
-        moving = union(intervals((min(came, end), end) for (_, end), came in met.items()))
+        moving = union(intervals((min(arrival_ns, end), end) for (_, end), arrival_ns in arrived_ns.items()))
         transfer = intersection(call.gpu.pipeline, moving)
-        found[call.rank] = Meeting(transfer, total(call.gpu.pipeline) - total(transfer))
-    return found
+        meetings_by_rank[call.rank] = Meeting(transfer, total(call.gpu.pipeline) - total(transfer))
+    return meetings_by_rank

@@ -86,13 +86,13 @@ def ends_of(metadata: Metadata, calls: Sequence[Call]) -> Ends:
     if any(call.has_kernels for call in calls) and not kernels and not blocking:
         # The host returns before the GPU has received: its ranges bound nothing.
         return Ends(metadata, {}, {}, unknown="exchanges_unseen")
-    found = Ends(metadata, {}, {}, kernels)
+    ends = Ends(metadata, {}, {}, kernels)
     overlapped = not kernels and bool(settings.get("overlap_p2p_comm"))
     for call in calls:
         exchanges = call.exchanges if not kernels else call.gpu.exchanges if call.gpu else ()
         for kind in (ranges.FORWARD, ranges.BACKWARD):
-            _match(call, kind, exchanges, overlapped, found)
-    return found
+            _match(call, kind, exchanges, overlapped, ends)
+    return ends
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,24 @@ def links_of(calls: Iterable[Call]) -> list[Link]:
 
 def links_between(ends: Mapping[int, Ends]) -> list[Link]:
     """Returns the links between neighbours of one pipeline, with the messages seen at both ends. ``ends``: by rank."""
-    column = {rank: (e.metadata.coords.tp, e.metadata.coords.cp, e.metadata.coords.dp) for rank, e in ends.items()}
-    at = {(column[rank], e.metadata.coords.pp): rank for rank, e in ends.items()}
+    column_of = {
+        rank: (rank_ends.metadata.coords.tp, rank_ends.metadata.coords.cp, rank_ends.metadata.coords.dp)
+        for rank, rank_ends in ends.items()
+    }
+    rank_at = {(column_of[rank], rank_ends.metadata.coords.pp): rank for rank, rank_ends in ends.items()}
     links = []
-    for sender, end in sorted(ends.items()):
+    for sender, sender_ends in sorted(ends.items()):
         by_receiver: dict[int, list[Message]] = {}
-        for message in end.sends:
-            receiver = at.get((column[sender], message.stage))
+        for message in sender_ends.sends:
+            receiver = rank_at.get((column_of[sender], message.stage))
             if receiver is not None and message in ends[receiver].receives:
                 by_receiver.setdefault(receiver, []).append(message)
         for receiver, messages in sorted(by_receiver.items()):
-            received = ends[receiver].receives
-            sent, got = [end.sends[m].time for m in messages], [received[m].time for m in messages]
-            links.append(Link(sender, receiver, sent, got, end.kernels and ends[receiver].kernels, messages))
+            receiver_ends = ends[receiver]
+            sent = [sender_ends.sends[message].time for message in messages]
+            received = [receiver_ends.receives[message].time for message in messages]
+            kernels = sender_ends.kernels and receiver_ends.kernels
+            links.append(Link(sender, receiver, sent, received, kernels, messages))
     return links
 
 
@@ -146,33 +151,35 @@ class _Turn(NamedTuple):
     combined: bool
 
 
-def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: bool, found: Ends) -> None:
-    """Adds to ``found`` what the passes of one kind in ``call`` sent and received."""
+def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: bool, ends: Ends) -> None:
+    """Adds to ``ends`` what the passes of one kind in ``call`` sent and received."""
     placement = call.metadata.placement
-    labels = {each.label for each in exchanges}
-    taking = {label for label in labels if _sends(label, kind)}
-    bringing = {label for label in labels if _received(label, kind, overlapped)}
-    leaving = sorted((each for each in exchanges if each.label in taking), key=attrgetter("posted"))
-    arriving = sorted((each for each in exchanges if each.label in bringing), key=attrgetter("done"))
+    labels = {exchange.label for exchange in exchanges}
+    sending_labels = {label for label in labels if _sends(label, kind)}
+    receiving_labels = {label for label in labels if _received(label, kind, overlapped)}
+    sends = sorted((exchange for exchange in exchanges if exchange.label in sending_labels), key=attrgetter("posted"))
+    receives = sorted(
+        (exchange for exchange in exchanges if exchange.label in receiving_labels), key=attrgetter("done")
+    )
     turns = list(_turns(call, kind))
     for number, turn in enumerate(turns):
-        before = turns[number - 1].start if number else call.start
-        following = turns[number + 1].start if number + 1 < len(turns) else call.end
-        own = call.label, call.step, call.index
+        previous_start = turns[number - 1].start if number else call.start
+        next_start = turns[number + 1].start if number + 1 < len(turns) else call.end
+        call_key = call.label, call.step, call.index
         # The exchange that sent the result, posted before the next pass of this kind.
-        index = bisect_left(leaving, turn.end, key=attrgetter("posted"))
-        took = leaving[index] if index < len(leaving) and leaving[index].posted <= following else None
-        if (target := placement.consumer(kind, call.stage, turn.chunk)) is not None:
-            message = Message(*own, target[0], kind, target[1], turn.microbatch)
-            if (end := _end(turn, took, turn.end, found.kernels)) is not None:
-                found.sends[message] = end
+        index = bisect_left(sends, turn.end, key=attrgetter("posted"))
+        send = sends[index] if index < len(sends) and sends[index].posted <= next_start else None
+        if (consumer := placement.consumer(kind, call.stage, turn.chunk)) is not None:
+            message = Message(*call_key, consumer[0], kind, consumer[1], turn.microbatch)
+            if (end := _end(turn, send, turn.end, ends.kernels)) is not None:
+                ends.sends[message] = end
         # The last exchange that may have brought the input, after the previous pass of this kind began.
-        index = bisect_right(arriving, turn.start, key=attrgetter("done")) - 1
-        brought = arriving[index] if index >= 0 and arriving[index].done > before else None
+        index = bisect_right(receives, turn.start, key=attrgetter("done")) - 1
+        receive = receives[index] if index >= 0 and receives[index].done > previous_start else None
         if placement.producer(kind, call.stage, turn.chunk) is not None:
-            message = Message(*own, call.stage, kind, turn.chunk, turn.microbatch)
-            if (end := _end(turn, brought, turn.start, found.kernels)) is not None:
-                found.receives[message] = end
+            message = Message(*call_key, call.stage, kind, turn.chunk, turn.microbatch)
+            if (end := _end(turn, receive, turn.start, ends.kernels)) is not None:
+                ends.receives[message] = end
 
 
 def _sends(label: str, kind: str) -> bool:
@@ -189,13 +196,13 @@ def _received(label: str, kind: str, overlapped: bool) -> bool:
 
 
 def _turns(call: Call, kind: str) -> Iterator[_Turn]:
-    for each in call.phases:
-        combined = each.kind == ranges.COMBINED
+    for phase in call.phases:
+        combined = phase.kind == ranges.COMBINED
         if combined and kind == ranges.BACKWARD:
-            if each.backward is not None:
-                yield _Turn(*each.host, each.backward.chunk, each.backward.microbatch, combined)
-        elif (each.kind == kind or combined) and each.chunk is not None and each.microbatch is not None:
-            yield _Turn(*each.host, each.chunk, each.microbatch, combined)
+            if phase.backward is not None:
+                yield _Turn(*phase.host, phase.backward.chunk, phase.backward.microbatch, combined)
+        elif (phase.kind == kind or combined) and phase.chunk is not None and phase.microbatch is not None:
+            yield _Turn(*phase.host, phase.chunk, phase.microbatch, combined)
 
 
 def _end(turn: _Turn, exchange: Exchange | None, moment: int, kernels: bool) -> End | None:
@@ -203,5 +210,5 @@ def _end(turn: _Turn, exchange: Exchange | None, moment: int, kernels: bool) -> 
     combined pass. None if kernels are wanted."""
     if exchange is not None and not turn.combined:
         return End((exchange.start, exchange.end), (exchange.start, exchange.end))
-    own = turn.start, turn.end
-    return None if kernels else End(own if turn.combined else (moment, moment), own)
+    pass_interval = turn.start, turn.end
+    return None if kernels else End(pass_interval if turn.combined else (moment, moment), pass_interval)

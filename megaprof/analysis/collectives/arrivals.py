@@ -48,25 +48,29 @@ class OfStep:
     def ran_ms(self, axis: str) -> float:
         """Returns how many milliseconds the collectives of an axis ran on this rank's device, including waiting; NaN
         if that is not known."""
-        own = [arrivals for group, arrivals in self.groups.items() if group.axis == axis]
-        if not own or not all(arrivals.lengths for arrivals in own):
+        axis_arrivals = [arrivals for group, arrivals in self.groups.items() if group.axis == axis]
+        if not axis_arrivals or not all(arrivals.lengths for arrivals in axis_arrivals):
             return float("nan")
-        return sum(float(arrivals.values.sum()) * 2.0**arrivals.shift for arrivals in own) / 1e3
+        return sum(float(arrivals.values.sum()) * 2.0**arrivals.shift for arrivals in axis_arrivals) / 1e3
 
 
 def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | None) -> Iterator[tuple[int, OfStep]]:
     """Yields what a rank came to in its steps at ``rows``, with the row. Skips steps without known collectives."""
-    known: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     for payload in timeline.facts(GROUPS).values():
         for name, group in unpack_groups(payload).items():
             axis = axis_of(group.desc)
             if axis in INSIDE:
-                known[name] = Group(axis, name, _ranks(group.ranks))
+                groups[name] = Group(axis, name, _ranks(group.ranks))
     facts = timeline.facts(COLLECTIVES)
     for row in rows:
-        own = {known[each.group]: each for each in unpack_arrivals(facts.get(row, b"")) if each.group in known}
-        if own:
-            yield row, OfStep(rank, host, int(timeline.steps["start_ns"][row]), own)
+        arrivals_by_group = {
+            groups[arrivals.group]: arrivals
+            for arrivals in unpack_arrivals(facts.get(row, b""))
+            if arrivals.group in groups
+        }
+        if arrivals_by_group:
+            yield row, OfStep(rank, host, int(timeline.steps["start_ns"][row]), arrivals_by_group)
 
 
 def waited_ms(ranks: Sequence[OfStep]) -> dict[int, dict[str, float]]:
@@ -77,18 +81,18 @@ def waited_ms(ranks: Sequence[OfStep]) -> dict[int, dict[str, float]]:
     rank in one group, and therefore comes late to another group, still counts as one that waited.
     """
     by_group: defaultdict[Group, list[tuple[OfStep, Arrivals]]] = defaultdict(list)
-    for rank in ranks:
-        for group, arrivals in rank.groups.items():
-            by_group[group].append((rank, arrivals))
-    found: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for rank_step in ranks:
+        for group, arrivals in rank_step.groups.items():
+            by_group[group].append((rank_step, arrivals))
+    waits_ms: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for group, members in by_group.items():
         if len(members) < len(group.ranks) or len({arrivals.lengths for _, arrivals in members}) > 1:
             continue
-        if not members[0][1].lengths and len({rank.host for rank, _ in members}) > 1:
+        if not members[0][1].lengths and len({rank_step.host for rank_step, _ in members}) > 1:
             continue
-        for (rank, _), waited in zip(members, _waited(members), strict=True):
-            found[rank.rank][group.axis] = found[rank.rank].get(group.axis, 0.0) + waited / 1e3
-    return dict(found)
+        for (rank_step, _), waited_us in zip(members, _waited(members), strict=True):
+            waits_ms[rank_step.rank][group.axis] = waits_ms[rank_step.rank].get(group.axis, 0.0) + waited_us / 1e3
+    return dict(waits_ms)
 
 
 def _waited(members: Sequence[tuple[OfStep, Arrivals]]) -> npt.NDArray[np.float64]:
@@ -98,21 +102,21 @@ def _waited(members: Sequence[tuple[OfStep, Arrivals]]) -> npt.NDArray[np.float6
     common = members[0][1].numbers
     for _, arrivals in members:
         common = np.intersect1d(common, arrivals.numbers[kept(arrivals.numbers, shift)], assume_unique=True)
-    first = members[0][0].start_ns
-    came = np.stack(
+    first_start_ns = members[0][0].start_ns
+    came_us = np.stack(
         [
             # The rank that came last has the shortest part.
             (-1 if arrivals.lengths else 1) * arrivals.values[np.searchsorted(arrivals.numbers, common)]
-            + (0 if arrivals.lengths else (rank.start_ns - first) / 1e3)
-            for rank, arrivals in members
+            + (0 if arrivals.lengths else (rank_step.start_ns - first_start_ns) / 1e3)
+            for rank_step, arrivals in members
         ]
     )
-    waited: npt.NDArray[np.float64] = (came.max(axis=0, keepdims=True) - came).sum(axis=1) * 2.0**shift
-    return waited
+    waited_us: npt.NDArray[np.float64] = (came_us.max(axis=0, keepdims=True) - came_us).sum(axis=1) * 2.0**shift
+    return waited_us
 
 
-def _ranks(written: str) -> tuple[int, ...]:
+def _ranks(text: str) -> tuple[int, ...]:
     try:
-        return tuple(msgspec.json.decode(written, type=list[int]))
+        return tuple(msgspec.json.decode(text, type=list[int]))
     except msgspec.MsgspecError:
         return ()

@@ -95,8 +95,8 @@ class _Plain(pickle.Unpickler):
 
 def rank_of(path: Path) -> int | None:
     """Returns the rank that a dump's name ends in; None for another file's name."""
-    found = re.search(_NAME.pattern + "$", path.name)
-    return int(found["rank"]) if found is not None else None
+    match = re.search(_NAME.pattern + "$", path.name)
+    return int(match["rank"]) if match is not None else None
 
 
 def read_dump(path: Path) -> Dump:
@@ -106,21 +106,21 @@ def read_dump(path: Path) -> Dump:
         raise BadDump("its name does not end in a rank")
     if path.stat().st_size > _LARGEST_BYTES:
         raise BadDump(f"it has more than {_LARGEST_BYTES >> 20} MiB")
-    held = path.read_bytes()
+    content = path.read_bytes()
     try:
-        plain = json.loads(held) if held[:1] == b"{" else _Plain(io.BytesIO(held)).load()
-        file = msgspec.convert(plain, Flight, strict=False)
+        decoded = json.loads(content) if content[:1] == b"{" else _Plain(io.BytesIO(content)).load()
+        flight = msgspec.convert(decoded, Flight, strict=False)
     except Exception as fault:  # a hostile pickle may raise anything
         raise BadDump(" ".join(str(fault).split())[:200] or type(fault).__name__) from None
-    return dump_of(rank, file)
+    return dump_of(rank, flight)
 
 
-def dump_of(rank: int, file: Flight) -> Dump:
+def dump_of(rank: int, flight: Flight) -> Dump:
     """Returns the dump of ``rank`` from what its flight recorder holds. Raises BadDump."""
-    groups = {name: Group(config.desc, _ranks(config.ranks)) for name, config in file.pg_config.items() if name}
+    groups = {name: Group(config.desc, _ranks(config.ranks)) for name, config in flight.pg_config.items() if name}
     called: defaultdict[str, int] = defaultdict(int)
     exchanging, pending = set(), []
-    for entry in sorted(file.entries, key=lambda entry: entry.record_id):
+    for entry in sorted(flight.entries, key=lambda entry: entry.record_id):
         name, description = entry.process_group
         group = groups.setdefault(name, Group(description, ()))
         called[name] = max(called[name], entry.collective_seq_id)
@@ -129,8 +129,8 @@ def dump_of(rank: int, file: Flight) -> Dump:
             exchanging.add(name)
         if not entry.ended:
             pending.append(_operation(entry, group, exchange))
-    latest = max((entry.time_created_ns for entry in file.entries), default=0) / 1e9
-    return Dump(rank, groups, dict(called), _enqueued(file), frozenset(exchanging), tuple(pending), latest)
+    latest = max((entry.time_created_ns for entry in flight.entries), default=0) / 1e9
+    return Dump(rank, groups, dict(called), _enqueued(flight), frozenset(exchanging), tuple(pending), latest)
 
 
 def _operation(entry: Entry, group: Group, exchange: re.Match[str] | None) -> Operation:
@@ -153,22 +153,22 @@ def _operation(entry: Entry, group: Group, exchange: re.Match[str] | None) -> Op
     )
 
 
-def _ranks(written: str) -> tuple[int, ...]:
+def _ranks(text: str) -> tuple[int, ...]:
     """Returns the ranks in a text such as ``"[0, 4]"``. Raises BadDump."""
     try:
-        return tuple(msgspec.json.decode(written, type=list[int]))
+        return tuple(msgspec.json.decode(text, type=list[int]))
     except msgspec.DecodeError:
-        raise BadDump(f"a group has the ranks {written[:40]!r}") from None
+        raise BadDump(f"a group has the ranks {text[:40]!r}") from None
 
 
-def _enqueued(file: Flight) -> dict[str, int]:
+def _enqueued(flight: Flight) -> dict[str, int]:
     """Returns the number of the last operation that was called, by group; empty if groups cannot be matched.
 
     `pg_status` numbers the groups in the order in which the process made them, and `pg_config` has their names. As long
     as names are numbers, both have the same order.
     """
-    names, places = [name for name in file.pg_config if name], list(file.pg_status)
+    names, places = [name for name in flight.pg_config if name], list(flight.pg_status)
     if len(names) != len(places) or not all(name.isdigit() for name in (*names, *places)):
         return {}
     pairs = zip(sorted(names, key=int), sorted(places, key=int), strict=True)
-    return {name: file.pg_status[place].last_enqueued_collective for name, place in pairs}
+    return {name: flight.pg_status[place].last_enqueued_collective for name, place in pairs}

@@ -110,10 +110,10 @@ def hang_of(paths: Iterable[Path]) -> Hang:
         except (BadDump, OSError) as fault:
             warnings.append(Note("skipped", files=(path.name,), said=str(fault)))
             continue
-        other = dumps.get(dump.rank)
-        if other is not None:
+        previous_dump = dumps.get(dump.rank)
+        if previous_dump is not None:
             warnings.append(Note("twice", files=(files[dump.rank], path.name), ranks=(dump.rank,)))
-        if other is None or dump.latest > other.latest:
+        if previous_dump is None or dump.latest > previous_dump.latest:
             dumps[dump.rank], files[dump.rank] = dump, path.name
     if not dumps:
         unread = [f"{note.files[0]} is no dump that can be read: {note.said}" for note in warnings]
@@ -138,29 +138,37 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
     job = _Job(dumps)
     missing = tuple(sorted({rank for ranks in job.members.values() for rank in ranks} - dumps.keys()))
     culprits = list(_differing(job))
-    device = dict(_by_device(job))
+    stuck_devices = dict(_by_device(job))
     # A rank that called something else, or whose device is stuck, waits for no one.
-    known = device.keys() | {culprit.rank for culprit in culprits}
-    waits = {rank: missed for rank, missed in job.waits().items() if rank not in known}
-    behind = {rank: others for rank, others in job.behind().items() if rank not in known}
-    together = job.together()
+    culprit_ranks = stuck_devices.keys() | {culprit.rank for culprit in culprits}
+    waits = {rank: operations for rank, operations in job.waits().items() if rank not in culprit_ranks}
+    behind = {rank: other_ranks for rank, other_ranks in job.behind().items() if rank not in culprit_ranks}
+    common_operations = job.together()
     sinks = dict(_sinks(waits, behind))
-    held = {rank: together[rank] for rank in sinks if rank in together and rank not in device}
-    found = {rank: why for rank, why in sinks.items() if rank not in held}
-    for rank, why in {**found, **device}.items():
+    undecided_operations = {
+        rank: common_operations[rank] for rank in sinks if rank in common_operations and rank not in stuck_devices
+    }
+    reasons = {rank: why for rank, why in sinks.items() if rank not in undecided_operations}
+    for rank, why in {**reasons, **stuck_devices}.items():
         if all(rank != culprit.rank for culprit in culprits):
             culprits.append(job.culprit(rank, why if rank in dumps else "no_dump", waits))
-    named = {culprit.rank for culprit in culprits}
+    named_ranks = {culprit.rank for culprit in culprits}
     unended = {
-        (one.group, one.number, frozenset(() if one.peer is None else (rank, one.peer))): one
-        for rank, one in sorted((held or ({} if culprits else together)).items(), key=lambda item: -item[1].called)
+        (
+            operation.group,
+            operation.number,
+            frozenset(() if operation.peer is None else (rank, operation.peer)),
+        ): operation
+        for rank, operation in sorted(
+            (undecided_operations or ({} if culprits else common_operations)).items(), key=lambda item: -item[1].called
+        )
     }
     return Hang(
         1,
         tuple(sorted(dumps)),
         missing,
         tuple(sorted(culprits, key=lambda culprit: (culprit.awaited.since, culprit.rank))),
-        sum(bool(dump.pending) for rank, dump in dumps.items() if rank not in named),
+        sum(bool(dump.pending) for rank, dump in dumps.items() if rank not in named_ranks),
         tuple(job.awaited(operation) for operation in unended.values()),
         (*warnings, *job.disagreements()),
     )
@@ -172,31 +180,32 @@ class _Job:
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self.dumps = dumps
         self._groups: dict[str, Group] = {}
-        known: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
-        seen: defaultdict[str, set[int]] = defaultdict(set)
+        member_lists: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+        mentioning_ranks: defaultdict[str, set[int]] = defaultdict(set)
         #: The collectives in which a rank waits: by group and number, then by rank.
         self.calls: defaultdict[tuple[str, int], dict[int, Operation]] = defaultdict(dict)
-        exchanging: set[str] = set()
+        exchanging_groups: set[str] = set()
         for rank, dump in sorted(dumps.items()):
             for name, group in dump.groups.items():
                 self._groups.setdefault(name, group)
-                known[name].update([group.ranks] if group.ranks else [])
-                seen[name].add(rank)
+                member_lists[name].update([group.ranks] if group.ranks else [])
+                mentioning_ranks[name].add(rank)
             for operation in dump.pending:
                 if operation.peer is None:
                     self.calls[operation.group, operation.number][rank] = operation
-            exchanging |= dump.exchanging
-        self._known = known
+            exchanging_groups |= dump.exchanging
+        self._member_lists = member_lists
         #: The ranks of each group in its order; if no dump lists them, those whose dumps mention the group.
         self.members = {
-            name: max(known[name], key=len) if known[name] else tuple(sorted(seen[name])) for name in self._groups
+            name: max(member_lists[name], key=len) if member_lists[name] else tuple(sorted(mentioning_ranks[name]))
+            for name in self._groups
         }
         #: The number of the last collective that a rank called, by rank and group.
         self._called = {
             (rank, name): number
             for rank, dump in dumps.items()
             for name, number in {
-                **{name: number for name, number in dump.enqueued.items() if name not in exchanging},
+                **{name: number for name, number in dump.enqueued.items() if name not in exchanging_groups},
                 **dump.called,
             }.items()
         }
@@ -221,7 +230,7 @@ class _Job:
         waits: defaultdict[int, dict[int, Operation]] = defaultdict(dict)
         sends: defaultdict[int, dict[int, Operation]] = defaultdict(dict)
         for rank, dump in self.dumps.items():
-            called: Counter[tuple[int, str, str]] = Counter()
+            called_counts: Counter[tuple[int, str, str]] = Counter()
             for operation in dump.pending:
                 if operation.peer is None:
                     for other in self.members[operation.group]:
@@ -229,10 +238,10 @@ class _Job:
                             waits[rank].setdefault(other, operation)
                     continue
                 side = (operation.peer, operation.group, operation.name)
-                called[side] += 1
-                if called[side] > sides[operation.peer, rank, operation.group, _OTHER_SIDE[operation.name]]:
-                    some = sends if operation.name == "send" else waits
-                    some[rank].setdefault(operation.peer, operation)
+                called_counts[side] += 1
+                if called_counts[side] > sides[operation.peer, rank, operation.group, _OTHER_SIDE[operation.name]]:
+                    waits_or_sends = sends if operation.name == "send" else waits
+                    waits_or_sends[rank].setdefault(operation.peer, operation)
         return dict(waits or sends)
 
     def together(self) -> dict[int, Operation]:
@@ -251,14 +260,14 @@ class _Job:
         behind = {}
         for rank, dump in self.dumps.items():
             if dump.pending:
-                others = set(self._others(rank, dump.pending[0]))
-                busy = {
+                other_ranks = set(self._others(rank, dump.pending[0]))
+                busy_ranks = {
                     other
-                    for other in others & self.dumps.keys()
-                    if any(_answers(one, other, dump.pending[0], rank) for one in self.dumps[other].pending[1:])
+                    for other in other_ranks & self.dumps.keys()
+                    if any(_answers(pending, other, dump.pending[0], rank) for pending in self.dumps[other].pending[1:])
                 }
-                behind[rank] = busy
-        return {rank: busy for rank, busy in behind.items() if busy}
+                behind[rank] = busy_ranks
+        return {rank: busy_ranks for rank, busy_ranks in behind.items() if busy_ranks}
 
     def _others(self, rank: int, operation: Operation) -> Iterator[int]:
         ranks = self.members[operation.group] if operation.peer is None else (operation.peer,)
@@ -266,18 +275,19 @@ class _Job:
 
     def _all_called(self, rank: int, operation: Operation) -> bool:
         return all(
-            other in self.dumps and any(_answers(one, other, operation, rank) for one in self.dumps[other].pending)
+            other in self.dumps
+            and any(_answers(pending, other, operation, rank) for pending in self.dumps[other].pending)
             for other in self._others(rank, operation)
         )
 
     def culprit(self, rank: int, why: Why, waits: Mapping[int, Mapping[int, Operation]]) -> Culprit:
         """Returns ``rank`` as a culprit, with the operation in which others have waited for it longest."""
-        waiting = {other: missed[rank] for other, missed in waits.items() if rank in missed}
+        awaited_by = {other: operations[rank] for other, operations in waits.items() if rank in operations}
         if why in ("stuck", "not_begun"):
             first = self.dumps[rank].pending[0]
         else:
-            first = min(waiting.values(), key=lambda operation: operation.called)
-        return Culprit(rank, self._stage(rank), why, self.awaited(first), tuple(sorted(waiting)), None)
+            first = min(awaited_by.values(), key=lambda operation: operation.called)
+        return Culprit(rank, self._stage(rank), why, self.awaited(first), tuple(sorted(awaited_by)), None)
 
     def awaited(self, operation: Operation) -> Awaited:
         """Returns the operation, with what is known of its group."""
@@ -303,17 +313,21 @@ class _Job:
     def _group_with(self, rank: int, description: str) -> tuple[int, ...]:
         """Returns the ranks of the group with this description that ``rank`` is in; empty if no dump has it."""
         groups = self.members.items()
-        return next((own for name, own in groups if self._groups[name].description == description and rank in own), ())
+        return next(
+            (ranks for name, ranks in groups if self._groups[name].description == description and rank in ranks), ()
+        )
 
     def differing(self, rank: int, mine: Operation, theirs: Operation) -> Culprit:
         """Returns ``rank`` as a culprit that called ``mine`` where others called ``theirs``."""
-        others = self.calls[mine.group, mine.number]
-        waiting = tuple(sorted(other for other, one in others.items() if _form(one) == _form(theirs)))
-        return Culprit(rank, self._stage(rank), "differs", self.awaited(theirs), waiting, _words(mine))
+        operations = self.calls[mine.group, mine.number]
+        waiting_ranks = tuple(
+            sorted(other for other, operation in operations.items() if _form(operation) == _form(theirs))
+        )
+        return Culprit(rank, self._stage(rank), "differs", self.awaited(theirs), waiting_ranks, _words(mine))
 
     def disagreements(self) -> Iterator[Note]:
         """Yields a note about each group whose ranks hold different lists of its members."""
-        for name, lists in self._known.items():
+        for name, lists in self._member_lists.items():
             if len(lists) > 1:
                 group = self._groups[name].description or name
                 members = (", ".join(map(str, ranks)) for ranks in sorted(lists))
@@ -323,14 +337,18 @@ class _Job:
 _OTHER_SIDE = {"send": "recv", "recv": "send"}
 
 
-def _answers(one: Operation, rank: int, other: Operation, its_rank: int) -> bool:
-    """Returns whether ``one`` on ``rank`` and ``other`` on ``its_rank`` are the same collective, or the two sides of an
-    exchange."""
-    if one.group != other.group:
+def _answers(operation: Operation, rank: int, other_operation: Operation, other_rank: int) -> bool:
+    """Returns whether ``operation`` on ``rank`` and ``other_operation`` on ``other_rank`` are the same collective,
+    or the two sides of an exchange."""
+    if operation.group != other_operation.group:
         return False
-    if other.peer is None:
-        return one.peer is None and one.number == other.number
-    return (one.peer, other.peer, one.name) == (its_rank, rank, _OTHER_SIDE[other.name])
+    if other_operation.peer is None:
+        return operation.peer is None and operation.number == other_operation.number
+    return (operation.peer, other_operation.peer, operation.name) == (
+        other_rank,
+        rank,
+        _OTHER_SIDE[other_operation.name],
+    )
 
 
 def _form(operation: Operation) -> tuple[object, ...]:
@@ -351,34 +369,36 @@ def _differing(job: _Job) -> Iterator[Culprit]:
         forms = Counter(_form(operation) for operation in calls.values())
         if len(forms) < 2:
             continue
-        (usual, count), (_, second) = forms.most_common(2)
+        (usual, count), (_, second_count) = forms.most_common(2)
         theirs = next(operation for operation in calls.values() if _form(operation) == usual)
         for rank, mine in calls.items():
             if _form(mine) != usual:
                 yield job.differing(rank, mine, theirs)
-            elif count == second:  # as many on either side: either may be wrong
-                yield job.differing(rank, mine, next(one for one in calls.values() if _form(one) != usual))
+            elif count == second_count:  # as many on either side: either may be wrong
+                yield job.differing(
+                    rank, mine, next(operation for operation in calls.values() if _form(operation) != usual)
+                )
 
 
 def _sinks(waits: Mapping[int, Mapping[int, Operation]], behind: Mapping[int, set[int]]) -> Iterator[tuple[int, Why]]:
     """Yields the ranks that others wait for and that wait for no one. Of the ranks whose waiting leads to none of
     these, yields those that wait in a circle. ``behind`` (see `_Job.behind`) says which ranks a rank's device waits
     for; its host need not wait for them."""
-    follows = {rank: set(missed) for rank, missed in waits.items()}
-    follows |= {rank: others for rank, others in behind.items() if rank not in waits}
-    waited: defaultdict[int, set[int]] = defaultdict(set)
-    for rank, others in follows.items():
-        for other in others:
-            waited[other].add(rank)
-    sinks = [rank for rank in waited if rank not in follows]
+    waits_for = {rank: set(operations) for rank, operations in waits.items()}
+    waits_for |= {rank: other_ranks for rank, other_ranks in behind.items() if rank not in waits}
+    waiters_of: defaultdict[int, set[int]] = defaultdict(set)
+    for rank, other_ranks in waits_for.items():
+        for other in other_ranks:
+            waiters_of[other].add(rank)
+    sinks = [rank for rank in waiters_of if rank not in waits_for]
     for rank in sinks:
         yield rank, "absent"
     explained, edge = set(sinks), sinks
     while edge:
-        edge = [rank for other in edge for rank in waited[other] if rank not in explained]
+        edge = [rank for other in edge for rank in waiters_of[other] if rank not in explained]
         explained.update(edge)
-    circle = follows.keys() - explained
-    while outside := {rank for rank in circle if not waited[rank] & circle}:
+    circle = waits_for.keys() - explained
+    while outside := {rank for rank in circle if not waiters_of[rank] & circle}:
         circle -= outside
     free = circle - waits.keys()
     for rank in free or circle:
@@ -390,10 +410,10 @@ def _by_device(job: _Job) -> Iterator[tuple[int, Why]]:
         if not dump.pending or dump.pending[0].peer is not None:
             continue
         first = dump.pending[0]
-        others = [other for other in job.members[first.group] if other != rank]
-        if any(job.ended(other, first) for other in others):
+        other_ranks = [other for other in job.members[first.group] if other != rank]
+        if any(job.ended(other, first) for other in other_ranks):
             yield rank, "stuck"
         elif not first.started and any(
-            called.started for other, called in job.calls[first.group, first.number].items() if other != rank
+            operation.started for other, operation in job.calls[first.group, first.number].items() if other != rank
         ):
             yield rank, "not_begun"

@@ -81,8 +81,8 @@ class Replay:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Stages, chunks, kinds and microbatches: the last four axes of ``passes``."""
-        own = self.schedule
-        return own.stages, own.chunks, len(own.kinds), own.microbatches
+        schedule = self.schedule
+        return schedule.stages, schedule.chunks, len(schedule.kinds), schedule.microbatches
 
     def step_ms(
         self, passes: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
@@ -94,8 +94,8 @@ class Replay:
             ValueError: An array has another shape than the schedule.
         """
         _, leading, tables = self._tables(passes, entry, link)
-        longest = [table[self._last].max(axis=0) for table in tables]
-        return np.concatenate(longest).reshape(leading)
+        parts_ms = [table[self._last].max(axis=0) for table in tables]
+        return np.concatenate(parts_ms).reshape(leading)
 
     def ends(
         self, passes: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
@@ -135,14 +135,14 @@ class Replay:
         nodes = entries.shape[1] + len(self._passes) + len(self._transfers)
         at_once = max(1, _MOST_HELD // nodes)
         for begin in range(0, max(1, len(passes)), at_once):
-            some = slice(begin, begin + at_once)
-            table = np.empty((nodes, len(passes[some])))
-            table[: entries.shape[1]] = entries[some].T
-            table[self._passes] = passes[some].T
-            table[self._transfers] = links[some].T[self._links]
+            part = slice(begin, begin + at_once)
+            table = np.empty((nodes, len(passes[part])))
+            table[: entries.shape[1]] = entries[part].T
+            table[self._passes] = passes[part].T
+            table[self._transfers] = links[part].T[self._links]
             for first, last, inputs in self._levels:
-                own = table[first:last]
-                own += np.maximum.reduce(table.take(inputs, axis=0), axis=0)
+                level_ends = table[first:last]
+                level_ends += np.maximum.reduce(table.take(inputs, axis=0), axis=0)
             yield table
 
 
@@ -160,45 +160,45 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
     if programmed and schedule.name in SPLIT_SCHEDULES:
         raise ValueError(f"rendezvous=True: the exchanges of schedule={schedule.name!r} overlap")
     nodes = _Nodes(schedule)
-    edges = nodes.in_programs(held=rendezvous) if programmed else nodes.in_order()
-    inputs, number = _neighbours(edges[1], edges[0], nodes.count)
+    edges = nodes.in_programs(rendezvous=rendezvous) if programmed else nodes.in_order()
+    inputs, input_counts = _neighbours(edges[1], edges[0], nodes.count)
     inputs = np.where(inputs < nodes.count, inputs, inputs[:1])  # a node with fewer inputs repeats its first one
-    rows, levels = _levelled(number, _neighbours(*edges, nodes.count)[0])
+    rows, levels = _levelled(input_counts, _neighbours(*edges, nodes.count)[0])
     passes = nodes.passes.ravel()
     return Replay(
         schedule,
         rendezvous,
         in_turn and not rendezvous,
-        tuple((begin, begin + len(own), rows[inputs[: number[own].max(), own]]) for begin, own in levels),
+        tuple((begin, begin + len(level), rows[inputs[: input_counts[level].max(), level]]) for begin, level in levels),
         rows[passes],
-        rows[inputs[: number[passes].max(), passes]],
+        rows[inputs[: input_counts[passes].max(), passes]],
         rows[nodes.last],
         rows[nodes.transfers],
         nodes.links,
     )
 
 
-def rescheduled(own: Replay, chunks: int, microbatches: int, stages: int | None = None) -> Replay:
+def rescheduled(replay: Replay, chunks: int, microbatches: int, stages: int | None = None) -> Replay:
     """Returns the replay with this number of model chunks per stage, microbatches and stages (None: as many as in
-    ``own``), in the schedule that Megatron then chooses. Raises ValueError if Megatron refuses it."""
-    schedule = own.schedule
+    ``replay``), in the schedule that Megatron then chooses. Raises ValueError if Megatron refuses it."""
+    schedule = replay.schedule
     stages = stages or schedule.stages
     if (stages, chunks, microbatches) == (schedule.stages, schedule.chunks, schedule.microbatches):
-        return own
-    same = chunks == schedule.chunks
-    as_deep = stages == schedule.stages
+        return replay
+    same_chunks = chunks == schedule.chunks
+    same_stages = stages == schedule.stages
     # By default, Megatron-LM overlaps the exchanges of the interleaved schedule.
     checked = PipelineSchedule.checked(
         stages,
         chunks,
         microbatches,
-        name=(schedule.name if same else "1f1b" if chunks == 1 else "interleaved") if as_deep else None,
-        group_size=schedule.group_size if same and as_deep and chunks > 1 else None,
+        name=(schedule.name if same_chunks else "1f1b" if chunks == 1 else "interleaved") if same_stages else None,
+        group_size=schedule.group_size if same_chunks and same_stages and chunks > 1 else None,
         forward_only=schedule.forward_only,
         combined=schedule.combined,
     )
     # All arguments by position, as the search passes them too, so that both share one entry of the cache.
-    return compiled(checked, *((own.rendezvous, own.in_turn) if same else (chunks == 1, False)))
+    return compiled(checked, *((replay.rendezvous, replay.in_turn) if same_chunks else (chunks == 1, False)))
 
 
 _Places = npt.NDArray[np.intp]
@@ -238,62 +238,67 @@ class _Nodes:
         of its passes."""
         begins, ends = np.arange(self.count), np.arange(self.count)  # the first and last pass of each pass's turn
         sources, targets = [], []
-        for stage, each in enumerate(self._orders):
-            order = np.array([self._node(stage, which) for which in chain.from_iterable(each)])
-            sizes = np.array([len(turn) for turn in each])
+        for stage, order in enumerate(self._orders):
+            turn_nodes = np.array([self._node(stage, pass_id) for pass_id in chain.from_iterable(order)])
+            sizes = np.array([len(turn) for turn in order])
             last = np.cumsum(sizes) - 1
-            begins[order], ends[order] = np.repeat(order[last + 1 - sizes], sizes), np.repeat(order[last], sizes)
-            sources.append(np.concatenate(([stage], order[:-1])))
-            targets.append(order)
+            begins[turn_nodes] = np.repeat(turn_nodes[last + 1 - sizes], sizes)
+            ends[turn_nodes] = np.repeat(turn_nodes[last], sizes)
+            sources.append(np.concatenate(([stage], turn_nodes[:-1])))
+            targets.append(turn_nodes)
         return (
             np.concatenate((*sources, ends[self._made], self.transfers)),
             np.concatenate((*targets, self.transfers, begins[self._needed])),
         )
 
-    def in_programs(self, *, held: bool) -> _Edges:
+    def in_programs(self, *, rendezvous: bool) -> _Edges:
         """Returns the edges of the models with exchanges. The passes and exchanges of a stage each wait for the one
-        before. A transfer waits for what precedes the exchange on its sender and, if senders are ``held``, on its
-        receiver too."""
+        before. A transfer waits for what precedes the exchange on its sender and, if exchanges are a ``rendezvous``,
+        on its receiver too."""
         stages = self.schedule.stages
-        transfer = dict(zip(self._needed.tolist(), self.transfers.tolist(), strict=True))
+        transfer_of = dict(zip(self._needed.tolist(), self.transfers.tolist(), strict=True))
         edges: list[tuple[int, int]] = []
         for stage in range(stages):
-            following, preceding = (stage + 1) % stages, (stage - 1) % stages
-            before = [stage]
+            next_stage, previous_stage = (stage + 1) % stages, (stage - 1) % stages
+            awaited = [stage]
             for step in stage_program(self.schedule, stage):
                 if isinstance(step, PassId):
                     node = self._node(stage, step)
-                    edges += [(each, node) for each in before]
-                    before = [node]
+                    edges += [(earlier, node) for earlier in awaited]
+                    awaited = [node]
                     continue
-                sent = (following, step.send_next), (preceding, step.send_prev)
+                sent = (next_stage, step.send_next), (previous_stage, step.send_prev)
                 received = (stage, step.recv_prev), (stage, step.recv_next)
-                out, come = (
-                    [transfer[self._node(receiver, which)] for receiver, which in some if which is not None]
-                    for some in (sent, received)
+                sending, receiving = (
+                    [transfer_of[self._node(receiver, pass_id)] for receiver, pass_id in ends if pass_id is not None]
+                    for ends in (sent, received)
                 )
-                edges += [(each, other) for other in (out + come if held else out) for each in before]
-                before = out + come if held else before + come
+                edges += [
+                    (earlier, later)
+                    for later in (sending + receiving if rendezvous else sending)
+                    for earlier in awaited
+                ]
+                awaited = sending + receiving if rendezvous else awaited + receiving
         sources, targets = np.array(edges).T
         return sources, targets
 
-    def _node(self, stage: int, which: PassId) -> int:
-        own = self.schedule
-        place = (stage * own.chunks + which.chunk) * len(self._kind) + self._kind[which.kind]
-        return own.stages + place * own.microbatches + which.microbatch
+    def _node(self, stage: int, pass_id: PassId) -> int:
+        schedule = self.schedule
+        place = (stage * schedule.chunks + pass_id.chunk) * len(self._kind) + self._kind[pass_id.kind]
+        return schedule.stages + place * schedule.microbatches + pass_id.microbatch
 
 
 _NONE = np.empty(0, dtype=np.intp)
 
 
-def _neighbours(nodes: _Places, others: _Places, count: int) -> tuple[_Places, _Places]:
+def _neighbours(nodes: _Places, other_ends: _Places, count: int) -> tuple[_Places, _Places]:
     """Returns the other ends of the edges of each of ``count`` nodes, [most, node], filled up with ``count``; and the
     number of edges of each node, [node]."""
     order = np.argsort(nodes, kind="stable")
-    number = np.bincount(nodes, minlength=count)
-    table = np.full((number.max(), count), count)
-    table[np.arange(len(nodes)) - np.repeat(np.cumsum(number) - number, number), nodes[order]] = others[order]
-    return table, number
+    counts = np.bincount(nodes, minlength=count)
+    table = np.full((counts.max(), count), count)
+    table[np.arange(len(nodes)) - np.repeat(np.cumsum(counts) - counts, counts), nodes[order]] = other_ends[order]
+    return table, counts
 
 
 def _levelled(inputs: _Places, users: _Places) -> tuple[_Places, list[tuple[int, _Places]]]:
@@ -304,15 +309,15 @@ def _levelled(inputs: _Places, users: _Places) -> tuple[_Places, list[tuple[int,
     `_neighbours` returns them.
     """
     count = len(inputs)
-    missing, which = np.append(inputs, count), np.empty(count + 1, dtype=np.intp)
+    inputs_left, place_of = np.append(inputs, count), np.empty(count + 1, dtype=np.intp)
     levels = [np.flatnonzero(inputs == 0)]
     while len(levels[-1]):
-        each = users[:, levels[-1]].ravel()
-        np.subtract.at(missing, each[each < count], 1)
-        each = each[missing[each] == 0]
-        places = np.arange(len(each))
-        which[each] = places
-        levels.append(each[which[each] == places])  # once, however many inputs came last
+        nodes = users[:, levels[-1]].ravel()
+        np.subtract.at(inputs_left, nodes[nodes < count], 1)
+        nodes = nodes[inputs_left[nodes] == 0]
+        places = np.arange(len(nodes))
+        place_of[nodes] = places
+        levels.append(nodes[place_of[nodes] == places])  # once, however many inputs came last
     order = np.concatenate(levels)
     if len(order) != count:
         raise RuntimeError("the stages of a schedule wait for each other; please report this")

@@ -45,13 +45,13 @@ class Simulation:
         """
         starts = self._replay.starts(self._passes, **self._around)
         ends = self._replay.ends(self._passes, **self._around)
-        found = []
+        passes = []
         for stage in range(self.schedule.stages):
-            for which in phase_order(self.schedule, stage):
-                place = stage, which.chunk, self.schedule.kinds.index(which.kind), which.microbatch
+            for pass_id in phase_order(self.schedule, stage):
+                place = stage, pass_id.chunk, self.schedule.kinds.index(pass_id.kind), pass_id.microbatch
                 start, end = 1e6 * float(starts[place]), 1e6 * float(ends[place])
-                found.append(Pass(which.kind, stage, which.chunk, which.microbatch, start, end))
-        return tuple(found)
+                passes.append(Pass(pass_id.kind, stage, pass_id.chunk, pass_id.microbatch, start, end))
+        return tuple(passes)
 
 
 def simulate(
@@ -80,7 +80,7 @@ def simulate(
         p2p_ms: Milliseconds of one transfer between neighbouring stages, and from the last stage's chunk to the first
             stage's next one.
         microbatch_group_size: For the interleaved schedule; see `PipelineSchedule.checked`.
-        rendezvous: True if both ends of an exchange wait for each other, as in the second of the two models of
+        rendezvous: True if both ends of an exchange wait for each other, as in the rendezvous model of
             `megaprof.analysis.simulation.replay`.
         weight_ms: For schedules that split the backward: the half that computes weight gradients. ``backward_ms`` is
             then the other half.
@@ -93,11 +93,11 @@ def simulate(
     """
     stages, chunks = _shape("forward_ms", forward_ms)
     times = {"forward_ms": forward_ms}
-    for label, other in (("backward_ms", backward_ms), ("weight_ms", weight_ms)):
-        if other is None:
+    for label, kind_times in (("backward_ms", backward_ms), ("weight_ms", weight_ms)):
+        if kind_times is None:
             continue
-        times[label] = other
-        if (shape := _shape(label, other)) != (stages, chunks):
+        times[label] = kind_times
+        if (shape := _shape(label, kind_times)) != (stages, chunks):
             raise ValueError(f"{label} is {shape} [stages][chunks], forward_ms is {(stages, chunks)}")
     checked = PipelineSchedule.checked(
         stages,
@@ -111,16 +111,16 @@ def simulate(
     replay = compiled(checked, rendezvous)
     if list(times) != (needed := [f"{kind}_ms" for kind in checked.kinds]):
         raise ValueError(f"schedule={checked.name!r} needs {', '.join(needed)}, got {', '.join(times)}")
-    passes = np.stack([_durations(label, each, microbatches) for label, each in times.items()], axis=2)
+    passes = np.stack([_durations(label, kind_times, microbatches) for label, kind_times in times.items()], axis=2)
     return played(replay, passes, link=p2p)
 
 
 def played(replay: Replay, passes: Milliseconds, **around: npt.ArrayLike) -> Simulation:
     """Returns one replayed step. ``passes``, and ``entry`` and ``link`` in ``around``, are as in `Replay`."""
-    step = float(replay.step_ms(passes, **around))
+    step_ms = float(replay.step_ms(passes, **around))
     stage_ms = tuple(passes.sum(axis=(1, 2, 3)).tolist())
-    bubbles = tuple(max(0.0, 1.0 - busy / step) if step else 0.0 for busy in stage_ms)
-    return Simulation(step, bubbles, stage_ms, replay.schedule, replay, passes, around)
+    bubbles = tuple(max(0.0, 1.0 - busy / step_ms) if step_ms else 0.0 for busy in stage_ms)
+    return Simulation(step_ms, bubbles, stage_ms, replay.schedule, replay, passes, around)
 
 
 def _shape(label: str, times: Times) -> tuple[int, int]:
@@ -150,10 +150,10 @@ def _durations(label: str, times: Times, microbatches: int) -> Milliseconds:
             if set(map(type, entry)) != {float}:
                 entry = [_milliseconds(name, value) for value in entry]
             durations.append(entry)
-    found = np.array(durations).reshape(len(times), -1, microbatches)
-    for stage, chunk, microbatch in np.argwhere(~((found >= 0) & (found < inf))):
-        _milliseconds(f"{label}[{stage}][{chunk}]", float(found[stage, chunk, microbatch]))
-    return found
+    table = np.array(durations).reshape(len(times), -1, microbatches)
+    for stage, chunk, microbatch in np.argwhere(~((table >= 0) & (table < inf))):
+        _milliseconds(f"{label}[{stage}][{chunk}]", float(table[stage, chunk, microbatch]))
+    return table
 
 
 def _milliseconds(name: str, value: Any) -> float:
