@@ -86,33 +86,40 @@ def choose(
     captures: dict[StepName, list[tuple[Source, Place]]] = {}
     for file in sources_in(source):
         try:
-            found = _named(file) or [(StepName.of(t.metadata), t.metadata.coords) for t in traces_in(file)]
+            steps_and_places = _named(file) or [
+                (StepName.of(trace.metadata), trace.metadata.coords) for trace in traces_in(file)
+            ]
         except UnreadableTrace as fault:
             warnings.append(Note("skipped", files=(fault.path.name,), said=fault.reason))
             continue
-        for name, coords in found:
+        for name, coords in steps_and_places:
             captures.setdefault(name, []).append((file, coords))
     if not captures:
         raise NothingToMerge("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
     runs, others = _of_runs(source, captures, run)
     captures = {name: files for name, files in captures.items() if name not in others}
-    wanted = [
+    matching_steps = [
         name
         for name in captures
         if (target is None or name.target == sanitise(target))
         and (role is None or name.role == sanitise(role))
         and (step is None or name.step == step)
     ]
-    if not wanted:
+    if not matching_steps:
         raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
-    chosen = min(wanted, key=lambda c: (_preference(c.target), c.target, -c.step, c.role))
+    chosen = min(
+        matching_steps,
+        key=lambda step_name: (_preference(step_name.target), step_name.target, -step_name.step, step_name.role),
+    )
     files = captures.pop(chosen)
-    there = {coords.rank for _, coords in files}
-    taken = _taken([coords for _, coords in files], there, ranks)
-    if not taken:
-        raise NothingToMerge(f"{chosen} was captured on {len(there):,} ranks, and none of them is in '{ranks}'")
-    used = tuple(dict.fromkeys(file for file, coords in files if coords.rank in taken))
-    return Chosen(chosen, used, tuple(sorted(captures)), len(there) - len(taken), runs)
+    captured_ranks = {coords.rank for _, coords in files}
+    merged_ranks = _taken([coords for _, coords in files], captured_ranks, ranks)
+    if not merged_ranks:
+        raise NothingToMerge(
+            f"{chosen} was captured on {len(captured_ranks):,} ranks, and none of them is in '{ranks}'"
+        )
+    merged_files = tuple(dict.fromkeys(file for file, coords in files if coords.rank in merged_ranks))
+    return Chosen(chosen, merged_files, tuple(sorted(captures)), len(captured_ranks) - len(merged_ranks), runs)
 
 
 def _of_runs(
@@ -120,28 +127,32 @@ def _of_runs(
 ) -> tuple[Runs, set[StepName]]:
     """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. Decides by the
     rank that has the most files. Raises NoSuchRun."""
-    held = Counter(rank for rank, _ in {(place.rank, file) for files in captures.values() for file, place in files})
-    rank, count = max(held.items(), key=lambda each: (each[1], -each[0]))
+    file_counts = Counter(
+        rank for rank, _ in {(place.rank, file) for files in captures.values() for file, place in files}
+    )
+    rank, count = max(file_counts.items(), key=lambda item: (item[1], -item[0]))
     if count == 1 and run is None:
         return Runs(), set()  # if there were several runs, some rank would have at least two files
-    begun: dict[StepName, list[int]] = {}
+    begin_ns: dict[StepName, list[int]] = {}
     calls = []
     for name, files in captures.items():
-        own = [
-            call for file in dict.fromkeys(f for f, place in files if place.rank == rank) for call in read(file).calls
+        step_calls = [
+            call
+            for file in dict.fromkeys(file for file, place in files if place.rank == rank)
+            for call in read(file).calls
         ]
-        begun[name] = [call.start for call in own if StepName.of(call.metadata) == name]
-        calls += own
+        begin_ns[name] = [call.start for call in step_calls if StepName.of(call.metadata) == name]
+        calls += step_calls
     timelines = find_timelines(source) if source.is_dir() else []
     runs = runs_in(calls, timelines, run)
-    return runs, {name for name, starts in begun.items() if starts and not any(map(runs.has, starts))}
+    return runs, {name for name, starts in begin_ns.items() if starts and not any(map(runs.has, starts))}
 
 
-def _taken(places: Iterable[Place], there: set[int], ranks: Selector | None) -> set[int]:
+def _taken(places: Iterable[Place], captured_ranks: set[int], ranks: Selector | None) -> set[int]:
     if ranks is not None:
         return {place.rank for place in places if ranks.selects(place)}
-    if len(there) <= MOST_RANKS:
-        return there
+    if len(captured_ranks) <= MOST_RANKS:
+        return captured_ranks
     lowest: dict[int, int] = {}
     for place in places:
         lowest[place.pp] = min(place.rank, lowest.get(place.pp, place.rank))

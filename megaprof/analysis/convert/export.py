@@ -95,16 +95,18 @@ def export(
     paths = [source] if source.is_file() else sorted(find_timelines(source))
     if not paths:
         raise NothingToExport(f"{source} holds no timeline (*{format.SUFFIX})")
-    named = (run, -(1 << 63)) if run is not None else _named(source if source.is_dir() else source.parent)
+    run_and_start = (run, -(1 << 63)) if run is not None else _named(source if source.is_dir() else source.parent)
     with appearing(out) as file:
-        found = _written(paths, named, file, progress)
-        if not found.rows:
-            raise NothingToExport(f"{source} holds no step that can be exported: {brief(found.warnings)}")
-    return found
+        exported = _written(paths, run_and_start, file, progress)
+        if not exported.rows:
+            raise NothingToExport(f"{source} holds no step that can be exported: {brief(exported.warnings)}")
+    return exported
 
 
-def _written(paths: Sequence[Path], named: tuple[str | None, int], file: BinaryIO, progress: Progress) -> Exported:
-    rows, cut, warnings, waiting = 0, 0, list[Note](), list[Any]()
+def _written(
+    paths: Sequence[Path], run_and_start: tuple[str | None, int], file: BinaryIO, progress: Progress
+) -> Exported:
+    rows, cut, warnings, waiting_tables = 0, 0, list[Note](), list[Any]()
     with pq.ParquetWriter(file, COLUMNS, compression="zstd") as writer:
         for done, path in enumerate(paths, 1):
             try:
@@ -115,11 +117,11 @@ def _written(paths: Sequence[Path], named: tuple[str | None, int], file: BinaryI
                 cut += timeline.is_cut
                 if timeline.damage and not timeline.is_cut:
                     warnings.append(Note("cut", files=(path.name,), said=timeline.damage))
-                waiting += tables_of(timeline, *named)
-            count = sum(map(len, waiting))
-            if waiting and (count >= WAITING_ROWS or done == len(paths)):
-                writer.write_table(pa.concat_tables(waiting))
-                rows, waiting = rows + count, []
+                waiting_tables += tables_of(timeline, *run_and_start)
+            count = sum(map(len, waiting_tables))
+            if waiting_tables and (count >= WAITING_ROWS or done == len(paths)):
+                writer.write_table(pa.concat_tables(waiting_tables))
+                rows, waiting_tables = rows + count, []
             progress(done, len(paths))
     return Exported(rows, len(paths), cut, told(warnings))
 
@@ -143,18 +145,20 @@ def tables_of(timeline: Timeline, run: str | None = None, since_ns: int = 0) -> 
 
 def _table(metadata: Metadata, steps: npt.NDArray[Any], run: str | None, since_ns: int) -> pa.Table:
     coords = metadata.coords
-    unknown = (steps["flags"] & format.INCOMPLETE != 0) & (steps["duration"] == 0)
-    same = {name: getattr(coords, name) for name in ("rank", *_AXES)}
-    same |= {"host": metadata.host, "target": metadata.target, "role": metadata.role}
+    without_times = (steps["flags"] & format.INCOMPLETE != 0) & (steps["duration"] == 0)
+    constants = {name: getattr(coords, name) for name in ("rank", *_AXES)}
+    constants |= {"host": metadata.host, "target": metadata.target, "role": metadata.role}
     columns: dict[str, Any] = {
         "run": pa.array(np.full(len(steps), run, dtype=object), pa.string(), mask=steps["start_ns"] < since_ns),
-        **{name: pa.repeat(pa.scalar(value, COLUMNS.field(name).type), len(steps)) for name, value in same.items()},
+        **{
+            name: pa.repeat(pa.scalar(value, COLUMNS.field(name).type), len(steps)) for name, value in constants.items()
+        },
         "step": pa.array(steps["step"]),
         "call_index": pa.array(steps["index"].astype(np.int32)),
         "start_time": pa.array(steps["start_ns"] // 1000).cast(pa.timestamp("us", "UTC")),
     }
     for name in _TOTALS:
-        columns[f"{name}_us"] = pa.array(steps[name].astype(np.int64), mask=None if name == "own" else unknown)
+        columns[f"{name}_us"] = pa.array(steps[name].astype(np.int64), mask=None if name == "own" else without_times)
     for name, bit in _FLAGS.items():
         columns[name] = pa.array((steps["flags"] & bit) != 0)
     return pa.table(columns, schema=COLUMNS)

@@ -150,26 +150,32 @@ def merge(
     warnings: list[Note] = []
     chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks, run=run)
     name, files = chosen.name, chosen.files
-    found = []
+    ranks_read = []
     for number, file in enumerate(files):
-        found += _examine(file, name, warnings)
+        ranks_read += _examine(file, name, warnings)
         progress(number + 1, 2 * len(files))
-    found = _one_file_per_rank((rank for rank in found if chosen.runs.has(rank.start)), warnings)
-    if not found:
+    ranks_read = _one_file_per_rank((rank for rank in ranks_read if chosen.runs.has(rank.start)), warnings)
+    if not ranks_read:
         raise NothingToMerge(f"no file of {name} can be read: {brief(warnings)}")
-    found.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
+    ranks_read.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
-    alignment, arrows = _connect(found, numbers, warnings)
+    alignment, arrows = _connect(ranks_read, numbers, warnings)
     try:
         events = _write(
-            out, name, found, alignment, numbers, warnings, lambda n: progress(len(files) + n, 2 * len(files))
+            out,
+            name,
+            ranks_read,
+            alignment,
+            numbers,
+            warnings,
+            lambda done: progress(len(files) + done, 2 * len(files)),
         )
     except UnreadableTrace as fault:
         raise NothingToMerge(f"{fault.path} changed while it was read: {fault.reason}") from None
     return Merged(
         out=out,
         name=name,
-        ranks=tuple(rank.coords.rank for rank in found),
+        ranks=tuple(rank.coords.rank for rank in ranks_read),
         events=events,
         arrows=arrows,
         alignment=alignment,
@@ -191,19 +197,19 @@ def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank
     ranks = []
     for trace in traces:
         warnings += trace.warnings
-        found = StepName.of(trace.metadata)
-        if found == name:
+        found_step = StepName.of(trace.metadata)
+        if found_step == name:
             start = trace.ranges[0].start if trace.ranges else 0
             ends = ends_of(trace.metadata, calls_of(trace))
             ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, ends, start, trace.base))
         elif trace.part is None:
-            warnings.append(Note("misnamed", files=(trace.path.name,), said=str(found)))
+            warnings.append(Note("misnamed", files=(trace.path.name,), said=str(found_step)))
     return ranks
 
 
 def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[Note]) -> list[_Rank]:
     kept: dict[int, _Rank] = {}
-    for rank in sorted(ranks, key=lambda r: (r.start, r.path)):
+    for rank in sorted(ranks, key=lambda rank: (rank.start, rank.path)):
         if rank.coords.rank in kept:
             files = kept[rank.coords.rank].path.name, rank.path.name
             warnings.append(Note("twice", ranks=(rank.coords.rank,), files=files))
@@ -213,22 +219,22 @@ def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[Note]) -> list[_Ra
 
 def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -> tuple[Alignment, int]:
     """Aligns the clocks, and gives each rank its ends of the arrows. Returns the alignment and the number of arrows."""
-    of_rank = {rank.coords.rank: rank for rank in ranks}
-    links = links_between({number: rank.ends for number, rank in of_rank.items()})
-    alignment = align({n: rank.ends.metadata.host for n, rank in of_rank.items()}, links)
+    rank_by_number = {rank.coords.rank: rank for rank in ranks}
+    links = links_between({number: rank.ends for number, rank in rank_by_number.items()})
+    alignment = align({number: rank.ends.metadata.host for number, rank in rank_by_number.items()}, links)
     warnings += alignment.warnings
     for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
         if reason and len(ranks) > 1:
-            which = tuple(rank.coords.rank for rank in ranks if rank.ends.unknown == reason)
-            warnings.append(Note(reason, ranks=which))
+            unknown_ranks = tuple(rank.coords.rank for rank in ranks if rank.ends.unknown == reason)
+            warnings.append(Note(reason, ranks=unknown_ranks))
     arrows = backwards = 0
     for link in links:
-        sender, receiver = of_rank[link.sender], of_rank[link.receiver]
-        ahead = alignment.offset(link.receiver) - alignment.offset(link.sender)
+        sender, receiver = rank_by_number[link.sender], rank_by_number[link.receiver]
+        clock_difference_ns = alignment.offset(link.receiver) - alignment.offset(link.sender)
         for message in link.messages:
             send, receive = sender.ends.sends[message], receiver.ends.receives[message]
             departure, arrival = _inside(send, send.time[0]), _inside(receive, receive.time[1])
-            if arrival + ahead < departure:
+            if arrival + clock_difference_ns < departure:
                 backwards += 1
                 continue
             name, number = f"{message.kind} mb={message.microbatch} chunk={message.chunk}", next(numbers)
@@ -266,8 +272,8 @@ def _write(
             _copy(rank, writer, rank.base - base + alignment.offset(rank.coords.rank), threads)
             writer.flush()
             if writer.dropped > dropped:
-                lost = writer.dropped - dropped
-                warnings.append(Note("events_without_place", files=(rank.path.name,), count=lost))
+                dropped_here = writer.dropped - dropped
+                warnings.append(Note("events_without_place", files=(rank.path.name,), count=dropped_here))
             progress(position + 1)
         file.write(b"\n]}\n")
         if file is not raw:
@@ -288,9 +294,9 @@ def _header(name: StepName, alignment: Alignment, base: int) -> bytes:
 
 
 def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
-    c = rank.coords
-    pid, host = c.rank + 1, rank.ends.metadata.host
-    name = f"pp{c.pp} tp{c.tp} cp{c.cp} ep{c.ep} dp{c.dp} (rank {c.rank})"
+    coords = rank.coords
+    pid, host = coords.rank + 1, rank.ends.metadata.host
+    name = f"pp{coords.pp} tp{coords.tp} cp{coords.cp} ep{coords.ep} dp{coords.dp} (rank {coords.rank})"
     for kind, value in (("name", name), ("labels", host), ("sort_index", position)):
         if value is not None:
             yield {"ph": "M", "name": f"process_{kind}", "pid": pid, "tid": 0, "ts": 0, "args": {kind: value}}
@@ -332,8 +338,8 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
         event["pid"], event["tid"], event["ts"] = pid, tid, (time + shift) / 1000
         for key in ("id", "bind_id"):
             if key in event:
-                old = json.dumps(event[key], sort_keys=True)
-                event[key] = ids[old] if old in ids else ids.setdefault(old, next(writer.numbers))
+                old_id = json.dumps(event[key], sort_keys=True)
+                event[key] = ids[old_id] if old_id in ids else ids.setdefault(old_id, next(writer.numbers))
         try:
             writer.add(event)
         except (ValueError, TypeError, RecursionError, OverflowError):
@@ -343,14 +349,14 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
             continue
         start = rank.base + time
         for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
-            more = {"bp": "e"} if arrow.phase == "f" else {}
-            about = {"cat": "p2p", "name": arrow.name}
-            at = {"pid": pid, "tid": tid, "ts": (arrow.time - rank.base + shift) / 1000}
+            binding = {"bp": "e"} if arrow.phase == "f" else {}
+            label = {"cat": "p2p", "name": arrow.name}
+            place_and_time = {"pid": pid, "tid": tid, "ts": (arrow.time - rank.base + shift) / 1000}
             if arrow.phase == "f":
                 # Perfetto reverses an arrow that ends in an older slice than the one it starts in. A receive that waits
                 # for a late neighbour began before the send, so its arrow ends in a slice of its own.
-                writer.add({"ph": "X", **about, **at, "dur": _ARRIVAL_NS / 1000})
-            writer.add({"ph": arrow.phase, **more, **about, "id": arrow.number, **at})
+                writer.add({"ph": "X", **label, **place_and_time, "dur": _ARRIVAL_NS / 1000})
+            writer.add({"ph": arrow.phase, **binding, **label, "id": arrow.number, **place_and_time})
 
 
 def _may_have_arrows(event: dict[str, Any]) -> bool:

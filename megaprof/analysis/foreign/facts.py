@@ -104,20 +104,29 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     ``sizes`` has the number of ranks along ``tp``, ``pp``, ``cp`` and ``ep``, if the user gives them. They show the
     axis of groups whose ranks fit them.
     """
-    axes = _Axes(sizes, max((r.world or 0 for r in recordings), default=0))
-    ordered = sorted(recordings, key=lambda r: (r.rank is None, r.rank or 0, str(r.path), r.rank_from))
+    axes = _Axes(sizes, max((recording.world or 0 for recording in recordings), default=0))
+    ordered = sorted(
+        recordings,
+        key=lambda recording: (recording.rank is None, recording.rank or 0, str(recording.path), recording.rank_from),
+    )
     warnings = list(axes.warnings)
-    kinds = {key for r in recordings for key in r.communication}
+    kinds = {key for recording in recordings for key in recording.communication}
     if any(operation == SEND_RECEIVE for operation, _ in kinds):
         warnings.append(Note("sends_not_apart"))
     if any(group.name == UNKNOWN for _, group in kinds):
         warnings.append(Note("group_unnamed"))
-    if unreadable := sum(r.unreadable for r in recordings):
+    if unreadable := sum(recording.unreadable for recording in recordings):
         warnings.append(Note("events_left_out", count=unreadable))
-    warnings += (Note("cut", files=(r.path.name,), said=r.cut) for r in recordings if r.cut is not None)
-    stages, why_none = stages_of(ordered)
-    warnings += [why_none] if why_none else []
-    return Foreign(tuple(_facts(r, axes) for r in ordered), tuple(_late(ordered)), tuple(warnings), stages)
+    warnings += (
+        Note("cut", files=(recording.path.name,), said=recording.cut)
+        for recording in recordings
+        if recording.cut is not None
+    )
+    stages, why_no_stages = stages_of(ordered)
+    warnings += [why_no_stages] if why_no_stages else []
+    return Foreign(
+        tuple(_facts(recording, axes) for recording in ordered), tuple(_late(ordered)), tuple(warnings), stages
+    )
 
 
 class _Axes:
@@ -130,15 +139,15 @@ class _Axes:
             return
         try:
             layout = WorldLayout(ParallelSizes.of(world, **sizes))
-        except ValueError as mistake:
-            self.warnings.append(Note("sizes_do_not_fit", count=world, said=str(mistake)))
+        except ValueError as fault:
+            self.warnings.append(Note("sizes_do_not_fit", count=world, said=str(fault)))
             return
         for axis in _NAMED:
             if (size := getattr(layout.sizes, axis)) > 1:
                 stride = layout.strides[axis]
                 for coords in layout:
-                    first = coords.rank - getattr(coords, axis) * stride
-                    self._by_ranks[frozenset(first + n * stride for n in range(size))] = axis
+                    first_rank = coords.rank - getattr(coords, axis) * stride
+                    self._by_ranks[frozenset(first_rank + n * stride for n in range(size))] = axis
 
     def of(self, group: Group) -> str | None:
         if group.description and (axis := axis_of(group.description)) is not None:
@@ -151,23 +160,23 @@ def _facts(recording: Recording, axes: _Axes) -> RankFacts:
     computing = union(gpu.spans[recording.computes])
     start, end = int(gpu.spans[:, 0].min()), int(gpu.spans[:, 1].max())
     idle = difference(union(intervals([(start, end)])), union(gpu.spans))
-    rows: defaultdict[tuple[str, str, str | None], list[int]] = defaultdict(list)
-    for (operation, group), places in recording.communication.items():
-        rows[operation, group.name, axes.of(group)] += places.tolist()
+    rows_by_kind: defaultdict[tuple[str, str, str | None], list[int]] = defaultdict(list)
+    for (operation, group), rows in recording.communication.items():
+        rows_by_kind[operation, group.name, axes.of(group)] += rows.tolist()
     exposed = [
-        Exposed(*key, len(places), total(difference(union(gpu.spans[places]), computing)) / 1e6)
-        for key, places in rows.items()
+        Exposed(*key, len(rows), total(difference(union(gpu.spans[rows]), computing)) / 1e6)
+        for key, rows in rows_by_kind.items()
     ]
-    lengths = (recording.steps[:, 1] - recording.steps[:, 0]).tolist()
+    lengths_ns = (recording.steps[:, 1] - recording.steps[:, 0]).tolist()
     return RankFacts(
         file=recording.path.name,
         rank=recording.rank,
         rank_from=recording.rank_from,
         span_ms=(end - start) / 1e6,
-        steps=len(lengths),
-        step_ms=statistics.median(lengths) / 1e6 if lengths else None,
+        steps=len(lengths_ns),
+        step_ms=statistics.median(lengths_ns) / 1e6 if lengths_ns else None,
         compute_ms=total(computing) / 1e6,
-        exposed=tuple(sorted(exposed, key=lambda each: -each.ms)),
+        exposed=tuple(sorted(exposed, key=lambda entry: -entry.ms)),
         idle_ms=total(idle) / 1e6,
         host_bound_ms=total(unfed(gpu, idle)) / 1e6 if gpu.known.any() else 0.0,
     )
@@ -187,25 +196,26 @@ def _holds(group: Group, rank: int) -> bool:
 def _late(recordings: Sequence[Recording]) -> list[Late]:
     """Returns which rank comes last to the collectives of each group, the longest waiting first. Matches collectives by
     their number in the group, which all of its ranks count alike."""
-    lengths: defaultdict[tuple[Group, str], dict[int, list[int]]] = defaultdict(dict)
+    lengths_ns: defaultdict[tuple[Group, str], dict[int, list[int]]] = defaultdict(dict)
     for recording in recordings:
         if recording.rank is None:
             continue
-        for (operation, group), places in recording.communication.items():
+        for (operation, group), rows in recording.communication.items():
             if _holds(group, recording.rank):
-                spans = recording.gpu.spans[places]
-                lengths[group, operation][recording.rank] = (spans[:, 1] - spans[:, 0]).tolist()
-    found = []
-    for (group, operation), by_rank in lengths.items():
+                spans = recording.gpu.spans[rows]
+                lengths_ns[group, operation][recording.rank] = (spans[:, 1] - spans[:, 0]).tolist()
+    late = []
+    for (group, operation), by_rank in lengths_ns.items():
         # A recording that begins later lacks the first collectives. Only equal counts are surely the same ones.
-        if len(by_rank) < 2 or len({len(each) for each in by_rank.values()}) != 1:
+        if len(by_rank) < 2 or len({len(lengths) for lengths in by_rank.values()}) != 1:
             continue
-        calls = [dict(zip(by_rank, each, strict=True)) for each in zip(*by_rank.values(), strict=True)]
-        last = [min(call, key=lambda rank: call[rank]) for call in calls]
-        rank, times = Counter(last).most_common(1)[0]
-        late = [call for call, each in zip(calls, last, strict=True) if each == rank]
-        waits = [
-            (statistics.median(ns for each, ns in call.items() if each != rank) - call[rank]) / 1e6 for call in late
+        calls_ns = [dict(zip(by_rank, lengths, strict=True)) for lengths in zip(*by_rank.values(), strict=True)]
+        last_ranks = [min(call_ns, key=lambda rank: call_ns[rank]) for call_ns in calls_ns]
+        rank, times = Counter(last_ranks).most_common(1)[0]
+        late_ns = [call_ns for call_ns, last_rank in zip(calls_ns, last_ranks, strict=True) if last_rank == rank]
+        waits_ms = [
+            (statistics.median(ns for other, ns in call_ns.items() if other != rank) - call_ns[rank]) / 1e6
+            for call_ns in late_ns
         ]
-        found.append(Late(group.name, operation, len(calls), rank, times, statistics.median(waits)))
-    return sorted(found, key=lambda each: -each.waited_ms * each.times)
+        late.append(Late(group.name, operation, len(calls_ns), rank, times, statistics.median(waits_ms)))
+    return sorted(late, key=lambda entry: -entry.waited_ms * entry.times)

@@ -72,18 +72,18 @@ class _Step:
 
 def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], Note | None]:
     """Returns the stages. If pipeline groups are there but show no stages, returns none, and a note that says why."""
-    found: defaultdict[tuple[int, int], list[tuple[int, _Step]]] = defaultdict(list)
+    steps_by_stage: defaultdict[tuple[int, int], list[tuple[int, _Step]]] = defaultdict(list)
     for recording in recordings:
         if (ranks := _pipeline(recording)) is None or recording.rank is None:
             continue
         stage, stages = ranks.index(recording.rank), len(ranks)
         if not (steps := list(_steps(recording, stage, stages))):
             return (), Note("not_1f1b", ranks=(recording.rank,))
-        found[stages, stage] += ((recording.rank, step) for step in steps)
-    everything = [step for each in found.values() for _, step in each]
-    if len({stages for stages, _ in found}) > 1 or len({step.microbatches for step in everything}) > 1:
+        steps_by_stage[stages, stage] += ((recording.rank, step) for step in steps)
+    all_steps = [step for stage_steps in steps_by_stage.values() for _, step in stage_steps]
+    if len({stages for stages, _ in steps_by_stage}) > 1 or len({step.microbatches for step in all_steps}) > 1:
         return (), Note("pipelines_differ")
-    return tuple(_facts(stage, stages, found[stages, stage]) for stages, stage in sorted(found)), None
+    return tuple(_facts(stage, stages, steps_by_stage[stages, stage]) for stages, stage in sorted(steps_by_stage)), None
 
 
 def _pipeline(recording: Recording) -> tuple[int, ...] | None:
@@ -102,19 +102,21 @@ def _steps(recording: Recording, stage: int, stages: int) -> Iterator[_Step]:
     for (operation, group), rows in recording.communication.items():
         exchanges[rows] = (group.description or "").startswith(_GROUP) and operation in _OPERATIONS
     computing = union(gpu.spans[computes])
-    whole = [[int(gpu.launched.min()), int(gpu.spans[:, 1].max())]]
+    whole_recording = [[int(gpu.launched.min()), int(gpu.spans[:, 1].max())]]
     steps = []
-    for start, end in recording.steps.tolist() or whole:
-        inside = (gpu.launched >= start) & (gpu.launched <= end)
-        own = exchanges & inside
-        if not own.any():
+    for start, end in recording.steps.tolist() or whole_recording:
+        in_step = (gpu.launched >= start) & (gpu.launched <= end)
+        step_exchanges = exchanges & in_step
+        if not step_exchanges.any():
             continue
-        own_computing = inside & computes
-        step = _step(gpu.launched[own], gpu.launched[own_computing], gpu.spans[own_computing], stage, stages)
+        step_computes = in_step & computes
+        step = _step(gpu.launched[step_exchanges], gpu.launched[step_computes], gpu.spans[step_computes], stage, stages)
         if step is None:
             return
         microbatches, passes = step
-        steps.append(_Step(microbatches, passes, total(difference(union(gpu.spans[own]), computing)), end - start))
+        steps.append(
+            _Step(microbatches, passes, total(difference(union(gpu.spans[step_exchanges]), computing)), end - start)
+        )
     yield from steps
 
 
@@ -127,16 +129,20 @@ def _step(
     microbatches = _count(len(exchanges), stage, stages)
     if microbatches is None:
         return None
-    place = np.searchsorted(np.sort(exchanges), launches, side="right")
-    order = np.argsort(place, kind="stable")
-    spans, bounds = spans[order], np.searchsorted(place[order], np.arange(len(exchanges) + 1))
+    exchanges_before = np.searchsorted(np.sort(exchanges), launches, side="right")
+    order = np.argsort(exchanges_before, kind="stable")
+    spans, bounds = spans[order], np.searchsorted(exchanges_before[order], np.arange(len(exchanges) + 1))
     passes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for number, between in enumerate(_between(stage, stages, microbatches)):
+    for number, kinds in enumerate(_between(stage, stages, microbatches)):
         if 0 < number < len(exchanges):
-            passes[between].append(total(union(spans[bounds[number] : bounds[number + 1]])))
-    beside = passes.pop((), [])
-    lengths = [ns for each in passes.values() for ns in each]
-    if not lengths or min(lengths) == 0 or (beside and max(beside) > _BESIDE * statistics.median(lengths)):
+            passes[kinds].append(total(union(spans[bounds[number] : bounds[number + 1]])))
+    beside_ns = passes.pop((), [])
+    lengths_ns = [ns for pass_ns in passes.values() for ns in pass_ns]
+    if (
+        not lengths_ns
+        or min(lengths_ns) == 0
+        or (beside_ns and max(beside_ns) > _BESIDE * statistics.median(lengths_ns))
+    ):
         return None
     return microbatches, dict(passes)
 
@@ -155,23 +161,23 @@ def _count(exchanges: int, stage: int, stages: int) -> int | None:
 
 def _between(stage: int, stages: int, microbatches: int) -> list[tuple[str, ...]]:
     """Returns which passes lie before, between and after the exchanges of a step."""
-    between: list[list[str]] = [[]]
+    kinds_between: list[list[str]] = [[]]
     for step in stage_program(PipelineSchedule.checked(stages, 1, microbatches), stage):
         if isinstance(step, PassId):
-            between[-1].append(step.kind)
+            kinds_between[-1].append(step.kind)
         else:
-            between.append([])
-    return [tuple(sorted(each)) for each in between]
+            kinds_between.append([])
+    return [tuple(sorted(kinds)) for kinds in kinds_between]
 
 
 def _facts(stage: int, stages: int, steps: Sequence[tuple[int, _Step]]) -> StageFacts:
     def computed(*passes: str) -> float | None:
-        lengths = [ns for _, step in steps for ns in step.passes.get(passes, ())]
-        return statistics.median(lengths) / 1e6 if lengths else None
+        lengths_ns = [ns for _, step in steps for ns in step.passes.get(passes, ())]
+        return statistics.median(lengths_ns) / 1e6 if lengths_ns else None
 
-    forward, backward, both = computed(FORWARD), computed(BACKWARD), computed(BACKWARD, FORWARD)
-    if both is None and forward is not None and backward is not None:
-        both = forward + backward
+    forward, backward, both_passes = computed(FORWARD), computed(BACKWARD), computed(BACKWARD, FORWARD)
+    if both_passes is None and forward is not None and backward is not None:
+        both_passes = forward + backward
     return StageFacts(
         stage=stage,
         stages=stages,
@@ -180,7 +186,7 @@ def _facts(stage: int, stages: int, steps: Sequence[tuple[int, _Step]]) -> Stage
         microbatches=steps[0][1].microbatches,
         forward_ms=forward,
         backward_ms=backward,
-        microbatch_ms=both,
+        microbatch_ms=both_passes,
         exchange_ms=statistics.median(step.exchange_ns for _, step in steps) / 1e6,
         step_ms=statistics.median(step.length_ns for _, step in steps) / 1e6,
     )

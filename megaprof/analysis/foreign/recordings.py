@@ -94,41 +94,43 @@ class Recording:
     @property
     def computes(self) -> npt.NDArray[np.bool_]:
         """Returns, for each row of ``gpu``, whether it is not communication."""
-        found = np.ones(len(self.gpu.spans), dtype=np.bool_)
+        computes = np.ones(len(self.gpu.spans), dtype=np.bool_)
         for rows in self.communication.values():
-            found[rows] = False
-        return found
+            computes[rows] = False
+        return computes
 
 
 def read_recording(source: Source) -> list[Recording]:
     """Returns one recording for each process with GPU kernels in a file. Raises UnreadableTrace."""
     path = path_of(source)
     with refusing(path):
-        found = list(_nsys(source)) if isinstance(source, NsysFile) else [_kineto(source)]
-    found = [each for each in found if each.gpu.kernel.any()]
-    if not found:
+        recordings = list(_nsys(source)) if isinstance(source, NsysFile) else [_kineto(source)]
+    recordings = [recording for recording in recordings if recording.gpu.kernel.any()]
+    if not recordings:
         raise UnreadableTrace(path, "nothing in it tells a stage, and it holds no GPU kernels either")
-    return found
+    return recordings
 
 
 def _kineto(path: Path) -> Recording:
     document: Document[_Event] = read(path, _Event, top=("baseTimeNanoseconds", "distributedInfo"))
-    seen, most = _Seen(), most_bytes() // _ROW_BYTES
+    collected, most_rows = _Collected(), most_bytes() // _ROW_BYTES
     for events in document:
-        seen.add(events)
-        if seen.gpu.rows > most:
-            raise Undecodable(f"it has more than the {most:,} events that fit into memory (see --max-input-mib)")
+        collected.add(events)
+        if collected.gpu.rows > most_rows:
+            raise Undecodable(f"it has more than the {most_rows:,} events that fit into memory (see --max-input-mib)")
     base = whole_number(document, "baseTimeNanoseconds")
     base = base if abs(base) < LONGEST else 0
-    gpu, _ = seen.gpu.activities(base, None)
-    notes = _Notes(_moved(seen.notes, base), seen.said)
+    gpu, _ = collected.gpu.activities(base, None)
+    launched = _Launched(_moved(collected.launched_spans, base), collected.launched_names)
     communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
     for place, row in enumerate(gpu.row.tolist()):
-        if row in seen.communication:
-            name, own = seen.communication[row]
+        if row in collected.communication:
+            name, kernel_args = collected.communication[row]
             # RCCL's kernels have no metadata; the operator with the same external id does.
-            args = own if own.collective or own.group else seen.params.get(own.external, own)
-            operation = _operation(name, args.collective or notes.at(int(gpu.launched[place])))
+            args = kernel_args
+            if not (args.collective or args.group):
+                args = collected.params.get(args.external, args)
+            operation = _operation(name, args.collective or launched.at(int(gpu.launched[place])))
             communication[operation, _group(args)].append(place)
     info = _decoded(document, "distributedInfo")
     rank, rank_from = _rank(info.get("rank"), path.name)
@@ -139,13 +141,13 @@ def _kineto(path: Path) -> Recording:
         world=_count(info.get("world_size")),
         gpu=gpu,
         communication=_as_arrays(communication),
-        steps=_moved(seen.steps, base),
-        unreadable=document.unreadable + seen.impossible,
+        steps=_moved(collected.steps, base),
+        unreadable=document.unreadable + collected.impossible,
         cut=document.cut,
     )
 
 
-class _Seen:
+class _Collected:
     """Collects what is needed from the events of a file, a piece at a time. Times count from the file's base."""
 
     def __init__(self) -> None:
@@ -155,9 +157,9 @@ class _Seen:
         """Names and arguments of the kernels that communicate, by their position among all activities."""
         self.params: dict[int, _Args] = {}
         """Arguments of the operators that communicate, by external id."""
-        self.notes: list[Intervals] = []
-        self.said: list[str] = []
-        """``said`` has the collectives that torch says it launches, and ``notes`` the times."""
+        self.launched_spans: list[Intervals] = []
+        self.launched_names: list[str] = []
+        """Names of the collectives that torch says it launches; ``launched_spans`` has their times."""
         self.steps: list[Intervals] = []
         self._count = 0
 
@@ -165,7 +167,7 @@ class _Seen:
         complete = [event for event in events if event.ph == "X"]
         _, possible = spans_of(0, complete)
         self.impossible += len(complete) - int(possible.sum())
-        complete = [event for event, usable in zip(complete, possible.tolist(), strict=True) if usable]
+        complete = [event for event, is_possible in zip(complete, possible.tolist(), strict=True) if is_possible]
         by_kind = grouped(complete, lambda event: (event.cat or "").lower())
         kernels = by_kind.get(KERNEL, [])
         copies = [event for kind in COPIES for event in by_kind.get(kind, ())]
@@ -174,22 +176,29 @@ class _Seen:
             if _COMMUNICATION.search(event.name):
                 self.communication[place] = event.name, event.args
         self._count += len(kernels) + len(copies)
-        self.params |= {e.args.external: e.args for e in complete if e.name == COMMUNICATES and e.args.external}
-        said = [event for event in complete if event.name.startswith("nccl:")]
-        self.notes.append(spans_of(0, said)[0])
-        self.said += (event.name.removeprefix("nccl:") for event in said)
-        on_host = (event for kind, own in by_kind.items() if kind != "gpu_user_annotation" for event in own)
-        self.steps.append(spans_of(0, [e for e in on_host if _STEP.fullmatch(e.name)])[0])
+        self.params |= {
+            event.args.external: event.args for event in complete if event.name == COMMUNICATES and event.args.external
+        }
+        launched = [event for event in complete if event.name.startswith("nccl:")]
+        self.launched_spans.append(spans_of(0, launched)[0])
+        self.launched_names += (event.name.removeprefix("nccl:") for event in launched)
+        on_host = (
+            event
+            for kind, events_of_kind in by_kind.items()
+            if kind != "gpu_user_annotation"
+            for event in events_of_kind
+        )
+        self.steps.append(spans_of(0, [event for event in on_host if _STEP.fullmatch(event.name)])[0])
 
 
 def _nsys(file: NsysFile) -> Iterator[Recording]:
-    found: list[Process] = processes(file)
-    for process in found:
+    gpu_processes: list[Process] = processes(file)
+    for process in gpu_processes:
         communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
         for place in np.flatnonzero(process.gpu.kernel).tolist():
             if _COMMUNICATION.search(name := process.names[place]):
                 communication[_operation(name, None), Group(UNKNOWN)].append(place)
-        rank, rank_from = _rank(None, file.path.name if len(found) == 1 else "")
+        rank, rank_from = _rank(None, file.path.name if len(gpu_processes) == 1 else "")
         yield Recording(
             path=file.path,
             rank=rank,
@@ -203,31 +212,31 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
 
 
 def _as_arrays(rows: Mapping[tuple[str, Group], Sequence[int]]) -> dict[tuple[str, Group], npt.NDArray[np.int64]]:
-    return {key: np.array(each, dtype=np.int64) for key, each in rows.items()}
+    return {key: np.array(places, dtype=np.int64) for key, places in rows.items()}
 
 
-class _Notes:
+class _Launched:
     """The collectives that torch says it launches, by time."""
 
-    def __init__(self, spans: Intervals, said: Sequence[str]) -> None:
+    def __init__(self, spans: Intervals, names: Sequence[str]) -> None:
         order = np.argsort(spans[:, 0], kind="stable")
         self._spans = spans[order]
-        self._names = [said[place] for place in order.tolist()]
+        self._names = [names[place] for place in order.tolist()]
 
     def at(self, moment: int) -> str | None:
         place = int(np.searchsorted(self._spans[:, 0], moment, side="right")) - 1
         return self._names[place] if place >= 0 and moment <= self._spans[place, 1] else None
 
 
-def _operation(kernel: str, said: str | None) -> str:
-    """Returns the name of an operation: as torch ``said``, or else from the name of the kernel. A send-receive kernel
-    may be an exchange or an all-to-all."""
-    name = (said or kernel).lower().replace("_", "")
-    for known in _OPERATIONS:
-        if known in name:
-            return known
-    if said:
-        return "send-receive" if name.startswith(("send", "recv")) else said
+def _operation(kernel: str, named: str | None) -> str:
+    """Returns the name of an operation: as torch ``named`` it, or else from the name of the kernel. A send-receive
+    kernel may be an exchange or an all-to-all."""
+    name = (named or kernel).lower().replace("_", "")
+    for operation in _OPERATIONS:
+        if operation in name:
+            return operation
+    if named:
+        return "send-receive" if name.startswith(("send", "recv")) else named
     return SEND_RECEIVE if "sendrecv" in name else "communication"
 
 
@@ -252,11 +261,11 @@ def _short(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks[:8])) + (",..." if len(ranks) > 8 else "")
 
 
-def _rank(said: object, name: str) -> tuple[int | None, str]:
-    if (rank := _count(said)) is not None:
+def _rank(recorded: object, name: str) -> tuple[int | None, str]:
+    if (rank := _count(recorded)) is not None:
         return rank, "the trace"
-    if (found := _RANK_IN_NAME.search(name)) is not None and int(found[1]) < _MOST_RANKS:
-        return int(found[1]), "file name"
+    if (match := _RANK_IN_NAME.search(name)) is not None and int(match[1]) < _MOST_RANKS:
+        return int(match[1]), "file name"
     return None, "nothing"
 
 
