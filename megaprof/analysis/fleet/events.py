@@ -19,26 +19,28 @@ def call_of(key: Key, files: Iterable[Path], step: int) -> list[Pass[int]]:
     """Returns the first call of ``step`` on the rank with these ``files``, as a pass named after its target, followed
     by everything in it in order; an empty list if the files do not have the step. If the step ran more than once, the
     last run counts."""
-    found: list[tuple[int, int, list[Pass[int]]]] = []
+    calls: list[tuple[int, int, list[Pass[int]]]] = []
     for path in files:
         with suppress(format.UnreadableTimeline):
             timeline = format.read_timeline(path)
             for row in np.flatnonzero(timeline.steps["step"] == step).tolist():
                 fixed, events = timeline.steps[row], timeline.events(row)
-                own = timeline.metadata[fixed["metadata"]]
-                if events is not None and Key(own.target, own.role, own.sizes) == key:
-                    begin, length, place = int(fixed["start_ns"]), 1000 * int(fixed["duration"]), own.coords
-                    passes = [Pass(key.target, place.pp, None, None, begin, begin + length, place.rank)]
-                    times = np.stack((events.code, begin + 1000 * events.start, begin + 1000 * events.end), axis=1)
+                metadata = timeline.metadata[fixed["metadata"]]
+                if events is not None and Key(metadata.target, metadata.role, metadata.sizes) == key:
+                    begin_ns, length_ns, coords = int(fixed["start_ns"]), 1000 * int(fixed["duration"]), metadata.coords
+                    passes = [Pass(key.target, coords.pp, None, None, begin_ns, begin_ns + length_ns, coords.rank)]
+                    times = np.stack(
+                        (events.code, begin_ns + 1000 * events.start, begin_ns + 1000 * events.end), axis=1
+                    )
                     for code, start, end in times.tolist():
                         if (name := codes.name(code)) is not None:
                             chunk, microbatch = name.fields.get("chunk"), name.fields.get("mb")
-                            passes.append(Pass(name.label, place.pp, chunk, microbatch, start, end, place.rank))
-                    found.append((int(fixed["index"]), -begin, passes))
-    return min(found, key=lambda each: each[:2])[2] if found else []
+                            passes.append(Pass(name.label, coords.pp, chunk, microbatch, start, end, coords.rank))
+                    calls.append((int(fixed["index"]), -begin_ns, passes))
+    return min(calls, key=lambda call: call[:2])[2] if calls else []
 
 
 def longest_pass(key: Key, files: Iterable[Path], step: int) -> Pass[int] | None:
     """Returns the longest pass in ``step`` of the rank with these ``files``; None if the files do not have one."""
-    passes = (each for each in call_of(key, files, step) if each.kind in ranges.PASSES)
-    return max(passes, key=lambda each: each.end - each.start, default=None)
+    passes = (inner_pass for inner_pass in call_of(key, files, step) if inner_pass.kind in ranges.PASSES)
+    return max(passes, key=lambda inner_pass: inner_pass.end - inner_pass.start, default=None)

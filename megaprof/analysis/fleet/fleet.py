@@ -126,8 +126,8 @@ class Synchronisation:
     @property
     def median_ms(self) -> float | None:
         """Milliseconds per step in the median bucket."""
-        known = sorted(ms for ms in self.synchronisation_ms if ms is not None)
-        return known[len(known) // 2] if known else None
+        known_ms = sorted(ms for ms in self.synchronisation_ms if ms is not None)
+        return known_ms[len(known_ms) // 2] if known_ms else None
 
 
 @dataclass(frozen=True)
@@ -166,14 +166,17 @@ class Fleet:
     @property
     def stood_still(self) -> frozenset[int]:
         """The steps of `standstills`."""
-        return frozenset(each.step for each in self.standstills)
+        return frozenset(standstill.step for standstill in self.standstills)
 
     @property
     def shifts(self) -> list[Shift]:
         """All changes of level on stages and in gradient synchronisation."""
-        own = self.synchronisation
-        of_stages = [*(shift for stage in self.stages for shift in stage.shifts), *own.synchronisation_shifts]
-        return of_stages + [shift for _, shift in own.stage_synchronisation]
+        synchronisation = self.synchronisation
+        level_shifts = [
+            *(shift for stage in self.stages for shift in stage.shifts),
+            *synchronisation.synchronisation_shifts,
+        ]
+        return level_shifts + [shift for _, shift in synchronisation.stage_synchronisation]
 
 
 def survey(reading: FleetReading) -> list[Fleet]:
@@ -189,13 +192,14 @@ def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: i
     return longest_pass(key, files.get(rank, ()), step)
 
 
-def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], Pass[int] | None]) -> Fleet:
-    ranks = sorted(series.ranks, key=lambda r: r.coords.rank)
+def _fleet(key: Key, series: Series, width: int, longest_pass_of: Callable[[int, int], Pass[int] | None]) -> Fleet:
+    ranks = sorted(series.ranks, key=lambda rank: rank.coords.rank)
     step_ms, buckets = _buckets(series, ranks, width)
     times = _times(series, step_ms, buckets, width)
     compute = _matrix(ranks, buckets)
     at_stage = {
-        pp: [n for n, r in enumerate(ranks) if r.coords.pp == pp] for pp in sorted({r.coords.pp for r in ranks})
+        pp: [row for row, rank in enumerate(ranks) if rank.coords.pp == pp]
+        for pp in sorted({rank.coords.pp for rank in ranks})
     }
     stage_ms = np.array([low_median(compute[rows]) for rows in at_stage.values()])
     shifts_of = dict(zip(at_stage, relative_shifts(stage_ms, buckets), strict=True))
@@ -213,12 +217,12 @@ def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], Pas
         buckets=tuple(buckets.first.tolist()),
         times=times,
         stages=tuple(
-            StageFleet(pp, len(at_stage[pp]), _percentiles(series, pp), _plain(own), shifts_of[pp])
-            for pp, own in zip(at_stage, stage_ms, strict=True)
+            StageFleet(pp, len(at_stage[pp]), _percentiles(series, pp), _plain(compute_ms), shifts_of[pp])
+            for pp, compute_ms in zip(at_stage, stage_ms, strict=True)
         ),
         synchronisation=synchronisation,
-        clock="device" if any(r.device_clock for r in ranks) else "host",
-        standstills=standstills(series.stood, max(r.last_step for r in ranks), place),
+        clock="device" if any(rank.device_clock for rank in ranks) else "host",
+        standstills=standstills(series.stood, max(rank.last_step for rank in ranks), longest_pass_of),
     )
 
 
@@ -235,8 +239,8 @@ def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[F
     """Returns the milliseconds of each bucket's median step (a step takes as long as on its slowest rank), and the
     buckets."""
     with_steps = _with_steps(ranks)
-    begin = min(r.first for r in with_steps)
-    count = max(r.first + len(r.counts) for r in with_steps) - begin
+    begin = min(rank.first for rank in with_steps)
+    count = max(rank.first + len(rank.counts) for rank in with_steps) - begin
     steps = np.zeros(count, dtype=np.int64)
     for rank in with_steps:
         part = steps[rank.first - begin : rank.first - begin + len(rank.counts)]
@@ -247,7 +251,7 @@ def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[F
     starts = np.arange(begin, begin + count, dtype=np.int64) * width
     return step_ms, Buckets(
         begin=begin,
-        first=np.maximum(starts, min(r.first_step for r in ranks)),
+        first=np.maximum(starts, min(rank.first_step for rank in ranks)),
         last=starts + width - 1,
         steps=steps,
         seconds=step_ms * steps / 1e3,
@@ -255,15 +259,17 @@ def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[F
 
 
 def _with_steps(ranks: Sequence[RankSeries]) -> Sequence[RankSeries]:
-    return [r for r in ranks if len(r.counts)] or ranks
+    return [rank for rank in ranks if len(rank.counts)] or ranks
 
 
 def _times(series: Series, step_ms: Floats, buckets: Buckets, width: int) -> StepTimes:
-    found = lasting(levels(step_ms, buckets.steps, noise_of(step_ms[None])), buckets.seconds)
+    stretches = lasting(levels(step_ms, buckets.steps, noise_of(step_ms[None])), buckets.seconds)
     return StepTimes(
         step=Percentiles.of(series.longest) if len(series.longest) else None,
         step_ms=_plain(step_ms),
-        step_shifts=tuple(_to_the_step(shift, series, width) for shift in shifts(found, buckets.first, buckets.last)),
+        step_shifts=tuple(
+            _to_the_step(shift, series, width) for shift in shifts(stretches, buckets.first, buckets.last)
+        ),
         drift=drift(step_ms),
         single=single_steps(series.steps >> INDEX_BITS, series.longest),
     )
@@ -273,28 +279,28 @@ def _to_the_step(shift: Shift, series: Series, width: int) -> Shift:
     """Returns the shift with its exact step, within its bucket or the bucket before. Single steps before this step are
     closer to the old level, and steps from it on are closer to the new level."""
     steps = series.steps >> INDEX_BITS
-    near = (steps >= shift.step - width) & (steps < shift.step + width)
-    own = series.longest[near]
-    nearer = np.cumsum(np.abs(own - shift.before_ms) - np.abs(own - shift.after_ms))
-    before = int(np.argmin(np.append(0.0, nearer[:-1])))
-    return replace(shift, step=int(steps[near][before]))
+    nearby = (steps >= shift.step - width) & (steps < shift.step + width)
+    nearby_ms = series.longest[nearby]
+    cumulated_ms = np.cumsum(np.abs(nearby_ms - shift.before_ms) - np.abs(nearby_ms - shift.after_ms))
+    steps_before = int(np.argmin(np.append(0.0, cumulated_ms[:-1])))
+    return replace(shift, step=int(steps[nearby][steps_before]))
 
 
 def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Percentiles | None) -> Coverage:
-    last, end = max(r.last_step for r in ranks), max(r.ended for r in ranks)
-    patience = LACKS_TIME * (step.p50 if step else 0.0) * 1e6
+    last_step, end_ns = max(rank.last_step for rank in ranks), max(rank.ended for rank in ranks)
+    patience_ns = LACKS_TIME * (step.p50 if step else 0.0) * 1e6
     return Coverage(
         ranks=len(ranks),
-        missing=tuple(sorted(set(range(key.sizes.world)) - {r.coords.rank for r in ranks})),
+        missing=tuple(sorted(set(range(key.sizes.world)) - {rank.coords.rank for rank in ranks})),
         ended=tuple(
-            Ended(r.coords.rank, r.coords.pp, r.host, r.last_step)
-            for r in ranks
-            if r.last_step + LACKS_STEPS <= last and end - r.ended > patience
+            Ended(rank.coords.rank, rank.coords.pp, rank.host, rank.last_step)
+            for rank in ranks
+            if rank.last_step + LACKS_STEPS <= last_step and end_ns - rank.ended > patience_ns
         ),
-        steps=(min(r.first_step for r in ranks), last),
+        steps=(min(rank.first_step for rank in ranks), last_step),
         calls=len(series.steps),
-        left_out=max(r.left_out for r in ranks),
-        again=max(r.again for r in ranks),
+        left_out=max(rank.left_out for rank in ranks),
+        again=max(rank.again for rank in ranks),
     )
 
 
@@ -306,35 +312,37 @@ def _by_group(times: Mapping[tuple[int, int], tuple[int, Floats]], buckets: Buck
     for row, group in zip(rows, groups, strict=True):
         first, values = times[group]
         part = row[first - buckets.begin :]
-        fits = values[: len(part)]
-        part[: len(fits)] = fits
+        values_inside = values[: len(part)]
+        part[: len(values_inside)] = values_inside
     return groups, rows
 
 
 def _synchronisation(groups: list[Group], rows: Floats, buckets: Buckets, floor: float) -> Synchronisation:
-    everywhere = low_median(rows)
+    median_ms = low_median(rows)
     stages = sorted({pp for pp, _ in groups})
-    of_stages: list[tuple[int, Shift]] = []
+    stage_shifts: list[tuple[int, Shift]] = []
     if len(stages) > 1:
-        per_stage = [low_median(rows[[n for n, group in enumerate(groups) if group[0] == pp]]) for pp in stages]
-        found = relative_shifts(np.array(per_stage), buckets, floor)
-        of_stages = [(pp, shift) for pp, each in zip(stages, found, strict=True) for shift in _upwards(each)]
+        stage_ms = [low_median(rows[[row for row, group in enumerate(groups) if group[0] == pp]]) for pp in stages]
+        shifts_by_stage = relative_shifts(np.array(stage_ms), buckets, floor)
+        stage_shifts = [
+            (pp, shift) for pp, changes in zip(stages, shifts_by_stage, strict=True) for shift in _upwards(changes)
+        ]
     return Synchronisation(
-        synchronisation_ms=_plain(everywhere),
-        synchronisation_shifts=_upwards(relative_shifts(everywhere[None], buckets, floor)[0]),
-        stage_synchronisation=tuple(of_stages),
+        synchronisation_ms=_plain(median_ms),
+        synchronisation_shifts=_upwards(relative_shifts(median_ms[None], buckets, floor)[0]),
+        stage_synchronisation=tuple(stage_shifts),
     )
 
 
-def _upwards(found: Iterable[Shift]) -> tuple[Shift, ...]:
-    return tuple(shift for shift in found if shift.change > EXCESS)
+def _upwards(changes: Iterable[Shift]) -> tuple[Shift, ...]:
+    return tuple(shift for shift in changes if shift.change > EXCESS)
 
 
 def _percentiles(series: Series, pp: int) -> Percentiles | None:
     histogram = series.histograms[pp]
     if not histogram.any():
         return None
-    p50, p95, p99 = (min(percentile(histogram, f), series.most[pp]) for f in (0.5, 0.95, 0.99))
+    p50, p95, p99 = (min(percentile(histogram, fraction), series.most[pp]) for fraction in (0.5, 0.95, 0.99))
     return Percentiles(p50, p95, p99, series.most[pp])
 
 

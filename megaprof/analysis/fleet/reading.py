@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.fleet.standstills import StoodStill, stood_still, told_by
+from megaprof.analysis.fleet.standstills import StoodStill, stood_or_failed, stood_still
 from megaprof.analysis.fleet.trends import Floats, Integers
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
+from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes, processors, sizes_of
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.formats import timeline as format
 from megaprof.formats.job.standstill import STUCK_SECONDS
@@ -38,7 +38,7 @@ _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
 _STEPS_AT_ONCE = 1 << 16
 #: For files with fewer bytes than this, one process is quicker than several.
 _WORTH_IT = 512 << 20
-_MOST_TOLD = 5
+_MOST_NOTES = 5
 INDEX_BITS = 16
 _BYTES = np.dtype((np.void, format.STEP_TYPE.itemsize))
 
@@ -122,9 +122,9 @@ class Series:
         bins = np.minimum(np.log(np.maximum(compute, 1)) / np.log1p(BIN), _BINS - 1).astype(np.int64)
         self._count(pp, np.bincount(bins, minlength=_BINS), float(compute.max(initial=0)) / 1e3)
 
-    def _count(self, pp: int, histogram: Integers, most: float) -> None:
+    def _count(self, pp: int, histogram: Integers, largest: float) -> None:
         self.histograms[pp] = self.histograms[pp] + histogram if pp in self.histograms else histogram
-        self.most[pp] = max(self.most.get(pp, 0.0), most)
+        self.most[pp] = max(self.most.get(pp, 0.0), largest)
 
 
 @dataclass
@@ -157,16 +157,16 @@ class FleetReading:
         self.read += other.read
         self.cut += other.cut
         self.skipped += other.skipped
-        self.warnings += (each for each in other.warnings if each not in self.warnings)
+        self.warnings += (note for note in other.warnings if note not in self.warnings)
 
     def warnings_of_files(self) -> list[Note]:
         """Returns the notes about single files, and one note about all files that end inside a record."""
-        told = self.warnings[:_MOST_TOLD]
-        if len(self.warnings) > _MOST_TOLD:
-            told.append(Note("timelines_damaged", count=len(self.warnings) - _MOST_TOLD))
+        notes = self.warnings[:_MOST_NOTES]
+        if len(self.warnings) > _MOST_NOTES:
+            notes.append(Note("timelines_damaged", count=len(self.warnings) - _MOST_NOTES))
         if self.cut:
-            told.append(Note("timelines_cut", files=(self.cut[0].name,), count=len(self.cut)))
-        return told
+            notes.append(Note("timelines_cut", files=(self.cut[0].name,), count=len(self.cut)))
+        return notes
 
 
 def find_timelines(directory: Path) -> list[Path]:
@@ -185,15 +185,15 @@ def read_fleet(
     items = _items(paths)
     runs = runs or runs_in((), paths)
     width = _width(runs)
-    found = FleetReading(runs, width)
+    reading = FleetReading(runs, width)
     done = 0
     workers = at_most(workers, useful(paths, len(items)))
-    for item, part in zip(items, each(partial(_read_item, runs, width), items, workers), strict=True):
-        found.add(part)
+    for item, item_reading in zip(items, in_processes(partial(_read_item, runs, width), items, workers), strict=True):
+        reading.add(item_reading)
         done += sum(map(len, item))
         if progress is not None:
             progress(done, len(paths))
-    return found
+    return reading
 
 
 _Item = list[list[Path]]  # the files of every rank of a group
@@ -219,32 +219,32 @@ def _width(runs: Runs) -> Widths:
 
 
 def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
-    found = FleetReading(runs, width)
+    reading = FleetReading(runs, width)
     groups: dict[tuple[Key, int, int], _Group] = {}
     waiting: dict[tuple[Key, int, int], list[list[_Steps]]] = {}
-    held = 0
+    steps_waiting = 0
     for number, paths in enumerate(item, 1):
         by_rank: dict[tuple[Key, int], list[_Steps]] = {}
-        for part in _steps_in(paths, found, runs):
+        for part in _steps_in(paths, reading, runs):
             by_rank.setdefault((part.key, part.metadata.coords.rank), []).append(part)
         for (key, rank), parts in by_rank.items():
-            place = parts[-1].metadata.coords
-            found.files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
-            waiting.setdefault((key, place.pp, place.tp), []).append(parts)
-            held += sum(len(part.steps) for part in parts)
-        if held >= _STEPS_AT_ONCE or number == len(item):
-            for where, ranks in waiting.items():
-                series = found.series.setdefault(where[0], Series())
-                usable = _add_ranks(series, ranks, width.get(where[0][:2], 1))
-                groups.setdefault(where, _Group()).add(usable)
-            waiting, held = {}, 0
+            coords = parts[-1].metadata.coords
+            reading.files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
+            waiting.setdefault((key, coords.pp, coords.tp), []).append(parts)
+            steps_waiting += sum(len(part.steps) for part in parts)
+        if steps_waiting >= _STEPS_AT_ONCE or number == len(item):
+            for group_key, ranks in waiting.items():
+                series = reading.series.setdefault(group_key[0], Series())
+                usable = _add_ranks(series, ranks, width.get(group_key[0][:2], 1))
+                groups.setdefault(group_key, _Group()).add(usable)
+            waiting, steps_waiting = {}, 0
     for (key, pp, tp), group in groups.items():
-        size, series = key.sizes.dp * key.sizes.cp, found.series[key]
+        size, series = key.sizes.dp * key.sizes.cp, reading.series[key]
         steps, times = group.of(size)
         if len(steps):
             first, medians, _ = bucketed(steps, times, width.get(key[:2], 1))
             series.synchronising[pp, tp] = first, medians
-    return found
+    return reading
 
 
 class _Group:
@@ -262,8 +262,8 @@ class _Group:
     def of(self, size: int) -> tuple[Integers, Floats]:
         """Returns the steps that at least ``size`` ranks have, and the milliseconds of the quickest rank. Other steps
         do not count, because the ranks may have waited for a rank that is missing."""
-        whole = self._ranks[1] >= size
-        return self._quickest[0][whole] >> INDEX_BITS, self._quickest[1][whole]
+        complete = self._ranks[1] >= size
+        return self._quickest[0][complete] >> INDEX_BITS, self._quickest[1][complete]
 
 
 def _numbers(calls: npt.NDArray[Any]) -> Integers:
@@ -280,31 +280,33 @@ class _Steps(NamedTuple):
     steps: npt.NDArray[Any]
 
 
-def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> Iterator[_Steps]:
+def _steps_in(paths: Iterable[Path], reading: FleetReading, runs: Runs | None) -> Iterator[_Steps]:
     """Yields the steps in the files of the chosen run, or of all runs if ``runs`` is None. Adds the files that were
-    read, and what is wrong with them, to ``found``."""
+    read, and what is wrong with them, to ``reading``."""
     for path in paths:
         try:
             timeline = format.read_timeline(path, events=False)
         except format.UnreadableTimeline as fault:
-            found.skipped.append(Note("skipped", files=(path.name,), said=fault.reason))
+            reading.skipped.append(Note("skipped", files=(path.name,), said=fault.reason))
             continue
         if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue
         if timeline.damage is not None:
             if timeline.is_cut and len(timeline.steps):
-                found.cut.append(path)
+                reading.cut.append(path)
             else:
-                read = len(timeline.steps)
-                found.warnings.append(Note("timeline_damaged", files=(path.name,), said=timeline.damage, count=read))
+                steps_read = len(timeline.steps)
+                reading.warnings.append(
+                    Note("timeline_damaged", files=(path.name,), said=timeline.damage, count=steps_read)
+                )
         if len(timeline.steps):
-            found.read.append(path)
+            reading.read.append(path)
         for metadata, steps in timeline.by_metadata():
             unusable = _unusable(metadata, steps)
             if unusable is None:
                 yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
-            elif unusable not in found.warnings:
-                found.warnings.append(unusable)
+            elif unusable not in reading.warnings:
+                reading.warnings.append(unusable)
 
 
 def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
@@ -316,57 +318,57 @@ def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
     return None
 
 
-def _latest(calls: npt.NDArray[Any], whose: Integers) -> tuple[npt.NDArray[Any], Integers]:
+def _latest(calls: npt.NDArray[Any], rank_of_call: Integers) -> tuple[npt.NDArray[Any], Integers]:
     """Returns the calls of all ranks in order, and the rank of each call. If a rank has the same call of a step twice
     (the job continued from a checkpoint), the later one counts."""
     numbers = _numbers(calls)
-    if ((np.diff(numbers) > 0) | (np.diff(whose) > 0)).all():
-        return calls, whose
-    order = np.lexsort((calls["start_ns"], numbers, whose))
-    numbers, whose = numbers[order], whose[order]
-    last = np.append((np.diff(numbers) != 0) | (np.diff(whose) != 0), True)
-    return calls[order[last]], whose[last]
+    if ((np.diff(numbers) > 0) | (np.diff(rank_of_call) > 0)).all():
+        return calls, rank_of_call
+    order = np.lexsort((calls["start_ns"], numbers, rank_of_call))
+    numbers, rank_of_call = numbers[order], rank_of_call[order]
+    last = np.append((np.diff(numbers) != 0) | (np.diff(rank_of_call) != 0), True)
+    return calls[order[last]], rank_of_call[last]
 
 
 def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) -> npt.NDArray[Any]:
     """Adds ranks of one stage to their series. Returns those of their calls that count."""
-    read = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
+    read_counts = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
     # Joins the steps as bytes; otherwise numpy looks at every field of every file.
-    raw = [np.ascontiguousarray(part.steps).view(_BYTES) for parts in ranks for part in parts]
-    every = np.concatenate(raw).view(format.STEP_TYPE)
-    calls, whose = _latest(every, np.repeat(np.arange(len(ranks)), read))
+    pieces = [np.ascontiguousarray(part.steps).view(_BYTES) for parts in ranks for part in parts]
+    all_calls = np.concatenate(pieces).view(format.STEP_TYPE)
+    calls, rank_of_call = _latest(all_calls, np.repeat(np.arange(len(ranks)), read_counts))
     metadata = [parts[-1].metadata for parts in ranks]
-    count = np.bincount(whose)
+    count = np.bincount(rank_of_call)
     ends = np.cumsum(count)
     first, last = calls[ends - count], calls[ends - 1]
     compute = _compute(calls)
     stood = np.zeros(len(calls), dtype=np.bool_)
     long = np.maximum(calls["duration"], compute) > STUCK_SECONDS * 1e6
-    for rank in sorted({*whose[long].tolist(), *np.flatnonzero(last["flags"] & format.FAILED).tolist()}):
-        some = slice(ends[rank] - count[rank], ends[rank])
-        stood[some] = stood_still(calls[some], compute[some])
-        series.stood += told_by(calls[some], compute[some], stood[some], metadata[rank].coords)
+    for rank in sorted({*rank_of_call[long].tolist(), *np.flatnonzero(last["flags"] & format.FAILED).tolist()}):
+        rank_rows = slice(ends[rank] - count[rank], ends[rank])
+        stood[rank_rows] = stood_still(calls[rank_rows], compute[rank_rows])
+        series.stood += stood_or_failed(calls[rank_rows], compute[rank_rows], stood[rank_rows], metadata[rank].coords)
     # A step that the GPU did not finish in time was written without times.
     timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0) & ~stood
     usable: npt.NDArray[Any] = calls[timed]
-    compute, whose = compute[timed], whose[timed]
+    compute, rank_of_call = compute[timed], rank_of_call[timed]
 
-    def of_ranks(weights: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        return np.bincount(whose, weights, minlength=len(ranks))
+    def sum_by_rank(weights: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        return np.bincount(rank_of_call, weights, minlength=len(ranks))
 
     with np.errstate(invalid="ignore"):
-        mean_ms = (of_ranks(compute) / of_ranks() / 1e3).tolist()
-    left_out = (count - of_ranks() - np.add.reduceat(stood, ends - count, dtype=np.int64)).tolist()
-    again, first_step, last_step = (read - count).tolist(), first["step"].tolist(), last["step"].tolist()
+        mean_ms = (sum_by_rank(compute) / sum_by_rank() / 1e3).tolist()
+    left_out = (count - sum_by_rank() - np.add.reduceat(stood, ends - count, dtype=np.int64)).tolist()
+    again, first_step, last_step = (read_counts - count).tolist(), first["step"].tolist(), last["step"].tolist()
     ended = (last["start_ns"] + 1000 * last["duration"].astype(np.int64)).tolist()
-    on_device = of_ranks(usable["flags"] & format.DEVICE_CLOCK > 0).tolist()
-    begins, bounds, medians, counts = _bucketed(whose, usable["step"], compute / 1e3, width, len(ranks))
-    for rank, own in enumerate(metadata):
+    on_device = sum_by_rank(usable["flags"] & format.DEVICE_CLOCK > 0).tolist()
+    begins, bounds, medians, counts = _bucketed(rank_of_call, usable["step"], compute / 1e3, width, len(ranks))
+    for rank, rank_metadata in enumerate(metadata):
         buckets = slice(bounds[rank], bounds[rank + 1])
         series.ranks.append(
             RankSeries(
-                coords=own.coords,
-                host=own.host,
+                coords=rank_metadata.coords,
+                host=rank_metadata.host,
                 first=begins[rank],
                 compute=medians[buckets].astype(np.float32),
                 counts=counts[buckets].astype(np.int32),
@@ -393,8 +395,8 @@ def _compute(calls: npt.NDArray[Any]) -> Integers:
 
 def percentile(histogram: Integers, fraction: float) -> float:
     """Returns the milliseconds below which this fraction of the counted times lies, accurate to half a bin."""
-    place = int(np.searchsorted(np.cumsum(histogram), fraction * int(histogram.sum())))
-    return float((1 + BIN) ** (place + 0.5)) / 1e3
+    bin_number = int(np.searchsorted(np.cumsum(histogram), fraction * int(histogram.sum())))
+    return float((1 + BIN) ** (bin_number + 0.5)) / 1e3
 
 
 def bucketed(steps: Integers, values: Floats, width: int) -> tuple[int, Floats, Integers]:
@@ -409,37 +411,37 @@ def _bucketed(
 ) -> tuple[list[int], list[int], Floats, Integers]:
     """Returns, for rows of ascending steps: the number of each row's first bucket; the bounds of each row's buckets
     among the buckets of all rows; and the median and number of steps of each bucket."""
-    number = np.bincount(rows, minlength=count)
-    ends = np.cumsum(number)
-    bucket = steps // width
-    first, size = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    known = number > 0
-    first[known] = bucket[(ends - number)[known]]
+    row_counts = np.bincount(rows, minlength=count)
+    ends = np.cumsum(row_counts)
+    buckets = steps // width
+    first, sizes = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    nonempty_rows = row_counts > 0
+    first[nonempty_rows] = buckets[(ends - row_counts)[nonempty_rows]]
     # Far more buckets than the sampled ranks have; all later steps share the last one.
-    place = np.minimum(bucket - first[rows], 4 * MOST_BUCKETS - 1)
-    size[known] = place[(ends - 1)[known]] + 1
-    bounds = np.concatenate(([0], np.cumsum(size)))
-    place += bounds[rows]
-    counts = np.bincount(place, minlength=bounds[-1])
+    positions = np.minimum(buckets - first[rows], 4 * MOST_BUCKETS - 1)
+    sizes[nonempty_rows] = positions[(ends - 1)[nonempty_rows]] + 1
+    bounds = np.concatenate(([0], np.cumsum(sizes)))
+    positions += bounds[rows]
+    counts = np.bincount(positions, minlength=bounds[-1])
     medians = np.full(len(counts), np.nan)
-    there = counts > 0
-    ends = np.cumsum(counts)[there]
-    begins = ends - counts[there]
-    ordered = values[np.lexsort((values, place))]
-    medians[there] = (ordered[(begins + ends - 1) // 2] + ordered[(begins + ends) // 2]) / 2
+    nonempty = counts > 0
+    ends = np.cumsum(counts)[nonempty]
+    begins = ends - counts[nonempty]
+    ordered = values[np.lexsort((values, positions))]
+    medians[nonempty] = (ordered[(begins + ends - 1) // 2] + ordered[(begins + ends) // 2]) / 2
     return first.tolist(), bounds.tolist(), medians, counts
 
 
 def _merge(
-    numbers: Integers, values: Floats, others: Integers, other_values: Floats, combine: np.ufunc
+    numbers: Integers, values: Floats, other_numbers: Integers, other_values: Floats, combine: np.ufunc
 ) -> tuple[Integers, Floats]:
     """Returns both sets of values by ascending number, and combines values that have the same number. ``numbers`` and
-    ``others`` may be in any order."""
-    every = np.concatenate((numbers, others))
-    order = np.argsort(every, kind="stable")
-    every = every[order]
-    begins = np.flatnonzero(np.append(True, np.diff(every) > 0)) if len(every) else order
-    return every[begins], combine.reduceat(np.concatenate((values, other_values))[order], begins)
+    ``other_numbers`` may be in any order."""
+    all_numbers = np.concatenate((numbers, other_numbers))
+    order = np.argsort(all_numbers, kind="stable")
+    all_numbers = all_numbers[order]
+    begins = np.flatnonzero(np.append(True, np.diff(all_numbers) > 0)) if len(all_numbers) else order
+    return all_numbers[begins], combine.reduceat(np.concatenate((values, other_values))[order], begins)
 
 
 def useful(paths: Sequence[Path], items: int) -> int:

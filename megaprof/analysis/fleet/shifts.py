@@ -45,37 +45,39 @@ def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> 
     raised = values + floor_ms
     baseline = np.array([_quickest(row) for row in raised])
     with np.errstate(divide="ignore", invalid="ignore"):
-        own = raised / baseline[:, None]
-        relative = own / low_median(own) if len(values) > 1 else own
+        factors = raised / baseline[:, None]
+        relative = factors / low_median(factors) if len(values) > 1 else factors
     noise = noise_of(relative)
-    out = []
+    shifts_by_row = []
     for row in range(len(values)):
         changes: list[Shift] = []
-        since = 0
-        found = lasting(levels(relative[row], buckets.steps, noise), buckets.seconds)
-        for shift in shifts(found, buckets.first, buckets.last):
-            at = int(np.searchsorted(buckets.first, shift.step))
-            end = len(buckets.last) if shift.until is None else int(np.searchsorted(buckets.last, shift.until)) + 1
-            before, after = _median(values[row, since:at]), _median(values[row, at:end])
-            since = at
-            if (after > before) == (shift.change > 0):
-                changes.append(Shift(shift.step, shift.until, before, after))
-        out.append(tuple(changes))
-    return out
+        since_bucket = 0
+        stretches = lasting(levels(relative[row], buckets.steps, noise), buckets.seconds)
+        for shift in shifts(stretches, buckets.first, buckets.last):
+            bucket = int(np.searchsorted(buckets.first, shift.step))
+            end_bucket = (
+                len(buckets.last) if shift.until is None else int(np.searchsorted(buckets.last, shift.until)) + 1
+            )
+            before_ms, after_ms = _median(values[row, since_bucket:bucket]), _median(values[row, bucket:end_bucket])
+            since_bucket = bucket
+            if (after_ms > before_ms) == (shift.change > 0):
+                changes.append(Shift(shift.step, shift.until, before_ms, after_ms))
+        shifts_by_row.append(tuple(changes))
+    return shifts_by_row
 
 
 def _quickest(row: Floats) -> float:
     """Returns the level of a row in its quickest stretch of buckets."""
-    known = row[np.isfinite(row)]
-    if len(known) < 2 * LASTING_BUCKETS:
-        return _median(known)
-    width = min(LASTING_STEPS, len(known) // 2) | 1
-    return float(moving_median(known, width).min())
+    finite = row[np.isfinite(row)]
+    if len(finite) < 2 * LASTING_BUCKETS:
+        return _median(finite)
+    width = min(LASTING_STEPS, len(finite) // 2) | 1
+    return float(moving_median(finite, width).min())
 
 
 def _median(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if known.size else float("nan")
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else float("nan")
 
 
 def noise_of(relative: Floats) -> float:

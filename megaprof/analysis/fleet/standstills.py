@@ -41,65 +41,73 @@ def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArr
     ``compute`` has the microseconds that the passes of each call took. A step with an open window never counts, because
     the profiler makes it longer.
     """
-    longest = np.maximum(calls["duration"].astype(np.int64), compute)
-    if longest.max(initial=0) <= STUCK_SECONDS * 1e6:
+    longest_us = np.maximum(calls["duration"].astype(np.int64), compute)
+    if longest_us.max(initial=0) <= STUCK_SECONDS * 1e6:
         return np.zeros(len(calls), dtype=np.bool_)
     usable = calls["flags"] & (format.FAILED | format.CAPTURED) == 0
-    usual = float(np.median(calls["duration"][usable])) if usable.any() else 0.0
-    least = np.full(len(calls), max(STUCK_SECONDS * 1e6, STUCK_STEPS * usual))
-    least[:1] = max(least[0], FIRST_STEP_SECONDS * 1e6) if len(calls) else 0.0
-    found: npt.NDArray[np.bool_] = (longest > least) & (calls["flags"] & format.CAPTURED == 0)
-    return found
+    usual_us = float(np.median(calls["duration"][usable])) if usable.any() else 0.0
+    least_us = np.full(len(calls), max(STUCK_SECONDS * 1e6, STUCK_STEPS * usual_us))
+    least_us[:1] = max(least_us[0], FIRST_STEP_SECONDS * 1e6) if len(calls) else 0.0
+    stood: npt.NDArray[np.bool_] = (longest_us > least_us) & (calls["flags"] & format.CAPTURED == 0)
+    return stood
 
 
-def told_by(
+def stood_or_failed(
     calls: npt.NDArray[Any], compute: npt.NDArray[Any], stood: npt.NDArray[np.bool_], coords: RankCoords
 ) -> list[StoodStill]:
     """Returns the steps of a rank that ``stood`` still, and its last step if an exception ended that."""
     failed = calls["flags"] & format.FAILED != 0
-    which = set(np.flatnonzero(stood).tolist()) | ({len(calls) - 1} if len(calls) and failed[-1] else set())
-    if not which:
+    rows = set(np.flatnonzero(stood).tolist()) | ({len(calls) - 1} if len(calls) and failed[-1] else set())
+    if not rows:
         return []
     usable = ~stood & ~failed
-    usual, computes = (float(np.median(each[usable])) if usable.any() else 0.0 for each in (calls["duration"], compute))
+    usual_us, usual_compute_us = (
+        float(np.median(lengths_us[usable])) if usable.any() else 0.0 for lengths_us in (calls["duration"], compute)
+    )
     return [
         StoodStill(
-            int(calls["step"][n]),
+            int(calls["step"][row]),
             coords,
-            (float(calls["duration"][n]) - usual) / 1e6 if stood[n] else 0.0,
-            bool(stood[n] and compute[n] - computes > (float(calls["duration"][n]) - usual) / 2),
-            bool(failed[n]),
+            (float(calls["duration"][row]) - usual_us) / 1e6 if stood[row] else 0.0,
+            bool(stood[row] and compute[row] - usual_compute_us > (float(calls["duration"][row]) - usual_us) / 2),
+            bool(failed[row]),
         )
-        for n in sorted(which)
+        for row in sorted(rows)
     ]
 
 
 def standstills(
-    found: Iterable[StoodStill], last_step: int, place: Callable[[int, int], Pass[int] | None]
+    rank_steps: Iterable[StoodStill], last_step: int, longest_pass_of: Callable[[int, int], Pass[int] | None]
 ) -> tuple[Standstill, ...]:
     """Returns the standstills of the job, in order of steps, from those of its ranks. ``place(rank, step)`` returns the
     longest pass of a rank in a step."""
     by_step: dict[int, list[StoodStill]] = {}
-    for each in found:
-        by_step.setdefault(each.step, []).append(each)
-    return tuple(_together(step, own, last_step, place) for step, own in sorted(by_step.items()))
+    for rank_step in rank_steps:
+        by_step.setdefault(rank_step.step, []).append(rank_step)
+    return tuple(
+        _together(step, stuck_ranks, last_step, longest_pass_of) for step, stuck_ranks in sorted(by_step.items())
+    )
 
 
 def _together(
-    step: int, ranks: Sequence[StoodStill], last_step: int, place: Callable[[int, int], Pass[int] | None]
+    step: int, ranks: Sequence[StoodStill], last_step: int, longest_pass_of: Callable[[int, int], Pass[int] | None]
 ) -> Standstill:
-    computing = sorted((each for each in ranks if each.computing), key=lambda each: each.coords.rank)
+    computing = sorted(
+        (rank_step for rank_step in ranks if rank_step.computing), key=lambda rank_step: rank_step.coords.rank
+    )
     waited_for = []
-    for number, each in enumerate(computing):
-        inside = place(each.coords.rank, step) if number < _MOST_PLACES else None
-        where = (None, None, None) if inside is None else (inside.kind, inside.microbatch, inside.chunk)
-        waited_for.append(Standing(each.coords.rank, each.coords.pp, *where))
+    for number, rank_step in enumerate(computing):
+        inner_pass = longest_pass_of(rank_step.coords.rank, step) if number < _MOST_PLACES else None
+        where = (None, None, None) if inner_pass is None else (inner_pass.kind, inner_pass.microbatch, inner_pass.chunk)
+        waited_for.append(Standing(rank_step.coords.rank, rank_step.coords.pp, *where))
     outcome: Literal["went_on", "last", "unfinished"]
-    outcome = "went_on" if step < last_step else "unfinished" if any(each.failed for each in ranks) else "last"
+    outcome = (
+        "went_on" if step < last_step else "unfinished" if any(rank_step.failed for rank_step in ranks) else "last"
+    )
     return Standstill(
         step,
-        max(each.seconds for each in ranks),
+        max(rank_step.seconds for rank_step in ranks),
         tuple(waited_for),
-        sum(not each.computing and each.seconds > 0 for each in ranks),
+        sum(not rank_step.computing and rank_step.seconds > 0 for rank_step in ranks),
         outcome,
     )

@@ -113,36 +113,44 @@ def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:
     ``steps`` has the number of steps whose median a value is. ``noise`` is the least standard deviation of a value's
     logarithm, if it is known from more than the scatter within a level.
     """
-    known = np.flatnonzero(np.isfinite(values))
-    if not known.size:
+    positions = np.flatnonzero(np.isfinite(values))
+    if not positions.size:
         return []
-    x, n = logarithms(values[known]), steps[known]
-    cumulated = np.concatenate(([0], np.cumsum(n)))
-    found = _merged(x, cumulated, _split(x, cumulated, 0, len(x), noise), noise)
+    logs, known_steps = logarithms(values[positions]), steps[positions]
+    cumulated = np.concatenate(([0], np.cumsum(known_steps)))
+    bounds = _merged(logs, cumulated, _split(logs, cumulated, 0, len(logs), noise), noise)
     return [
-        Level(int(known[a]), int(known[b - 1]), *_level(x, a, b, noise), int(cumulated[b] - cumulated[a]))
-        for a, b in found
+        Level(
+            int(positions[begin]),
+            int(positions[end - 1]),
+            *_level(logs, begin, end, noise),
+            int(cumulated[end] - cumulated[begin]),
+        )
+        for begin, end in bounds
     ]
 
 
-def lasting(found: Sequence[Level], seconds: Floats) -> list[Level]:
+def lasting(stretches: Sequence[Level], seconds: Floats) -> list[Level]:
     """Returns the levels without those that the series leaves again within `LASTING_SECONDS`. ``seconds`` has the time
     that every bucket took."""
-    kept = list(found[:1])
-    for level in found[1:]:
+    kept = list(stretches[:1])
+    for level in stretches[1:]:
         if np.nansum(seconds[level.first : level.last + 1]) >= LASTING_SECONDS and differ(kept[-1], level):
             kept.append(level)
     return kept
 
 
-def shifts(found: Sequence[Level], first_steps: Integers, last_steps: Integers) -> tuple[Shift, ...]:
+def shifts(stretches: Sequence[Level], first_steps: Integers, last_steps: Integers) -> tuple[Shift, ...]:
     """Returns the changes between levels. ``first_steps`` and ``last_steps`` have the first and last step of every
     bucket."""
     changes = []
-    for place in range(1, len(found)):
-        before, after = found[place - 1], found[place]
-        back = next((f for f in found[place + 1 :] if (f.value < after.value) == (after.value > before.value)), None)
-        until = int(last_steps[back.first - 1]) if back else None
+    for number in range(1, len(stretches)):
+        before, after = stretches[number - 1], stretches[number]
+        later_level = next(
+            (level for level in stretches[number + 1 :] if (level.value < after.value) == (after.value > before.value)),
+            None,
+        )
+        until = int(last_steps[later_level.first - 1]) if later_level else None
         changes.append(Shift(int(first_steps[after.first]), until, before.value, after.value))
     return tuple(changes)
 
@@ -165,14 +173,14 @@ def single_steps(steps: Integers, times: Floats) -> SingleSteps:
     """Returns the single slow steps in a series of all steps."""
     if len(times) < 3:
         return SingleSteps(0, (), None)
-    around = moving_median(times, min(2 * AROUND + 1, len(times) - (len(times) + 1) % 2))
-    relative = times / np.maximum(around, 1e-9)
+    local_medians = moving_median(times, min(2 * AROUND + 1, len(times) - (len(times) + 1) % 2))
+    relative = times / np.maximum(local_medians, 1e-9)
     spread = MAD * float(np.median(np.abs(relative - 1)))
-    which = np.flatnonzero(relative > 1 + max(SINGLE - 1, SINGLE_SIGMAS * spread))
-    worst = which[np.argsort(-relative[which], kind="stable")][:5]
-    between = np.diff(steps[which])
-    every = int(between[0]) if len(between) >= 2 and between[0] > 1 and (between == between[0]).all() else None
-    return SingleSteps(len(which), tuple((int(steps[i]), float(relative[i])) for i in worst), every)
+    slow = np.flatnonzero(relative > 1 + max(SINGLE - 1, SINGLE_SIGMAS * spread))
+    worst = slow[np.argsort(-relative[slow], kind="stable")][:5]
+    gaps = np.diff(steps[slow])
+    every = int(gaps[0]) if len(gaps) >= 2 and gaps[0] > 1 and (gaps == gaps[0]).all() else None
+    return SingleSteps(len(slow), tuple((int(steps[position]), float(relative[position])) for position in worst), every)
 
 
 def drift(values: Floats) -> float | None:
@@ -182,26 +190,30 @@ def drift(values: Floats) -> float | None:
     The fraction is the Theil-Sen slope, times the length of the series, over the median. A Mann-Kendall test must
     confirm the growth on the whole series, by `SIGMAS`, and on both halves.
     """
-    known = np.flatnonzero(np.isfinite(values))
-    known = known[len(known) // 10 :]
-    n = len(known)
+    finite = np.flatnonzero(np.isfinite(values))
+    finite = finite[len(finite) // 10 :]
+    n = len(finite)
     if n < 2 * LASTING_BUCKETS:
         return None
-    x, y = known.astype(np.float64), values[known]
-    whole, first, last = _trend(y), _trend(y[: n // 2]), _trend(y[n // 2 :])
-    middle = float(np.median(y))
-    if abs(whole) < SIGMAS or min(first, last, key=abs) * np.sign(whole) < _OF_A_HALF or middle <= 0:
+    positions, times = finite.astype(np.float64), values[finite]
+    whole_trend, first_trend, last_trend = _trend(times), _trend(times[: n // 2]), _trend(times[n // 2 :])
+    middle = float(np.median(times))
+    if (
+        abs(whole_trend) < SIGMAS
+        or min(first_trend, last_trend, key=abs) * np.sign(whole_trend) < _OF_A_HALF
+        or middle <= 0
+    ):
         return None
     i, j = np.triu_indices(n, 1)
-    slope = float(np.median((y[j] - y[i]) / (x[j] - x[i])))
-    return slope * float(x[-1] - x[0]) / middle
+    slope = float(np.median((times[j] - times[i]) / (positions[j] - positions[i])))
+    return slope * float(positions[-1] - positions[0]) / middle
 
 
-def _trend(y: Floats) -> float:
+def _trend(values: Floats) -> float:
     """Returns the Mann-Kendall statistic, in standard deviations."""
-    n = len(y)
+    n = len(values)
     i, j = np.triu_indices(n, 1)
-    return float(np.sign(y[j] - y[i]).sum() / np.sqrt(n * (n - 1) * (2 * n + 5) / 18))
+    return float(np.sign(values[j] - values[i]).sum() / np.sqrt(n * (n - 1) * (2 * n + 5) / 18))
 
 
 def low_median(values: Floats) -> Floats:
@@ -210,37 +222,39 @@ def low_median(values: Floats) -> Floats:
     ordered = np.sort(values, axis=0)
     count = np.isfinite(values).sum(axis=0)
     place = np.maximum((count - 1) // 2, 0)
-    picked: Floats = np.take_along_axis(ordered, np.expand_dims(place, 0), axis=0)[0]
-    return np.where(count > 0, picked, np.nan)
+    medians: Floats = np.take_along_axis(ordered, np.expand_dims(place, 0), axis=0)[0]
+    return np.where(count > 0, medians, np.nan)
 
 
-def _level(x: Floats, a: int, b: int, noise: float) -> tuple[float, float]:
-    own = x[a:b]
-    middle = float(np.median(own))
-    spread = max(MAD * float(np.median(np.abs(own - middle))), noise)
-    return float(np.exp(middle)), MEDIAN_ERROR * spread / float(np.sqrt(b - a))
+def _level(logs: Floats, begin: int, end: int, noise: float) -> tuple[float, float]:
+    stretch = logs[begin:end]
+    middle = float(np.median(stretch))
+    spread = max(MAD * float(np.median(np.abs(stretch - middle))), noise)
+    return float(np.exp(middle)), MEDIAN_ERROR * spread / float(np.sqrt(end - begin))
 
 
-def _split(x: Floats, cumulated: Integers, a: int, b: int, noise: float) -> list[tuple[int, int]]:
-    """Returns the parts of the stretch from ``a`` to ``b``: the part that stands out most, and those before and after
-    it, each split again."""
-    smooth = moving_median(x[a:b], 5) if b - a >= 5 else x[a:b]
+def _split(logs: Floats, cumulated: Integers, begin: int, end: int, noise: float) -> list[tuple[int, int]]:
+    """Returns the parts of the stretch from ``begin`` to ``end``: the part that stands out most, and those before
+    and after it, each split again."""
+    smooth = moving_median(logs[begin:end], 5) if end - begin >= 5 else logs[begin:end]
     # Tries the ranks of the values first, so that a few enormous values weigh no more than others. A short stretch may
     # need the values themselves.
     for values in (np.argsort(np.argsort(smooth)), smooth):
-        i, j = _standing_out(values.astype(np.float64), cumulated[a : b + 1])
-        parts = list(pairwise(sorted({a, a + i, a + j, b})))
-        if any(_differ(x, *one, other[1], noise) for one, other in pairwise(parts)):
-            return [part for begin, end in parts for part in _split(x, cumulated, begin, end, noise)]
-    return [(a, b)]
+        i, j = _standing_out(values.astype(np.float64), cumulated[begin : end + 1])
+        parts = list(pairwise(sorted({begin, begin + i, begin + j, end})))
+        if any(_differ(logs, *left, right[1], noise) for left, right in pairwise(parts)):
+            return [
+                part for part_begin, part_end in parts for part in _split(logs, cumulated, part_begin, part_end, noise)
+            ]
+    return [(begin, end)]
 
 
-def _standing_out(x: Floats, cumulated: Integers) -> tuple[int, int]:
+def _standing_out(values: Floats, cumulated: Integers) -> tuple[int, int]:
     """Returns the stretch whose mean differs most from that of the rest (circular binary segmentation, Olshen et al.
     2004), among those that split the series into two or three lasting parts; (0, 0) if there is none. ``cumulated`` has
     the number of steps before each value."""
-    n = len(x)
-    sums = np.concatenate(([0.0], np.cumsum(x - x.mean())))
+    n = len(values)
+    sums = np.concatenate(([0.0], np.cumsum(values - values.mean())))
     i, j = np.triu_indices(n + 1, 1)
     lengths = j - i
 
@@ -257,38 +271,48 @@ def _standing_out(x: Floats, cumulated: Integers) -> tuple[int, int]:
     return int(i[best]), int(j[best])
 
 
-def _merged(x: Floats, cumulated: Integers, found: list[tuple[int, int]], noise: float) -> list[tuple[int, int]]:
-    merged = [found[0]]
-    for a, b in found[1:]:
-        if _differ(x, merged[-1][0], a, b, noise):
-            merged.append((a, b))
+def _merged(logs: Floats, cumulated: Integers, stretches: list[tuple[int, int]], noise: float) -> list[tuple[int, int]]:
+    merged = [stretches[0]]
+    for begin, end in stretches[1:]:
+        if _differ(logs, merged[-1][0], begin, end, noise):
+            merged.append((begin, end))
         else:
-            merged[-1] = (merged[-1][0], b)
+            merged[-1] = (merged[-1][0], end)
     for number in range(len(merged) - 1):
-        (a, k), (_, b) = merged[number], merged[number + 1]
-        k = _edge(x, a, k, b)
-        merged[number], merged[number + 1] = (a, k), (k, b)
+        (begin, boundary), (_, end) = merged[number], merged[number + 1]
+        boundary = _edge(logs, begin, boundary, end)
+        merged[number], merged[number + 1] = (begin, boundary), (boundary, end)
     return merged
 
 
-def _edge(x: Floats, a: int, k: int, b: int) -> int:
-    """Returns where the level before ``k`` ends and the level after it begins, by the least absolute deviation from
-    both medians."""
-    before, after = np.abs(x[a:b] - np.median(x[a:k])), np.abs(x[a:b] - np.median(x[k:b]))
-    costs = np.concatenate(([0.0], np.cumsum(before))) + after.sum() - np.concatenate(([0.0], np.cumsum(after)))
+def _edge(logs: Floats, begin: int, boundary: int, end: int) -> int:
+    """Returns where the level before ``boundary`` ends and the level after it begins, by the least absolute deviation
+    from both medians."""
+    costs_before, costs_after = (
+        np.abs(logs[begin:end] - np.median(logs[begin:boundary])),
+        np.abs(logs[begin:end] - np.median(logs[boundary:end])),
+    )
+    costs = (
+        np.concatenate(([0.0], np.cumsum(costs_before)))
+        + costs_after.sum()
+        - np.concatenate(([0.0], np.cumsum(costs_after)))
+    )
     inner = costs[LASTING_BUCKETS : len(costs) - LASTING_BUCKETS]
-    return a + LASTING_BUCKETS + int(np.argmin(inner)) if inner.size else k
+    return begin + LASTING_BUCKETS + int(np.argmin(inner)) if inner.size else boundary
 
 
-def _differ(x: Floats, a: int, k: int, b: int, noise: float) -> bool:
-    return differ(Level(a, k - 1, *_level(x, a, k, noise), 0), Level(k, b - 1, *_level(x, k, b, noise), 0))
+def _differ(logs: Floats, begin: int, boundary: int, end: int, noise: float) -> bool:
+    return differ(
+        Level(begin, boundary - 1, *_level(logs, begin, boundary, noise), 0),
+        Level(boundary, end - 1, *_level(logs, boundary, end, noise), 0),
+    )
 
 
-def moving_median(x: Floats, width: int) -> Floats:
+def moving_median(values: Floats, width: int) -> Floats:
     """Returns the median of the ``width`` values (an odd number) around each value. Mirrors the series at its ends."""
-    padded = np.pad(x, width // 2, mode="reflect")
-    out = np.empty_like(x)
-    for begin in range(0, len(x), 1 << 14):
-        end = min(begin + (1 << 14), len(x))
-        out[begin:end] = np.median(sliding_window_view(padded[begin : end + width - 1], width), axis=1)
-    return out
+    padded = np.pad(values, width // 2, mode="reflect")
+    medians = np.empty_like(values)
+    for begin in range(0, len(values), 1 << 14):
+        end = min(begin + (1 << 14), len(values))
+        medians[begin:end] = np.median(sliding_window_view(padded[begin : end + width - 1], width), axis=1)
+    return medians

@@ -26,8 +26,7 @@ from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table
 from megaprof.analysis.trace.gpu import Peak, together
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
-from megaprof.analysis.trace.pool import Workers, at_most
-from megaprof.analysis.trace.pool import each as in_processes
+from megaprof.analysis.trace.pool import Workers, at_most, in_processes
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps import codes

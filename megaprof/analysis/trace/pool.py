@@ -37,7 +37,7 @@ class NoCluster(Exception):
     """There is no Ray cluster to read on; the message says why."""
 
 
-def each(work: Callable[[Item], Result], items: Sequence[Item], workers: Workers) -> Iterator[Result]:
+def in_processes(work: Callable[[Item], Result], items: Sequence[Item], workers: Workers) -> Iterator[Result]:
     """Yields the result of ``work`` for each item, in order, computed in ``workers`` processes. If one of them is
     killed, most likely for its memory, this process does the rest, because one item at a time may still fit. Raises
     NoCluster."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys, read_nsys
-from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
+from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes, processors, sizes_of
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
 from megaprof.formats.inputs import memory_left
 
@@ -70,9 +70,9 @@ def traces_in(source: Source) -> list[Trace]:
 
 def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
     """Yields the reading of each file, in order. ``workers``: the maximum number of processes, or a Ray cluster
-    (`pool.each`). Uses fewer processes if more would not be faster or would not fit into memory. Raises NoCluster."""
+    (`pool.in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises NoCluster."""
     paths = list(map(path_of, sources))
-    for done, reading in enumerate(each(read, sources, at_most(workers, _useful(paths))), 1):
+    for done, reading in enumerate(in_processes(read, sources, at_most(workers, _useful(paths))), 1):
         if progress is not None:
             progress(done, len(paths))
         yield reading

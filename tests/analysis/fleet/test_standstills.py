@@ -71,10 +71,10 @@ def test_a_step_that_an_exception_ended_is_told_where_it_is_the_last(tmp_path: P
     calls = read_timeline(path, events=False).steps.copy()
     coords = LAYOUT.coords(0)
     steady = standstills.stood_still(calls, _compute(calls))
-    assert standstills.told_by(calls, _compute(calls), steady, coords) == []
+    assert standstills.stood_or_failed(calls, _compute(calls), steady, coords) == []
     calls["flags"][4] |= FAILED  # tried again, as after an exception that the host handles
-    assert standstills.told_by(calls, _compute(calls), steady, coords) == []
+    assert standstills.stood_or_failed(calls, _compute(calls), steady, coords) == []
     calls["flags"][-1] |= FAILED
-    told = standstills.told_by(calls, _compute(calls), steady, coords)
-    found = standstills.standstills(told, 9, lambda rank, step: None)
+    rank_steps = standstills.stood_or_failed(calls, _compute(calls), steady, coords)
+    found = standstills.standstills(rank_steps, 9, lambda rank, step: None)
     assert [(each.step, each.outcome, each.seconds, each.waited_for) for each in found] == [(9, "unfinished", 0.0, ())]
