@@ -70,7 +70,8 @@ def traces_in(source: Source) -> list[Trace]:
 
 def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
     """Yields the reading of each file, in order. ``workers``: the maximum number of processes, or a Ray cluster
-    (`pool.in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises NoCluster."""
+    (`pool.in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises
+    NoCluster."""
     paths = list(map(path_of, sources))
     for done, reading in enumerate(in_processes(read, sources, at_most(workers, _useful(paths))), 1):
         if progress is not None:
