@@ -126,8 +126,8 @@ def install_without_pipeline(
 ) -> Handle:
     """`install_hooks` for a trainer without Megatron's schedule: all ranks are one data-parallel group.
 
-    The batches of hosts that are known are steps (`megaprof.hooks.batch.Batch`). Another caller tells of every step and
-    every pass itself, through `megaprof.hooks.plain.PlainSteps`. Raises ValueError as `install_hooks` does.
+    The batches of hosts that megaprof knows are steps (`megaprof.hooks.batch.Batch`). Any other caller announces every
+    step and every pass itself, through `megaprof.hooks.plain.PlainSteps`. Raises ValueError as `install_hooks` does.
     """
     return _install(_models(model), _config(config), role, iteration, pipeline=False)
 
@@ -159,50 +159,52 @@ def _install(
     _require("torch")
     if pipeline:
         _require("megatron.core")
-    here = ThisRank.of(config, role, models, groups, pipeline=pipeline)
-    here.announce(config)
-    if not here.records(config):
+    this_rank = ThisRank.of(config, role, models, groups, pipeline=pipeline)
+    this_rank.announce(config)
+    if not this_rank.records(config):
         return inert
     hook = FinishHook(config.on_finish, str(config.dir), config.on_finish_when) if config.on_finish else None
-    opened = open_writer(str(config.dir), shard(here.coords), hook)
+    opened = open_writer(str(config.dir), shard(this_rank.coords), hook)
     if opened is None:
         return inert
     directory, writer = opened
     framework = registry.framework()
     session = Session(
         config,
-        here,
+        this_rank,
         models,
         writer,
-        os.path.join(directory, shard(here.coords)),
+        os.path.join(directory, shard(this_rank.coords)),
         profiler.termination,
         role=role,
         numbers=partial(registry.numbers, given=iteration),
-        recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if here.windowed else (),
-        timeline=TimelineRecorder(config, here.coords, role, profiler.background, framework) if here.timed else None,
+        recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else (),
+        timeline=TimelineRecorder(config, this_rank.coords, role, profiler.background, framework)
+        if this_rank.timed
+        else None,
         framework=framework,
     )
     session.handle = handle = Handle(config, role, session)
     with Contained("installing the hooks", partial(_undo, session)):
         profiler.enter(session, _with_schedules if pipeline else _without_schedules)
         if config.listens:
-            handle._listener = _listen(session, here.layout, directory)
+            handle._listener = _listen(session, this_rank.layout, directory)
     return handle
 
 
 def _with_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hook Megatron, and what is loaded of the hosts."""
+    """Hooks Megatron, and the host modules that are loaded."""
     patch_megatron(patches, dispatcher)
     registry.adapt(patches)
 
 
 def _without_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hook what is loaded of the hosts: their batches are steps, or the caller tells of them."""
+    """Hooks the host modules that are loaded. Their batches are the steps, or the caller announces the steps."""
     registry.adapt(patches)
 
 
 def _undo(session: Session) -> None:
-    """After a fault while the hooks went in: nothing of them stays, and nothing runs."""
+    """Removes what was installed, after a fault while the hooks were being installed."""
     session.removed.set()
     in_full(
         partial(profiler.remove, session),
@@ -221,8 +223,8 @@ def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, A
 
 
 def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Listener | None:
-    """Start to answer requests in ``directory``; the lowest rank also watches the job, and the last one its scalars,
-    since Megatron-LM keeps its writers there."""
+    """Starts to answer requests in ``directory``. Rank 0 also watches the job, if asked to. Rank 0 and the last rank,
+    where Megatron-LM keeps its scalar writers, also sum up the job's figures."""
     listener = Listener(session, layout, session.writer, directory)
     if not listener.start(profiler.background):
         return None
@@ -240,7 +242,7 @@ def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Lis
 
 
 def _repeat(session: Session, task: Callable[[], None], every: float) -> None:
-    """Runs a task on the background thread, every so many seconds until the session ends."""
+    """Runs ``task`` on the background thread, every ``every`` seconds until the session ends."""
     profiler.background.add(task, every)
     session.at_end.append(partial(profiler.background.remove, task))
 
@@ -269,6 +271,6 @@ def _models(model: Any) -> tuple[Any, ...] | None:
     if model is None:
         return None
     models: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
-    if not models or not all(callable(m) for m in models):
+    if not models or not all(callable(chunk) for chunk in models):
         raise ValueError(f"install_hooks: model {model!r} is neither a module nor a non-empty list of model chunks")
     return tuple(models)

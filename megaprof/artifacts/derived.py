@@ -93,7 +93,7 @@ class DerivedFiles:
 
     def _derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
         raws = {suffix: raw_path(final) for suffix, final in files.items()}
-        order = json.dumps({"identity": identity, "files": {s: str(raw) for s, raw in raws.items()}})
+        order = json.dumps({"identity": identity, "files": {suffix: str(raw) for suffix, raw in raws.items()}})
         root = str(Path(__file__).resolve().parents[2])
         try:
             subprocess.run(
@@ -109,8 +109,8 @@ class DerivedFiles:
             for raw in raws.values():
                 raw.unlink(missing_ok=True)
             if isinstance(fault, subprocess.CalledProcessError):
-                last = fault.stderr.decode(errors="replace").strip().splitlines()[-1:]
-                raise RuntimeError(f"exit {fault.returncode}: {' '.join(last)}") from None
+                last_line = fault.stderr.decode(errors="replace").strip().splitlines()[-1:]
+                raise RuntimeError(f"exit {fault.returncode}: {' '.join(last_line)}") from None
             raise
         for suffix, raw in raws.items():
             if raw.exists():
@@ -121,8 +121,8 @@ class DerivedFiles:
 def main(order: str) -> None:
     """Reads a raw trace from standard input and writes the files that ``order`` (JSON) names. Runs in the child."""
     os.nice(5)
-    wanted = json.loads(order)
-    files: dict[str, str] = wanted["files"]
+    request = json.loads(order)
+    files: dict[str, str] = request["files"]
     summary, stacks = KernelSummary(), CollapsedStacks()
     with open(sys.stdin.fileno(), encoding="utf-8", errors="replace") as trace:
         for event in read_events(trace):
@@ -131,7 +131,7 @@ def main(order: str) -> None:
             if STACKS_SUFFIX in files:
                 stacks.add(event)
     if KERNELS_SUFFIX in files:
-        Path(files[KERNELS_SUFFIX]).write_text(json.dumps(summary.result(wanted["identity"])), encoding="utf-8")
+        Path(files[KERNELS_SUFFIX]).write_text(json.dumps(summary.result(request["identity"])), encoding="utf-8")
     if STACKS_SUFFIX in files:
         with open(files[STACKS_SUFFIX], "w", encoding="utf-8") as file:
             file.writelines(stacks.host())

@@ -74,10 +74,14 @@ class FinishHook:
             with self._lock:
                 self._running = None
             output.seek(max(0, output.seek(0, os.SEEK_END) - _OUTPUT))
-            said = output.read().decode(errors="replace").strip()
+            output_text = output.read().decode(errors="replace").strip()
         level = logging.INFO if status == "0" else logging.ERROR
         logger.log(
-            level, "megaprof: --profile-on-finish %r: exit status %s%s", self.command, status, f": {said}" * bool(said)
+            level,
+            "megaprof: --profile-on-finish %r: exit status %s%s",
+            self.command,
+            status,
+            f": {output_text}" * bool(output_text),
         )
 
     def stop(self) -> None:

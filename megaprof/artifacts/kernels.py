@@ -37,14 +37,14 @@ def read_events(file: TextIO) -> Iterator[dict[str, Any]]:
     Raises ValueError for a file that ends in the middle or is not a trace.
     """
     decoder = json.JSONDecoder(parse_float=str)
-    text, found = "", None
-    while found is None:
+    text, match = "", None
+    while match is None:
         chunk = file.read(_CHUNK)
         if not chunk:
             raise ValueError("no traceEvents in this file")
         text += chunk
-        found = _EVENTS.search(text)
-    position = found.end()
+        match = _EVENTS.search(text)
+    position = match.end()
     while True:
         while position < len(text) and text[position] in " \t\r\n,":
             position += 1
@@ -166,17 +166,17 @@ class KernelSummary:
         """Returns ``identity``, ``devices`` and ``kernels`` (most self time first) as plain data. Times are in us."""
         on_device = bool(self._lanes[True])
         lanes = self._lanes[on_device]
-        own: dict[int, int] = defaultdict(int)
+        self_ns: dict[int, int] = defaultdict(int)
         intervals: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for lane in lanes.values():
             for number, time in self_times(lane.in_order()).items():
-                own[number] += time
+                self_ns[number] += time
             for start, end, number in zip(lane.starts, lane.ends, lane.names, strict=True):
                 intervals[number].append((start, end))
         kernels: list[dict[str, Any]] = []
         devices: dict[str, list[int]] = defaultdict(list)
         for (name, category, device), number in self._names.items():
-            if number not in own:
+            if number not in self_ns:
                 continue
             devices[device].append(number)
             if on_device or category == _LISTED_HOST_CATEGORY:
@@ -186,7 +186,7 @@ class KernelSummary:
                         "category": category,
                         "device": device,
                         "count": len(intervals[number]),
-                        "self_us": own[number] / 1000,
+                        "self_us": self_ns[number] / 1000,
                         "union_us": union(intervals[number]) / 1000,
                     }
                 )
@@ -198,9 +198,9 @@ class KernelSummary:
             "devices": [
                 {
                     "device": device,
-                    "count": sum(len(intervals[n]) for n in numbers),
-                    "self_us": sum(own[n] for n in numbers) / 1000,
-                    "busy_us": union(span for n in numbers for span in intervals[n]) / 1000,
+                    "count": sum(len(intervals[number]) for number in numbers),
+                    "self_us": sum(self_ns[number] for number in numbers) / 1000,
+                    "busy_us": union(span for number in numbers for span in intervals[number]) / 1000,
                 }
                 for device, numbers in sorted(devices.items())
             ],

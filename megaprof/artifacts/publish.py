@@ -67,7 +67,7 @@ def compress(raw: Path, final: Path) -> Path:
         with igzip.IGzipFile(filename="", mode="wb", fileobj=file) as sink:
             shutil.copyfileobj(source, sink, _CHUNK)
 
-    return _grown(raw, final, fill)
+    return _write_then_rename(raw, final, fill)
 
 
 def carry(raw: Path, final: Path, seconds: float | None = None) -> Path:
@@ -83,10 +83,10 @@ def carry(raw: Path, final: Path, seconds: float | None = None) -> Path:
                 raise TimeoutError(f"copying takes longer than {seconds} s")
             file.write(chunk)
 
-    return _grown(raw, final, fill)
+    return _write_then_rename(raw, final, fill)
 
 
-def _grown(raw: Path, final: Path, fill: Callable[[BinaryIO, BinaryIO], None]) -> Path:
+def _write_then_rename(raw: Path, final: Path, fill: Callable[[BinaryIO, BinaryIO], None]) -> Path:
     temporary = temporary_path(final)
     try:
         with open(raw, "rb") as source, open(temporary, "wb") as file:

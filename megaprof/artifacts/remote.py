@@ -33,12 +33,12 @@ def check_remote(option: str, directory: str) -> None:
     try:
         registry.get_filesystem_class(protocol)
     except ImportError as fault:
-        home = str(registry.known_implementations.get(protocol, {}).get("class", "")).split(".")[0]
-        package = f"the package {home}" if home and home != "fsspec" else "a package"
+        module_name = str(registry.known_implementations.get(protocol, {}).get("class", "")).split(".")[0]
+        package = f"the package {module_name}" if module_name and module_name != "fsspec" else "a package"
         raise ValueError(f"{option}: {directory!r} needs {package}, which is not installed ({fault})") from fault
     except ValueError as fault:
-        known = ", ".join(sorted(registry.known_implementations))
-        raise ValueError(f"{option}: {directory!r} has an unknown protocol {protocol!r}; known: {known}") from fault
+        protocols = ", ".join(sorted(registry.known_implementations))
+        raise ValueError(f"{option}: {directory!r} has an unknown protocol {protocol!r}; known: {protocols}") from fault
     if not path.strip("/"):
         raise ValueError(f"{option}: {directory!r} names no place; valid: {protocol}://bucket/traces")
 

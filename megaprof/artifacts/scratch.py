@@ -43,7 +43,12 @@ class Scratch:
         try:
             device = os.stat(destination).st_dev
             for base in self._bases:
-                if base.is_dir() and os.access(base, os.W_OK) and os.stat(base).st_dev != device and self._room(base):
+                if (
+                    base.is_dir()
+                    and os.access(base, os.W_OK)
+                    and os.stat(base).st_dev != device
+                    and self._has_room(base)
+                ):
                     self._directory = Path(tempfile.mkdtemp(dir=base, prefix=f"{_PREFIX}{host()}.{os.getpid()}."))
                     return
         except OSError as fault:
@@ -58,7 +63,7 @@ class Scratch:
             return None
         try:
             waiting = sum(entry.stat().st_size for entry in os.scandir(directory))
-            return directory / f"{final.name}.raw" if waiting < MOST_BYTES and self._room(directory) else None
+            return directory / f"{final.name}.raw" if waiting < MOST_BYTES and self._has_room(directory) else None
         except FileNotFoundError:  # somebody removed the directory
             return None
 
@@ -74,25 +79,25 @@ class Scratch:
     def remove_leftovers(self) -> None:
         """Removes the scratch of dead processes of this host and this user. Called in the writer's thread."""
         for base in self._bases:
-            for path in _left(base):
+            for path in _leftovers(base):
                 shutil.rmtree(path, ignore_errors=True)
                 logger.info("megaprof: removed %s, which a killed process had left", path)
 
-    def _room(self, base: Path) -> bool:
+    def _has_room(self, base: Path) -> bool:
         disk = os.statvfs(base)
         if disk.f_bavail * disk.f_frsize < self._spare:
             return False
         if not base.is_relative_to(_MEMORY):
             return True
         try:
-            return all(there_is - used >= 2 * self._spare for used, there_is in (each.read() for each in find_bounds()))
+            return all(limit - used >= 2 * self._spare for used, limit in (bound.read() for bound in find_bounds()))
         except (OSError, KeyError, ValueError) as fault:  # some kernels and all sandboxes report it otherwise
             if from_host(fault):
                 raise
             return False
 
 
-def _left(base: Path) -> Iterator[Path]:
+def _leftovers(base: Path) -> Iterator[Path]:
     with Suppressed(OSError):
         for entry in os.scandir(base):
             name = entry.name.removeprefix(f"{_PREFIX}{host()}.")

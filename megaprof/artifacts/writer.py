@@ -88,8 +88,8 @@ class Writer:
     def raw_path(self, final: Path) -> Path:
         """Returns where to write the raw file of ``final``: in local scratch if there is room, and else hidden beside
         ``final``. Raises OSError if the directory cannot be made."""
-        placed = None if self._scratch is None else self._scratch.place(final)
-        return raw_path(final) if placed is None else placed
+        scratch_path = None if self._scratch is None else self._scratch.place(final)
+        return raw_path(final) if scratch_path is None else scratch_path
 
     def submit(self, artifact: Artifact) -> None:
         """Queues ``artifact`` and returns at once."""
@@ -134,12 +134,12 @@ class Writer:
             if self._tasks:
                 self._start()  # an exception of the host's may have interrupted `_put` before it did
             while self._tasks:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     missing = ", ".join(str(artifact.final) for artifact in self._waiting)
                     logger.error("megaprof: not finished within %.0f s: %s", timeout, missing or "the finish hook")
                     return False
-                self._idle.wait(left)
+                self._idle.wait(remaining)
         return True
 
     def close(self, timeout: float = FLUSH_SECONDS) -> bool:
@@ -152,8 +152,8 @@ class Writer:
         self._closed = True
         if self._hook is not None and (self._any_written or self._tasks):
             self._put(self._announce)
-        done = self.flush(timeout)
-        if not done:
+        finished = self.flush(timeout)
+        if not finished:
             self._give_up()
         if self._scratch is not None:
             self._scratch.close()
@@ -161,7 +161,7 @@ class Writer:
             self._remote.close()
         with self._idle:
             self._idle.notify_all()  # the thread ends
-        return done
+        return finished
 
     def _give_up(self) -> None:
         if self._hook is not None:
@@ -221,9 +221,9 @@ class Writer:
             finally:
                 with self._idle:
                     self._tasks.popleft()
-                    more = bool(self._tasks)
+                    has_more = bool(self._tasks)
                     self._idle.notify_all()
-            if more and busy is not None:  # another task came meanwhile
+            if has_more and busy is not None:  # another task came meanwhile
                 self._work_in(busy)
 
     def _work_in(self, busy: Path) -> None:
@@ -259,8 +259,10 @@ class Writer:
             logger.error("megaprof: %s is lost: %s; is the disk full?", artifact.final, fault)
         except Exception as fault:
             plain = _keep(artifact)
-            kept = f"; kept {plain}, uncompressed" if plain is not None else ""
-            logger.error("megaprof: writing %s failed: %s: %s%s", artifact.final, type(fault).__name__, fault, kept)
+            kept_note = f"; kept {plain}, uncompressed" if plain is not None else ""
+            logger.error(
+                "megaprof: writing %s failed: %s: %s%s", artifact.final, type(fault).__name__, fault, kept_note
+            )
             if plain is not None:
                 self._finished(plain)
         finally:

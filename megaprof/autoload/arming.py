@@ -91,19 +91,19 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Calls `_loaded` after the module's own loader. The module keeps no sign of it."""
+    """Calls `_loaded` after the module's own loader. It leaves no trace in the module."""
 
-    def __init__(self, own: Any) -> None:
-        self._own = own
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._own.create_module(spec)  # type: ignore[no-any-return]
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._own
+        module.__loader__ = self._loader
         if module.__spec__ is not None:
-            module.__spec__.loader = self._own
-        self._own.exec_module(module)
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
         _loaded(module.__name__)
 
 
@@ -135,7 +135,7 @@ def _loaded(name: str) -> None:
 
 
 def _finish_job() -> None:
-    """Waits for the files of the other processes of a job that this process runs, and that is over."""
+    """Waits for the files of the job's other processes. This process runs the job, which is over."""
     from megaprof.autoload.job_end import wait
     from megaprof.integrations import registry
 
@@ -153,13 +153,14 @@ def _watch(schedules: ModuleType) -> None:
         return
     installing = _installing(original)
     for module in list(sys.modules.values()):  # also those that imported the name before we were armed
-        names = getattr(module, "__dict__", {})
-        if names.get(_GET_SCHEDULE) is original:
-            names[_GET_SCHEDULE] = installing
+        attributes = getattr(module, "__dict__", {})
+        if attributes.get(_GET_SCHEDULE) is original:
+            attributes[_GET_SCHEDULE] = installing
 
 
 def _keep_collectives() -> None:
-    """Makes torch keep its last collectives, which show where a hang is. It must be before its process groups exist."""
+    """Makes torch keep its last collectives, which show where a hang is. Must be called before torch's process groups
+    exist."""
     from megaprof.config.options import ProfileConfig
     from megaprof.recorders import flight
 
@@ -169,9 +170,11 @@ def _keep_collectives() -> None:
         return
     if config.collectives:
         os.environ.setdefault(flight.TIMING, "1")
-    name = flight.keep(sys.argv, os.environ) if config.enabled and config.listens else None
-    if name is not None and os.environ.get("RANK", "0") == "0":
-        logger.info("megaprof: torch keeps the last %d collectives of each rank, for a hang: %s", flight.USUAL, name)
+    variable = flight.keep(sys.argv, os.environ) if config.enabled and config.listens else None
+    if variable is not None and os.environ.get("RANK", "0") == "0":
+        logger.info(
+            "megaprof: torch keeps the last %d collectives of each rank, for a hang: %s", flight.USUAL, variable
+        )
 
 
 def _installing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +198,7 @@ def _installing(original: Callable[..., Any]) -> Callable[..., Any]:
             nonlocal pending
             if pending:
                 communicator = kwargs.get("p2p_communicator")
-                # With several modules it says how they follow each other, which groups alone do not.
+                # With several modules, it says in which order they follow each other, which groups alone do not.
                 several = hasattr(communicator, "module_to_grid_map")
                 pending = not install(groups=communicator if several else kwargs.get("pg_collection"))
             hooked: Any = getattr(sys.modules[_SCHEDULES], schedule.__name__, None)
@@ -223,8 +226,8 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     """Installs the hooks now, for any model. Returns False if it is too early; then the caller asks again.
 
     ``pipeline`` is False if the host is about to run a step without Megatron's schedule; if Megatron's process groups
-    exist all the same, its schedule is waited for. ``groups``: those that the schedule was given. Raises ValueError for
-    a configuration that this world cannot honour.
+    exist nevertheless, it is too early until the host asks for the schedule. ``groups``: the process groups that the
+    schedule was given. Raises ValueError for a configuration that this world cannot honour.
     """
     try:
         from megaprof.parallel.process_groups import NoGrid, coords_from_parallel_state, has_groups

@@ -1,7 +1,7 @@
 """``start``, ``step`` and ``stop``: functions that a controller dispatches to its worker processes.
 
     megaprof.start(config)          # before the loop, in every worker
-    megaprof.step()                 # when a step of the controller's is over
+    megaprof.step()                 # when one of the controller's steps is over
     megaprof.stop()                 # after the loop, in a finally
 
 Arguments and results can be pickled. All calls between two ``step()`` are one step of the host, however many
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Started:
-    """What `start` began in this process."""
+    """The hooks that `start` installed in this process."""
 
     handle: Handle | None = None
     number = 0

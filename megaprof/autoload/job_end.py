@@ -48,15 +48,15 @@ def wait_for_files(directory: str, seconds: float, since: float) -> bool:
     another job.
     """
     deadline = time.monotonic() + seconds
-    calm = False
+    was_finished = False
     while True:
-        missing = sorted(_unfinished(directory, since - _SKEW))
-        if not missing and calm:
+        unfinished = sorted(_unfinished(directory, since - _SKEW))
+        if not unfinished and was_finished:
             return True
-        if missing and time.monotonic() >= deadline:
-            logger.error("megaprof: not finished within %.0f s: %s", seconds, ", ".join(missing))
+        if unfinished and time.monotonic() >= deadline:
+            logger.error("megaprof: not finished within %.0f s: %s", seconds, ", ".join(unfinished))
             return False
-        calm = not missing  # a second look: the writer may be about to begin with the next file
+        was_finished = not unfinished  # a second look: the writer may be about to begin with the next file
         time.sleep(_POLL)
 
 

@@ -15,11 +15,11 @@ def callback(config: ProfileConfig | None = None) -> Any:
     """
     from megatron.bridge.training.callbacks import Callback
 
-    wanted = ProfileConfig.from_env() if config is None else config
+    profile_config = ProfileConfig.from_env() if config is None else config
 
     class ProfileCallback(Callback):  # type: ignore[misc]
         # The only event before the loop asks for its schedule.
         def on_data_init_start(self, context: Any) -> None:
-            install_hooks(context.model, wanted)
+            install_hooks(context.model, profile_config)
 
     return ProfileCallback()

@@ -48,8 +48,8 @@ def megatron_callback(trainer: Any) -> Any:
 
 
 def callback(args: Any, trainer: Any) -> Any:
-    """Returns a ``TrainerCallback`` that captures the steps of a trainer without Megatron, as of a run without a
-    pipeline. The microbatches of a step are those that it accumulates; its number is the trainer's ``global_step``,
+    """Returns a ``TrainerCallback`` that captures the steps of a trainer without Megatron, like those of a run without
+    a pipeline. The microbatches of a step are those that it accumulates; its number is the trainer's ``global_step``,
     from 0.
 
     The callback raises ValueError, when training starts, for a target that such a trainer does not have.
@@ -60,7 +60,7 @@ def callback(args: Any, trainer: Any) -> Any:
         handle: Handle | None = None
         steps: PlainSteps | None = None
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             config = config_of(args)
             for target in config.target:
                 if target not in (TRAIN_ACTOR, TRAIN_OVERALL):
@@ -78,17 +78,17 @@ def callback(args: Any, trainer: Any) -> Any:
                 self.patches.shadow(self.trainer, "compute_loss", steps.forward)
                 self.patches.shadow(self.trainer.accelerator, "backward", steps.backward)
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self.steps is not None:
                 self.steps.begin()
 
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self.steps is not None:
                 self.steps.end()
 
-        on_step_end = on_pre_optimizer_step  # where no optimizer step was made
+        on_step_end = on_pre_optimizer_step  # if no optimizer step was made
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self.handle is not None:
                 self.patches.restore()
                 self.steps = None

@@ -1,8 +1,8 @@
 """Arms megaprof with the ``MEGAPROF_*`` environment when it is imported, for hosts that import modules by name.
 
 verl: ``VERL_USE_EXTERNAL_MODULES=megaprof.autoload.plugin``, or ``actor_rollout_ref.model.external_lib`` with the same
-value. It is armed in any case there, since verl's own settings may name megaprof. ms-swift: ``--external_plugins`` with
-the path of this file.
+value. Under verl it is always armed, because verl's own settings may name megaprof. ms-swift: ``--external_plugins``
+with the path of this file.
 """
 
 import os

@@ -14,16 +14,16 @@ def init(args: argparse.Namespace) -> None:
 
     slime's ``--profile-target``, ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` mean what
     they mean in slime, with windows of one step each, and so do the variables in VARIABLES. Everything else comes from
-    the ``MEGAPROF_*`` environment, and without ``MEGAPROF_DIR`` there nothing is profiled. Raises ValueError for what
-    cannot be honoured.
+    the ``MEGAPROF_*`` environment. Without ``MEGAPROF_DIR`` in it, nothing is profiled. Raises ValueError for settings
+    that cannot be honoured.
     """
     if "MEGAPROF_DIR" not in os.environ:
         return
-    own = {name: getattr(args, name, default) for name, default in DEFAULTS.items()}
-    named = argparse.Namespace(
-        **own, profile_dir=os.environ["MEGAPROF_DIR"], megaprof_host_defaults=DEFAULTS, profile=False
+    options = {name: getattr(args, name, default) for name, default in DEFAULTS.items()}
+    settings = argparse.Namespace(
+        **options, profile_dir=os.environ["MEGAPROF_DIR"], megaprof_host_defaults=DEFAULTS, profile=False
     )
-    named.use_pytorch_profiler = getattr(args, "use_pytorch_profiler", False)
-    config = config_of(named)
+    settings.use_pytorch_profiler = getattr(args, "use_pytorch_profiler", False)
+    config = config_of(settings)
     if config.enabled:
         arm(config)

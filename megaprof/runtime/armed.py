@@ -8,31 +8,32 @@ from pathlib import Path
 from typing import Any
 
 
-def _not_armed(**how: Any) -> bool:
+def _not_armed(**options: Any) -> bool:
     return True
 
 
 class Armed:
-    """State that the import hooks, the hosts' hooks and the line at the end of a job without any hooks share."""
+    """The state that the import hooks, the hosts' hooks and the line at the end of a job without hooks share."""
 
     def __init__(self) -> None:
         self.config: Any = None
-        """The `ProfileConfig` that it was armed with; None: the environment or a host's own settings have it."""
+        """The `ProfileConfig` that it was armed with; None if the environment or a host's own settings have it."""
         self.since = 0.0
         """When it was armed, in seconds since the epoch."""
         self.place: Any = None
-        """The rank's `RankCoords` in Megatron's groups when its hooks went in; None: it had none."""
+        """The rank's `RankCoords` in Megatron's groups when the hooks were installed; None without such groups."""
         self.install: Callable[..., bool] = _not_armed
-        """Installs the hooks (`megaprof.autoload.arming.install`), and returns false if it is too early and has to be
+        """Installs the hooks (`megaprof.autoload.arming.install`). Returns False if it is too early, and has to be
         called again. Does nothing in a process that is not armed."""
         self.finish_job: Callable[[], object] = _not_armed
         """Waits for the files of the job's other processes."""
         self.awaits_batch = False
-        """True until hooks went in, or cannot: the first batch of a trainer without Megatron's schedule brings them."""
+        """True until the hooks are installed or cannot be. While it is, the first batch of a trainer without Megatron's
+        schedule installs them."""
         self.marks: Path | None = None
-        """The directory where the processes of a job mark how far they came (`runtime.unmet`); None: nobody looks."""
+        """The directory where the processes of a job mark how far they came (`runtime.unmet`); None if nobody looks."""
         self.asked_too_early = False
-        """True: a schedule was asked for before Megatron-Core's process groups existed."""
+        """True if the host asked for a schedule before Megatron-Core's process groups existed."""
 
 
 armed = Armed()

@@ -19,27 +19,27 @@ class _Task:
     """A function that is called again and again."""
 
     run: Callable[[], None]
-    """Does it once."""
+    """Runs the task once."""
     every: float
     """Seconds from one run to the next."""
     woken: bool
-    """True: each ``wake()`` runs it, too."""
+    """True if each ``wake()`` runs it, too."""
     due: float
-    """When it runs next: monotonic clock, seconds."""
+    """When it runs next, in seconds of the monotonic clock."""
 
 
 class Background:
     """Runs tasks on one daemon thread, which starts with the first of them and ends with the last.
 
     A task that raises is dropped with one log line; the others, and training, go on. A child of ``os.fork`` has
-    none, see `forget`. Methods may be called from any thread; ``wake`` costs the caller less than a microsecond.
+    no such thread, see `forget`. Methods may be called from any thread; ``wake`` takes less than a microsecond.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh in a forked child: the thread, its tasks and the holder of the lock are the parent's."""
+        """Starts afresh in a forked child: the thread, its tasks and the holder of the lock stayed in the parent."""
         self._tasks: list[_Task] = []
         self._lock = threading.Lock()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -47,10 +47,10 @@ class Background:
         self.seconds = 0.0
         """CPU time of the thread so far, in seconds."""
         self.longest = 0.0
-        """The most of it that the thread took in one go, without a pause."""
+        """The longest CPU time that the thread took without a pause, in seconds."""
 
     def add(self, task: Callable[[], None], every: float, *, woken: bool = False) -> None:
-        """Run ``task`` every so many seconds, and after each ``wake()`` too when ``woken``."""
+        """Runs ``task`` every ``every`` seconds, and with ``woken`` also after each ``wake()``."""
         with self._lock:
             self._tasks.append(_Task(task, every, woken, time.monotonic() + every))
             if self._thread is None:
@@ -59,19 +59,19 @@ class Background:
         self._wakes.put(False)
 
     def remove(self, task: Callable[[], None]) -> None:
-        """Do not run ``task`` again; it may be running now. A no-op for a task that was never added."""
+        """Stops running ``task``, although it may be running now. Does nothing if it was never added."""
         with self._lock:
-            self._tasks = [each for each in self._tasks if each.run != task]
+            self._tasks = [entry for entry in self._tasks if entry.run != task]
         self._wakes.put(False)
 
     def pause(self) -> None:
-        """Let other threads have the interpreter, in the middle of a long task on this thread. Python takes it from a
-        thread that does not let go only after 5 ms, again and again, and the training thread waits meanwhile."""
+        """Lets other threads have the interpreter, in the middle of a long task on this thread. Otherwise Python takes
+        it away only after 5 ms, each time, and the training thread waits meanwhile."""
         self._note()
         time.sleep(_PAUSE_SECONDS)
 
     def wake(self) -> None:
-        """Run the tasks that were added with ``woken`` now."""
+        """Runs the tasks that were added with ``woken`` now."""
         self._wakes.put(True)
 
     def _run(self) -> None:
@@ -92,8 +92,8 @@ class Background:
             self._note()
 
     def _note(self) -> None:
-        spent = time.thread_time()
-        self.seconds, self.longest = spent, max(self.longest, spent - self.seconds)
+        cpu_seconds = time.thread_time()
+        self.seconds, self.longest = cpu_seconds, max(self.longest, cpu_seconds - self.seconds)
 
     def _do(self, task: _Task) -> None:
         try:
@@ -104,7 +104,8 @@ class Background:
 
 
 def _drain(wakes: queue.SimpleQueue[bool], wait: float) -> bool:
-    """Wait for the first wake-up, at most ``wait`` seconds, and take all that came with it."""
+    """Waits for a wake-up, at most ``wait`` seconds, and takes all that are in the queue. Returns whether one of them
+    came from ``wake``."""
     woken = False
     try:
         woken = wakes.get(timeout=wait)

@@ -1,5 +1,5 @@
-"""Waiting for the GPU when a window closes. It may be waiting for peers that are gone, so we never wait for it without
-a limit; and while a CUDA graph is captured, not at all."""
+"""Waits for the GPU when a window closes. The GPU may be waiting for peers that are gone, so there is always a limit.
+While a CUDA graph is captured, nothing may wait at all."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
-#: The seconds that a window which closes waits for the device while other ranks may be waiting for this one.
+#: How many seconds a closing window waits for the device while other ranks may be waiting for this one.
 GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
 
 def capturing() -> bool:
-    """Returns whether this thread's current stream is being captured into a CUDA graph. Then the device must not be
-    waited for: that would end the capture with an error of the host's."""
+    """Returns whether this thread's current stream is being captured into a CUDA graph. Then nobody may wait for
+    the device: that would end the capture with an error in the host."""
     cuda = _cuda()
     return cuda is not None and bool(cuda.is_current_stream_capturing())
 
@@ -34,24 +34,24 @@ class DeviceWait:
 
     def __init__(self) -> None:
         self._cuda = _cuda()
-        self._asked = threading.Event()
+        self._wait_requested = threading.Event()
         self._done = threading.Event()
         if self._cuda is not None:
             device = self._cuda.current_device()
             threading.Thread(target=self._synchronize, args=(device,), name="megaprof-device", daemon=True).start()
 
     def wait(self, seconds: float, ending: Callable[[], bool] = lambda: False) -> str | None:
-        """Returns None as soon as the device is idle, or, after ``seconds`` at most, why it is not. From the moment
-        at which ``ending()`` says that the process has to end, after `GRACE_SECONDS` at most."""
-        late = None if self._cuda is None else self._late(seconds, ending)
-        if late is not None:
-            logger.warning("megaprof: a window closes without what the device has yet to do: %s", late)
-        return late
+        """Returns None as soon as the device is idle. If it is not idle after ``seconds``, returns the reason. Once
+        ``ending()`` is true, because the process has to end, waits at most `GRACE_SECONDS` more."""
+        reason = None if self._cuda is None else self._why_busy(seconds, ending)
+        if reason is not None:
+            logger.warning("megaprof: a window closes without what the device has yet to do: %s", reason)
+        return reason
 
-    def _late(self, seconds: float, ending: Callable[[], bool]) -> str | None:
+    def _why_busy(self, seconds: float, ending: Callable[[], bool]) -> str | None:
         if capturing():
             return "a CUDA graph is being captured"
-        self._asked.set()
+        self._wait_requested.set()
         deadline = time.monotonic() + seconds
         while not self._done.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
             if ending():
@@ -61,14 +61,14 @@ class DeviceWait:
         return None
 
     def end(self) -> None:
-        """Nobody will wait any more: the thread ends, unless it is waiting for the device."""
+        """Ends the thread, unless it is waiting for the device. Nobody calls `wait` afterwards."""
         self._done.set()
-        self._asked.set()
+        self._wait_requested.set()
 
     def _synchronize(self, device: int) -> None:
-        self._asked.wait()
+        self._wait_requested.wait()
         if not self._done.is_set():
-            with Suppressed(Exception):  # a device that is broken is not busy: the next call of the host's says so
+            with Suppressed(Exception):  # a broken device is not busy; the host's next call reports it
                 self._cuda.synchronize(device)
             self._done.set()
 

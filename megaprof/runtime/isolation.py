@@ -36,8 +36,8 @@ class Contained:
 
 
 def contained(doing: str, on_fault: Callable[[], None], fault: BaseException) -> bool:
-    """Does the same for ``except BaseException as fault:``, which costs nothing as long as nothing fails. Returns False
-    if ``fault`` is the host's, and the caller must raise it again."""
+    """Does what `Contained` does, inside ``except BaseException as fault:``, which costs nothing as long as nothing
+    fails. Returns False if ``fault`` is the host's, and the caller must raise it again."""
     in_full(on_fault)
     if from_host(fault):
         logger.warning(
@@ -47,8 +47,8 @@ def contained(doing: str, on_fault: Callable[[], None], fault: BaseException) ->
         )
         return False
     tb = fault.__traceback__
-    where = traceback.extract_tb(tb)[-1] if tb is not None else None
-    place = f"{where.filename}:{where.lineno}" if where is not None else "unknown place"
+    frame = traceback.extract_tb(tb)[-1] if tb is not None else None
+    place = f"{frame.filename}:{frame.lineno}" if frame is not None else "unknown place"
     logger.error(
         "megaprof: %s failed, profiling is off for the rest of this run and training goes on: %s: %s (%s)",
         doing,
@@ -60,18 +60,19 @@ def contained(doing: str, on_fault: Callable[[], None], fault: BaseException) ->
 
 
 def fault_now() -> str:
-    """Returns what is being handled by an ``except``, or a clean-up after it, in a few words."""
+    """Describes the exception that is being handled, or cleaned up after, in a few words."""
     fault = sys.exc_info()[1]
     return "a fault" if fault is None else f"{type(fault).__name__}: {fault}"
 
 
 def in_full(*steps: Callable[[], object] | None) -> None:
-    """Run every step of a clean-up, whatever one of them raises; None is no step. Steps can be run twice.
+    """Runs every step of a clean-up, even if one of them raises. None is no step. It must be safe to run a step twice.
 
-    What the host raises in the middle of a step goes on to the caller when all are done, and that step runs again. A
-    fault of ours ends its step with a log line: the clean-up of a fault must not become the next one.
+    If the host raises an exception in the middle of a step, the step runs again, and the exception reaches the caller
+    when all steps are done. A fault of ours ends its step with a log line: cleaning up after a fault must not cause the
+    next one.
     """
-    theirs: BaseException | None = None
+    host_fault: BaseException | None = None
     for step in filter(None, steps):
         for _ in range(_ATTEMPTS):
             try:
@@ -81,6 +82,6 @@ def in_full(*steps: Callable[[], object] | None) -> None:
                 if not from_host(fault):
                     logger.warning("megaprof: cleaning up failed: %r", fault)
                     break
-                theirs = fault
-    if theirs is not None:
-        raise theirs
+                host_fault = fault
+    if host_fault is not None:
+        raise host_fault

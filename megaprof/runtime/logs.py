@@ -1,4 +1,4 @@
-"""The log of megaprof. Writing a line never raises: a handler of the host's that fails must not fail its training."""
+"""The log of megaprof. Writing a line never raises: if the host's log handler fails, training must go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
                 raise
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line that wrote it, not the one above
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # shows the line that logs, not this adapter
         return msg, kwargs
 
 
@@ -31,18 +31,18 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to stderr as long as nobody else would write the lines of the logger ``megaprof``."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write ``record``, unless the host has configured its logging meanwhile."""
-        own = logging.getLogger("megaprof")
-        if not any(handler is not self for handler in (*own.handlers, *logging.getLogger().handlers)):
+        """Writes ``record``, unless the host has configured its logging meanwhile."""
+        package_logger = logging.getLogger("megaprof")
+        if not any(handler is not self for handler in (*package_logger.handlers, *logging.getLogger().handlers)):
             super().emit(record)
 
 
 def show_lines() -> None:
-    """Make lines of level INFO visible, unless the host has configured its logging."""
-    own = logging.getLogger("megaprof")
-    if own.hasHandlers() or own.level != logging.NOTSET:
+    """Makes lines of level INFO visible, unless the host has configured its logging."""
+    package_logger = logging.getLogger("megaprof")
+    if package_logger.hasHandlers() or package_logger.level != logging.NOTSET:
         return
     handler = _OwnHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    own.addHandler(handler)
-    own.setLevel(logging.INFO)
+    package_logger.addHandler(handler)
+    package_logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Replacing attributes of other people's modules and classes, and putting the very same objects back."""
+"""Replaces attributes of other people's modules and classes, and puts the very same objects back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMESPACES = type, ModuleType
 
 
 class Patches:
-    """A set of replaced attributes. ``apply`` and ``restore`` in any order with other people's patches."""
+    """A set of replaced attributes. Other people may apply and restore patches of theirs in between, in any order."""
 
     def __init__(self) -> None:
         self._applied: list[tuple[Any, str, Any, Any]] = []
@@ -26,7 +26,7 @@ class Patches:
         return bool(self._applied)
 
     def apply(self, owner: Any, name: str, wrap: Wrap) -> bool:
-        """Replace ``owner.name`` by ``wrap(owner.name)``; False when ``owner`` has no such attribute."""
+        """Replaces ``owner.name`` by ``wrap(owner.name)``. Returns False if ``owner`` has no such attribute."""
         original = vars(owner).get(name)
         if original is None:
             return False
@@ -34,29 +34,29 @@ class Patches:
         return True
 
     def put(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
-        """Replace ``owner.name``, which is ``original``, by ``replacement``, which was made before."""
+        """Replaces ``owner.name``, which is ``original``, by ``replacement``."""
         self._applied.append((owner, name, original, replacement))
         setattr(owner, name, replacement)
 
     def shadow(self, instance: Any, name: str, wrap: Wrap) -> None:
-        """Replace method ``name`` of this one object, also where it comes from the class.
+        """Replaces method ``name`` of this one object, even if the class defines it.
 
-        Written to ``__dict__`` directly: ``torch.nn.Module`` does more than that when an attribute is set.
+        Writes to ``__dict__`` directly, because ``torch.nn.Module`` does more than that when an attribute is set.
         """
-        own = vars(instance)
+        attributes = vars(instance)
         bound = getattr(instance, name)
         replacement = wrap(bound)
         if not hasattr(replacement, "__wrapped__"):  # a hook in C looks like what it wraps by itself
             functools.update_wrapper(replacement, bound)
-        self._applied.append((instance, name, own.get(name, _INHERITED), replacement))
-        own[name] = replacement
+        self._applied.append((instance, name, attributes.get(name, _INHERITED), replacement))
+        attributes[name] = replacement
 
     def restore(self) -> None:
-        """Put every original back. An attribute that somebody else wrapped after us is left to them.
+        """Puts every original back. An attribute that somebody else wrapped after us stays as it is.
 
-        Their wrapper still calls ours, which then only passes through: removing it would undo their patch.
+        Their wrapper still calls ours, which then only passes calls through. Removing it would undo their patch.
         """
-        while self._applied:  # an entry goes last, so that an interrupted call can be repeated
+        while self._applied:  # an entry is removed last, so that an interrupted call can be repeated
             owner, name, original, replacement = self._applied[-1]
             present = vars(owner).get(name, _INHERITED)
             if present is replacement:

@@ -1,7 +1,8 @@
-"""A run that was armed and got no hooks says so at its end, in one line, with the condition that was not met.
+"""Logs a line at the end of a run that was armed and got no hooks, with the condition that was not met.
 
-The first armed process speaks for all that it started: a launcher never trains itself, and its ranks would each say the
-same. They leave a mark of how far they came in a directory that it made for them, if they run on its machine.
+The first armed process logs it for all processes that it started: a launcher never trains itself, and each of its ranks
+would log the same. If they run on the same machine, they mark how far they came in a directory that the first process
+made for them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from megaprof.runtime.armed import armed
 from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
-#: Process and directory of the first one. Not among the ``MEGAPROF_*``: those are options.
+#: Names process and directory of the first process. Not one of ``MEGAPROF_*``, because those are options.
 _FIRST = "_MEGAPROF_FIRST"
 _INSTALLED = "installed"
-#: Of a launcher's processes, one speaks.
+#: Variables of launchers with a process's rank. Only rank 0 logs the line.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 #: How far a process may come, in this order.
 _CAME = (
@@ -32,7 +33,7 @@ _CAME = (
 
 
 def watch() -> None:
-    """Have this process log the line at its end, or leave a mark for the process that will."""
+    """Has this process log the line at its end, or leave a mark for the process that will."""
     from tempfile import mkdtemp  # not in every process that only waits for megatron-core
 
     pid, _, directory = os.environ.get(_FIRST, "").partition(":")
@@ -40,17 +41,17 @@ def watch() -> None:
         directory = mkdtemp(prefix="megaprof-")
         os.environ[_FIRST] = f"{os.getpid()}:{directory}"
     armed.marks = Path(directory)
-    first = pid in ("", str(os.getpid()))  # of an earlier program, in whose place this one runs
-    atexit.register(_speak if first else _leave, os.getpid())
+    is_first = pid in ("", str(os.getpid()))  # this process may have run another program before, which set the variable
+    atexit.register(_speak if is_first else _leave, os.getpid())
 
 
 def installed() -> None:
-    """Leave a mark that hooks were asked for: what becomes of them is logged elsewhere."""
+    """Leaves a mark that hooks were asked for. What becomes of them is logged elsewhere."""
     _mark(_INSTALLED)
 
 
 def _came() -> int:
-    """The index into `_CAME`."""
+    """Returns how far this process came, as an index into `_CAME`."""
     if "megatron.core.pipeline_parallel.schedules" in sys.modules:
         return 4 if armed.asked_too_early else 3
     if "megatron.core" in sys.modules:
@@ -65,7 +66,7 @@ def _mark(name: str) -> None:
 
 
 def _leave(pid: int) -> None:
-    if pid == os.getpid():  # else a fork of it
+    if pid == os.getpid():  # not in a fork of it
         _mark(str(_came()))
 
 
@@ -80,7 +81,7 @@ def _speak(pid: int) -> None:
         rmtree(armed.marks, ignore_errors=True)
     if _INSTALLED in marks or any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return
-    came = max((int(each) for each in marks if each.isdigit()), default=0)
-    where = "this process" if marks == {str(_came())} else "this process, or those that it started here"
-    reached = _CAME[min(came, len(_CAME) - 1)]
-    logger.warning("megaprof: no Megatron schedule ran in %s; nothing was captured: %s", where, reached)
+    furthest = max((int(mark) for mark in marks if mark.isdigit()), default=0)
+    processes = "this process" if marks == {str(_came())} else "this process, or those that it started here"
+    reached = _CAME[min(furthest, len(_CAME) - 1)]
+    logger.warning("megaprof: no Megatron schedule ran in %s; nothing was captured: %s", processes, reached)

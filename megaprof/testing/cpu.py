@@ -96,11 +96,11 @@ class _Streams(threading.local):
 
     @contextlib.contextmanager
     def use(self, stream: _Stream | None) -> Iterator[None]:
-        before, self.current = self.current, stream or self.current
+        previous, self.current = self.current, stream or self.current
         try:
             yield
         finally:
-            self.current = before
+            self.current = previous
 
 
 def is_cuda(device: object) -> bool:

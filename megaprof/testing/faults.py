@@ -57,11 +57,11 @@ class _Paced:
     def begin(self, module: Any, inputs: Any, named: Any) -> None:
         forward_ms, backward_ms = self.takes()
         self.end_forward = time.perf_counter() + forward_ms / 1e3
-        ends: list[float] = []
-        self.begin_backward = lambda: ends.append(time.perf_counter() + backward_ms / 1e3)
-        for each in (*inputs, *named.values()):
-            if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(lambda gradient: _until(ends.pop()))  # type: ignore[no-untyped-call]
+        end_times: list[float] = []
+        self.begin_backward = lambda: end_times.append(time.perf_counter() + backward_ms / 1e3)
+        for argument in (*inputs, *named.values()):
+            if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                argument.register_hook(lambda gradient: _until(end_times.pop()))  # type: ignore[no-untyped-call]
                 break
 
     def end(self, module: Any, inputs: Any, output: Any) -> Any:
@@ -123,14 +123,14 @@ def after_exchange(peer: int, act: Callable[[], object]) -> None:
     exchange = torch.distributed.batch_isend_irecv
 
     def exchanged(operations: Any) -> Any:
-        begun = exchange(operations)
-        return [*begun, _Acts(act)] if any(operation.peer == peer for operation in operations) else begun
+        works = exchange(operations)
+        return [*works, _Acts(act)] if any(operation.peer == peer for operation in operations) else works
 
     torch.distributed.batch_isend_irecv = exchanged  # type: ignore[assignment]
 
 
 class _Acts:
-    """Comes after the works of an exchange, which are waited for in turn."""
+    """A work that follows those of an exchange, and acts when it is waited for."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.wait = act

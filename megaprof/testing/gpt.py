@@ -24,8 +24,9 @@ ForwardBackward = Callable[..., list[Any]]
 """What ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns."""
 
 
-def _layout_options(workload: GPTWorkload, known: Iterable[str]) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig, of those ``known`` to this megatron-core, that give this layout."""
+def _layout_options(workload: GPTWorkload, field_names: Iterable[str]) -> dict[str, Any]:
+    """Returns the options of TransformerConfig that give this layout. ``field_names``: those that this megatron-core
+    has."""
     layout, pp, vpp = workload.chunk_layers, workload.pp, workload.vpp or 1
     if len(set(layout)) == 1:
         return {}
@@ -36,7 +37,7 @@ def _layout_options(workload: GPTWorkload, known: Iterable[str]) -> dict[str, An
         if pp > 2:
             options["num_layers_in_last_pipeline_stage"] = stages[-1]
         return options
-    if "pipeline_model_parallel_layout" in known:
+    if "pipeline_model_parallel_layout" in field_names:
         return {"pipeline_model_parallel_layout": workload.layout_string}
     raise ValueError(
         f"layout={layout}: this megatron-core has no pipeline_model_parallel_layout (0.13+ has); it can only give the "
@@ -48,7 +49,7 @@ def _config(workload: GPTWorkload) -> Any:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    field_names = {field.name for field in dataclasses.fields(TransformerConfig)}
     dtype = getattr(torch, workload.dtype)
     overlap_p2p = workload.vpp is not None and workload.overlap_p2p is not False
     options: dict[str, Any] = {
@@ -77,10 +78,10 @@ def _config(workload: GPTWorkload) -> Any:
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "finalize_model_grads_func": finalize_model_grads,
-        **_layout_options(workload, known),
+        **_layout_options(workload, field_names),
     }
     if workload.combined_1f1b:
-        if "overlap_moe_expert_parallel_comm" not in known:
+        if "overlap_moe_expert_parallel_comm" not in field_names:
             raise ValueError("combined_1f1b=True: this megatron-core does not have it, 0.14+ does")
         options["overlap_moe_expert_parallel_comm"] = True
     return TransformerConfig(**options)
@@ -233,7 +234,11 @@ class BuiltGPT:
         """Returns the model's positional arguments."""
         length = tokens.shape[1]
         if packed:
-            return tokens, torch.cat([torch.arange(each, device=tokens.device) for each in packed])[None], None
+            return (
+                tokens,
+                torch.cat([torch.arange(sequence_length, device=tokens.device) for sequence_length in packed])[None],
+                None,
+            )
         positions = torch.arange(length, device=tokens.device).unsqueeze(0).expand_as(tokens)
         mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
         return tokens, positions, mask

@@ -178,7 +178,7 @@ def init_distributed(timeout: float = 60.0) -> tuple[int, int]:
 
 
 def _rank_env(rank: int, world: int, port: int, token: str, env: Mapping[str, str] | None) -> dict[str, str]:
-    ours = {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -194,7 +194,7 @@ def _rank_env(rank: int, world: int, port: int, token: str, env: Mapping[str, st
         # Inherited by everything a rank starts, so that it can be found again (see _kill).
         token: "1",
     }
-    return {**os.environ, **ours, **(env or {})}
+    return {**os.environ, **variables, **(env or {})}
 
 
 def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[str]:

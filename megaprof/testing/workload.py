@@ -124,7 +124,7 @@ class GPTWorkload:
                 )
             if self.seq_lengths is not None or self.micro_batch_size > 1 or self.tp > 1 or self.combined_1f1b:
                 raise ValueError("packs: needs micro_batch_size=1, tp=1, no seq_lengths and no combined_1f1b")
-            if any(not own or min(own) < 1 or sum(own) > self.seq_length for own in self.packs):
+            if any(not lengths or min(lengths) < 1 or sum(lengths) > self.seq_length for lengths in self.packs):
                 raise ValueError(f"packs={self.packs}: each must hold 1 to seq_length={self.seq_length} tokens in all")
         if self.sequence_parallel:
             if self.seq_length % self.tp:
