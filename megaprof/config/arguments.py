@@ -13,12 +13,12 @@ from megaprof.config.windows import TARGETS
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
-#: Where the parsed namespace carries the defaults that the *host* gave to options shared with it. Without them a
-#: default of the host (slime: ``--profile-target train_overall``) would read as the user's wish.
+#: The attribute of the parsed namespace with the *host's* defaults of the options that megaprof shares with it. Without
+#: them, a default of the host (slime: ``--profile-target train_overall``) would look like the user's wish.
 _HOST_DEFAULTS = "megaprof_host_defaults"
-#: The host's own names for what we call select and steps (Megatron-LM has them; so do its descendants).
+#: The host's own names for our options select and steps, in Megatron-LM and its descendants.
 _HOST_RANKS, _HOST_START, _HOST_END = "profile_ranks", "profile_step_start", "profile_step_end"
-#: Megatron-LM's own defaults, for a namespace that `add_profile_args` had no part in. Newer versions name no rank.
+#: Megatron-LM's own defaults, for a namespace that `add_profile_args` did not prepare. Newer versions name no rank.
 _MEGATRON_DEFAULTS: dict[str, Any] = {_HOST_RANKS: [0], _HOST_START: 10, _HOST_END: 12}
 _HOST_PROFILERS = {"profile": "--profile", "use_pytorch_profiler": "--use-pytorch-profiler"}
 
@@ -30,14 +30,14 @@ def add_profile_args(parser: _Parser) -> _Parser:
     ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` (Megatron-LM). ``ProfileConfig`` checks the
     values, so a mistake is a ValueError and never a ``SystemExit`` in the middle of a launcher.
     """
-    taken = parser._option_string_actions
-    shared = [destination(f.name) for f in options() if flag(f.name) in taken]
-    shared += [name for name in (_HOST_RANKS, _HOST_START, _HOST_END) if "--" + name.replace("_", "-") in taken]
+    host_options = parser._option_string_actions
+    shared = [destination(option.name) for option in options() if flag(option.name) in host_options]
+    shared += [name for name in (_HOST_RANKS, _HOST_START, _HOST_END) if "--" + name.replace("_", "-") in host_options]
     group = parser.add_argument_group(
         "megaprof", "pipeline-stage profiling; every option is also an environment variable, MEGAPROF_<OPTION>"
     )
     for option in options():
-        if flag(option.name) in taken:
+        if flag(option.name) in host_options:
             continue
         keywords: dict[str, Any] = {"default": None, "dest": destination(option.name)}
         # Percent signs are argparse's own; the default belongs to ProfileConfig and is only quoted here.
@@ -49,7 +49,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
         else:
             keywords |= {"metavar": option.name.upper()}
         group.add_argument(flag(option.name), **keywords)
-    if flag(ALL_RANKS) not in taken:
+    if flag(ALL_RANKS) not in host_options:
         group.add_argument(
             flag(ALL_RANKS),
             action="store_true",
@@ -61,7 +61,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
 
 
 def _help(option: Field[Any]) -> str:
-    """Returns the help of an option, with its default where it has one."""
+    """Returns the help of an option, with its default if it has one."""
     default, text = option.default, str(option.metadata["help"])
     if isinstance(default, bool) or default in (None, ()):
         return text
@@ -75,34 +75,34 @@ def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | No
     of megaprof without a target, and if the host's own profiler is also on.
     """
     env = os.environ if env is None else env
-    recorded = getattr(args, _HOST_DEFAULTS, None)
-    defaults: Mapping[str, Any] = _MEGATRON_DEFAULTS if recorded is None else recorded
-    typed = {name: _typed(args, defaults, destination(name)) for name in (*(o.name for o in options()), ALL_RANKS)}
-    given = {name: value for name, value in typed.items() if value is not None and value is not False}
-    ours = {name for name in given if destination(name) not in defaults}
-    names = _honour_host(given, args, defaults, env)
-    config = ProfileConfig.from_values(given, env, names)
+    host_defaults = getattr(args, _HOST_DEFAULTS, None)
+    defaults: Mapping[str, Any] = _MEGATRON_DEFAULTS if host_defaults is None else host_defaults
+    typed_values = {
+        name: _typed(args, defaults, destination(name)) for name in (*(option.name for option in options()), ALL_RANKS)
+    }
+    values = {name: value for name, value in typed_values.items() if value is not None and value is not False}
+    megaprof_names = {name for name in values if destination(name) not in defaults}
+    names = _honour_host(values, args, defaults, env)
+    config = ProfileConfig.from_values(values, env, names)
     if not config.enabled:
-        if ours:
-            first = sorted(ours)[0]
-            raise ValueError(
-                f"{flag(first)} is set but no {flag('target')}; valid: one or more of {', '.join(TARGETS)}"
-            )
+        if megaprof_names:
+            name = sorted(megaprof_names)[0]
+            raise ValueError(f"{flag(name)} is set but no {flag('target')}; valid: one or more of {', '.join(TARGETS)}")
         return config
     check_host_profilers(config, args)
     return config
 
 
 def check_host_profilers(config: ProfileConfig, args: argparse.Namespace | Any) -> None:
-    """Raises ValueError where ``args`` switch the host's own profiler on, and ``config`` has windows of its own: a
-    timeline alone, and captures on demand alone, may stand beside it."""
+    """Raises ValueError if ``args`` switch the host's own profiler on and ``config`` plans windows. A timeline alone,
+    or captures on demand alone, can run beside that profiler."""
     if not config.windowed or config.steps_are_none:
         return
-    for name, spelled in _HOST_PROFILERS.items():
+    for name, host_flag in _HOST_PROFILERS.items():
         if getattr(args, name, False):
             raise ValueError(
-                f"{spelled} and {flag('target')} are both set: one process can hold one profiler session. "
-                f"Drop {spelled}, or drop {flag('target')}"
+                f"{host_flag} and {flag('target')} are both set: one process can hold one profiler session. "
+                f"Drop {host_flag}, or drop {flag('target')}"
             )
 
 
@@ -114,38 +114,38 @@ def _typed(args: Any, defaults: Mapping[str, Any], name: str) -> Any:
 
 
 def _honour_host(
-    given: dict[str, Any], args: Any, defaults: Mapping[str, Any], env: Mapping[str, str]
+    values: dict[str, Any], args: Any, defaults: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Fills ``given`` from options of the host that mean the same, where the user gave none of ours. Returns how the
-    user spelled each option that was filled in.
+    """Adds the host's options of the same meaning to ``values``, the values of our options by name, unless the user set
+    ours. Returns how the user spelled each option that was added.
 
-    A value that the user typed counts as a flag. A default of the host's ranks below the environment, and turns
+    A value that the user typed counts as a flag. A default of the host counts less than the environment, and turns
     profiling on only together with an explicit ``--profile-dir``.
     """
 
     def set_anywhere(*names: str) -> bool:
-        return any(name in given or variable(name) in env for name in names)
+        return any(name in values or variable(name) in env for name in names)
 
     names: dict[str, str] = {}
-    if not set_anywhere("target") and "dir" in given and defaults.get(destination("target")):
-        given["target"] = defaults[destination("target")]
+    if not set_anywhere("target") and "dir" in values and defaults.get(destination("target")):
+        values["target"] = defaults[destination("target")]
     if not set_anywhere("target"):
         return names
     ranks = _typed(args, defaults, _HOST_RANKS)
     if ranks is None and not set_anywhere("select", ALL_RANKS):
         ranks = getattr(args, _HOST_RANKS, None)
-    if isinstance(ranks, list | tuple) and ranks and "select" not in given:
-        given["select"] = ",".join(map(str, ranks))
+    if isinstance(ranks, list | tuple) and ranks and "select" not in values:
+        values["select"] = ",".join(map(str, ranks))
         names["select"] = "--profile-ranks"
     start, end = getattr(args, _HOST_START, None), getattr(args, _HOST_END, None)
-    if not isinstance(start, int) or not isinstance(end, int) or "steps" in given:
+    if not isinstance(start, int) or not isinstance(end, int) or "steps" in values:
         return names
-    typed = any(_typed(args, defaults, name) is not None for name in (_HOST_START, _HOST_END))
-    if typed or not set_anywhere("steps", *SCHEDULE):
+    is_typed = any(_typed(args, defaults, name) is not None for name in (_HOST_START, _HOST_END))
+    if is_typed or not set_anywhere("steps", *SCHEDULE):
         if not 0 <= start < end:
             raise ValueError(
                 f"--profile-step-start {start} --profile-step-end {end}: start must be non-negative and less than end"
             )
-        given["steps"] = f"{start}:{end}"
+        values["steps"] = f"{start}:{end}"
         names["steps"] = "--profile-step-start/--profile-step-end"
     return names

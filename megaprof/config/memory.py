@@ -14,17 +14,17 @@ _VALID = "valid: a size such as 64GiB or 500MB (of this process), or a share suc
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """How much memory may be in use, closing the window included."""
+    """How much memory may be in use, including what closing the window takes."""
 
     size: int | None
-    """Bound of this process's resident memory, in bytes; None: no bound."""
+    """Bound of this process's resident memory, in bytes; None for no bound."""
     share: float
     """Bound of the memory of the container and of the machine, as a fraction of it, 0 to 1."""
 
 
 def parse_limit(option: str, text: str) -> MemoryLimit:
-    """Read ``64GiB`` (or ``64g``), ``64GB`` (decimal), ``1000000B`` or ``80%``. A number alone is refused:
-    whoever writes 12 means no bytes.
+    """Reads ``64GiB`` (or ``64g``), ``64GB`` (decimal), ``1000000B`` or ``80%``. Refuses a number alone, because nobody
+    who writes 12 means bytes.
 
     Raises ValueError that names ``option``, the value and what would be valid.
     """

@@ -1,8 +1,8 @@
 """ProfileConfig: every option, its default and its rule, once.
 
 A field ``record_shapes`` is the flag ``--profile-record-shapes``, the environment variable
-``MEGAPROF_RECORD_SHAPES`` and the keyword ``record_shapes=``. A flag beats the environment, which beats the default.
-``--profile-all-ranks`` and ``MEGAPROF_ALL_RANKS`` are another way to say ``--profile-select all``, and no field.
+``MEGAPROF_RECORD_SHAPES`` and the keyword ``record_shapes=``. A flag overrides the environment, which overrides the
+default. ``--profile-all-ranks`` and ``MEGAPROF_ALL_RANKS`` mean ``--profile-select all``, and are no field.
 """
 
 from __future__ import annotations
@@ -33,26 +33,28 @@ ENV_PREFIX = "MEGAPROF_"
 ACTIVITIES = ("cpu", "cuda")
 EXPORTS = ("trace", "stacks")
 RANGE_LEVELS = ("step", "microbatch", "layer", "module")
-#: Its flag and its variable stand for ``select`` ``all``.
+#: An option that is no field: its flag and its variable stand for ``select`` ``all``.
 ALL_RANKS = "all_ranks"
 #: Fields that make up the schedule, the alternative to ``steps``.
 SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat")
-#: The value of ``steps`` that leaves it to them. Not None: None and [] are no steps at all, as hosts' configs have it.
+#: The value of ``steps`` that makes the schedule decide. It is not None, because hosts' configurations use None and []
+#: for no steps at all.
 BY_SCHEDULE = "schedule"
 #: Options of the timeline alone.
 TIMELINE_ONLY = ("timeline_select", "timeline_megabytes", "collectives")
-#: Options of the torch profiler alone, and those among them that it ignores without CPU activity.
+#: Options that only the torch profiler has, and the options that it ignores without CPU activity.
 TORCH_ONLY = ("activities", "record_shapes", "with_flops", "with_modules", "export", "execution_trace", "kernels")
 NEED_CPU = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 
 def _option(default: Any, help: str, read: Callable[[str, Any], Any]) -> Any:
-    """A field with its help text and the function that reads a flag's or a variable's value: ``read(name, value)``."""
+    """Returns a field with its help text and the function that reads its value from a flag or a variable:
+    ``read(name, value)``."""
     return field(default=default, metadata={"help": help, "read": read})
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a field: ``record_shapes`` is ``--profile-record-shapes``."""
+    """Returns the command-line flag of a field: ``--profile-record-shapes`` for ``record_shapes``."""
     return "--profile-" + name.removeprefix("profile_").replace("_", "-")
 
 
@@ -271,8 +273,8 @@ class ProfileConfig:
         return tuple(dict.fromkeys((*self._role_ranks, *self._role_steps)))
 
     def selector(self, role: str | None = None) -> Selector | None:
-        """Returns the ranks that capture ``role``; None for no rank. Without ranks for the role, those for all;
-        without any, rank 0."""
+        """Returns the ranks that capture ``role``; None for no rank. If the role has no ranks of its own, those are the
+        ranks for all roles, or rank 0."""
         ranks = None if role is None else self._role_ranks.get(role)
         if ranks is None:
             return _selector("0" if self.select is None else self.select, self.named("select"))
@@ -390,33 +392,39 @@ class ProfileConfig:
                     "or a schedule"
                 )
         lists = parse_steps(steps, option)
-        wanted = (*self.target, ANNOTATED) if self.discrete else self.target
-        for target in wanted:
+        targets = (*self.target, ANNOTATED) if self.discrete else self.target
+        for target in targets:
             if target not in lists and None not in lists:
                 raise ValueError(f"{option}: {steps!r} has no steps for {target}; add '{target}=...'")
-        for named in lists.keys() - {None, *wanted}:
-            missing = flag("discrete") if named == ANNOTATED else flag("target")
-            raise ValueError(f"{option}: {named} has steps in {steps!r} but {missing} does not ask for it")
+        for extra_target in lists.keys() - {None, *targets}:
+            missing = flag("discrete") if extra_target == ANNOTATED else flag("target")
+            raise ValueError(f"{option}: {extra_target} has steps in {steps!r} but {missing} does not ask for it")
 
     def _check_free_calls(self) -> None:
-        """A step that falls into a window of ``train_overall`` takes a later call. There must be one for each."""
-        others = [target for target in self.target if target != TRAIN_OVERALL]
-        if self.repeat or not others or len(others) == len(self.target) or self.active <= self.wait + self.warmup:
+        """Raises ValueError if the windows of ``train_overall`` leave too few calls for the other targets: a step that
+        falls into such a window is captured at a later call."""
+        other_targets = [target for target in self.target if target != TRAIN_OVERALL]
+        if (
+            self.repeat
+            or not other_targets
+            or len(other_targets) == len(self.target)
+            or self.active <= self.wait + self.warmup
+        ):
             return
         cycle, wait = self.active + self.wait + self.warmup, self.active - self.warmup
         targets, repeat = f"{self.named('target')} {' '.join(self.target)}", self.named("repeat")
         raise ValueError(
             f"{repeat} 0: with {targets} {TRAIN_OVERALL} windows are open in {self.active} of every {cycle} steps of "
-            f"the whole run, which leaves {' and '.join(others)} too few calls of their own; valid: "
+            f"the whole run, which leaves {' and '.join(other_targets)} too few calls of their own; valid: "
             f"{self.named('wait')} {wait} or more, {repeat} 1 or more, or {TRAIN_OVERALL} without other targets"
         )
 
     def to_env(self) -> dict[str, str]:
         """Returns the ``MEGAPROF_*`` variables from which `from_env` makes the same configuration."""
-        given = {option.name: getattr(self, option.name) for option in options()}
+        values = {option.name: getattr(self, option.name) for option in options()}
         return {
             variable(name): " ".join(value) if isinstance(value, tuple) else str(value)
-            for name, value in given.items()
+            for name, value in values.items()
             if value != getattr(ProfileConfig, name)
         }
 
@@ -431,56 +439,60 @@ class ProfileConfig:
     ) -> ProfileConfig:
         """Returns the configuration of ``flags`` (field name to value), the environment and the defaults.
 
-        ``names`` says how the user spelled those of ``flags`` that are not flags, for messages. Raises ValueError.
+        ``names`` has the user's spelling of those ``flags`` that are not really flags, for messages. Raises ValueError.
         """
         env = os.environ if env is None else env
         names = names or {}
-        known = {variable(name): name for name in (*(option.name for option in options()), ALL_RANKS)}
+        names_by_variable = {variable(name): name for name in (*(option.name for option in options()), ALL_RANKS)}
         for name in env:
-            if name.startswith(ENV_PREFIX) and name not in known:
-                raise ValueError(f"{name}: unknown variable; known: {', '.join(known)}")
-        set_by_env = _without_alias({name: env[spelled] for spelled, name in known.items() if spelled in env}, variable)
-        given = _without_alias(flags, lambda name: names.get(name, flag(name)))
-        spelled = {name: variable(name) for name in set_by_env if name not in given} | dict(names)
-        return cls(**{**set_by_env, **given}, names=spelled)
+            if name.startswith(ENV_PREFIX) and name not in names_by_variable:
+                raise ValueError(f"{name}: unknown variable; known: {', '.join(names_by_variable)}")
+        set_by_env = _without_alias(
+            {name: env[variable_name] for variable_name, name in names_by_variable.items() if variable_name in env},
+            variable,
+        )
+        set_by_flags = _without_alias(flags, lambda name: names.get(name, flag(name)))
+        spellings = {name: variable(name) for name in set_by_env if name not in set_by_flags} | dict(names)
+        return cls(**{**set_by_env, **set_by_flags}, names=spellings)
 
 
 def _selector(ranks: str, option: str) -> Selector | None:
-    """The selection that ``ranks`` describes; None for no rank, which ``[]``, ``null`` and ``none`` are."""
+    """Returns the selection that ``ranks`` describes; None for no rank (``[]``, ``null`` or ``none``)."""
     if ranks.strip().lower() in (NONE, "null", "[]"):
         return None
     return parse_selector(ranks.strip("[]"), option)
 
 
-def _without_alias(given: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[str, Any]:
-    """``given`` with ``all_ranks`` as what it stands for. Raises ValueError where ranks are named as well."""
-    values = dict(given)
-    wanted = values.pop(ALL_RANKS, None)
-    if wanted is None or not read.boolean(spelled(ALL_RANKS), wanted):
+def _without_alias(settings: Mapping[str, Any], spelling: Callable[[str], str]) -> dict[str, Any]:
+    """Returns ``settings`` with ``select`` in place of ``all_ranks``. Raises ValueError if they name ranks as well."""
+    values = dict(settings)
+    all_ranks = values.pop(ALL_RANKS, None)
+    if all_ranks is None or not read.boolean(spelling(ALL_RANKS), all_ranks):
         return values
     if values.get("select") is not None:
         raise ValueError(
-            f"{spelled(ALL_RANKS)} and {spelled('select')} {values['select']} contradict each other: give one"
+            f"{spelling(ALL_RANKS)} and {spelling('select')} {values['select']} contradict each other: give one"
         )
     return {**values, "select": "all"}
 
 
 def destination(name: str) -> str:
-    """The attribute of a parsed namespace that holds a field's flag."""
+    """Returns the attribute of a parsed namespace that holds a field's flag."""
     return flag(name).removeprefix("--").replace("-", "_")
 
 
 def variable(name: str) -> str:
-    """The environment variable of a field: ``record_shapes`` is ``MEGAPROF_RECORD_SHAPES``."""
+    """Returns the environment variable of a field: ``MEGAPROF_RECORD_SHAPES`` for ``record_shapes``."""
     return ENV_PREFIX + name.removeprefix("profile_").upper()
 
 
 def options() -> tuple[Field[Any], ...]:
-    """The fields of ProfileConfig that are options, each with ``help`` and ``read`` in its metadata and a default."""
+    """Returns the fields of ProfileConfig that are options. Each has a default, and ``help`` and ``read`` in its
+    metadata."""
     return tuple(option for option in fields(ProfileConfig) if option.metadata)
 
 
 def set_in(env: Mapping[str, str]) -> set[str]:
-    """The names of the options that ``env`` sets."""
+    """Returns the names of the options that ``env`` sets."""
     named = {option.name for option in options() if variable(option.name) in env}
     return named | {"select"} if read.boolean(variable(ALL_RANKS), env.get(variable(ALL_RANKS), "0")) else named

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 
-def checked_role(name: object, what: str) -> str:
+def checked_role(name: object, option: str) -> str:
     """Returns ``name`` as the name of a role. Raises ValueError if it cannot be one."""
     if not isinstance(name, str) or not name.strip() or set(name) & set(";="):
-        raise ValueError(f"{what}: {name!r} is not a role; valid: a non-empty name without ';' and '=', such as 'ref'")
+        raise ValueError(
+            f"{option}: {name!r} is not a role; valid: a non-empty name without ';' and '=', such as 'ref'"
+        )
     return name.strip()
 
 

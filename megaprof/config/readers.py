@@ -29,11 +29,11 @@ def text(name: str, value: Any) -> str:
 
 
 def directory(name: str, value: Any) -> str:
-    """Reads a directory as an absolute path, since the process may change its working directory. A remote one stays as
-    it is.
+    """Reads a directory as an absolute path, because the process may change its working directory. A remote directory
+    stays as it is.
 
-    Raises ValueError for a relative path in a worker of Ray's, which was not started in the directory in which the user
-    typed it.
+    Raises ValueError for a relative path in a Ray worker, which was not started in the directory where the user typed
+    it.
     """
     place = text(name, value)
     return place if is_remote(place) else _absolute(name, place, "an absolute path, or the URI of a remote directory")
@@ -78,19 +78,19 @@ def count(minimum: int) -> Callable[[str, Any], int]:
     return read
 
 
-def words(known: tuple[str, ...]) -> Callable[[str, Any], tuple[str, ...]]:
-    """Reads one or more of the ``known`` words, from a list or from text with spaces or commas between them."""
+def words(valid_words: tuple[str, ...]) -> Callable[[str, Any], tuple[str, ...]]:
+    """Reads one or more of ``valid_words``, from a list or from text with spaces or commas between them."""
 
     def read(name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
             value = value.replace(",", " ").split()
         if not isinstance(value, list | tuple) or not value:
-            raise ValueError(f"{name}: {value!r} names nothing; valid: one or more of {', '.join(known)}")
-        found = [str(each).strip().lower() for each in value]
-        for each in found:
-            if each not in known:
-                raise ValueError(f"{name}: unknown value {each!r}; valid: one or more of {', '.join(known)}")
-        return tuple(dict.fromkeys(found))
+            raise ValueError(f"{name}: {value!r} names nothing; valid: one or more of {', '.join(valid_words)}")
+        chosen = [str(item).strip().lower() for item in value]
+        for item in chosen:
+            if item not in valid_words:
+                raise ValueError(f"{name}: unknown value {item!r}; valid: one or more of {', '.join(valid_words)}")
+        return tuple(dict.fromkeys(chosen))
 
     return read
 
@@ -127,23 +127,23 @@ def ranks(name: str, value: Any) -> str:
 def per_name(name: str, value: Any) -> str:
     """Reads numbers per target as text: a mapping ``{"train_actor": [1, 2]}`` is ``train_actor=1,2``."""
     if isinstance(value, Mapping):
-        value = ";".join(f"{key}={numbers(name, own)}" for key, own in value.items())
+        value = ";".join(f"{key}={numbers(name, key_numbers)}" for key, key_numbers in value.items())
     return numbers(name, value)
 
 
 def per_role(name: str, value: Any) -> str:
     """Reads numbers per role as text: a mapping ``{"actor": [0, 1]}`` is ``actor=0,1``."""
-    given = per_name(name, value)
-    parse_per_role(given, name)
-    return given
+    normalized = per_name(name, value)
+    parse_per_role(normalized, name)
+    return normalized
 
 
-def word(known: tuple[str, ...]) -> Callable[[str, Any], str]:
-    """Reads one of the ``known`` words."""
+def word(valid_words: tuple[str, ...]) -> Callable[[str, Any], str]:
+    """Reads one of ``valid_words``."""
 
     def read(name: str, value: Any) -> str:
-        if not isinstance(value, str) or value.strip().lower() not in known:
-            raise ValueError(f"{name}: {value!r} is not valid; valid: one of {', '.join(known)}")
+        if not isinstance(value, str) or value.strip().lower() not in valid_words:
+            raise ValueError(f"{name}: {value!r} is not valid; valid: one of {', '.join(valid_words)}")
         return value.strip().lower()
 
     return read
@@ -152,9 +152,9 @@ def word(known: tuple[str, ...]) -> Callable[[str, Any], str]:
 def factor(name: str, value: Any) -> float:
     """Reads a number greater than 1."""
     try:
-        times = float(value)
+        multiple = float(value)
     except (TypeError, ValueError):
-        times = 0.0
-    if isinstance(value, bool) or not 1 < times < 1000:
+        multiple = 0.0
+    if isinstance(value, bool) or not 1 < multiple < 1000:
         raise ValueError(f"{name}: {value!r} is not valid; it must be a number greater than 1, e.g. 1.5")
-    return times
+    return multiple

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: The class of each one's recorder, imported when the tool is chosen. They are stopped in this order and started in the
-#: reverse one: nsys innermost, so that it records neither Kineto's start nor the writing of a trace.
+#: The class of each tool's recorder, imported when the tool is chosen. Recorders stop in this order and start in the
+#: reverse order: nsys is innermost, so that it records neither Kineto's start nor the writing of a trace.
 BUILTIN = {
     "nsys": "megaprof.recorders.nsys:NsysRecorder",
     "memory": "megaprof.recorders.memory:MemoryRecorder",
@@ -21,7 +21,7 @@ def known_tools() -> tuple[str, ...]:
 
 
 def register(name: str, factory: object) -> None:
-    """Add a tool; see `megaprof.recorders.register_recorder`. Raises ValueError for a name that cannot be taken."""
+    """Adds a tool; see `megaprof.recorders.register_recorder`. Raises ValueError for a name that cannot be used."""
     if not _is_word(name):
         raise ValueError(f"register_recorder: {name!r} is not valid; it must be one lower-case word without a comma")
     if name in (*BUILTIN, TIMELINE) or registered.get(name, factory) is not factory:

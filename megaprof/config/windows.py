@@ -12,9 +12,9 @@ TRAIN_ACTOR = "train_actor"
 TRAIN_LOG_PROBS = "train_log_probs"
 #: One window = one evaluation pass. Forward-only as well, and never counted as a log-prob pass.
 EVALUATE = "evaluate"
-#: One window = one step of the host's: from the first call with its number to the first call with the next number. All
-#: mini-batches, the optimizer, data loading, log-prob passes and evaluation are in it. Where the host numbers nothing,
-#: from one grad-accumulation step of a role to its next.
+#: One window = one step of the host: from the first call with its number to the first call with the next number. All
+#: mini-batches, the optimizer, data loading, log-prob passes and evaluation are in it. If the host numbers nothing, it
+#: lasts from one grad-accumulation step of a role to the next one of that role.
 TRAIN_OVERALL = "train_overall"
 
 #: One window = one run of annotated work of a role, with ``--profile-discrete``. It has steps, but it is no target.
@@ -25,7 +25,7 @@ TARGETS = (TRAIN_ACTOR, TRAIN_LOG_PROBS, EVALUATE, TRAIN_OVERALL)
 
 @dataclass(frozen=True)
 class StepList:
-    """Captures the steps whose number, in the host's own counting, lies in one of ``ranges``."""
+    """Captures the steps whose number, as the host counts them, lies in one of ``ranges``."""
 
     ranges: tuple[range, ...]
     """The step numbers. Ranges may overlap; without any, no step is captured."""
@@ -39,14 +39,14 @@ class StepList:
         return self.captures(step + 1, index + 1)
 
     def windows(self, *, merged: bool) -> int:
-        """Returns how many windows the whole run has; ``merged``: steps that follow each other are one window."""
+        """Returns how many windows the whole run has. With ``merged``, consecutive steps are one window."""
         steps: set[int] = set().union(*self.ranges)
         return sum(step - 1 not in steps for step in steps) if merged else len(steps)
 
-    def left(self, captured: Collection[int], most: int) -> list[int]:
-        """Returns the first steps that are not among ``captured``, ascending, ``most`` of them at most."""
-        missing = (islice((step for step in steps if step not in captured), most) for steps in self.ranges)
-        return sorted(set(chain.from_iterable(missing)))[:most]
+    def left(self, captured: Collection[int], limit: int) -> list[int]:
+        """Returns the first steps that are not among ``captured``, in ascending order, at most ``limit`` of them."""
+        missing = (islice((step for step in steps if step not in captured), limit) for steps in self.ranges)
+        return sorted(set(chain.from_iterable(missing)))[:limit]
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Schedule:
     wait: int
     """Calls at the start of each cycle that are not captured."""
     warmup: int
-    """Calls after those, which are not captured either. The profiler is prepared after the last one."""
+    """Calls after the idle ones, which are not captured either. The profiler is prepared after the last one."""
     active: int
-    """Calls after those that are captured."""
+    """Captured calls, at the end of each cycle."""
     repeat: int
-    """Number of cycles; 0: the whole run."""
+    """Number of cycles; 0 for the whole run."""
 
     @property
     def cycle(self) -> int:
@@ -82,7 +82,8 @@ class Schedule:
         return self.captures(step, index) and (index - self.skip_first + 1) % self.cycle != 0
 
     def windows(self, *, merged: bool) -> int | None:
-        """Returns how many windows the whole run has, None where it has no end; ``merged``: one window a cycle."""
+        """Returns how many windows the whole run has; None if the cycles never end. With ``merged``, a cycle has one
+        window."""
         return None if self.repeat == 0 else self.repeat * (1 if merged else self.active)
 
 
@@ -91,7 +92,7 @@ NONE = "none"
 
 
 def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
-    """Read ``10``, ``1,2,5``, ``20:30``, ``20:30:5`` (end excluded), ``none``, or the same per target, as in
+    """Reads ``10``, ``1,2,5``, ``20:30``, ``20:30:5`` (end excluded), ``none``, or the same per target, as in
     ``train_actor=10:12;train_log_probs=0``.
 
     The key ``None`` holds the steps of all targets that are not named. Raises ValueError that names ``option``, the
@@ -102,8 +103,8 @@ def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
         target, separator, steps = part.rpartition("=")
         key = target.strip() if separator else None
         if key is not None and key not in (*TARGETS, ANNOTATED):
-            known = ", ".join((*TARGETS, ANNOTATED))
-            raise ValueError(f"{option}: unknown target {key!r} in {text!r}; known: {known}")
+            valid_targets = ", ".join((*TARGETS, ANNOTATED))
+            raise ValueError(f"{option}: unknown target {key!r} in {text!r}; known: {valid_targets}")
         if key in lists:
             raise ValueError(f"{option}: {key or 'steps without a target'} given twice in {text!r}")
         lists[key] = parse_step_list(steps, text, option)
@@ -111,7 +112,8 @@ def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
 
 
 def parse_step_list(steps: str, text: str, option: str) -> StepList:
-    """Read the steps of one target or role, a part of ``text``. ``[1, 2]`` is ``1,2``; ``[]``, ``null``: ``none``."""
+    """Reads the steps of one target or role, which are a part of ``text``. ``[1, 2]`` means ``1,2``; ``[]`` and
+    ``null`` mean ``none``."""
     inner = steps.strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1].strip() or NONE
@@ -122,16 +124,16 @@ def parse_step_list(steps: str, text: str, option: str) -> StepList:
 
 def _parse_range(item: str, text: str, option: str) -> range:
     numbers = [part.strip() for part in item.split(":")]
-    if not 1 <= len(numbers) <= 3 or not all(n.isascii() and n.isdigit() for n in numbers):
+    if not 1 <= len(numbers) <= 3 or not all(number.isascii() and number.isdigit() for number in numbers):
         raise ValueError(
             f"{option}: {item.strip()!r} in {text!r} is not a step; valid: 10, 1,2,5, 20:30, 20:30:5 (from 0 on), none"
         )
-    first, *rest = map(int, numbers)
-    if not rest:
-        return range(first, first + 1)
-    last, stride = rest[0], rest[1] if len(rest) > 1 else 1
-    if first >= last:
-        raise ValueError(f"{option}: start {first} must be less than end {last} in {text!r}")
+    start, *bounds = map(int, numbers)
+    if not bounds:
+        return range(start, start + 1)
+    stop, stride = bounds[0], bounds[1] if len(bounds) > 1 else 1
+    if start >= stop:
+        raise ValueError(f"{option}: start {start} must be less than end {stop} in {text!r}")
     if stride < 1:
         raise ValueError(f"{option}: stride {stride} must be at least 1 in {text!r}")
-    return range(first, last, stride)
+    return range(start, stop, stride)

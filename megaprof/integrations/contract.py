@@ -105,28 +105,28 @@ def install_as_asked() -> None:
     armed.install()
 
 
-def over(what: Literal["step", "capture", "job", "attempt"]) -> None:
-    """Finishes windows and files, for as long as that takes, and logs what fails. What is over: a ``step`` of the host
-    in this process, the ``capture`` (nothing more will be captured), the ``job`` that this process runs, or a failed
-    ``attempt`` (the call that has just ended, which the host makes once more)."""
+def over(part: Literal["step", "capture", "job", "attempt"]) -> None:
+    """Finishes windows and files, for as long as that takes, and logs what fails. What has just ended is a ``step``
+    of the host in this process, the ``capture`` (nothing more will be captured), the ``job`` that this process runs, or
+    a failed ``attempt`` (a call that the host makes once more)."""
     try:
-        if what == "job":
+        if part == "job":
             armed.finish_job()
         elif process.sessions:
             from megaprof.capture.profiler import profiler  # brings torch
 
-            {"step": profiler.step_ended, "capture": profiler.capture_ended, "attempt": profiler.attempt_failed}[what]()
+            {"step": profiler.step_ended, "capture": profiler.capture_ended, "attempt": profiler.attempt_failed}[part]()
     except Exception as fault:
         if from_host(fault):
             raise
-        logger.warning("megaprof: files could not be finished at the end of a %s: %r", what, fault)
+        logger.warning("megaprof: files could not be finished at the end of a %s: %r", part, fault)
 
 
 def iteration() -> int | None:
     """Returns the number of the pass that the caller is about to run, from the innermost hook around it that says one;
     None if none does."""
-    found = _iteration.get()
-    return found() if callable(found) else found
+    value = _iteration.get()
+    return value() if callable(value) else value
 
 
 #: Returns the step of the host's own loop, from the innermost hook around the caller that says one. None if none does:
@@ -184,7 +184,7 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
     message = hook.function.rpartition(".")[2].lstrip("_")
     failed = False
 
-    def known(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+    def facts_inside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         nonlocal failed
         facts = Facts()
         try:
@@ -198,16 +198,16 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
         return inside(facts, message)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _ended(hook), known(args, kwargs):
+        with _ended(hook), facts_inside(args, kwargs):
             return original(*args, **kwargs)
 
     async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        with _ended(hook), known(args, kwargs):
+        with _ended(hook), facts_inside(args, kwargs):
             return await original(*args, **kwargs)
 
     @contextmanager
     def around(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        with known(args, kwargs), original(*args, **kwargs) as value:
+        with facts_inside(args, kwargs), original(*args, **kwargs) as value:
             yield value
 
     if hook.context:

@@ -12,8 +12,8 @@ HOST = Host(
         Hook(
             f"{_TRAINING}.train",
             "train_step",
-            lambda given: Facts(iteration=given["global_state"].train_state.step),
+            lambda arguments: Facts(iteration=arguments["global_state"].train_state.step),
         ),
-        Hook(f"{_TRAINING}.eval", "evaluate", lambda given: Facts(host_step=given["state"].train_state.step)),
+        Hook(f"{_TRAINING}.eval", "evaluate", lambda arguments: Facts(host_step=arguments["state"].train_state.step)),
     ),
 )

@@ -31,9 +31,9 @@ def config_of(args: Any) -> ProfileConfig:
     ``--profiler_steps``.
 
     ``--profiler_ranks`` and ``--profiler_steps`` are lists of numbers, or what --profile-select and --profile-steps
-    take; steps are the trainer's own iterations, the first being 0. ``--callbacks profiler`` is ``--enable_profiler``
-    in another word. Without either, and without the patch, the ``MEGAPROF_*`` environment decides. Raises ValueError
-    for what cannot be honoured.
+    take; steps are the trainer's own iterations, the first being 0. ``--callbacks profiler`` means the same as
+    ``--enable_profiler``. Without either, and without the patch, the ``MEGAPROF_*`` environment decides. Raises
+    ValueError for settings that cannot be honoured.
     """
     from megaprof.config.options import ACTIVITIES, ProfileConfig, variable
 
@@ -46,7 +46,7 @@ def config_of(args: Any) -> ProfileConfig:
             raise ValueError(f"--profiler_contents: unknown {word!r}; valid: {', '.join((*ACTIVITIES, *_CONTENTS))}")
     if not args.profiler_save_path and variable("dir") not in os.environ:
         raise ValueError("--profiler_save_path: not set; valid: the directory that receives the traces")
-    given: dict[str, Any] = {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
+    options: dict[str, Any] = {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
     optional = {
         "target": args.profiler_target,
         "tool": args.profiler_tool,
@@ -55,15 +55,15 @@ def config_of(args: Any) -> ProfileConfig:
         "select": ",".join(args.profiler_ranks),
         "steps": ",".join(args.profiler_steps),
     }
-    return ProfileConfig.from_values(given | {name: value for name, value in optional.items() if value})
+    return ProfileConfig.from_values(options | {name: value for name, value in optional.items() if value})
 
 
 HOST = Host(
     name="ms-swift",
     package="swift",
     hooks=(
-        Hook(_BASE, f"{_TRAINER}.train_step", lambda given: Facts(iteration=given["self"].state.iteration)),
-        Hook(_BASE, f"{_TRAINER}.evaluate", lambda given: Facts(host_step=given["self"].state.iteration)),
+        Hook(_BASE, f"{_TRAINER}.train_step", lambda arguments: Facts(iteration=arguments["self"].state.iteration)),
+        Hook(_BASE, f"{_TRAINER}.evaluate", lambda arguments: Facts(host_step=arguments["self"].state.iteration)),
         Hook(_RLHF, "MegatronRLHFTrainer.null_ref_context", lambda _: Facts(role="ref"), context=True),
         Hook(
             _RLHF,

@@ -89,28 +89,30 @@ class Patch:
 
     def apply(self, root: Path) -> list[str]:
         """Patches the original files and returns their paths. Raises OSError; then everything is as before."""
-        return self._write(root, {f: f.apply(_read(root, f)) for f in self.files if f.state(root) == ORIGINAL})
+        return self._write(
+            root, {file: file.apply(_read(root, file)) for file in self.files if file.state(root) == ORIGINAL}
+        )
 
     def revert(self, root: Path) -> list[str]:
         """Reverts the patched files and returns their paths. Raises OSError; then everything is as before."""
-        reverted = {f: f.revert(_read(root, f)) for f in self.files if f.state(root) == PATCHED}
+        reverted = {file: file.revert(_read(root, file)) for file in self.files if file.state(root) == PATCHED}
         return self._write(root, {file: content for file, content in reverted.items() if content is not None})
 
     def _write(self, root: Path, contents: dict[FilePatch, bytes]) -> list[str]:
         """Writes all files or none. They are replaced, not overwritten: an installed one may be a hard link to a
         cache."""
-        before = {file: _read(root, file) for file in contents}
+        originals = {file: _read(root, file) for file in contents}
         staged: list[tuple[str, Path]] = []
-        done: list[FilePatch] = []
+        replaced: list[FilePatch] = []
         try:
             for file, content in contents.items():
                 staged.append((_staged(_target(root, file), content), _target(root, file)))
             for file, (source, target) in zip(contents, staged, strict=True):
                 os.replace(source, target)
-                done.append(file)
+                replaced.append(file)
         except OSError:
-            for file in done:
-                os.replace(_staged(_target(root, file), before[file]), _target(root, file))
+            for file in replaced:
+                os.replace(_staged(_target(root, file), originals[file]), _target(root, file))
             for source, _ in staged:
                 Path(source).unlink(missing_ok=True)
             raise
@@ -135,7 +137,7 @@ def patches_of(host: str) -> list[Patch]:
 def parse(content: bytes, name: str) -> Patch:
     """Reads a patch file. Raises ValueError, which names it, for anything but added lines with a complete header."""
     lines = _lines(content)
-    start = next((i for i, line in enumerate(lines) if line.startswith(b"diff --git ")), len(lines))
+    start = next((index for index, line in enumerate(lines) if line.startswith(b"diff --git ")), len(lines))
     header: dict[str, str] = {}
     checksums: dict[str, str] = {}
     for line in lines[:start]:
@@ -148,12 +150,12 @@ def parse(content: bytes, name: str) -> Patch:
     hunks = _hunks(lines[start:], name)
     if {"host", "repository", "version"} - header.keys() or checksums.keys() != hunks.keys() or not hunks:
         raise ValueError(f"{name}: its header must name host, repository, version and the sha256 of each file")
-    files = tuple(FilePatch(path, checksums[path], tuple(found)) for path, found in hunks.items())
+    files = tuple(FilePatch(path, checksums[path], tuple(file_hunks)) for path, file_hunks in hunks.items())
     return Patch(header["host"], header["repository"], header["version"], files)
 
 
 def _hunks(lines: list[bytes], name: str) -> dict[str, list[Hunk]]:
-    found: dict[str, list[Hunk]] = {}
+    hunks: dict[str, list[Hunk]] = {}
     path, position = "", 0
     while position < len(lines):
         line = lines[position].decode().rstrip("\n")
@@ -162,16 +164,16 @@ def _hunks(lines: list[bytes], name: str) -> dict[str, list[Hunk]]:
             path = line.removeprefix("+++ b/")
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"{name}: {path!r} leaves the host's directory")
-            found[path] = []
+            hunks[path] = []
         elif hunk := _HUNK.fullmatch(line):
             added = lines[position : position + int(hunk[3] or 1)]
             if not all(text.startswith(b"+") for text in added):
                 raise ValueError(f"{name}: {line!r} does more than add lines")
             position += len(added)
-            found[path].append(Hunk(int(hunk[1]), tuple(text[1:] for text in added)))
+            hunks[path].append(Hunk(int(hunk[1]), tuple(text[1:] for text in added)))
         elif not line.startswith(("diff --git ", "index ", "--- a/")):
             raise ValueError(f"{name}: {line!r} is not part of a diff that only adds lines without context")
-    return found
+    return hunks
 
 
 def _lines(content: bytes) -> list[bytes]:

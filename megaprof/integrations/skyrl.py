@@ -1,8 +1,8 @@
 """SkyRL: roles by the worker's class, the global step that travels with the batch, and its own profiler's settings.
 
-Ray takes the worker classes' methods while their module is loading. Wrapping them afterwards would be too late, and
-would make the driver send them to its workers by value. So what they call is wrapped, and the worker is found among the
-callers.
+Ray reads the methods of the worker classes while their module is loading. Wrapping them afterwards would be too late,
+and would make the driver send them to its workers by value. So megaprof wraps the functions that these methods call,
+and finds the worker among the callers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 _WORKER = "skyrl.backends.skyrl_train.workers.worker"
 _PROFILER = "torch_profiler_config"
-#: Of workers without Megatron.
+#: The batches of workers without Megatron.
 _TRAINING = Batch(attrgetter("model"))
 _FORWARD = replace(_TRAINING, forward_only=lambda arguments: True)
 #: Fields of the profiler's settings that have another name here; the rest have the same.
@@ -39,16 +39,16 @@ def config_of(policy: Any) -> ProfileConfig:
     """
     from megaprof.config.options import SCHEDULE, ProfileConfig, options, set_in
 
-    own, settings = dict(policy.megatron_config.megaprof), policy.torch_profiler_config
-    named = set_in(os.environ) | own.keys()
+    megaprof_settings, settings = dict(policy.megatron_config.megaprof), policy.torch_profiler_config
+    named = set_in(os.environ) | megaprof_settings.keys()
     if "target" not in named:
-        return ProfileConfig.from_values(own)
+        return ProfileConfig.from_values(megaprof_settings)
     if settings.enable:
         raise ValueError(
             f"{_PROFILER}.enable: True is not valid beside a target of megaprof: a process holds one profiler session; "
             "valid: False"
         )
-    read = {option.name: option.metadata["read"] for option in options()}
+    readers = {field.name: field.metadata["read"] for field in options()}
     defaults = type(settings)()
     changed = {name for name in (*_RENAMED, *SCHEDULE, *_SAME) if getattr(settings, name) != getattr(defaults, name)}
     if not changed.isdisjoint(SCHEDULE):
@@ -59,12 +59,14 @@ def config_of(policy: Any) -> ProfileConfig:
         changed.difference_update(SCHEDULE)
     if "all_ranks" in named:
         changed.discard("ranks")
-    theirs = {}
+    translated = {}
     for name in sorted(changed):
-        ours, value = _RENAMED.get(name, name), getattr(settings, name)
-        if ours not in named:
-            theirs[ours] = read[ours](f"{_PROFILER}.{name}", ",".join(map(str, value)) if name == "ranks" else value)
-    return ProfileConfig.from_values(theirs | own)
+        option, value = _RENAMED.get(name, name), getattr(settings, name)
+        if option not in named:
+            translated[option] = readers[option](
+                f"{_PROFILER}.{name}", ",".join(map(str, value)) if name == "ranks" else value
+            )
+    return ProfileConfig.from_values(translated | megaprof_settings)
 
 
 def _forward(arguments: Mapping[str, Any]) -> Facts:

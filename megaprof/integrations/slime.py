@@ -36,15 +36,17 @@ VARIABLES = {
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``env`` with slime's own variables as ours; where both are set, ours count. Raises ValueError for a value
-    that is neither true nor false."""
+    """Returns ``env`` with slime's own variables translated into ours. If both are set, ours count. Raises ValueError
+    for a value that is neither true nor false."""
     from megaprof.config.options import variable
     from megaprof.config.readers import boolean
 
-    own = {ours: boolean(name, env[name]) for name, ours in VARIABLES.items() if name in env}
+    switches = {
+        option: boolean(their_name, env[their_name]) for their_name, option in VARIABLES.items() if their_name in env
+    }
     if variable("select") in env:
-        own.pop("all_ranks", None)
-    return {variable(name): "1" for name, wanted in own.items() if wanted} | dict(env)
+        switches.pop("all_ranks", None)
+    return {variable(option): "1" for option, is_on in switches.items() if is_on} | dict(env)
 
 
 def config_of(args: argparse.Namespace) -> ProfileConfig:
@@ -98,7 +100,7 @@ HOST = Host(
     hooks=(
         Hook(_MODEL, "train", _train, ends="step"),
         Hook(_MODEL, "forward_only", _forward_only),
-        # Where they were imported by name before megaprof was armed.
+        # For functions that were imported by name before megaprof was armed.
         Hook(_ACTOR, "train", _train, ends="step"),
         Hook(_ACTOR, "forward_only", _forward_only),
     ),

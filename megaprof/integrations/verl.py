@@ -1,9 +1,9 @@
 """verl: the roles of its workers and the steps of its trainer; its own profiling settings, where they name megaprof.
 
 Shortest way in, no edit: ``VERL_USE_EXTERNAL_MODULES=megaprof.autoload.plugin`` in the workers' environment and
-``global_profiler.tool=megaprof``. verl takes a tool that it does not know for none, but its trainer still tells every
-worker when a step of ``global_profiler.steps`` starts and ends. Otherwise the trainer's step travels with the batches
-that its methods hand to the workers; the SFT trainer's is known where it calls its worker itself.
+``global_profiler.tool=megaprof``. verl treats an unknown tool as no tool, but its trainer still notifies every worker
+when a step of ``global_profiler.steps`` starts and ends. Otherwise the trainer's step travels with the batches that its
+methods hand to the workers. The SFT trainer calls its worker itself, so its step is found in that caller.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _UNNUMBERED = -1
 _SENT = "megaprof_step"
 
 
-class _Asked:
-    """What verl's own settings ask of megaprof in this process, as soon as they are seen. All None if they do not name
-    megaprof."""
+class _Requested:
+    """The requests of verl's own settings to megaprof in this process, once they are seen. All None if the settings do
+    not name megaprof."""
 
     config: ProfileConfig | ValueError | None = None
-    """The configuration, or what is wrong with it."""
+    """The configuration, or the mistake in it."""
     step: int | None = None
     """The trainer's step while it is to be profiled, else NO_STEP."""
 
@@ -48,30 +48,30 @@ class _Asked:
 def _config() -> ProfileConfig | None:
     """Returns what verl's own settings ask for; None if they do not name megaprof. Raises ValueError like
     `config_from`."""
-    if isinstance(_Asked.config, ValueError):
-        raise _Asked.config
-    return _Asked.config
+    if isinstance(_Requested.config, ValueError):
+        raise _Requested.config
+    return _Requested.config
 
 
 def _adopt(worker: Any) -> None:
     """Takes verl's settings from a worker that has them; whatever else configures megaprof comes first."""
-    if _Asked.config is not None or process.sessions or "MEGAPROF_TARGET" in os.environ:
+    if _Requested.config is not None or process.sessions or "MEGAPROF_TARGET" in os.environ:
         return
     try:
         config = config_of_worker(worker)
     except ValueError as mistake:
-        # Raised where the schedule is asked for: not in here, which must not fail.
-        _Asked.config, _Asked.step = mistake, NO_STEP
+        # Raised when the host asks for the schedule, because this function must not fail.
+        _Requested.config, _Requested.step = mistake, NO_STEP
         return
     if config is not None:
-        _Asked.config, _Asked.step = config, NO_STEP
+        _Requested.config, _Requested.step = config, NO_STEP
         install_as_asked()
 
 
 def _facts(arguments: Mapping[str, Any], role: str | None) -> Facts:
     _adopt(arguments["self"])
-    sent = _sent_with(arguments.get("data")) if _Asked.step in (None, _UNNUMBERED) else None
-    return Facts(role=role, iteration=_Asked.step if sent is None else sent)
+    sent_step = _sent_with(arguments.get("data")) if _Requested.step in (None, _UNNUMBERED) else None
+    return Facts(role=role, iteration=_Requested.step if sent_step is None else sent_step)
 
 
 def _as(role: str) -> Any:
@@ -81,10 +81,10 @@ def _as(role: str) -> Any:
 def _send_step(arguments: Mapping[str, Any]) -> Facts:
     """Gives a batch that is about to go to the workers the trainer's step, in the trainer's process."""
     batch = arguments["batch"]
-    carried = (
+    metadata = (
         batch.meta_info if hasattr(batch, "meta_info") else batch.extra_info
     )  # which goes through a transfer queue
-    carried[_SENT] = arguments["self"].global_steps
+    metadata[_SENT] = arguments["self"].global_steps
     return Facts()
 
 
@@ -102,8 +102,8 @@ def _sent_with(data: Any) -> int | None:
 
 def _carried(data: Any, name: str) -> Any:
     """Returns what came with a batch under a name, beside its tensors; None if nothing did."""
-    for carried in (getattr(data, "meta_info", None), getattr(data, "extra_info", None), data):
-        get = getattr(carried, "get", None)
+    for source in (getattr(data, "meta_info", None), getattr(data, "extra_info", None), data):
+        get = getattr(source, "get", None)
         value = None if get is None else get(name, None)
         if value is not None:
             return getattr(value, "data", value)  # a tensordict wraps what is no tensor
@@ -143,8 +143,8 @@ def _sft_step() -> int | None:
 def _start(arguments: Mapping[str, Any]) -> Facts:
     """Notes that a step to be profiled starts. verl's trainer calls this on every worker, whatever the tool."""
     _adopt(arguments["self"])
-    if _Asked.step is not None:
-        _Asked.step = arguments.get("kwargs", {}).get("profile_step", _UNNUMBERED)
+    if _Requested.step is not None:
+        _Requested.step = arguments.get("kwargs", {}).get("profile_step", _UNNUMBERED)
     return Facts()
 
 
@@ -152,8 +152,8 @@ def _stop(arguments: Mapping[str, Any]) -> Facts:
     """Notes that the step is over. With ``run_command`` it is the last one, and verl runs its ``finish_hook_cmd``. So
     do we, since Ray may kill this worker before it gets to its end."""
     over("step")
-    if _Asked.step is not None:
-        _Asked.step = NO_STEP
+    if _Requested.step is not None:
+        _Requested.step = NO_STEP
         if arguments.get("kwargs", {}).get("run_command", arguments.get("run_command", True)):
             over("capture")
     return Facts()
@@ -162,8 +162,8 @@ def _stop(arguments: Mapping[str, Any]) -> Facts:
 def _run_job(arguments: Mapping[str, Any]) -> Facts:
     """Learns from verl's settings where the workers' files are: the trainer's process waits for them at the end. It may
     be on any node, so it logs where it is."""
-    if _Asked.config is None and "MEGAPROF_TARGET" not in os.environ:
-        _Asked.config = config_of_job(getattr(arguments["self"], "config", None) or {})
+    if _Requested.config is None and "MEGAPROF_TARGET" not in os.environ:
+        _Requested.config = config_of_job(getattr(arguments["self"], "config", None) or {})
     show_lines()
     logger.info("megaprof: verl's controller is process %d on %s", os.getpid(), socket.gethostname())
     return Facts()
@@ -187,7 +187,7 @@ def _module(engine: Any) -> Any:
     return module[0] if isinstance(module, list) else module
 
 
-#: Of engines without Megatron: all of them run a microbatch forward by their ``forward_step``.
+#: The batches of engines without Megatron, which all run the forward of a microbatch by their ``forward_step``.
 _BATCH = Batch(_module, "forward_step", lambda arguments: bool(arguments.get("forward_only")))
 _ENGINES = {
     "fsdp": "FSDPEngine",

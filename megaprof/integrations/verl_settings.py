@@ -30,28 +30,28 @@ NO_STEP = 2**31 - 1
 _ANY_STEP = range(NO_STEP)
 
 
-def config_of_job(whole: Any) -> ProfileConfig | None:
+def config_of_job(job_config: Any) -> ProfileConfig | None:
     """Returns what a job's whole configuration asks of megaprof; None unless it names megaprof as its tool. Raises
     ValueError like `config_from`."""
-    if _get(whole, "global_profiler.tool") == TOOL:
-        return config_from(whole)
-    if _get(whole, "profiler.tool") == TOOL:  # an SFT run
-        return _from_profilers(_ANY_STEP, {"profiler": whole["profiler"]})
+    if _get(job_config, "global_profiler.tool") == TOOL:
+        return config_from(job_config)
+    if _get(job_config, "profiler.tool") == TOOL:  # an SFT run
+        return _from_profilers(_ANY_STEP, {"profiler": job_config["profiler"]})
     return None
 
 
 def config_of_worker(worker: Any) -> ProfileConfig | None:
     """Returns what the configuration of a worker asks of megaprof; None unless it names megaprof as its tool. Raises
     ValueError like `config_from`."""
-    own: Any = getattr(worker, "config", None)
-    whole = own._get_root() if hasattr(own, "_get_root") else {}
-    if "global_profiler" in whole:
-        return config_of_job(whole)
-    if _get(own, "profiler_config.tool") != TOOL:
+    worker_config: Any = getattr(worker, "config", None)
+    job_config = worker_config._get_root() if hasattr(worker_config, "_get_root") else {}
+    if "global_profiler" in job_config:
+        return config_of_job(job_config)
+    if _get(worker_config, "profiler_config.tool") != TOOL:
         return None
-    # A worker that was given its own profiler's settings alone, and is told when to profile.
-    path = _PROFILERS["critic"] if _get(own, "model_type") == "value_model" else "profiler"
-    return _from_profilers(_ANY_STEP, {path: own.profiler_config})
+    # A worker that has only the settings of its own profiler; its trainer announces when to profile.
+    path = _PROFILERS["critic"] if _get(worker_config, "model_type") == "value_model" else "profiler"
+    return _from_profilers(_ANY_STEP, {path: worker_config.profiler_config})
 
 
 def config_from(config: Any) -> ProfileConfig:
@@ -66,14 +66,14 @@ def config_from(config: Any) -> ProfileConfig:
             "global_profiler.profile_continuous_steps: True is not valid: a file of megaprof's holds one step; valid: "
             "False"
         )
-    profilers = {path: found for path in _PROFILERS.values() if (found := _get(config, path)) is not None}
+    profilers = {path: profiler for path in _PROFILERS.values() if (profiler := _get(config, path)) is not None}
     return _from_profilers(_get(config, "global_profiler.steps"), profilers, _get(config, _ROLLOUT))
 
 
 def _from_profilers(steps: Any, profilers: Mapping[str, Any], rollout: Any = None) -> ProfileConfig:
     """Returns what profiler settings ask for. ``profilers``: those of each role, by path; ``rollout``: those of the
     rollout."""
-    enabled = {path: found for path, found in profilers.items() if _get(found, "enable", False)}
+    enabled = {path: profiler for path, profiler in profilers.items() if _get(profiler, "enable", False)}
     if steps is not None and not isinstance(steps, range):
         steps = _numbers("global_profiler.steps", steps)
     tool = _one(enabled, "tool")
@@ -83,26 +83,26 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any], rollout: Any = Non
     section = "tool_config." + (tool if tool != TOOL else "torch")
     path = _one(enabled, "save_path")
     discrete = bool(_one(enabled, f"{section}.discrete", False))
-    # By default verl has one file for all the work of a process in a step. A timeline has no windows.
+    # By default, verl writes one file for all the work of a process in a step. A timeline has no windows.
     separate = discrete or tools == ("timeline",)
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "target": ("train_actor", "train_log_probs") if separate else ("train_overall",),
         "dir": None if path is None else readers.directory("global_profiler.save_path", path),
         "steps": f"{steps.start}:{steps.stop}" if isinstance(steps, range) else ",".join(map(str, steps)),
         "tool": tools,
         "discrete": discrete,
     }
-    given |= _chosen_ranks(profilers, rollout if discrete else None)
+    values |= _chosen_ranks(profilers, rollout if discrete else None)
     if "torch" in tools:
-        given |= _torch(enabled, section)
+        values |= _torch(enabled, section)
     elif tool == TOOL and (contents := _one(enabled, f"{section}.contents")):
         raise ValueError(
             f"{section}.contents: {list(contents)} has no effect with {variable('tool')} {' '.join(tools)}; valid: []"
         )
     command = _one(enabled, "finish_hook_cmd")
     if command is not None:
-        given |= {"on_finish": _finish(enabled, tool, command), "on_finish_when": "end"}
-    return ProfileConfig.from_values(given)
+        values |= {"on_finish": _finish(enabled, tool, command), "on_finish_when": "end"}
+    return ProfileConfig.from_values(values)
 
 
 def _tools(tool: str) -> tuple[str, ...]:
@@ -112,10 +112,10 @@ def _tools(tool: str) -> tuple[str, ...]:
             f"global_profiler.tool: {tool!r} is not valid for megaprof; valid: {', '.join((TOOL, *_TOOLS))}"
         )
     name = variable("tool")
-    asked = readers.tools(name, os.environ[name]) if name in os.environ else None
+    env_tools = readers.tools(name, os.environ[name]) if name in os.environ else None
     if tool == TOOL:
-        return asked or ("torch",)
-    if asked not in (None, (_TOOLS[tool],)):
+        return env_tools or ("torch",)
+    if env_tools not in (None, (_TOOLS[tool],)):
         raise ValueError(
             f"global_profiler.tool: {tool!r} and {name}={os.environ[name]} contradict each other; valid: one of them, "
             f"or global_profiler.tool={TOOL}"
@@ -126,11 +126,11 @@ def _tools(tool: str) -> tuple[str, ...]:
 def _chosen_ranks(profilers: Mapping[str, Any], rollout: Any) -> dict[str, str]:
     """Returns the options that select the ranks of each role or, without roles, of the one model of an SFT run."""
     if profilers.keys().isdisjoint(_PROFILERS.values()):
-        return {"select": next(_ranks(path, found) for path, found in profilers.items()) or "0"}
-    named = {role: _ranks(path, profilers[path]) for role, path in _PROFILERS.items() if path in profilers}
+        return {"select": next(_ranks(path, profiler) for path, profiler in profilers.items()) or "0"}
+    ranks_by_role = {role: _ranks(path, profilers[path]) for role, path in _PROFILERS.items() if path in profilers}
     if rollout is not None:
-        named["rollout"] = _ranks(_ROLLOUT, rollout)
-    chosen = [f"{role}={ranks}" for role, ranks in named.items() if ranks is not None]
+        ranks_by_role["rollout"] = _ranks(_ROLLOUT, rollout)
+    chosen = [f"{role}={ranks}" for role, ranks in ranks_by_role.items() if ranks is not None]
     return {"role_select": ";".join(chosen)} if chosen else {}
 
 
@@ -144,11 +144,11 @@ def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
                 f"of a step; valid: {', '.join(map(str, valid))}"
             )
     contents = list(_one(enabled, f"{section}.contents") or ())
-    known = ("cpu", "cuda", *_CONTENTS)
+    valid_words = ("cpu", "cuda", *_CONTENTS)
     for word in contents:
-        if word not in known:
-            raise ValueError(f"{section}.contents: unknown {word!r}; valid: {', '.join(known)}")
-    # verl records CPU activity whatever is listed, and CUDA activity where nothing is.
+        if word not in valid_words:
+            raise ValueError(f"{section}.contents: unknown {word!r}; valid: {', '.join(valid_words)}")
+    # verl always records CPU activity, and also CUDA activity if nothing is listed.
     activities = ("cpu", "cuda") if "cuda" in contents or not contents else ("cpu",)
     return {"activities": activities} | {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
 
@@ -175,19 +175,19 @@ def _finish(enabled: Mapping[str, Any], tool: str, command: str) -> str:
                 f"{name}: {value!r} is not valid for megaprof, which runs finish_hook_cmd on the ranks that capture; "
                 "valid: unset"
             )
-    known = f'VERL_PROFILE_SAVE_PATH="$PROFILED_DIR" VERL_PROFILE_TOOL={tool} VERL_PROFILE_RANK="$RANK"'
-    return f"export {known}; {command}"
+    variables = f'VERL_PROFILE_SAVE_PATH="$PROFILED_DIR" VERL_PROFILE_TOOL={tool} VERL_PROFILE_RANK="$RANK"'
+    return f"export {variables}; {command}"
 
 
 def _one(enabled: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Returns the setting ``name`` that all enabled roles share: a process has one profiler, whatever its roles."""
     values = {path: _get(profiler, name, default) for path, profiler in enabled.items()}
     for path, value in values.items():
-        first = next(iter(values))
-        if value != values[first]:
+        first_path = next(iter(values))
+        if value != values[first_path]:
             raise ValueError(
-                f"{path}.{name}: {value!r} is not valid beside {first}.{name}: {values[first]!r}; valid: the same for "
-                "all enabled roles"
+                f"{path}.{name}: {value!r} is not valid beside {first_path}.{name}: {values[first_path]!r}; valid: the "
+                "same for all enabled roles"
             )
     return next(iter(values.values()), default)
 

@@ -84,13 +84,13 @@ def _cgroup_mounts(proc: Path) -> dict[int, tuple[str, Path]]:
     """Returns, by version, (root within the hierarchy, mount point) of the hierarchies that control memory."""
     mounts = {}
     for line in (proc / "self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        if not kind or kind[0] not in ("cgroup", "cgroup2"):
+        mount_text, _, type_text = line.partition(" - ")
+        fields, type_fields = mount_text.split(), type_text.split()
+        if not type_fields or type_fields[0] not in ("cgroup", "cgroup2"):
             continue
-        if kind[0] == "cgroup" and "memory" not in kind[-1].split(","):
+        if type_fields[0] == "cgroup" and "memory" not in type_fields[-1].split(","):
             continue
-        mounts[2 if kind[0] == "cgroup2" else 1] = (fields[3], Path(fields[4]))
+        mounts[2 if type_fields[0] == "cgroup2" else 1] = (fields[3], Path(fields[4]))
     return mounts
 
 

@@ -23,7 +23,7 @@ def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoord
 
     `chunks` and the layout are as in `place_from_parallel_state`; unknown chunks are 1. Raises NoGrid, naming what is
     missing, for groups that are not one grid over all ranks. Groups of several modules do not say how these follow each
-    other: their ``MultiModulePipelineCommunicator`` does, and is taken in the place of groups (`_chain`).
+    other. Their ``MultiModulePipelineCommunicator`` does, so it can be passed as ``groups`` (`_chain`).
     """
     import torch.distributed as dist
 
@@ -61,46 +61,46 @@ def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoord
 
 
 def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
-    """Returns this rank's place and the world's layout where several modules, one behind the other, are the pipeline.
+    """Returns this rank's place and the world's layout if several modules, one after another, are the pipeline.
 
-    Each module lies on a ``HyperCommGrid`` of its own, behind the ranks of the one before it. Where all are equally
+    Each module has a ``HyperCommGrid`` of its own, whose ranks follow those of the module before it. If all are equally
     wide, they are one grid, in which ``pp`` counts through the stages of all modules, as the schedule does
-    (``MultiModulePipelineCommunicator.total_stages``, megatron-core 0.19). The layout is None where ``pp`` is not the
-    slowest axis of a grid. Raises NoGrid, with the reason, for modules that do not follow each other so.
+    (``MultiModulePipelineCommunicator.total_stages``, megatron-core 0.19). The layout is None if ``pp`` is not the
+    slowest axis of a grid. Raises NoGrid, with the reason, if the modules are not arranged like this.
     """
     import torch.distributed as dist
 
     grids: Mapping[str, Any] = communicator.module_to_grid_map
     names = sorted(grids, key=lambda name: grids[name].rank_offset)
-    follow = {name: list(communicator.topology.get(name, ())) for name in names}
+    successors = {name: list(communicator.topology.get(name, ())) for name in names}
     shapes = {name: dict(zip(grids[name].dim_names, grids[name].shape, strict=True)) for name in names}
-    behind, rank, world = 0, dist.get_rank(), dist.get_world_size()
-    for name, after in zip(names, [*names[1:], None], strict=True):
-        if follow[name] != ([] if after is None else [after]):
+    next_rank, rank, world = 0, dist.get_rank(), dist.get_world_size()
+    for name, successor in zip(names, [*names[1:], None], strict=True):
+        if successors[name] != ([] if successor is None else [successor]):
             raise NoGrid(f"the modules {', '.join(names)} do not run one behind the other, so they are no one pipeline")
-        if grids[name].rank_offset != behind:
+        if grids[name].rank_offset != next_rank:
             raise NoGrid(f"the module {name} does not begin behind the ranks of the one before it")
-        behind += grids[name].size
+        next_rank += grids[name].size
     widths = {
         name: {axis: size for axis, size in shape.items() if axis != "pp" and size > 1}
         for name, shape in shapes.items()
     }
     if any(width != widths[names[0]] for width in widths.values()):
-        shown = "; ".join(
+        description = "; ".join(
             f"{name}: {' '.join(f'{axis}={size}' for axis, size in width.items()) or 'one rank a stage'}"
             for name, width in widths.items()
         )
-        raise NoGrid(f"the modules' grids are not equally wide ({shown}), so ranks have no coordinates in common")
+        raise NoGrid(f"the modules' grids are not equally wide ({description}), so ranks have no coordinates in common")
     width = widths[names[0]]
-    if not width.keys() <= {"tp", "cp", "dp"} or behind != world:
+    if not width.keys() <= {"tp", "cp", "dp"} or next_rank != world:
         raise NoGrid(
-            f"the modules' grids have {behind} ranks along {', '.join([*width, 'pp'])}, and the job has {world}; only "
-            "tp, cp, dp and pp of all ranks are known"
+            f"the modules' grids have {next_rank} ranks along {', '.join([*width, 'pp'])}, and the job has {world}; "
+            "only tp, cp, dp and pp of all ranks are known"
         )
     module = next(name for name in names if rank < grids[name].rank_offset + grids[name].size)
-    place, left = dict.fromkeys(AXES, 0), rank - grids[module].rank_offset
+    place, remainder = dict.fromkeys(AXES, 0), rank - grids[module].rank_offset
     for axis, size in shapes[module].items():
-        left, position = divmod(left, size)
+        remainder, position = divmod(remainder, size)
         if size > 1:
             place[axis] = position
     stages = {name: shape.get("pp", 1) for name, shape in shapes.items()}
@@ -114,8 +114,8 @@ def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
 def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
     """Returns this rank's coordinates as megatron-core's `parallel_state` has them, taken as they are.
 
-    `chunks` is the number of model chunks on this rank, where the caller knows it (`len(model)`); otherwise
-    Megatron's virtual pipeline size. ValueError if `initialize_model_parallel` has not run.
+    `chunks` is the number of model chunks on this rank, if the caller knows it (`len(model)`); otherwise it is
+    Megatron's virtual pipeline size. Raises ValueError if `initialize_model_parallel` has not run.
     """
     from megatron.core import parallel_state as ps
 
@@ -149,7 +149,7 @@ def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
 
 def place_from_parallel_state(chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
     """Returns this rank's coordinates, as `coords_from_parallel_state` does, and the whole world's layout, from this
-    rank's process groups; None where no order explains them.
+    rank's process groups; None if no rank order explains them.
 
     Megatron does not keep the order it was given, but the distance between a group's members is the axis's stride,
     and the strides decide every coordinate. None means a world that is not one grid, for instance a separate encoder
@@ -192,7 +192,7 @@ def _layout(coords: RankCoords, groups: Mapping[str, Any]) -> WorldLayout | None
 def _line(layout: WorldLayout, coords: RankCoords, axis: str) -> list[int]:
     """Returns the ranks along an axis through a rank: the members that Megatron's group of that axis must have."""
     stride, size, position = layout.strides[axis], getattr(coords.sizes, axis), getattr(coords, axis)
-    return [coords.rank + (other - position) * stride for other in range(size)]
+    return [coords.rank + (other_position - position) * stride for other_position in range(size)]
 
 
 def has_groups() -> bool:

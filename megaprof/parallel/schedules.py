@@ -95,7 +95,8 @@ class Placement(NamedTuple):
         return stage - 1 if stage else self.stages - 1 if self._ring else None
 
     def following(self, stage: int) -> int | None:
-        """Returns the stage after ``stage``, likewise."""
+        """Returns the stage after ``stage``; after the last one, the first one if chunks make the pipeline a ring, else
+        None."""
         return stage + 1 if stage < self.stages - 1 else 0 if self._ring else None
 
     @property
@@ -110,7 +111,7 @@ class Placement(NamedTuple):
         return self._along(place, chunk), chunk
 
     def _along(self, stage: int, chunk: int) -> int:
-        """Returns the stage's position among the stages in a chunk; likewise the stage at a position."""
+        """Returns the position of ``stage`` in the order in which a chunk passes the stages. It is its own inverse."""
         return self.stages - 1 - stage if self.v_shaped and chunk % 2 else stage
 
 
@@ -173,8 +174,8 @@ class PipelineSchedule(NamedTuple):
         if name is None:
             name = "no_pipelining" if stages == 1 else "1f1b" if chunks == 1 else "interleaved"
         if name not in SCHEDULES + SPLIT_SCHEDULES:
-            known = ", ".join(SCHEDULES + SPLIT_SCHEDULES)
-            raise ValueError(f"schedule={name!r} is unknown, expected one of {known} (or None)")
+            valid_names = ", ".join(SCHEDULES + SPLIT_SCHEDULES)
+            raise ValueError(f"schedule={name!r} is unknown, expected one of {valid_names} (or None)")
         if name in SPLIT_SCHEDULES:
             return cls(name, stages, chunks, microbatches, stages)._checked_split(forward_only, combined)
         if name == "no_pipelining" and stages > 1:
@@ -218,14 +219,14 @@ class PipelineSchedule(NamedTuple):
 
     def warmup(self, stage: int) -> int:
         """Returns how many forwards ``stage`` runs before its first backward follows one
-        (``get_pp_rank_microbatches``); not of `SPLIT_SCHEDULES`."""
+        (``get_pp_rank_microbatches``). Not defined for `SPLIT_SCHEDULES`."""
         total = self.chunks * self.microbatches
         if self.forward_only:
             return total
-        behind = self.stages - stage - 1
+        forwards = self.stages - stage - 1
         if self.name == "interleaved":
-            behind = 2 * behind + (self.chunks - 1) * self.group_size
-        return min(behind + self.combined, total)
+            forwards = 2 * forwards + (self.chunks - 1) * self.group_size
+        return min(forwards + self.combined, total)
 
 
 @lru_cache(maxsize=16)
@@ -235,32 +236,32 @@ def forward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
     group = schedule.group_size if schedule.name == "interleaved" else count
     return tuple(
         PassId("forward", chunk, microbatch)
-        for first in range(0, count, group)
+        for group_start in range(0, count, group)
         for chunk in range(schedule.chunks)
-        for microbatch in range(first, min(first + group, count))
+        for microbatch in range(group_start, min(group_start + group, count))
     )
 
 
 @lru_cache(maxsize=16)
 def backward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
-    """Every stage's backwards in order: that of the forwards with the chunks counted from the last."""
-    last = schedule.chunks - 1
-    return tuple(PassId("backward", last - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
+    """Returns the backwards of every stage, in the order of the forwards, but with chunks counted from the last."""
+    last_chunk = schedule.chunks - 1
+    return tuple(PassId("backward", last_chunk - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
 
 
 def turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
-    """Returns what ``stage`` runs, in order. The passes of one turn run as one: it begins when all their inputs are
-    there, and what they make is there when it ends."""
+    """Returns what ``stage`` runs, in order. The passes of one turn run as one: the turn begins when all their inputs
+    are there, and their results are there when it ends."""
     if schedule.name in SPLIT_SCHEDULES:
         order = zero_bubble.ORDERS[schedule.name](schedule.stages, schedule.microbatches, stage)
-        return [tuple(PassId(*each) for each in turn) for turn in order]
+        return [tuple(PassId(*pass_fields) for pass_fields in turn) for turn in order]
     forwards, backwards = forward_order(schedule), () if schedule.forward_only else backward_order(schedule)
     warmup = schedule.warmup(stage)
     steady = zip(forwards[warmup:], backwards, strict=False)
     return [
-        *((each,) for each in forwards[:warmup]),
-        *(steady if schedule.combined else ((each,) for pair in steady for each in pair)),
-        *((each,) for each in backwards[len(forwards) - warmup :]),
+        *((pass_id,) for pass_id in forwards[:warmup]),
+        *(steady if schedule.combined else ((pass_id,) for pair in steady for pass_id in pair)),
+        *((pass_id,) for pass_id in backwards[len(forwards) - warmup :]),
     ]
 
 
@@ -269,15 +270,15 @@ def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
     return list(chain.from_iterable(turns(schedule, stage)))
 
 
-def producer(schedule: PipelineSchedule, stage: int, which: PassId) -> tuple[int, PassId] | None:
+def producer(schedule: PipelineSchedule, stage: int, pass_id: PassId) -> tuple[int, PassId] | None:
     """Returns the stage and the pass there whose result is the input of a pass on ``stage``; None for the first
     forward of the model, and for the backward that follows the loss."""
-    place = schedule.placement.producer(which.kind, stage, which.chunk)
-    return None if place is None else (place[0], which._replace(chunk=place[1]))
+    place = schedule.placement.producer(pass_id.kind, stage, pass_id.chunk)
+    return None if place is None else (place[0], pass_id._replace(chunk=place[1]))
 
 
 def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
-    """The phases of `phase_order` with the exchanges between them, for communication that is not overlapped.
+    """Returns the passes of `phase_order` with the exchanges between them, for communication that is not overlapped.
 
     That is 1F1B, and the interleaved schedule with ``overlap_p2p_comm`` off. Calls that neither send nor receive are
     left out. `SPLIT_SCHEDULES` overlap their exchanges, and have no such program.
@@ -290,44 +291,44 @@ def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendR
 
 
 def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
-    first, last = stage == 0, stage == schedule.stages - 1
+    is_first, is_last = stage == 0, stage == schedule.stages - 1
     forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
 
     def recv_forward(index: int) -> SendReceive:
-        return SendReceive(recv_prev=None if first else forwards[index])
+        return SendReceive(recv_prev=None if is_first else forwards[index])
 
     program: list[PassId | SendReceive] = []
     for index in range(warmup):
-        sent = None if last else forwards[index]
+        sent = None if is_last else forwards[index]
         program += [recv_forward(index), forwards[index], SendReceive(send_next=sent)]
     remaining = len(forwards) - warmup
     if remaining:
         program.append(recv_forward(warmup))
     for index in range(remaining):
         forward, backward = forwards[warmup + index], backwards[index]
-        following = None if first or index == remaining - 1 else forwards[warmup + index + 1]
+        following = None if is_first or index == remaining - 1 else forwards[warmup + index + 1]
         program += [
             forward,
-            SendReceive() if last else SendReceive(send_next=forward, recv_next=backward),
+            SendReceive() if is_last else SendReceive(send_next=forward, recv_next=backward),
             backward,
-            SendReceive(send_prev=None if first else backward, recv_prev=following),
+            SendReceive(send_prev=None if is_first else backward, recv_prev=following),
         ]
     if not schedule.forward_only:
         for backward in backwards[remaining:]:
-            received, sent = (None if last else backward), (None if first else backward)
+            received, sent = (None if is_last else backward), (None if is_first else backward)
             program += [SendReceive(recv_next=received), backward, SendReceive(send_prev=sent)]
     return program
 
 
 def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
     stages, last_chunk = schedule.stages, schedule.chunks - 1
-    first, last = stage == 0, stage == stages - 1
+    is_first, is_last = stage == 0, stage == stages - 1
     forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
     total = len(forwards)
     all_in_warmup = warmup == total
 
     def consumer(phase: PassId) -> PassId | None:
-        """The pass on the stage after this one (before it, for a backward) that waits for the result of ``phase``."""
+        """Returns the pass on the next stage (for a backward, the previous one) that waits for ``phase``'s result."""
         place = schedule.placement.consumer(phase.kind, stage, phase.chunk)
         return None if place is None else phase._replace(chunk=place[1])
 
@@ -335,7 +336,7 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
         """Returns what arrives in the exchange after phase ``index`` of ``order``: the next phase's input, or, on the
         stage that takes over from the far end of the pipeline, what that end has computed stages - 1 phases ago."""
         forward = order is forwards
-        if not (first if forward else last):
+        if not (is_first if forward else is_last):
             return order[index + 1] if index + 1 < total else None
         if index < stages - 1:
             return None
@@ -343,15 +344,15 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
         chunk = produced.chunk + (1 if forward else -1)
         return produced._replace(chunk=chunk) if 0 <= chunk <= last_chunk else None
 
-    program: list[PassId | SendReceive] = [SendReceive(recv_prev=None if first else forwards[0])]
+    program: list[PassId | SendReceive] = [SendReceive(recv_prev=None if is_first else forwards[0])]
     for index in range(warmup):
-        turn = index == warmup - 1 and not schedule.forward_only and not all_in_warmup
+        is_turning_point = index == warmup - 1 and not schedule.forward_only and not all_in_warmup
         program += [
             forwards[index],
             SendReceive(
                 send_next=consumer(forwards[index]),
                 recv_prev=received(forwards, index) if index < total - 1 else None,
-                recv_next=backwards[0] if turn and not last else None,
+                recv_next=backwards[0] if is_turning_point and not is_last else None,
             ),
         ]
     for index in range(total - warmup):
@@ -367,7 +368,7 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
             ),
         ]
     if not schedule.forward_only:
-        if all_in_warmup and not last:
+        if all_in_warmup and not is_last:
             program.append(SendReceive(recv_next=backwards[0]))
         for index in range(total - warmup, total):
             following = received(backwards, index) if index < total - 1 else None

@@ -71,19 +71,19 @@ class Selector:
         Whether it does depends on the rank order, so that is checked only if a layout is given.
         """
         if self.rank_spans is not None:
-            last = self.rank_spans[-1][1]
-            if last >= sizes.world:
+            highest = self.rank_spans[-1][1]
+            if highest >= sizes.world:
                 raise ValueError(
-                    f"{option}: rank {last} in '{self}' is outside the world of {sizes.world} ranks "
+                    f"{option}: rank {highest} in '{self}' is outside the world of {sizes.world} ranks "
                     f"(valid: 0..{sizes.world - 1})"
                 )
             return
         for axis, spans in self.axes:
-            size, last = getattr(sizes, axis), spans[-1][1]
-            if last >= size:
+            size, highest = getattr(sizes, axis), spans[-1][1]
+            if highest >= size:
                 noun = "stage" if axis == "pp" else "rank"
                 existing = f"{noun}s 0..{size - 1}" if size > 1 else f"{noun} 0 only"
-                raise ValueError(f"{option}: {axis}={last} in '{self}' does not exist; {axis} has {existing}")
+                raise ValueError(f"{option}: {axis}={highest} in '{self}' does not exist; {axis} has {existing}")
         if layout is not None and next(self._matches(layout), None) is None:
             raise ValueError(
                 f"{option}: '{self}' selects no rank at all: no rank has these coordinates together "
@@ -95,17 +95,17 @@ class Selector:
         if self.rank_spans is not None:
             yield from _clip(self.rank_spans, sizes.world)
             return
-        wanted = dict(self.axes)
+        spans_by_axis = dict(self.axes)
         # tp, cp, dp and pp identify every rank, so only ep has to be checked rank by rank.
         offsets = [
-            [value * strides[axis] for value in _clip(wanted.get(axis), getattr(sizes, axis))]
+            [value * strides[axis] for value in _clip(spans_by_axis.get(axis), getattr(sizes, axis))]
             for axis in ("pp", "dp", "cp", "tp")
         ]
         ranks = map(sum, product(*offsets))
-        if "ep" not in wanted:
+        if "ep" not in spans_by_axis:
             yield from ranks
             return
-        stride, size, allowed = strides["ep"], sizes.ep, set(_clip(wanted["ep"], sizes.ep))
+        stride, size, allowed = strides["ep"], sizes.ep, set(_clip(spans_by_axis["ep"], sizes.ep))
         yield from (rank for rank in ranks if rank // stride % size in allowed)
 
 
@@ -132,7 +132,7 @@ def parse_selector(text: str, option: str = OPTION) -> Selector:
 
 
 def _parse_axes(items: list[str], text: str, option: str) -> tuple[tuple[str, Spans], ...]:
-    wanted: dict[str, Spans | None] = {}
+    spans_by_axis: dict[str, Spans | None] = {}
     for item in items:
         name, equals, values = item.partition("=")
         axis = name.strip().lower()
@@ -143,10 +143,10 @@ def _parse_axes(items: list[str], text: str, option: str) -> tuple[tuple[str, Sp
             )
         if axis not in AXES:
             raise ValueError(f"{option}: unknown coordinate {axis!r} in {text!r}; known: {', '.join(AXES)}")
-        if axis in wanted:
+        if axis in spans_by_axis:
             raise ValueError(f"{option}: coordinate {axis!r} stands twice in {text!r}; write {axis}=0|3 for several")
-        wanted[axis] = None if values.strip() == "*" else _parse_spans(values.split("|"), text, option)
-    return tuple((axis, spans) for axis in AXES if (spans := wanted.get(axis)) is not None)
+        spans_by_axis[axis] = None if values.strip() == "*" else _parse_spans(values.split("|"), text, option)
+    return tuple((axis, spans) for axis in AXES if (spans := spans_by_axis.get(axis)) is not None)
 
 
 def _parse_spans(items: list[str], text: str, option: str) -> Spans:
@@ -190,6 +190,6 @@ def spans_of(numbers: Iterable[int]) -> Spans:
     return _merge((number, number) for number in numbers)
 
 
-def join_spans(spans: Spans, between: str) -> str:
+def join_spans(spans: Spans, separator: str) -> str:
     """Returns spans as text, such as ``3,8-15`` if ``between`` is a comma."""
-    return between.join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

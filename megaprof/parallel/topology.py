@@ -6,7 +6,7 @@ Megatron lays its ranks out in two grids over the same world (`RankGenerator` an
 `order`, the first one fastest:
 
 - the decoder grid has `tp`, `cp`, `dp` and `pp`, with `dp = world / (tp * cp * pp)`;
-- the expert grid has `etp` in the place of `tp`, no `cp`, `ep`, and `dp = world / (etp * ep * pp)`.
+- the expert grid has `etp` instead of `tp`, no `cp`, `ep`, and `dp = world / (etp * ep * pp)`.
 
 Hence every coordinate is one division and one remainder: `rank // stride % size`. `tp`, `cp`, `dp` and `pp` are
 positions in the decoder grid and name a rank uniquely; `ep` is the position in the expert grid.
@@ -66,8 +66,8 @@ class ParallelSizes:
     ) -> ParallelSizes:
         """Returns the sizes of a world of `world` ranks; `dp` is what is left. ValueError if Megatron would refuse."""
         etp = tp if etp is None else etp
-        given = {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp, "etp": etp}
-        for option, value in given.items():
+        sizes = {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp, "etp": etp}
+        for option, value in sizes.items():
             _whole(option, value, least=1)
         if vpp > 1 and pp == 1:
             raise ValueError(f"vpp={vpp} needs pp of at least 2 (the interleaved schedule has no other use), got pp=1")
@@ -209,10 +209,11 @@ def _strides(order: list[str], sizes: Mapping[str, int]) -> dict[str, int]:
 def _quotient(world: int, **factors: int) -> int:
     product = math.prod(factors.values())
     if world % product:
-        shown = " x ".join(f"{name}={value}" for name, value in factors.items())
-        divisors = [str(n) for n in range(1, min(world, 1024) + 1) if world % n == 0]
+        factors_text = " x ".join(f"{name}={value}" for name, value in factors.items())
+        divisors = [str(divisor) for divisor in range(1, min(world, 1024) + 1) if world % divisor == 0]
         raise ValueError(
-            f"{shown} = {product} does not divide the world of {world} ranks; what divides it: {', '.join(divisors)}"
+            f"{factors_text} = {product} does not divide the world of {world} ranks; what divides it: "
+            f"{', '.join(divisors)}"
         )
     return world // product
 

@@ -24,19 +24,22 @@ class _Turns:
         self.turns: Order = []
         self.count: Counter[str] = Counter()
 
-    def add(self, *each: str) -> None:
+    def add(self, *passes: str) -> None:
         """Adds one turn of passes such as ``F0``: kind and chunk."""
-        self.turns.append(tuple((_KINDS[name[0]], int(name[1:]), self.count[name]) for name in each))
-        self.count.update(each)
+        self.turns.append(
+            tuple((_KINDS[pass_name[0]], int(pass_name[1:]), self.count[pass_name]) for pass_name in passes)
+        )
+        self.count.update(passes)
 
-    def repeat(self, times: int, *each: str) -> None:
+    def repeat(self, times: int, *passes: str) -> None:
         """Adds a turn for each pass, several times over."""
-        for name in each * times:
-            self.add(name)
+        for pass_name in passes * times:
+            self.add(pass_name)
 
 
 def _zb_h1(stages: int, microbatches: int, stage: int) -> Order:
-    """1F1B, in which the weight halves of a stage are late by as many microbatches as there are stages before it."""
+    """ZB-H1: 1F1B in which a stage runs its weight halves later, by as many microbatches as there are stages before
+    it."""
     order, count = _Turns(), microbatches
     for _ in range(min(stages - 1 - stage, count)):
         order.add("F0")
@@ -71,14 +74,14 @@ def _zbv(stages: int, microbatches: int, stage: int) -> Order:
 
 
 def _dualpipev(stages: int, microbatches: int, stage: int) -> Order:
-    """In its middle a forward and a whole backward of the other chunk run as one."""
+    """DualPipeV: in its middle, a forward and a whole backward of the other chunk run as one."""
     order, ahead = _Turns(), stages - stage - 1
-    later: deque[str] = deque()  # weight halves that are still to run
+    delayed: deque[str] = deque()  # weight halves that are still to run
 
     def backward(chunk: int, *, split: bool) -> None:
         if split:
             order.add(f"B{chunk}")
-            later.append(f"W{chunk}")
+            delayed.append(f"W{chunk}")
         else:
             order.add(f"B{chunk}", f"W{chunk}")
 
@@ -99,11 +102,11 @@ def _dualpipev(stages: int, microbatches: int, stage: int) -> Order:
     for index in range(2 * (stage + 1)):
         backward(1 - index % 2, split=index > stage)
     for _ in range(ahead):
-        if later:
-            order.add(later.popleft())
+        if delayed:
+            order.add(delayed.popleft())
         backward(0, split=True)
-    while later:
-        order.add(later.popleft())
+    while delayed:
+        order.add(delayed.popleft())
     return order.turns
 
 

@@ -221,8 +221,8 @@ def test_verls_controller_says_where_it_is(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.fixture
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl._Asked, "config", None)
-    monkeypatch.setattr(verl._Asked, "step", None)
+    monkeypatch.setattr(verl._Requested, "config", None)
+    monkeypatch.setattr(verl._Requested, "step", None)
     monkeypatch.setattr(armed, "install", lambda: False)
 
 
