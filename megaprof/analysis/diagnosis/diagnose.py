@@ -31,7 +31,7 @@ class Cause:
     """The time that a step would gain without this cause, averaged over all steps, with more expensive causes already
     fixed."""
     share: float
-    """Fraction of the steps in which it is present."""
+    """Fraction of the steps in which it is present; 1 if it is at least a quarter as large in the others."""
     while_ms: float
     """Milliseconds that it costs in these steps, on average."""
     steps: int
@@ -281,10 +281,10 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
     size = _LARGE[kind](own) if kind in _LARGE else gain / table.length
     there = active(size) if kind in _LARGE or term.once or term.ranks else np.ones(len(gain), dtype=bool)
     begins = began(there)
-    if begins and size[:begins].mean() > QUARTILE * size[begins:].mean():
-        begins = None  # it was present before, only smaller
     if begins:
         there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
+    if not there.all() and size[~there].mean() > QUARTILE * size[there].mean():
+        there, begins = np.ones(len(gain), dtype=bool), None  # it is present in the other steps too, only smaller
     waits = _waits(run, term, there) if kind in (WAIT, "layers") else {}
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)

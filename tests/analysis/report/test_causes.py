@@ -36,7 +36,7 @@ UNEQUAL = [
 ]
 
 
-#: Slow from the beginning on, and then more so: that is when nothing began.
+#: Slow from the beginning on, and then more so, so nothing began, and it is slow in all steps.
 FIRST = [Slow(rank=5, until_step=59, factor=1.27)]
 
 
@@ -51,7 +51,7 @@ def now_and_then(rank: int, every: int, lasts: int, factor: float) -> list[Slow]
         # Kind, ranks, since, the part of the steps, and milliseconds of a microbatch that it takes longer then.
         (PIPELINE, [Slow(rank=5, from_step=70, factor=1.31)], ("slow_rank", (5,), 70, 50 / 120, 0.31)),
         (PIPELINE, [Slow(rank=3, factor=1.5)], ("slow_rank", (3,), None, 1.0, 0.5)),
-        (PIPELINE, [*FIRST, Slow(rank=5, from_step=60, factor=1.7)], ("slow_rank", (5,), None, 0.5, 0.7)),
+        (PIPELINE, [*FIRST, Slow(rank=5, from_step=60, factor=1.7)], ("slow_rank", (5,), None, 1.0, (0.27 + 0.7) / 2)),
         (EXPERTS, [Slow(rank=9, from_step=60, factor=1.4)], ("slow_rank", (8, 9, 10, 11), 60, 0.5, 0.4)),
         (PIPELINE, now_and_then(5, 16, 8, 1.5), ("slow_rank", (5,), None, 0.47, 0.5)),
         (TWO_REPLICAS, now_and_then(1, 19, 6, 1.6), ("slow_rank", (1,), None, 0.3, 0.6)),
@@ -117,7 +117,7 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     said, *others = causes.findings(MEASURED, found, None)
     assert (said.kind, said.severity, said.command) == (kind, "slow", None)
     assert [each.kind for each in others] == ["cores"] * (kind == "processor_wait")
-    assert said.text.endswith("It costs 40.0 ms (10% of the step), between 30.0 and 50.0 ms.")
+    assert said.text.endswith("This costs 40.0 ms (10% of the step), between 30.0 and 50.0 ms.")
     assert ("node-1" in said.text) == ("ranks" in about)
     assert ("45.3 ms" in said.text and "0.76 ms" in said.text) == ("link" in about)
     assert "None" not in said.text
@@ -199,7 +199,7 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     first, second = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None)
     assert first.severity == "open"
     assert "8 steps would show" in second.text
-    assert "could be anything up to 20.0 ms" in second.text
+    assert "anything from nothing to 20.0 ms" in second.text
     many = replace(few, more_steps=0)
     (_, hopeless) = causes.findings(MEASURED, diagnosis(perhaps=(many,)), None)
     assert "would show" not in hopeless.text
@@ -248,15 +248,15 @@ def test_what_gains_little_by_itself_has_no_price_that_looks_sure() -> None:
     hiding = cause("layers", stage=0, price=Price(6.0, -1.0, 13.0), while_ms=6.0)
     first, second = causes.findings(MEASURED, diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms", first.text)] == [13.0]
-    assert "With the causes above fixed, it costs 40.0 ms" in second.text
+    assert "With the causes above fixed, this costs 40.0 ms" in second.text
     brief = causes.in_brief(diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
     assert brief.text == "layers of stage 0 (up to 13.0 ms), slow rank 3 (40.0 ms)", "as the sentence has it"
 
 
 def test_only_the_most_expensive_cause_is_priced_with_nothing_fixed_before_it() -> None:
     first, second = causes.findings(MEASURED, diagnosis(cause("layers", stage=0), cause("slow_rank", ranks=(3,))), None)
-    assert "It costs 40.0 ms" in first.text
-    assert "With the causes above fixed, it costs 40.0 ms" in second.text
+    assert "This costs 40.0 ms" in first.text
+    assert "With the causes above fixed, this costs 40.0 ms" in second.text
 
 
 @pytest.mark.parametrize(("stage", "name"), [(0, "embedding of stage 0"), (1, "output layer and loss of stage 1")])

@@ -117,7 +117,7 @@ def name_of(cause: Cause) -> str:
     if cause.link is not None:
         return f"{kind} {cause.link[0]}-{cause.link[1]}"
     if cause.group is not None:
-        return "exchanges between stages" if cause.group == "pp" else f"exposed {cause.group} communication"
+        return "exchanges between all stages" if cause.group == "pp" else f"exposed {cause.group} communication"
     if cause.kind == "embedding_or_loss":
         return f"{'output layer and loss' if cause.stage else 'embedding'} of stage {cause.stage}"
     if cause.kind == "slow_chunk":
@@ -150,21 +150,33 @@ def price(cause: Cause, diagnosis: Diagnosis, *, first: bool = True) -> str:
         most = f"no more than {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
         gains = most if at.high > 0.0 and at.ms > 0.0 else "nothing"
         return f"Fixing it alone gains {gains}, because another cause here holds the step back nearly as much."
-    costs = "It costs" if first else "With the causes above fixed, it costs"
-    if cause.share == 1.0 or cause.while_ms <= at.ms:
-        return f"{costs} {milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}."
-    others = elsewhere(cause)
-    of_others = f" and {milliseconds(others)} in each other one" if others else ""
-    average = f"{milliseconds(at.ms)} a step on average ({percent(at.ms / whole)}){_interval(at.low, at.high)}"
-    return f"{costs} {average}: {milliseconds(cause.while_ms)} in each of these steps{of_others}."
+    costs = "This costs" if first else "With the causes above fixed, this costs"
+    text = f"{costs} {_average(cause, whole)}{_interval(at.low, at.high)}"
+    return f"{text}." if cause.share == 1.0 or cause.while_ms <= at.ms else f"{text}: {_in_steps(cause)}."
+
+
+def _average(cause: Cause, whole: float) -> str:
+    """Returns what a cause costs in the average step, which takes ``whole`` milliseconds."""
+    ms, part = milliseconds(cause.price.ms), percent(cause.price.ms / whole)
+    return f"{ms} ({part} of the step)" if cause.share == 1.0 else f"{ms} a step on average ({part})"
+
+
+def _in_steps(cause: Cause) -> str:
+    """Returns what a cause costs in a step in which it is present, and in any other step."""
+    there, others = milliseconds(cause.while_ms), elsewhere(cause)
+    if cause.since is not None:
+        return f"{there} in each step since then" + (f" and {milliseconds(others)} in each before" if others else "")
+    where = "that step" if round(cause.share * cause.steps) == 1 else "each of these steps"
+    return f"{there} in {where}" + (f" and {milliseconds(others)} in each other one" if others else "")
 
 
 def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
     """Returns a line that says in which steps causes are priced, for when the tables show other steps."""
     step, closed = milliseconds(diagnosis.step_ms), milliseconds(diagnosis.closing_ms)
     if not captured:
-        return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
-    return f"causes and predictions: of {step} a step, without {closed} in which megaprof closed the previous window"
+        return f"causes are from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
+    closing = f"the {closed} in which megaprof closed the previous window"
+    return f"causes and predictions are about an average step of {step}, without {closing}"
 
 
 def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
@@ -187,10 +199,11 @@ def _of_machine(cause: Cause) -> bool:
 def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
     """Returns a possible cause, with the number of steps that would show whether it is real, if they are worth it."""
     at, whole = cause.price, diagnosis.step_ms
-    costs = f"{milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}"
+    costs = f"{_average(cause, whole)}{_interval(at.low, at.high)}"
     if at.ms <= 0.0:
-        costs = f"it may cost up to {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
-    text = f"Perhaps {name_of(cause)}{when(cause)}: {costs}"
+        costs = f"up to {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
+    fixed = "with the causes above fixed, " if diagnosis.causes else ""
+    text = f"Perhaps {name_of(cause)}{when(cause)}: {fixed}this may cost {costs}"
     # It is not known here whether the job still runs, so the sentence holds for any run like it.
     if _asks(cause, diagnosis):
         text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
@@ -238,7 +251,7 @@ def _interval(low: float, high: float) -> str:
     """Returns the interval of a price as the end of a sentence, in words if it may be nothing; empty if both ends look
     the same."""
     if low <= 0.0:
-        return f", and could be anything up to {milliseconds(high)}"
+        return f", anything from nothing to {milliseconds(high)}"
     return f", between {number(low)} and {milliseconds(high)}" if number(low) != number(high) else ""
 
 

@@ -79,7 +79,8 @@ def _layers(cause: Cause, measured: TargetStages) -> str:
         return text
     waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
     where = stages(cause.stages or (() if cause.stage is None else (cause.stage,)))
-    return f"{text} {capital(where)} also waited {waited} a step for a processor core, and the others {usual}."
+    also = f"{capital(where)} also waited {waited} a step for a processor core, inside passes and between them"
+    return f"{text} {also}, and the others {usual}."
 
 
 def _uneven_layers(cause: Cause, measured: TargetStages) -> str:
@@ -238,7 +239,7 @@ def _processor(cause: Cause, measured: TargetStages) -> str:
     whose = f"; rank {cause.ranks[0]} waits longest, " if several else ", "
     average = "" if cause.share == 1.0 else " on average"
     text = f"{capital(_who(cause))} {wait} for a processor core{when(cause)}"
-    return f"{text}{whose}{_part(cause, 'waited_ms')} a step{average}."
+    return f"{text}{whose}{_part(cause, 'waited_ms')} a step{average}, inside passes and between them."
 
 
 _SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {

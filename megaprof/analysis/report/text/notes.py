@@ -136,6 +136,10 @@ def _timelines_cut(note: Note) -> str:
     )
 
 
+def _left_out(note: Note) -> str:
+    return f"{steps(note.steps)} {'is' if len(note.steps) == 1 else 'are'} left out"
+
+
 def _order(note: Note) -> str:
     ran, own, schedule = note.names
     return (
@@ -275,18 +279,16 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"{ranks(n.ranks)} {f'has {steps(n.steps)}' if n.steps else 'is there'} twice ({', '.join(n.files)}): the "
         "later one counts"
     ),
-    "step_left_out": lambda n: (
-        f"{steps(n.steps)} {'are' if len(n.steps) > 1 else 'is'} left out: "
-        f"{f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}"
-    ),
+    "step_left_out": lambda n: f"{_left_out(n)}: {f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}",
     "step_disturbed": lambda n: f"of {steps(n.steps)} only what passes take is told: {_why(n)} ({_FIRST})",
     "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
-    "first_steps": lambda n: f"{steps(n.steps)} left out: the first recorded steps take longer than the others",
+    "first_steps": lambda n: f"{_left_out(n)}: the first recorded steps take longer than the others",
     "opened_by_nsys": lambda n: (
-        f"{steps(n.steps)} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
+        f"{_left_out(n)}: the first that nsys recorded after it was opened, and ranks do not open it at once"
     ),
     "entered_apart": lambda n: (
-        f"the profiler's start before it took {n.ms[0]:.3g} to {n.ms[1]:.3g} ms, so its ranks entered it apart"
+        f"starting the profiler before it took {n.ms[0]:.3g} ms on one rank and {n.ms[1]:.3g} ms on another, so the "
+        "ranks did not begin it together"
     ),
     "entered_apart_by_nsys": lambda n: (
         f"{steps(n.steps)} is the first that nsys recorded after it was opened: ranks began it {n.ms[0]:.3g} ms apart, "
@@ -318,7 +320,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     # what is not predicted
     "not_replayed": lambda n: f"not replayed: {_why(n)}",
     "waits_for_rank": lambda n: (
-        f"layouts are not compared: {ranks(n.ranks) if n.ranks else stages(n.stages)} "
+        f"layouts are not compared, because {ranks(n.ranks) if n.ranks else stages(n.stages)} "
         f"{'waits' if len(n.ranks or n.stages) == 1 else 'wait'} for a processor core, and another layout would change "
         "who waits"
     ),
