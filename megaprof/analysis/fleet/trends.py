@@ -27,14 +27,15 @@ LASTING_STEPS = 10
 LASTING_BUCKETS = 3
 #: A level also lasts this long: another program may take a processor for a while, which can be many short steps.
 LASTING_SECONDS = 5.0
-#: A single step is slow if it takes this many times the median of the steps around it, ...
+#: A single step is slow if it takes this many times the median of the steps around it, and if it also exceeds that
+#: median by `SINGLE_SIGMAS` standard deviations.
 SINGLE = 1.5
-#: ... and exceeds that median by this many standard deviations.
 SINGLE_SIGMAS = 6.0
 #: Steps on either side that count as around a step.
 AROUND = 25
 
-_OF_A_HALF = 3.0
+#: Standard deviations by which each half of a series must grow, see `drift`.
+_HALF_SIGMAS = 3.0
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -200,7 +201,7 @@ def drift(values: Floats) -> float | None:
     middle = float(np.median(times))
     if (
         abs(whole_trend) < SIGMAS
-        or min(first_trend, last_trend, key=abs) * np.sign(whole_trend) < _OF_A_HALF
+        or min(first_trend, last_trend, key=abs) * np.sign(whole_trend) < _HALF_SIGMAS
         or middle <= 0
     ):
         return None

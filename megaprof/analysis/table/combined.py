@@ -26,12 +26,12 @@ def forward_share(forwards: Sequence[float], backwards: Sequence[float]) -> floa
     return forward / (forward + backward) if forward + backward > 0 else 0.5
 
 
-def parts(each: MeasuredPass, share: float) -> tuple[Part, ...]:
+def parts(measured_pass: MeasuredPass, share: float) -> tuple[Part, ...]:
     """Returns the pass itself, or both halves of a combined pass. ``share``: the fraction that is its forward."""
-    if each.kind != ranges.COMBINED or each.backward is None:
-        return ((each.kind, each.chunk, each.microbatch, 0.0, 1.0),)
-    other = each.backward
+    if measured_pass.kind != ranges.COMBINED or measured_pass.backward is None:
+        return ((measured_pass.kind, measured_pass.chunk, measured_pass.microbatch, 0.0, 1.0),)
+    backward = measured_pass.backward
     return (
-        (ranges.FORWARD, each.chunk, each.microbatch, 0.0, share),
-        (ranges.BACKWARD, other.chunk, other.microbatch, share, 1.0),
+        (ranges.FORWARD, measured_pass.chunk, measured_pass.microbatch, 0.0, share),
+        (ranges.BACKWARD, backward.chunk, backward.microbatch, share, 1.0),
     )

@@ -62,18 +62,18 @@ class Counted:
 def counted(calls: Iterable[Call]) -> list[Counted]:
     """Groups calls by target, role and parallel sizes, and leaves out those that do not count."""
     groups = grouped(calls, lambda call: (call.label, call.role, call.metadata.sizes))
-    found = []
-    for (label, role, sizes), own in groups.items():
+    counted_groups = []
+    for (label, role, sizes), group_calls in groups.items():
         findings = Findings(stages=sizes.pp)
-        for other in groups:
-            if other[:2] == (label, role) and other[2] != sizes:
-                findings.warn(Note("other_sizes", said=str(other[2])))
-        kept = _without_warm_up(_examine(own, sizes, findings), findings)
+        for other_key in groups:
+            if other_key[:2] == (label, role) and other_key[2] != sizes:
+                findings.warn(Note("other_sizes", said=str(other_key[2])))
+        kept = _without_warm_up(_examine(group_calls, sizes, findings), findings)
         _check_same_job(kept, findings)
         for call in kept:
             _explain(call, findings)
-        found.append(Counted(kept, findings))
-    return found
+        counted_groups.append(Counted(kept, findings))
+    return counted_groups
 
 
 def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
@@ -84,8 +84,10 @@ def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> lis
     calls = _without_duplicates(calls, findings)
     missing = set(range(sizes.pp)) - {call.stage for call in calls}
     if missing:
-        there = sizes.pp - len(missing)
-        findings.warn(Note("stages_missing", stages=tuple(sorted(missing)), count=there, of=sizes.pp), block=True)
+        stages_present = sizes.pp - len(missing)
+        findings.warn(
+            Note("stages_missing", stages=tuple(sorted(missing)), count=stages_present, of=sizes.pp), block=True
+        )
     calls = _common_steps(calls, findings)
     for wrong in (_unseen, _in_part, _opened):
         calls = _without(calls, findings, wrong)
@@ -95,7 +97,7 @@ def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> lis
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
     kept: dict[tuple[int, int, int], Call] = {}
     # Two tools may have captured the same step, but only one of them the GPU. Its file is sorted last, so it is kept.
-    for call in sorted(calls, key=lambda c: (c.unseen is None, c.start, c.source)):
+    for call in sorted(calls, key=lambda call: (call.unseen is None, call.start, call.source)):
         key = (call.rank, call.step, call.index)
         if key in kept and kept[key].unseen is None:
             files = kept[key].source, call.source
@@ -107,39 +109,39 @@ def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
 def _check_same_job(calls: list[Call], findings: Findings) -> None:
     """Adds to ``findings`` what must be the same in one job and differs: the layers of a rank, its place, the schedule,
     the number of microbatches. Only looks at calls that count, so a step that is left out causes no note."""
-    of_rank: dict[int, Metadata] = {}
-    at_stage: dict[int, Metadata] = {}
+    by_rank: dict[int, Metadata] = {}
+    by_stage: dict[int, Metadata] = {}
     for metadata in (call.metadata for call in calls):
         rank, pp = metadata.coords.rank, metadata.coords.pp
-        first = of_rank.setdefault(rank, metadata)
+        first = by_rank.setdefault(rank, metadata)
         if (metadata.coords, metadata.chunks) != (first.coords, first.chunks):
             findings.warn(Note("other_jobs", ranks=(rank,)), block=True)
-        elif metadata.chunks != at_stage.setdefault(pp, metadata).chunks:
+        elif metadata.chunks != by_stage.setdefault(pp, metadata).chunks:
             findings.warn(Note("other_layers"), pp, block=True)
     if len({(call.metadata.schedule, call.forward_only) for call in calls}) > 1:
         findings.warn(Note("other_schedules"), block=True)
     if len({call.has_kernels for call in calls}) > 1:
         findings.warn(Note("kernels_in_some"), block=True)
-    counted = [call for call in calls if call.metadata.microbatches is not None]
-    replicas = grouped(counted, lambda call: (*call.key, call.metadata.coords.dp)).values()
-    if any(len({call.metadata.microbatches for call in own}) > 1 for own in replicas):
+    with_microbatches = [call for call in calls if call.metadata.microbatches is not None]
+    replicas = grouped(with_microbatches, lambda call: (*call.key, call.metadata.coords.dp)).values()
+    if any(len({call.metadata.microbatches for call in replica_calls}) > 1 for replica_calls in replicas):
         findings.warn(Note("stages_differ"), block=True)
-    elif len({call.metadata.microbatches for call in counted}) > 1:
+    elif len({call.metadata.microbatches for call in with_microbatches}) > 1:
         findings.warn(Note("microbatches_differ"))
 
 
 def _without(calls: list[Call], findings: Findings, wrong: Callable[[Sequence[Call]], Iterable[Note]]) -> list[Call]:
     """Returns the calls without the steps in which something is ``wrong`` on any rank, if there are other steps."""
-    found = {key: tuple(wrong(step)) for key, step in grouped(calls, lambda call: call.key).items()}
-    others = [call for call in calls if not found[call.key]]
-    if not others:
+    notes_by_step = {key: tuple(wrong(step)) for key, step in grouped(calls, lambda call: call.key).items()}
+    undisturbed = [call for call in calls if not notes_by_step[call.key]]
+    if not undisturbed:
         return calls
     steps: dict[Note, set[int]] = {}
-    for note in (note for notes in found.values() for note in notes):
+    for note in (note for notes in notes_by_step.values() for note in notes):
         steps.setdefault(replace(note, steps=()), set()).update(note.steps)
-    for note, own in steps.items():
-        findings.warn(replace(note, steps=tuple(sorted(own))))
-    return others
+    for note, step_numbers in steps.items():
+        findings.warn(replace(note, steps=tuple(sorted(step_numbers))))
+    return undisturbed
 
 
 def _unseen(step: Sequence[Call]) -> Iterator[Note]:
@@ -175,28 +177,32 @@ def opened_apart(step: Sequence[Call]) -> Note | None:
 
 
 def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
-    stages = {key: {call.stage for call in own} for key, own in grouped(calls, lambda call: call.key).items()}
+    stages = {
+        key: {call.stage for call in step_calls} for key, step_calls in grouped(calls, lambda call: call.key).items()
+    }
     captured = {call.stage for call in calls}
     common = {key for key, present in stages.items() if present == captured}
     if not common:
         findings.warn(Note("no_common_step"), block=True)
         return calls
     for step, index in sorted(stages.keys() - common):
-        there = tuple(sorted(stages[step, index]))
-        findings.warn(Note("stages_missing_in_step", steps=(step,), count=index, stages=there))
+        stages_present = tuple(sorted(stages[step, index]))
+        findings.warn(Note("stages_missing_in_step", steps=(step,), count=index, stages=stages_present))
     return [call for call in calls if call.key in common]
 
 
 def warming_up(lengths: Sequence[float]) -> int:
     """Returns how many of the first steps take longer than the rest."""
     longest = WARM_UP * statistics.median(lengths)
-    return next(n for n, length in enumerate(lengths) if length <= longest) if len(lengths) > 2 else 0
+    return next(number for number, length in enumerate(lengths) if length <= longest) if len(lengths) > 2 else 0
 
 
 def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
     by_step = grouped(sorted(calls, key=lambda call: call.step), lambda call: call.step)
-    lengths = [max(end - begin for begin, end in (call.extent for call in own)) for own in by_step.values()]
-    cold = tuple(by_step)[: warming_up(lengths)]
+    lengths_ns = [
+        max(end - begin for begin, end in (call.extent for call in step_calls)) for step_calls in by_step.values()
+    ]
+    cold = tuple(by_step)[: warming_up(lengths_ns)]
     if cold:
         findings.warn(Note("first_steps", steps=cold))
     return [call for call in calls if call.step not in cold]

@@ -20,38 +20,38 @@ def tables(
 ) -> dict[Key, Table | Unfit]:
     """Returns the table of every job, or why there is none. A table is made from traces, from timelines, or from both
     together. ``traced``: the tables from traces; ``fleets``: the survey of the timelines."""
-    found = tables_of_timelines(reading, fleets, workers)
-    for key, own in traced.items():
-        recorded = found.get(key)
-        if isinstance(recorded, Table) and isinstance(own, Table):
-            found[key] = beside(recorded, own)
-        elif not isinstance(recorded, Table):
-            found[key] = own
-    return found
+    by_key = tables_of_timelines(reading, fleets, workers)
+    for key, from_traces in traced.items():
+        from_timelines = by_key.get(key)
+        if isinstance(from_timelines, Table) and isinstance(from_traces, Table):
+            by_key[key] = beside(from_timelines, from_traces)
+        elif not isinstance(from_timelines, Table):
+            by_key[key] = from_traces
+    return by_key
 
 
 def beside(recorded: Table, traced: Table) -> Table:
     """Returns a timeline's table, completed with what a trace shows about passes: which parts of them are exposed
     communication or an idle GPU. If the trace has at least as many ranks and steps, or another schedule, returns the
     trace's own table."""
-    alike = recorded.schedule == traced.schedule
-    ranks = traced.ranks[..., : traced.compute.shape[3]].size
-    if not alike or (ranks >= recorded.ranks.size and len(traced.steps) >= len(recorded.steps)):
+    same_schedule = recorded.schedule == traced.schedule
+    traced_ranks = traced.ranks[..., : traced.compute.shape[3]].size
+    if not same_schedule or (traced_ranks >= recorded.ranks.size and len(traced.steps) >= len(recorded.steps)):
         return traced
 
-    def part(lost: Floats) -> Floats:
+    def part(lost_ms: Floats) -> Floats:
         """Returns milliseconds of each pass, [t, d, s, c, k, m], by the usual fraction of traced passes."""
-        usual = np.median(lost / np.maximum(traced.passes, 1e-9), axis=(0, 1, 5))
-        found: Floats = recorded.passes * usual[..., None]
-        return found
+        usual_fraction = np.median(lost_ms / np.maximum(traced.passes, 1e-9), axis=(0, 1, 5))
+        part_ms: Floats = recorded.passes * usual_fraction[..., None]
+        return part_ms
 
-    exposed = {group: part(each) for group, each in traced.exposed.items()}
-    same = recorded.compute.shape[1:4] == traced.compute.shape[1:4]
+    exposed = {group: part(exposed_ms) for group, exposed_ms in traced.exposed.items()}
+    same_shape = recorded.compute.shape[1:4] == traced.compute.shape[1:4]
     return replace(
         recorded,
         exposed=exposed,
         idle=part(traced.idle),
-        experts=traced.experts if same else None,
+        experts=traced.experts if same_shape else None,
         memory=tuple(map(together, zip(recorded.memory, traced.memory, strict=True))),
         modules=traced.modules,
     )

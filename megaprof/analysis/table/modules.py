@@ -22,44 +22,48 @@ def measured(table: Table) -> dict[str, Floats]:
     Embedding and loss are what remains of a pass after all layers of their chunk. They include reading the batch, an
     encoder, and the loss function.
     """
-    found: dict[str, list[Floats]] = {}
+    ms_by_part: dict[str, list[Floats]] = {}
     # A range holds the GPU's computing, or all of the time on a CPU. Delays of a pass are added in proportion.
-    whole, computing = table.passes, table.compute.max(axis=3) if _on_gpu(table) else table.passes
-    longer = whole.mean(axis=(0, 1, 5)) / np.maximum(computing.mean(axis=(0, 1, 5)), 1e-9)  # [s, c, k]
-    computed = np.median(computing, axis=(0, 1, 5))
+    pass_ms, computing_ms = table.passes, table.compute.max(axis=3) if _on_gpu(table) else table.passes
+    delay_factor = pass_ms.mean(axis=(0, 1, 5)) / np.maximum(computing_ms.mean(axis=(0, 1, 5)), 1e-9)  # [s, c, k]
+    computed_ms = np.median(computing_ms, axis=(0, 1, 5))
     for stage, chunk in np.ndindex(*table.layers.shape):
         metadata = table.metadata[stage]
         if metadata is None or chunk >= len(metadata.chunks):
             continue
-        held = metadata.chunks[chunk]
-        parts = [(name, _times(table.modules[stage], key)[: computed.shape[2]]) for name, key in _parts(held)]
-        left = computed[stage, chunk] - sum(ms for _, ms in parts)
-        if held.layers is not None and len(parts) == held.layers + (held.mtp or 0) and held.embedding != held.loss:
-            parts.append((EMBEDDING if held.embedding else LOSS, np.maximum(left, 0.0)))
+        model_chunk = metadata.chunks[chunk]
+        parts = [(name, _times(table.modules[stage], key)[: computed_ms.shape[2]]) for name, key in _parts(model_chunk)]
+        remaining_ms = computed_ms[stage, chunk] - sum(ms for _, ms in parts)
+        if (
+            model_chunk.layers is not None
+            and len(parts) == model_chunk.layers + (model_chunk.mtp or 0)
+            and model_chunk.embedding != model_chunk.loss
+        ):
+            parts.append((EMBEDDING if model_chunk.embedding else LOSS, np.maximum(remaining_ms, 0.0)))
         for name, ms in parts:
             if np.isfinite(ms).all():
-                found.setdefault(name, []).append(ms * longer[stage, chunk])
-    return {name: np.mean(each, axis=0) for name, each in found.items()}
+                ms_by_part.setdefault(name, []).append(ms * delay_factor[stage, chunk])
+    return {name: np.mean(samples_ms, axis=0) for name, samples_ms in ms_by_part.items()}
 
 
 def _on_gpu(table: Table) -> bool:
-    return any(each is not None and each.device not in (None, "cpu") for each in table.metadata)
+    return any(metadata is not None and metadata.device not in (None, "cpu") for metadata in table.metadata)
 
 
-def _parts(held: ModelChunk) -> Iterator[tuple[str, ModuleKey]]:
+def _parts(model_chunk: ModelChunk) -> Iterator[tuple[str, ModuleKey]]:
     """Yields the kind of every layer of a chunk, and the key of its forward."""
-    kinds = held.kinds if held.kinds is not None else ("layer",) * (held.layers or 0)
-    for kind, number in zip(kinds, held.layer_numbers or (), strict=False):
+    kinds = model_chunk.kinds if model_chunk.kinds is not None else ("layer",) * (model_chunk.layers or 0)
+    for kind, number in zip(kinds, model_chunk.layer_numbers or (), strict=False):
         yield kind, ModuleKey(ranges.LAYER, number, None, ranges.FORWARD)
-    for number in range(1, (held.mtp or 0) + 1):
+    for number in range(1, (model_chunk.mtp or 0) + 1):
         yield MTP, ModuleKey(ranges.MTP_LAYER, number, None, ranges.FORWARD)
 
 
 def _times(modules: Mapping[ModuleKey, Sequence[int]], forward: ModuleKey) -> Floats:
     """Returns milliseconds of a module's ranges, [forward, backward]; NaN without any."""
-    found = np.full(2, np.nan)
-    for k, kinds in enumerate(((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))):
-        each = [modules.get(forward._replace(kind=kind), ()) for kind in kinds]
-        if each[0]:
-            found[k] = sum(statistics.median(ns) for ns in each if ns) / 1e6
-    return found
+    pass_ms = np.full(2, np.nan)
+    for row, kinds in enumerate(((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))):
+        ranges_ns = [modules.get(forward._replace(kind=kind), ()) for kind in kinds]
+        if ranges_ns[0]:
+            pass_ms[row] = sum(statistics.median(ns) for ns in ranges_ns if ns) / 1e6
+    return pass_ms

@@ -29,39 +29,39 @@ def one_clock(
     """
     d, s, p = shape
     shift = np.zeros((len(start), d, s, p))
-    device = any(r.device for r in order)
+    device = any(rank.device for rank in order)
     enter = np.full_like(enter, np.nan) if device else enter  # entries are the host's, which is ahead of the GPU
-    names = [r.names[0] for r in order]
+    names = [rank.names[0] for rank in order]
     hosts = np.array([f"rank {rank}" if host is None else host for rank, host in names], dtype=object).reshape(shape)
-    there = np.array([r.metadata is not None for r in order]).reshape(shape)
-    if not device and len(set(hosts[there])) == 1:
+    recorded = np.array([rank.metadata is not None for rank in order]).reshape(shape)
+    if not device and len(set(hosts[recorded])) == 1:
         return shift, True, None
     if p > 1:  # peers wait for each other, so they end their passes together
         axes = (4, 5, 6) if device else (0, 4, 5, 6)
-        apart = np.nanmedian(end[:, :, :, :1] - end, axis=axes, keepdims=True)[..., 0, 0, 0]
-        shift += np.where((hosts == hosts[:, :, :1]) & (not device), 0.0, apart)
+        difference_ms = np.nanmedian(end[:, :, :, :1] - end, axis=axes, keepdims=True)[..., 0, 0, 0]
+        shift += np.where((hosts == hosts[:, :, :1]) & (not device), 0.0, difference_ms)
     uncertain = 0.0
     one_way = "backward" not in schedule.kinds
     for stage in range(1, s):
-        own = start[:, :, :, 0], end[:, :, :, 0]
+        first_peer = start[:, :, :, 0], end[:, :, :, 0]
         if one_way:
-            between, width = _together(*own, shift[..., 0], stage, each_step=device)
+            difference, width = _together(*first_peer, shift[..., 0], stage, each_step=device)
         else:
-            between, width = _between(*own, enter[:, :, :, 0], stage, each_step=device)
-        same = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
-        uncertain = max(uncertain, float(np.where(same[None, :], 0.0, width).max()) / 2)
-        shift[:, :, stage] += (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
+            difference, width = _between(*first_peer, enter[:, :, :, 0], stage, each_step=device)
+        same_host = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
+        uncertain = max(uncertain, float(np.where(same_host[None, :], 0.0, width).max()) / 2)
+        shift[:, :, stage] += (shift[:, :, stage - 1, 0] + np.where(same_host[None, :], 0.0, difference))[..., None]
     if d > 1 and not one_way:  # without gradients, the steps of replicas begin independently
         ends = reduced[:, :, 0, 0] + shift[:, :, 0, 0]
-        apart = ends[:, :1] - ends
-        apart = apart if device else np.median(apart, axis=0, keepdims=True)
-        same = (hosts[:, 0, 0] == hosts[0, 0, 0]) & (not device)
-        shift += np.where(same[None, :], 0.0, apart)[..., None, None]
+        difference_ms = ends[:, :1] - ends
+        difference_ms = difference_ms if device else np.median(difference_ms, axis=0, keepdims=True)
+        same_host = (hosts[:, 0, 0] == hosts[0, 0, 0]) & (not device)
+        shift += np.where(same_host[None, :], 0.0, difference_ms)[..., None, None]
     if np.isfinite(shift).all():
         return shift, True, uncertain if s > 1 else None
     # Without a common clock each rank's step begins when it enters it itself.
-    alone = -np.where(np.isfinite(enter), enter, np.fmin.reduce(start, axis=(-3, -2, -1)))
-    return alone, False, None
+    entry_shift = -np.where(np.isfinite(enter), enter, np.fmin.reduce(start, axis=(-3, -2, -1)))
+    return entry_shift, False, None
 
 
 def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
@@ -76,20 +76,20 @@ def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step
     bounds, waits = [], []
     for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
         slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
-        before = _free(start[:, :, receiver], end[:, :, receiver], enter[:, :, receiver])[:, :, :, kind]
+        free_since = _free(start[:, :, receiver], end[:, :, receiver], enter[:, :, receiver])[:, :, :, kind]
         t, d = slack.shape[:2]
-        slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - before).reshape(t, d, -1)
+        slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - free_since).reshape(t, d, -1)
         if not each_step:
-            slack, waited = (np.moveaxis(x, 0, 1).reshape(1, d, -1) for x in (slack, waited))
+            slack, waited = (np.moveaxis(array, 0, 1).reshape(1, d, -1) for array in (slack, waited))
         order = np.argsort(slack, axis=2)[..., : max(1, round(QUARTILE * slack.shape[2]))]
         bounds.append(np.take_along_axis(slack, order[..., :1], axis=2)[..., 0])
         # Several messages are about as quick, and some of them met a receiver that had just arrived.
         waits.append(np.take_along_axis(waited, order, axis=2).max(axis=2))
     low, high = -bounds[0], bounds[1]
     width = np.maximum(high - low, 1e-9)
-    of_low, of_high = (np.clip(wait, 1e-9, width / 2) for wait in waits)
-    found: Floats = (low * of_low + high * of_high) / (of_low + of_high)
-    return found, np.abs(high - low)
+    low_weight, high_weight = (np.clip(wait, 1e-9, width / 2) for wait in waits)
+    difference: Floats = (low * low_weight + high * high_weight) / (low_weight + high_weight)
+    return difference, np.abs(high - low)
 
 
 def _together(start: Floats, end: Floats, shift: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
@@ -105,27 +105,27 @@ def _together(start: Floats, end: Floats, shift: Floats, stage: int, *, each_ste
         return np.full((1, d), np.nan), np.zeros((1, d))
     start, end = start[:, :, :, 0, 0], end[:, :, :, 0, 0]
     low = -(start[:, :, stage] - end[:, :, stage - 1]).min(axis=2)
-    left, received = start[:, :, stage - 1, 1:] - start[:, :, stage, :-1], np.zeros((t, d))
+    leaves_after, receiving_ms = start[:, :, stage - 1, 1:] - start[:, :, stage, :-1], np.zeros((t, d))
     if stage > 1:
-        made = end[:, :, stage - 2] + (shift[:, :, stage - 2] - shift[:, :, stage - 1])[..., None]
-        received = (start[:, :, stage - 1] - made).min(axis=2)
-        left = np.where(made[..., 1:] <= end[:, :, stage - 1, :-1], left, np.inf)
-    high = left.min(axis=2) - received
+        input_made = end[:, :, stage - 2] + (shift[:, :, stage - 2] - shift[:, :, stage - 1])[..., None]
+        receiving_ms = (start[:, :, stage - 1] - input_made).min(axis=2)
+        leaves_after = np.where(input_made[..., 1:] <= end[:, :, stage - 1, :-1], leaves_after, np.inf)
+    high = leaves_after.min(axis=2) - receiving_ms
     if not each_step:
         low, high = low.max(axis=0, keepdims=True), np.median(high, axis=0, keepdims=True)
-    known = np.isfinite(high) & (high >= low)
-    return np.where(known, high, np.nan), np.where(known, high - low, 0.0)
+    consistent = np.isfinite(high) & (high >= low)
+    return np.where(consistent, high, np.nan), np.where(consistent, high - low, 0.0)
 
 
 def _free(start: Floats, end: Floats, enter: Floats) -> Floats:
     """Returns the time from which a rank had nothing to do before every pass, [t, d, c, k, m]. It is the end of the
     pass before or, for the first pass, the beginning of the step (or of the pass itself, if that is not known)."""
     t, d = start.shape[:2]
-    flat, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
-    order = np.argsort(flat, axis=2)
-    first = np.take_along_axis(flat, order[..., :1], axis=2)
+    starts, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
+    order = np.argsort(starts, axis=2)
+    first = np.take_along_axis(starts, order[..., :1], axis=2)
     shifted = np.take_along_axis(ends, order, axis=2)
     shifted = np.concatenate((np.fmin(first, enter[..., None]), shifted[..., :-1]), axis=2)
-    found = np.empty_like(flat)
-    np.put_along_axis(found, order, shifted, axis=2)
-    return found.reshape(start.shape)
+    free_since = np.empty_like(starts)
+    np.put_along_axis(free_since, order, shifted, axis=2)
+    return free_since.reshape(start.shape)

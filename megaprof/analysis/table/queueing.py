@@ -22,45 +22,49 @@ from megaprof.formats.timeline import Timeline, Waited
 def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
     """Returns how many milliseconds the thread waited in each of these steps of a file and since the step before,
     [row]; 0 if the counter was not read."""
-    steps, told = timeline.steps, timeline.facts(format.WAITED)
-    begin = steps["start_ns"] / 1e6
-    end = begin + steps["duration"] / 1e3
-    begin[1:] = np.minimum(begin[1:], end[:-1])
-    length = np.maximum(end - begin, 1e-9)
-    usual = length.copy()
+    steps, facts = timeline.steps, timeline.facts(format.WAITED)
+    begin_ms = steps["start_ns"] / 1e6
+    end_ms = begin_ms + steps["duration"] / 1e3
+    begin_ms[1:] = np.minimum(begin_ms[1:], end_ms[:-1])
+    length_ms = np.maximum(end_ms - begin_ms, 1e-9)
+    usual_ms = length_ms.copy()
     for shape in np.unique(steps["shape"]):
-        usual[steps["shape"] == shape] = np.median(length[steps["shape"] == shape])
-    found = np.zeros(len(steps))
-    ends = np.array(sorted(row for row in told if row < len(steps)), dtype=np.intp)
-    at = np.searchsorted(ends, rows)
+        usual_ms[steps["shape"] == shape] = np.median(length_ms[steps["shape"] == shape])
+    waits_ms = np.zeros(len(steps))
+    ends = np.array(sorted(row for row in facts if row < len(steps)), dtype=np.intp)
+    reading_of_row = np.searchsorted(ends, rows)
     # A step that was running when the counter was read was written with the next reading.
-    for i in sorted({*at.tolist(), *(at - 1).tolist()} & {*range(len(ends))}):
-        span = Waited.unpack(told[int(ends[i])])
+    for reading in sorted({*reading_of_row.tolist(), *(reading_of_row - 1).tolist()} & {*range(len(ends))}):
+        span = Waited.unpack(facts[int(ends[reading])])
         if span is None:
             continue
-        near = np.arange(ends[i - 1] + 1 if i else 0, min(ends[i] + 2, len(steps)))
-        since = steps["start_ns"][ends[i]] / 1e6 + span.start / 1e3
-        inside = np.minimum(end[near], since + span.length / 1e3) - np.maximum(begin[near], since)
-        inside = np.maximum(inside, 0.0)
-        found[near] += _above(inside, usual[near] * inside / length[near], span.waited / 1e3)
-    return found[list(rows)]
+        near_rows = np.arange(ends[reading - 1] + 1 if reading else 0, min(ends[reading] + 2, len(steps)))
+        since_ms = steps["start_ns"][ends[reading]] / 1e6 + span.start / 1e3
+        inside_ms = np.minimum(end_ms[near_rows], since_ms + span.length / 1e3) - np.maximum(
+            begin_ms[near_rows], since_ms
+        )
+        inside_ms = np.maximum(inside_ms, 0.0)
+        waits_ms[near_rows] += _above(
+            inside_ms, usual_ms[near_rows] * inside_ms / length_ms[near_rows], span.waited / 1e3
+        )
+    return waits_ms[list(rows)]
 
 
 def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float]]) -> Floats:
     """Returns how long passes waited, [t, c, k, m], given how long they ``took``. ``waited``: groups of steps, and how
     many milliseconds their thread waited in them. That is an upper limit for the passes, because a thread that sleeps
     in an exchange may also wait when it wakes up."""
-    found, waits = np.zeros_like(took), [(steps, ms) for steps, ms in waited if ms > 0.0]
-    if not waits:
-        return found
-    usual = np.nanquantile(took, QUARTILE, axis=(0, 3), keepdims=True)
-    usual = np.broadcast_to(usual, took.shape)
-    for steps, ms in waits:
-        there = np.isfinite(took[steps])
-        own = np.zeros_like(took[steps])
-        own[there] = _above(took[steps][there], usual[steps][there], ms, least=1.0)
-        found[steps] = own
-    return found
+    waits_ms, counted_waits = np.zeros_like(took), [(steps, ms) for steps, ms in waited if ms > 0.0]
+    if not counted_waits:
+        return waits_ms
+    usual_ms = np.nanquantile(took, QUARTILE, axis=(0, 3), keepdims=True)
+    usual_ms = np.broadcast_to(usual_ms, took.shape)
+    for steps, ms in counted_waits:
+        recorded = np.isfinite(took[steps])
+        step_waits_ms = np.zeros_like(took[steps])
+        step_waits_ms[recorded] = _above(took[steps][recorded], usual_ms[steps][recorded], ms, least=1.0)
+        waits_ms[steps] = step_waits_ms
+    return waits_ms
 
 
 def _above(took: Floats, usual: Floats, waited: float, *, least: float = 0.0) -> Floats:
@@ -70,5 +74,5 @@ def _above(took: Floats, usual: Floats, waited: float, *, least: float = 0.0) ->
     order = np.argsort(-took / norm)
     # Taking one that is below the level would lower it, so the highest level is the right one.
     level = ((took[order].cumsum() - waited) / norm[order].cumsum()).max(initial=least)
-    found: Floats = np.maximum(took - level * norm, 0.0)
-    return found
+    excess: Floats = np.maximum(took - level * norm, 0.0)
+    return excess

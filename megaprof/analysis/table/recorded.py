@@ -39,10 +39,11 @@ from megaprof.parallel.topology import ParallelSizes
 STEPS = 48
 _LEFT_OUT = format.FAILED | format.CAPTURED
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
-#: The most passes in a table, so that it fits into memory and time. Steps are left out first, down to this many, ...
+#: The most passes in a table, so that it fits into memory and time.
 _MOST_PASSES = 500_000
+#: If there are more passes, steps are left out first, down to this many, and then replicas. Half of the replicas that
+#: remain are the slowest ones.
 _FEWEST_STEPS = 16
-#: ... then replicas; half of those that remain are the slowest.
 #: The largest fraction of its passes in which a rank may wait, because it must also compute.
 _MOST_WAITING = 0.99
 
@@ -53,13 +54,13 @@ def tables_of_timelines(
     """Returns the table of every job of a run, or why there is none. ``fleets``: the survey of the run; the steps on
     both sides of a change of the step time are always read. ``workers``: processes that read files."""
     changes = {fleet.key: [shift.step for shift in fleet.times.step_shifts] for fleet in fleets}
-    found: dict[Key, Table | Unfit] = {}
+    tables: dict[Key, Table | Unfit] = {}
     for key, series in reading.series.items():
         try:
-            found[key] = _table(key, series, reading.files.get(key, {}), changes.get(key, ()), workers)
+            tables[key] = _table(key, series, reading.files.get(key, {}), changes.get(key, ()), workers)
         except Unfit as fault:
-            found[key] = fault
-    return found
+            tables[key] = fault
+    return tables
 
 
 class _Plan(NamedTuple):
@@ -72,7 +73,7 @@ class _Plan(NamedTuple):
     """Numbers of the steps, with their calls in the lowest `CALLS` bits."""
     cold: tuple[int, ...]
     """Steps at the beginning that are left out because everything takes longer in them."""
-    came: npt.NDArray[np.int64]
+    arrival_steps: npt.NDArray[np.int64]
     """Steps with known arrivals of a rank at its collectives."""
     origin: int
     """Nanoseconds on the wall clock from which times are counted, so that floats hold them exactly."""
@@ -91,113 +92,123 @@ def _table(
     key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], changes: Sequence[int], workers: Workers
 ) -> Table:
     replicas = _replicas(series.ranks)
-    every = max((rank for own in replicas.values() for peers in own for rank in peers), key=lambda r: r.counts.sum())
-    plan = _plan(key, files[every.coords.rank], {each.step for each in series.stood})
-    own = plan.schedule
-    of_rank = own.chunks * len(own.kinds) * own.microbatches
-    most = max(1, _MOST_PASSES // (own.stages * of_rank))
-    steps = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most // len(replicas)))
-    told = plan.numbers[np.isin(plan.numbers, plan.came)]
-    numbers = told if len(told) >= min(steps, _FEWEST_STEPS) else plan.numbers
+    fullest_rank = max(
+        (rank for stages in replicas.values() for peers in stages for rank in peers), key=lambda rank: rank.counts.sum()
+    )
+    plan = _plan(key, files[fullest_rank.coords.rank], {rank_step.step for rank_step in series.stood})
+    schedule = plan.schedule
+    passes_per_rank = schedule.chunks * len(schedule.kinds) * schedule.microbatches
+    most_replica_steps = max(1, _MOST_PASSES // (schedule.stages * passes_per_rank))
+    steps = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most_replica_steps // len(replicas)))
+    with_arrivals = plan.numbers[np.isin(plan.numbers, plan.arrival_steps)]
+    numbers = with_arrivals if len(with_arrivals) >= min(steps, _FEWEST_STEPS) else plan.numbers
     plan = plan._replace(numbers=_spread(numbers, steps, changes))
-    chosen = _chosen(replicas, max(1, most // steps))
-    groups = [peers for replica in chosen for peers in replicas[replica]]
+    chosen_replicas = _chosen(replicas, max(1, most_replica_steps // steps))
+    groups = [peers for replica in chosen_replicas for peers in replicas[replica]]
     # Peers wait for each other in every pass, so one of them shows the passes of all, but not which one enters late.
-    alone = steps * sum(map(len, groups)) * of_rank > _MOST_PASSES
+    one_peer = steps * sum(map(len, groups)) * passes_per_rank > _MOST_PASSES
     items = [
-        _Rank(files[peer.coords.rank], tuple((each.coords.rank, each.host) for each in own), *place_of(peer.coords))
+        _Rank(
+            files[peer.coords.rank],
+            tuple((rank.coords.rank, rank.host) for rank in represented),
+            *place_of(peer.coords),
+        )
         for peers in groups
-        for peer, own in ([(peers[0], peers)] if alone else [(peer, [peer]) for peer in peers])
+        for peer, represented in ([(peers[0], peers)] if one_peer else [(peer, [peer]) for peer in peers])
     ]
-    items = [item._replace(peer=0) for item in items] if alone else items
+    items = [item._replace(peer=0) for item in items] if one_peer else items
     paths = [path for item in items for path in item.files]
     workers = at_most(workers, useful(paths, len(items)))
-    read = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
-    if not read:
+    rank_steps = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
+    if not rank_steps:
         raise Unfit(Note("no_timed_passes"))
-    table = table_of(key, _without_waiting(read), plan.metadata, own)
+    table = table_of(key, _without_waiting(rank_steps), plan.metadata, schedule)
     table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes)))
-    if len(chosen) == len(replicas):
+    if len(chosen_replicas) == len(replicas):
         return table
     # The reduction may have waited for a replica that is not in the table, so only its shortest time is certain.
-    least = np.minimum(table.reduction, table.reduction.min())
-    return replace(table, reduction=least, length=table.length - table.reduction + least)
+    reduction = np.minimum(table.reduction, table.reduction.min())
+    return replace(table, reduction=reduction, length=table.length - table.reduction + reduction)
 
 
 def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     """Yields what a timeline does not show."""
     if sizes.pp > 1:
         yield Note("pp_unknown")
-    if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
-        yield Note("groups_in_compute", names=tuple(others))
-    if known := [axis for axis in INSIDE if axis in table.spent]:
-        yield Note("groups_with_waiting", names=tuple(known))
+    if hidden_axes := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
+        yield Note("groups_in_compute", names=tuple(hidden_axes))
+    if shown_axes := [axis for axis in INSIDE if axis in table.spent]:
+        yield Note("groups_with_waiting", names=tuple(shown_axes))
 
 
 def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
     """Returns the peers of every stage by replica, for the replicas with the most stages. Raises Unfit if there are
     none."""
-    found: dict[int, dict[int, list[RankSeries]]] = defaultdict(lambda: defaultdict(list))
+    by_replica: dict[int, dict[int, list[RankSeries]]] = defaultdict(lambda: defaultdict(list))
     for rank in sorted(ranks, key=lambda rank: rank.coords.rank):
         if len(rank.counts):
-            found[place_of(rank.coords)[0]][rank.coords.pp].append(rank)
-    if not found:
+            by_replica[place_of(rank.coords)[0]][rank.coords.pp].append(rank)
+    if not by_replica:
         raise Unfit(Note("all_disturbed"))
-    most = max(map(len, found.values()))
-    return {replica: [own[pp] for pp in sorted(own)] for replica, own in sorted(found.items()) if len(own) == most}
+    most_stages = max(map(len, by_replica.values()))
+    return {
+        replica: [by_stage[pp] for pp in sorted(by_stage)]
+        for replica, by_stage in sorted(by_replica.items())
+        if len(by_stage) == most_stages
+    }
 
 
-def _chosen(replicas: Mapping[int, list[list[RankSeries]]], most: int) -> list[int]:
+def _chosen(replicas: Mapping[int, list[list[RankSeries]]], limit: int) -> list[int]:
     """Returns at most this many replicas. Half of them hold the slowest ranks, which make the step as long as it is;
     the others are evenly spread, to show what is usual."""
-    if len(replicas) <= most:
+    if len(replicas) <= limit:
         return list(replicas)
-    every = list(replicas)
-    mean = np.array([[peers[0].mean_ms for peers in own] for own in replicas.values()])
-    slow = (mean - np.median(mean, axis=0)).max(axis=1)
-    first = [every[n] for n in np.argsort(-slow, kind="stable")[: -(-most // 2)]]
-    others = [replica for replica in every if replica not in first]
-    places = np.linspace(0, len(others) - 1, most - len(first)).round().astype(int)
-    return sorted({*first, *(others[n] for n in places.tolist())})
+    all_replicas = list(replicas)
+    mean_ms = np.array([[peers[0].mean_ms for peers in stages] for stages in replicas.values()])
+    slowness_ms = (mean_ms - np.median(mean_ms, axis=0)).max(axis=1)
+    slowest = [all_replicas[place] for place in np.argsort(-slowness_ms, kind="stable")[: -(-limit // 2)]]
+    other_replicas = [replica for replica in all_replicas if replica not in slowest]
+    places = np.linspace(0, len(other_replicas) - 1, limit - len(slowest)).round().astype(int)
+    return sorted({*slowest, *(other_replicas[place] for place in places.tolist())})
 
 
-def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
+def _plan(key: Key, files: Sequence[Path], left_out_steps: AbstractSet[int]) -> _Plan:
     """Returns what most steps of one rank have in common, and which steps these are. Raises Unfit if there are none."""
-    alike: dict[tuple[object, ...], list[tuple[Metadata, npt.NDArray[np.void]]]] = defaultdict(list)
+    parts_by_shape: dict[tuple[object, ...], list[tuple[Metadata, npt.NDArray[np.void]]]] = defaultdict(list)
     reasons: list[str] = []
-    came: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+    arrival_steps: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     for path in files:
         with suppress(format.UnreadableTimeline):
             timeline = format.read_timeline(path)
             rows = [row for row in timeline.facts(format.COLLECTIVES) if row < len(timeline.steps)]
-            came.append(_numbers(timeline.steps[rows]))
+            arrival_steps.append(_numbers(timeline.steps[rows]))
             for number, metadata in enumerate(timeline.metadata):
                 if Key(metadata.target, metadata.role, metadata.sizes) != key:
                     continue
-                own = timeline.steps[(timeline.steps["metadata"] == number) & _usable(timeline)]
-                own = own[~np.isin(own["step"], list(without))]
-                if not len(own):
+                file_steps = timeline.steps[(timeline.steps["metadata"] == number) & _usable(timeline)]
+                file_steps = file_steps[~np.isin(file_steps["step"], list(left_out_steps))]
+                if not len(file_steps):
                     reasons += [metadata.ranges.reason] if metadata.ranges.reason else []
                     continue
-                alike[_shape(metadata)].append((metadata, own))
-    if not alike:
+                parts_by_shape[_shape(metadata)].append((metadata, file_steps))
+    if not parts_by_shape:
         raise Unfit(Note("no_timed_passes", said=next(iter(reasons), "")))
-    most = max(alike.values(), key=lambda parts: sum(len(steps) for _, steps in parts))
-    metadata = most[-1][0]
-    steps = np.concatenate([part for _, part in most])
+    largest_group = max(parts_by_shape.values(), key=lambda parts: sum(len(steps) for _, steps in parts))
+    metadata = largest_group[-1][0]
+    steps = np.concatenate([part for _, part in largest_group])
     combined = bool((steps["combined"] > 0).any())
     schedule = schedule_of(metadata, metadata.forward_only, combined=combined)
-    warm = _warm(steps)
-    cold = tuple(number for number in sorted(set(steps["step"].tolist())) if number < warm[0] >> CALLS)
-    return _Plan(key, schedule, metadata, warm, cold, np.concatenate(came), int(steps["start_ns"][0]))
+    warm_numbers = _warm(steps)
+    cold = tuple(number for number in sorted(set(steps["step"].tolist())) if number < warm_numbers[0] >> CALLS)
+    return _Plan(key, schedule, metadata, warm_numbers, cold, np.concatenate(arrival_steps), int(steps["start_ns"][0]))
 
 
 def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     """Returns the numbers of the steps after the beginning, in which everything takes longer. The first of several
     steps is always left out, because caches are cold."""
     numbers, first = np.unique(_numbers(steps), return_index=True)
-    found: npt.NDArray[np.int64] = numbers[warming_up(steps["duration"][first].tolist()) :]
-    return found[1:] if len(found) > 3 else found
+    warm_numbers: npt.NDArray[np.int64] = numbers[warming_up(steps["duration"][first].tolist()) :]
+    return warm_numbers[1:] if len(warm_numbers) > 3 else warm_numbers
 
 
 def _shape(metadata: Metadata) -> tuple[object, ...]:
@@ -207,13 +218,13 @@ def _shape(metadata: Metadata) -> tuple[object, ...]:
 
 def _usable(timeline: format.Timeline) -> npt.NDArray[np.bool_]:
     steps = timeline.steps
-    found: npt.NDArray[np.bool_] = (steps["flags"] & (_LEFT_OUT | format.INCOMPLETE) == 0) & (steps["duration"] > 0)
-    return found
+    usable: npt.NDArray[np.bool_] = (steps["flags"] & (_LEFT_OUT | format.INCOMPLETE) == 0) & (steps["duration"] > 0)
+    return usable
 
 
 def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    found: npt.NDArray[np.int64] = steps["step"].astype(np.int64) << CALLS | steps["index"]
-    return found
+    numbers: npt.NDArray[np.int64] = steps["step"].astype(np.int64) << CALLS | steps["index"]
+    return numbers
 
 
 def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -224,101 +235,109 @@ def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) 
         after = int(np.searchsorted(places, change))
         if 0 < after < len(places):
             places[after - 1 : after + 1] = change - 1, change
-    found: npt.NDArray[np.int64] = numbers[np.unique(places)]
-    return found
+    spread_numbers: npt.NDArray[np.int64] = numbers[np.unique(places)]
+    return spread_numbers
 
 
 def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
     """Returns the steps of one rank, or None if it has none of them. If a step ran again, the last time counts."""
-    found: dict[int, tuple[int, format.Timeline, int]] = {}
+    step_rows: dict[int, tuple[int, format.Timeline, int]] = {}
     for path in rank.files:
         with suppress(format.UnreadableTimeline):
             timeline = format.read_timeline(path)
-            own = [
+            metadata_numbers = [
                 number
-                for number, each in enumerate(timeline.metadata)
-                if Key(each.target, each.role, each.sizes) == plan.key and _shape(each) == _shape(plan.metadata)
+                for number, metadata in enumerate(timeline.metadata)
+                if Key(metadata.target, metadata.role, metadata.sizes) == plan.key
+                and _shape(metadata) == _shape(plan.metadata)
             ]
             numbers = _numbers(timeline.steps)
-            wanted = _usable(timeline) & np.isin(timeline.steps["metadata"], own) & np.isin(numbers, plan.numbers)
-            told = np.isin(np.arange(len(wanted)), list(timeline.facts(format.COLLECTIVES)))
-            if told.any() and np.isin(plan.numbers, plan.came).all():
-                wanted &= told
-            for row in np.flatnonzero(wanted).tolist():
+            is_wanted = (
+                _usable(timeline)
+                & np.isin(timeline.steps["metadata"], metadata_numbers)
+                & np.isin(numbers, plan.numbers)
+            )
+            has_arrivals = np.isin(np.arange(len(is_wanted)), list(timeline.facts(format.COLLECTIVES)))
+            if has_arrivals.any() and np.isin(plan.numbers, plan.arrival_steps).all():
+                is_wanted &= has_arrivals
+            for row in np.flatnonzero(is_wanted).tolist():
                 number, start = int(numbers[row]), int(timeline.steps["start_ns"][row])
-                if number not in found or found[number][0] <= start:
-                    found[number] = start, timeline, row
-    return _laid_out(plan, rank, found) if found else None
+                if number not in step_rows or step_rows[number][0] <= start:
+                    step_rows[number] = start, timeline, row
+    return _laid_out(plan, rank, step_rows) if step_rows else None
 
 
-def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Timeline, int]]) -> RankSteps:
-    numbers = sorted(found)
+def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, format.Timeline, int]]) -> RankSteps:
+    numbers = sorted(step_rows)
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
-    start, end, collected = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
+    start, end, collected_ms = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
     waited = np.zeros(len(numbers))
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
-    alike: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
+    steps_by_shape: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
     work, source = np.full((len(numbers), microbatches, 3), np.nan), None
-    told: dict[int, tuple[list[bytes], list[bytes]]] = {}
+    facts: dict[int, tuple[list[bytes], list[bytes]]] = {}
     memory: list[Peak] = []
     for t, number in enumerate(numbers):
-        start_ns, timeline, row = found[number]
-        if id(timeline) not in told:
-            told[id(timeline)] = timeline.holding(format.WORK), timeline.holding(format.MEMORY)
-        works, memories = told[id(timeline)]
+        start_ns, timeline, row = step_rows[number]
+        if id(timeline) not in facts:
+            facts[id(timeline)] = timeline.holding(format.WORK), timeline.holding(format.MEMORY)
+        works, memories = facts[id(timeline)]
         if (allocated := format.Memory.unpack(memories[row])) is not None:
             memory.append(Peak(allocated.allocated, allocated.peak, allocated.capacity or None))
-        if (known := unpack_work(works[row])) is not None and len(known[1]) == microbatches:
-            source, work[t] = known
+        if (step_work := unpack_work(works[row])) is not None and len(step_work[1]) == microbatches:
+            source, work[t] = step_work
         enter[t] = (start_ns - plan.origin) / 1e6
         device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
-        alike.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)
-    for own in alike.values():
-        _, timeline, row = found[numbers[own[0]]]
-        there, times = timeline.times([found[numbers[t]][2] for t in own])
-        if not len(there):
+        steps_by_shape.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)
+    for step_indices in steps_by_shape.values():
+        _, timeline, row = step_rows[numbers[step_indices[0]]]
+        decoded, times = timeline.times([step_rows[numbers[t]][2] for t in step_indices])
+        if not len(decoded):
             continue  # damaged: no step is whole
-        which, at, half, finalizing = _places(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
-        places, since = np.array(own)[there, None], enter[own][there, None]
-        length = times[:, which, 1] - times[:, which, 0]
-        share = np.zeros((len(there), 1))
+        events, cells, half, finalizing = _places(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
+        places, since = np.array(step_indices)[decoded, None], enter[step_indices][decoded, None]
+        length = times[:, events, 1] - times[:, events, 0]
+        share = np.zeros((len(decoded), 1))
         if half.any():
-            kind = at % per_chunk // microbatches
-            alone = [length[:, (half == 0) & (kind == each)] for each in (0, 1)]
-            share[:, 0] = [forward_share(*both) for both in zip(*alone, strict=True)]
-        begun = times[:, which, 0] + np.where(half > 0, share, 0.0) * length
-        ended = times[:, which, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
-        start.reshape(len(numbers), -1)[places, at] = since + begun / 1e3
-        end.reshape(len(numbers), -1)[places, at] = since + ended / 1e3
-        waited[own] = queueing.of_steps(timeline, [found[numbers[t]][2] for t in own])
+            kind = cells % per_chunk // microbatches
+            alone_us = [length[:, (half == 0) & (kind == pass_kind)] for pass_kind in (0, 1)]
+            share[:, 0] = [forward_share(*durations) for durations in zip(*alone_us, strict=True)]
+        begin_us = times[:, events, 0] + np.where(half > 0, share, 0.0) * length
+        end_us = times[:, events, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
+        start.reshape(len(numbers), -1)[places, cells] = since + begin_us / 1e3
+        end.reshape(len(numbers), -1)[places, cells] = since + end_us / 1e3
+        waited[step_indices] = queueing.of_steps(timeline, [step_rows[numbers[t]][2] for t in step_indices])
         garbage = timeline.facts(format.COLLECTIONS)
-        for n, t in enumerate(places[:, 0].tolist()):
-            if payload := garbage.get(found[numbers[t]][2]):
-                spans = np.stack((begun[n], ended[n]), axis=-1).astype(np.int64)
-                held = covered(union(unpack_collections(payload)), spans)
-                collected.reshape(len(numbers), -1)[t, at] = held / 1e3
+        for index, t in enumerate(places[:, 0].tolist()):
+            if payload := garbage.get(step_rows[numbers[t]][2]):
+                spans = np.stack((begin_us[index], end_us[index]), axis=-1).astype(np.int64)
+                collected_us = covered(union(unpack_collections(payload)), spans)
+                collected_ms.reshape(len(numbers), -1)[t, cells] = collected_us / 1e3
         if finalizing.any():
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
-    waits = queueing.of_passes(end - start - collected, [([t], ms) for t, ms in enumerate(waited)])
-    holds = {kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()}
-    if device and holds:  # the GPU may have had enough work meanwhile
+    waits_ms = queueing.of_passes(end - start - collected_ms, [([t], ms) for t, ms in enumerate(waited)])
+    held_ms = {kind: delay_ms for kind, delay_ms in ((GARBAGE, collected_ms), (WAIT, waits_ms)) if delay_ms.any()}
+    if device and held_ms:  # the GPU may have had enough work meanwhile
         longer = end - start - np.nanmedian(end - start, axis=0)
-        holds = {kind: np.clip(each, 0.0, np.maximum(longer, 0.0)) for kind, each in holds.items()}
-    _, timeline, row = found[numbers[-1]]
+        held_ms = {kind: np.clip(delay_ms, 0.0, np.maximum(longer, 0.0)) for kind, delay_ms in held_ms.items()}
+    _, timeline, row = step_rows[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
-    came = {}
-    for number, (_, timeline, row) in found.items():
+    arrivals = {}
+    for number, (_, timeline, row) in step_rows.items():
         for _, of_step in of_steps(timeline, [row], *rank.names[0]):
-            came[number] = of_step
+            arrivals[number] = of_step
     # A combined pass computes beside its collectives on purpose.
     axes = () if schedule.combined else INSIDE
-    ran = {axis: np.array([came[n].ran_ms(axis) if n in came else np.nan for n in numbers]) for axis in axes}
-    ran = {axis: ms for axis, ms in ran.items() if np.isfinite(ms).all()}
-    whole = np.nansum(end - start, axis=(1, 2, 3))
-    part = np.clip(sum(ran.values(), np.zeros(len(numbers))) / np.maximum(whole, 1e-9), 0.0, 1.0)
+    ran_ms = {
+        axis: np.array([arrivals[number].ran_ms(axis) if number in arrivals else np.nan for number in numbers])
+        for axis in axes
+    }
+    ran_ms = {axis: ms for axis, ms in ran_ms.items() if np.isfinite(ms).all()}
+    passes_ms = np.nansum(end - start, axis=(1, 2, 3))
+    ran_fraction = np.clip(sum(ran_ms.values(), np.zeros(len(numbers))) / np.maximum(passes_ms, 1e-9), 0.0, 1.0)
     return RankSteps(
         names=rank.names,
         metadata=metadata,
@@ -329,12 +348,12 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         start=start,
         end=end,
         # Peers that wait for each other take equally long. They differ only if it is known which of them waited.
-        compute=end - start - sum(each for kind, each in holds.items() if kind != WAIT or came),
+        compute=end - start - sum(delay_ms for kind, delay_ms in held_ms.items() if kind != WAIT or arrivals),
         # Not every clock shows in which pass collectives ran, so they are taken evenly from the passes of a step.
-        working=(end - start) * (1.0 - part)[:, None, None, None],
-        spent=ran,
+        working=(end - start) * (1.0 - ran_fraction)[:, None, None, None],
+        spent=ran_ms,
         idle=np.zeros(shape),
-        held=holds,
+        held=held_ms,
         waited=waited,
         exposed={},
         enter=enter,
@@ -343,7 +362,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         work=work,
         lengths_from=source,
         device=device,
-        came=came,
+        came=arrivals,
         memory=together(memory),
     )
 
@@ -355,36 +374,36 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
     for rank in ranks:
         for number, of_step in rank.came.items():
             by_step[rank.replica, rank.stage, number][rank.peer] = of_step
-    waited = {where: waited_ms(list(peers.values())) for where, peers in by_step.items()}
-    return [_waiting(rank, waited) for rank in ranks]
+    waits = {key: waited_ms(list(peers.values())) for key, peers in by_step.items()}
+    return [_waiting(rank, waits) for rank in ranks]
 
 
-def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int, Mapping[str, float]]]) -> RankSteps:
+def _waiting(rank: RankSteps, waits: Mapping[tuple[int, int, int], Mapping[int, Mapping[str, float]]]) -> RankSteps:
     """Returns the rank with its waiting in ``spent``, and without it in ``compute``."""
-    places = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
-    own = {number: waited.get(place, {}).get(rank.names[0][0], {}) for number, place in places.items()}
-    left = _left(rank, np.array([sum(each.values()) for each in own.values()]))
-    each_axis = {axis: np.array([each.get(axis, np.nan) for each in own.values()]) for axis in INSIDE}
-    known = {f"{axis}_waiting": ms for axis, ms in each_axis.items() if np.isfinite(ms).all()}
-    return replace(rank, spent={**rank.spent, **known}, compute=rank.compute * left[:, None, None, None])
+    keys = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
+    waits_by_axis = {number: waits.get(key, {}).get(rank.names[0][0], {}) for number, key in keys.items()}
+    working_fraction = _working_fraction(rank, np.array([sum(by_axis.values()) for by_axis in waits_by_axis.values()]))
+    axis_ms = {axis: np.array([by_axis.get(axis, np.nan) for by_axis in waits_by_axis.values()]) for axis in INSIDE}
+    known_ms = {f"{axis}_waiting": ms for axis, ms in axis_ms.items() if np.isfinite(ms).all()}
+    return replace(rank, spent={**rank.spent, **known_ms}, compute=rank.compute * working_fraction[:, None, None, None])
 
 
-def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns the fraction of its passes in which a rank did not wait, [t]. ``own``: how long it waited."""
-    found: npt.NDArray[np.float64] = 1.0 - np.clip(
-        own / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
+def _working_fraction(rank: RankSteps, waiting_ms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Returns the fraction of its passes in which a rank did not wait, [t]. ``waiting_ms``: how long it waited."""
+    fraction: npt.NDArray[np.float64] = 1.0 - np.clip(
+        waiting_ms / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
     )
-    return found
+    return fraction
 
 
 class _Places(NamedTuple):
     """The events of a step that are passes; a combined pass counts twice."""
 
-    which: npt.NDArray[np.intp]
+    events: npt.NDArray[np.intp]
     """The event of each pass."""
-    at: npt.NDArray[np.intp]
+    cells: npt.NDArray[np.intp]
     """Its index in a flattened [c, k, m]."""
-    half: npt.NDArray[np.int8]
+    halves: npt.NDArray[np.int8]
     """0 if the event is this pass; -1 and 1 if the pass is the forward or the backward of a combined event."""
     finalizing: npt.NDArray[np.bool_]
     """The events that finalise gradients."""
@@ -394,18 +413,18 @@ class _Places(NamedTuple):
 def _places(shape: bytes, schedule: PipelineSchedule) -> _Places:
     code = np.frombuffer(shape, dtype=np.int64)
     kind = code & codes.KIND_MASK
-    which, at, half = [], [], []
+    events, cells, halves = [], [], []
     for event in np.flatnonzero((kind >= codes.FORWARD) & (kind <= codes.COMBINED)).tolist():
         for chunk, microbatch, pass_kind, part in _passes_in(int(code[event])):
             if chunk is None or microbatch is None or pass_kind >= len(schedule.kinds):
                 raise Unfit(Note("place_unknown"))
             if chunk >= schedule.chunks or microbatch >= schedule.microbatches:
                 raise Unfit(Note("place_beyond_schedule"))
-            which.append(event)
-            at.append((chunk * len(schedule.kinds) + pass_kind) * schedule.microbatches + microbatch)
-            half.append(part)
+            events.append(event)
+            cells.append((chunk * len(schedule.kinds) + pass_kind) * schedule.microbatches + microbatch)
+            halves.append(part)
     finalizing = kind == codes.FINALIZE
-    return _Places(np.array(which, np.intp), np.array(at, np.intp), np.array(half, np.int8), finalizing)
+    return _Places(np.array(events, np.intp), np.array(cells, np.intp), np.array(halves, np.int8), finalizing)
 
 
 def _passes_in(code: int) -> Iterator[tuple[int | None, int | None, int, int]]:

@@ -124,19 +124,22 @@ class Table:
     @property
     def framework(self) -> str | None:
         """The framework that trains; None if unknown."""
-        return next((each.framework for each in self.metadata if each is not None), None)
+        return next((metadata.framework for metadata in self.metadata if metadata is not None), None)
 
     @property
     def reduces(self) -> bool:
         """True if data-parallel ranks reduce gradients after the passes."""
-        sizes = next(each.sizes for each in self.metadata if each is not None)
+        sizes = next(metadata.sizes for metadata in self.metadata if metadata is not None)
         return "backward" in self.schedule.kinds and sizes.dp * sizes.cp > 1
 
     @property
     def waited_beside(self) -> Floats:
         """[t, d, s, p]: the part of ``waited`` that is outside of passes."""
-        inside = self.held.get(WAIT)
-        return self.waited if inside is None else np.maximum(self.waited - inside.sum(axis=(3, 4, 5))[..., None], 0.0)
+        waited_inside = self.held.get(WAIT)
+        if waited_inside is None:
+            return self.waited
+        waited_beside: Floats = np.maximum(self.waited - waited_inside.sum(axis=(3, 4, 5))[..., None], 0.0)
+        return waited_beside
 
     @property
     def passes(self) -> Floats:

@@ -42,24 +42,29 @@ def _table(counted: Counted) -> Table:
     # If stages are missing, the times of the others are still known.
     if findings.unjudgeable and findings.unjudgeable.kind != "stages_missing":
         raise Unfit(findings.unjudgeable)
-    whole = [call for call in calls if not call.incomplete]
-    if not whole:
+    whole_calls = [call for call in calls if not call.incomplete]
+    if not whole_calls:
         raise Unfit(Note("no_whole_step", why=calls[-1].incomplete))
-    by_step = grouped(whole, lambda call: call.key).values()
-    apart = [opened_apart(step) for step in by_step]
-    whole = [call for step, why in zip(by_step, apart, strict=True) if why is None for call in step]
-    if not whole:
-        raise Unfit(Note("step_disturbed", steps=(calls[-1].step,), why=apart[-1]))
-    alike = grouped(whole, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only))
-    calls = max(alike.values(), key=len)
-    first = calls[0]
+    by_step = grouped(whole_calls, lambda call: call.key).values()
+    disturbances = [opened_apart(step) for step in by_step]
+    whole_calls = [call for step, why in zip(by_step, disturbances, strict=True) if why is None for call in step]
+    if not whole_calls:
+        raise Unfit(Note("step_disturbed", steps=(calls[-1].step,), why=disturbances[-1]))
+    by_schedule = grouped(
+        whole_calls, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only)
+    )
+    calls = max(by_schedule.values(), key=len)
+    first_call = calls[0]
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
-    schedule = schedule_of(first.metadata, first.forward_only, combined=combined)
+    schedule = schedule_of(first_call.metadata, first_call.forward_only, combined=combined)
     origin = min(call.start for call in calls)
-    met = {key: _met(step) for key, step in grouped(calls, lambda call: call.key).items()}
+    meetings_by_step = {key: _meetings(step) for key, step in grouped(calls, lambda call: call.key).items()}
     by_rank = grouped(sorted(calls, key=lambda call: call.key), lambda call: call.rank)
-    ranks = [_rank(own, schedule, origin, [met[call.key].get(call.rank) for call in own]) for own in by_rank.values()]
-    table = table_of(key, ranks, first.metadata, schedule)
+    ranks = [
+        _rank(rank_calls, schedule, origin, [meetings_by_step[call.key].get(call.rank) for call in rank_calls])
+        for rank_calls in by_rank.values()
+    ]
+    table = table_of(key, ranks, first_call.metadata, schedule)
     warnings = [*findings.warnings(), *_warnings(table, calls)]
     return replace(table, warnings=tuple(warnings))
 
@@ -68,22 +73,22 @@ def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
     """Yields what is wrong with the steps of a table, or missing. Raises Unfit if they are from different runs."""
     begin, end = table.entry, table.end.max(axis=(3, 4, 5))
     opened = {call.step for call in calls if call.after_opening}
-    together = "backward" in table.schedule.kinds
+    reduces = "backward" in table.schedule.kinds
     for t, step in enumerate(table.steps.tolist()):
-        for rows in [slice(None)] if together else range(begin.shape[1]):
+        for rows in [slice(None)] if reduces else range(begin.shape[1]):
             extents = np.column_stack((begin[t, rows].ravel(), end[t, rows].ravel()))
             extents = extents[np.isfinite(extents).all(axis=1)]
             extents = extents[np.argsort(extents[:, 0])]
             if (extents[1:, 0] >= np.maximum.accumulate(extents[:-1, 1])).any():
                 raise Unfit(Note("stages_apart", steps=(step,)))
-        apart = float(np.nan_to_num(begin[t]).max())
-        if step in opened and apart > OPENED * table.length[t]:
-            yield Note("entered_apart_by_nsys", steps=(step,), ms=(apart,))
+        apart_ms = float(np.nan_to_num(begin[t]).max())
+        if step in opened and apart_ms > OPENED * table.length[t]:
+            yield Note("entered_apart_by_nsys", steps=(step,), ms=(apart_ms,))
     if calls[0].gpu is not None and calls[0].metadata.sizes.pp > 1 and not np.isfinite(table.spent["pp"]).all():
         yield Note("pp_not_split")
 
 
-def _met(step: Sequence[Call]) -> dict[int, Meeting]:
+def _meetings(step: Sequence[Call]) -> dict[int, Meeting]:
     """Returns the exchanges of one step by rank; none if the clocks of its hosts are not known well enough."""
     hosts = {call.metadata.host for call in step}
     offset: dict[int, int] = {}
@@ -102,66 +107,75 @@ def _exposed(call: Call, group: str) -> float:
     if call.exposed_ns[group] is None:
         return np.nan
     names = (group, "other") if group == "unknown" else (group,)
-    parts = [call.gpu.early] if call.gpu is not None else [each.exposed for each in call.phases]
-    return float(sum(part.get(name, 0) for part in parts for name in names))
+    by_group = [call.gpu.early] if call.gpu is not None else [phase.exposed for phase in call.phases]
+    return float(sum(exposed_ns.get(name, 0) for exposed_ns in by_group for name in names))
 
 
-def _spent(calls: Sequence[Call], met: Sequence[Meeting | None]) -> dict[str, Floats]:
+def _spent(calls: Sequence[Call], rank_meetings: Sequence[Meeting | None]) -> dict[str, Floats]:
     """Returns `Table.spent` of one rank, [t] by name."""
-    none = np.nan
-    found = {group: [_exposed(call, group) for call in calls] for group in ("dp", *_INSIDE)}
+    unknown = np.nan
+    spent = {group: [_exposed(call, group) for call in calls] for group in ("dp", *_INSIDE)}
     if all(call.gpu is not None for call in calls):
-        gpu = [call.gpu for call in calls if call.gpu is not None]
-        found["host_bound"] = [total(each.host_bound) for each in gpu]
-        found["gradients"] = [each.outside_ns for each in gpu]
+        gpus = [call.gpu for call in calls if call.gpu is not None]
+        spent["host_bound"] = [total(gpu.host_bound) for gpu in gpus]
+        spent["gradients"] = [gpu.outside_ns for gpu in gpus]
         if calls[0].metadata.sizes.pp > 1:
-            found["pp"] = [none if each is None else total(each.transfer) for each in met]
-            found["pp_waiting"] = [none if each is None else each.waiting_ns for each in met]
+            spent["pp"] = [unknown if meeting is None else total(meeting.transfer) for meeting in rank_meetings]
+            spent["pp_waiting"] = [unknown if meeting is None else meeting.waiting_ns for meeting in rank_meetings]
         if not any(call.replayed for call in calls):
             for kind in ranges.PASSES[:2]:
-                found[f"host_{kind}"] = [sum(p.duration_ns for p in call.phases if p.kind == kind) for call in calls]
-    return {name: np.array(each, dtype=np.float64) * _MS for name, each in found.items()}
+                spent[f"host_{kind}"] = [
+                    sum(phase.duration_ns for phase in call.phases if phase.kind == kind) for call in calls
+                ]
+    return {name: np.array(values, dtype=np.float64) * _MS for name, values in spent.items()}
 
 
-def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: Sequence[Meeting | None]) -> RankSteps:
+def _rank(
+    calls: Sequence[Call], schedule: PipelineSchedule, origin: int, rank_meetings: Sequence[Meeting | None]
+) -> RankSteps:
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, working = (np.full(shape, np.nan) for _ in range(4))
     # If only some collectives of a group can be told apart from the rest, only those are counted.
-    there = [group for group in _INSIDE if any(each.exposed.get(group) for call in calls for each in call.phases)]
-    exposed = {group: np.zeros(shape) for group in there}
-    idle, collected = np.zeros(shape), np.zeros(shape)
-    of_host = compute if calls[0].gpu is None else idle  # what the host holds up
+    exposed_groups = [
+        group for group in _INSIDE if any(phase.exposed.get(group) for call in calls for phase in call.phases)
+    ]
+    exposed = {group: np.zeros(shape) for group in exposed_groups}
+    idle, collected_ms = np.zeros(shape), np.zeros(shape)
+    host_ms = compute if calls[0].gpu is None else idle  # what the host holds up
     sequences, work = _sequences(calls), np.full((len(calls), schedule.microbatches, 3), np.nan)
     for (t, number), (tokens, lengths) in sequences.items():
         if number < schedule.microbatches:
-            work[t, number] = tokens, len(lengths), sum(each * each for each in lengths)
+            work[t, number] = tokens, len(lengths), sum(length * length for length in lengths)
     for t, call in enumerate(calls):
-        unfed, until = _unfed(call)
-        alone = ([p.duration_ns for p in call.phases if p.kind == kind] for kind in ranges.PASSES[:2])
-        share = forward_share(*alone) if schedule.combined else 0.0
-        for each, idled, last, garbage in zip(call.phases, unfed, until, _collected(call, until), strict=True):
-            for kind, chunk, microbatch, first, behind in parts(each, share):
+        unfed_ns, ends_ns = _unfed(call)
+        alone_ns = ([phase.duration_ns for phase in call.phases if phase.kind == kind] for kind in ranges.PASSES[:2])
+        share = forward_share(*alone_ns) if schedule.combined else 0.0
+        for phase, idle_ns, end_ns, garbage_ns in zip(
+            call.phases, unfed_ns, ends_ns, _collected(call, ends_ns), strict=True
+        ):
+            for kind, chunk, microbatch, begin_share, end_share in parts(phase, share):
                 if kind not in schedule.kinds or chunk is None or microbatch is None:
                     continue
-                at = (t, chunk, schedule.kinds.index(kind), microbatch)
-                if not (at[1] < shape[1] and at[3] < shape[3]):
+                cell = (t, chunk, schedule.kinds.index(kind), microbatch)
+                if not (cell[1] < shape[1] and cell[3] < shape[3]):
                     raise Unfit(Note("place_beyond_schedule"))
-                length, part = last - each.start, (behind - first) * _MS
-                start[at] = (each.start - origin + first * length) * _MS
-                end[at] = (each.start - origin + behind * length) * _MS
-                idle[at], compute[at], working[at] = idled * part, each.compute_ns * part, each.working_ns * part
-                for group, of_group in exposed.items():
-                    of_group[at] = each.exposed.get(group, 0) * part
-                collected[at] = garbage * part
-                of_host[at] -= garbage * part
-    queued, windows = np.zeros(len(calls)), []
-    for own in grouped(range(len(calls)), lambda t: calls[t].source).values():
-        ms = _queued([calls[t] for t in own])
-        queued[own] = ms / len(own)
-        windows.append((own, ms))
-    waits = queueing.of_passes(of_host, windows)
-    of_host -= waits
+                length, part = end_ns - phase.start, (end_share - begin_share) * _MS
+                start[cell] = (phase.start - origin + begin_share * length) * _MS
+                end[cell] = (phase.start - origin + end_share * length) * _MS
+                idle[cell] = idle_ns * part
+                compute[cell], working[cell] = phase.compute_ns * part, phase.working_ns * part
+                for group, group_ms in exposed.items():
+                    group_ms[cell] = phase.exposed.get(group, 0) * part
+                collected_ms[cell] = garbage_ns * part
+                host_ms[cell] -= garbage_ns * part
+    queued_ms, windows = np.zeros(len(calls)), []
+    for window in grouped(range(len(calls)), lambda t: calls[t].source).values():
+        ms = _queued([calls[t] for t in window])
+        queued_ms[window] = ms / len(window)
+        windows.append((window, ms))
+    waits_ms = queueing.of_passes(host_ms, windows)
+    host_ms -= waits_ms
     replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),
@@ -174,10 +188,10 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: S
         end=end,
         compute=compute,
         working=working,
-        spent=_spent(calls, met),
+        spent=_spent(calls, rank_meetings),
         idle=idle,
-        waited=queued,
-        held={kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()},
+        waited=queued_ms,
+        held={kind: delay_ms for kind, delay_ms in ((GARBAGE, collected_ms), (WAIT, waits_ms)) if delay_ms.any()},
         exposed=exposed,
         enter=np.array([(call.extent[0] - origin) * _MS for call in calls]),
         reduced=np.array([_reduced(call, origin) for call in calls]),
@@ -187,21 +201,23 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int, met: S
         sequences={key: lengths for key, (_, lengths) in sequences.items()},
         memory=together(call.memory for call in calls),
         modules=_modules(calls),
-        opening=np.array([n == 0 or call.source != calls[n - 1].source for n, call in enumerate(calls)]),
+        opening=np.array([t == 0 or call.source != calls[t - 1].source for t, call in enumerate(calls)]),
     )
 
 
 def _sequences(calls: Sequence[Call]) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
     """Returns tokens and sequence lengths by call and microbatch. The metadata only have them for the first call of a
     window."""
-    found = {}
+    sequences = {}
     for t, call in enumerate(calls):
-        own = call.metadata
-        if call.label == own.target and call.step == own.steps[0] and call.index == 0:
-            for number, (tokens, lengths) in enumerate(zip(own.tokens or (), own.lengths or (), strict=False)):
+        metadata = call.metadata
+        if call.label == metadata.target and call.step == metadata.steps[0] and call.index == 0:
+            for number, (tokens, lengths) in enumerate(
+                zip(metadata.tokens or (), metadata.lengths or (), strict=False)
+            ):
                 if tokens and lengths:
-                    found[t, number] = tokens, lengths
-    return found
+                    sequences[t, number] = tokens, lengths
+    return sequences
 
 
 def _modules(calls: Sequence[Call]) -> dict[ModuleKey, tuple[int, ...]]:
@@ -211,33 +227,35 @@ def _modules(calls: Sequence[Call]) -> dict[ModuleKey, tuple[int, ...]]:
 
 def _experts(calls: Sequence[Call]) -> float:
     """Returns the tokens of all experts of a rank in the first call of a window, on average; NaN without any."""
-    told = {call.source: sum(own) for call in calls if (own := call.metadata.expert_tokens) is not None}
-    return float(np.mean([*told.values()])) if told else np.nan
+    tokens_by_source = {
+        call.source: sum(expert_tokens) for call in calls if (expert_tokens := call.metadata.expert_tokens) is not None
+    }
+    return float(np.mean([*tokens_by_source.values()])) if tokens_by_source else np.nan
 
 
 def _unfed(call: Call) -> tuple[list[int], list[int]]:
     """Returns how long the GPU waited for the host in every pass, and when each pass ended. If the GPU had nothing to
     do after the last kernel of a pass, the pass ends when it has work again."""
-    ends = np.array([each.end for each in call.phases], dtype=np.int64)
+    ends = np.array([phase.end for phase in call.phases], dtype=np.int64)
     if call.gpu is None or not len(call.gpu.host_bound):
         return [0] * len(ends), ends.tolist()
     gaps = call.gpu.host_bound
-    begins = np.sort([*(each.start for each in call.phases), *(each.start for each in call.gpu.exchanges)])
+    begins = np.sort([*(phase.start for phase in call.phases), *(exchange.start for exchange in call.gpu.exchanges)])
     begins = np.append(begins, np.iinfo(np.int64).max)
-    place = np.searchsorted(gaps[:, 0], ends, side="right") - 1
-    unfed = (place >= 0) & (gaps[place, 0] <= ends) & (gaps[place, 1] > ends)
-    following = begins[np.searchsorted(begins, ends)]
-    following = np.where(following < begins[-1], following, gaps[place, 1])
-    until = np.where(unfed, np.maximum(following, ends), ends)
-    spans = intervals((each.start, each.end) for each in call.phases)
+    last_gap = np.searchsorted(gaps[:, 0], ends, side="right") - 1
+    is_unfed = (last_gap >= 0) & (gaps[last_gap, 0] <= ends) & (gaps[last_gap, 1] > ends)
+    next_begin = begins[np.searchsorted(begins, ends)]
+    next_begin = np.where(next_begin < begins[-1], next_begin, gaps[last_gap, 1])
+    until = np.where(is_unfed, np.maximum(next_begin, ends), ends)
+    spans = intervals((phase.start, phase.end) for phase in call.phases)
     return (covered(gaps, spans) + until - ends).tolist(), until.tolist()
 
 
 def _collected(call: Call, until: Sequence[int]) -> list[int]:
     """Returns by how many nanoseconds garbage collection delayed every pass: on a GPU, only while it had no work."""
-    held = call.collecting if call.gpu is None else intersection(call.collecting, call.gpu.host_bound)
-    spans = intervals((each.start, end) for each, end in zip(call.phases, until, strict=True))
-    return [int(ns) for ns in covered(held, spans)]
+    delaying = call.collecting if call.gpu is None else intersection(call.collecting, call.gpu.host_bound)
+    spans = intervals((phase.start, end) for phase, end in zip(call.phases, until, strict=True))
+    return [int(ns) for ns in covered(delaying, spans)]
 
 
 def _queued(calls: Sequence[Call]) -> float:
