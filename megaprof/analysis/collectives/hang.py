@@ -143,7 +143,7 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
     culprit_ranks = stuck_devices.keys() | {culprit.rank for culprit in culprits}
     waits = {rank: operations for rank, operations in job.waits().items() if rank not in culprit_ranks}
     behind = {rank: other_ranks for rank, other_ranks in job.behind().items() if rank not in culprit_ranks}
-    common_operations = job.together()
+    common_operations = job.common_operations()
     sinks = dict(_sinks(waits, behind))
     undecided_operations = {
         rank: common_operations[rank] for rank in sinks if rank in common_operations and rank not in stuck_devices
@@ -244,7 +244,7 @@ class _Job:
                     waits_or_sends[rank].setdefault(operation.peer, operation)
         return dict(waits or sends)
 
-    def together(self) -> dict[int, Operation]:
+    def common_operations(self) -> dict[int, Operation]:
         """Returns, by rank, the first operation that does not end on it, if it is also the first on all other ranks
         that take part."""
         behind = self.behind()

@@ -11,7 +11,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Floats, Table, Unfit
-from megaprof.analysis.trace.gpu import together
+from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.pool import Workers
 
 
@@ -52,6 +52,6 @@ def beside(recorded: Table, traced: Table) -> Table:
         exposed=exposed,
         idle=part(traced.idle),
         experts=traced.experts if same_shape else None,
-        memory=tuple(map(together, zip(recorded.memory, traced.memory, strict=True))),
+        memory=tuple(map(combined_peak, zip(recorded.memory, traced.memory, strict=True))),
         modules=traced.modules,
     )

@@ -23,7 +23,7 @@ from megaprof.analysis.table.combined import forward_share
 from megaprof.analysis.table.counted import warming_up
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
-from megaprof.analysis.trace.gpu import Peak, together
+from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most, in_processes
@@ -363,7 +363,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         lengths_from=source,
         device=device,
         came=arrivals,
-        memory=together(memory),
+        memory=combined_peak(memory),
     )
 
 

@@ -11,7 +11,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.table.one_clock import one_clock
 from megaprof.analysis.table.table import CALLS, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.calls import ModuleKey
-from megaprof.analysis.trace.gpu import together
+from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
@@ -112,7 +112,7 @@ def tabulate(
         clocks=clocks,
         aligned_ms=aligned_ms,
         device=device,
-        memory=tuple(together(rank.memory for rank in stage_ranks) for stage_ranks in ranks_by_stage),
+        memory=tuple(combined_peak(rank.memory for rank in stage_ranks) for stage_ranks in ranks_by_stage),
         modules=tuple(_modules(stage_ranks) for stage_ranks in ranks_by_stage),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((rank.lengths_from for rank in order if rank.lengths_from), key=SOURCES.index, default=None),

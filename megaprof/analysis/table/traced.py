@@ -17,7 +17,7 @@ from megaprof.analysis.table.counted import OPENED, Counted, opened_apart
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.calls import Call, ModuleKey, grouped
-from megaprof.analysis.trace.gpu import together
+from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.intervals import covered, intersection, intervals, total
 from megaprof.formats import ranges
 from megaprof.parallel.schedules import PipelineSchedule
@@ -199,7 +199,7 @@ def _rank(
         lengths_from=metadata.lengths_from,
         experts=_experts(calls),
         sequences={key: lengths for key, (_, lengths) in sequences.items()},
-        memory=together(call.memory for call in calls),
+        memory=combined_peak(call.memory for call in calls),
         modules=_modules(calls),
         opening=np.array([t == 0 or call.source != calls[t - 1].source for t, call in enumerate(calls)]),
     )

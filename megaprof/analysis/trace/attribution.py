@@ -87,51 +87,51 @@ def attribute(
 ) -> Attribution | None:
     """Returns what the GPU did for the call ``outer``; None if it did nothing. ``passes`` and ``exchanges`` must lie
     inside ``outer`` and be sorted by start."""
-    own = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
-    if not own.any():
+    in_call = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
+    if not in_call.any():
         return None
-    use, doubtful = _by_elimination(gpu, own, metadata, passes, exchanges)
+    use, doubtful = _by_elimination(gpu, in_call, metadata, passes, exchanges)
     computing = union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides the communication beside it
-    start, end = _extent(gpu, own, outer)
-    whole = union(intervals([(start, end)]))
+    start, end = _extent(gpu, in_call, outer)
+    call_span = union(intervals([(start, end)]))
     owner = owners(gpu.launched, passes)
-    owner[~own] = _NOBODY
-    alone = own & (use != COMPUTE) & (use != PP)
-    compute = own & (use == COMPUTE)
-    communication = {name: gpu.spans[own & (use == index)] for index, name in enumerate(USES) if index != COMPUTE}
-    alone_by = {name: difference(union(spans), computing) for name, spans in communication.items()}
-    beside = {name: own & (use == index) for index, name in enumerate(USES) if index not in (COMPUTE, PP)}
-    exposed = [_per_owner(owner, rows, gpu.spans, len(passes), hidden_by=computing) for rows in beside.values()]
-    inside = compute & gpu.kernel | own & np.isin(use, _OF_PASSES)
-    extents = _extents(gpu, owner, inside, len(passes))
-    rows = extents[extents[:, 1] > extents[:, 0]]
-    idle = difference(whole, union(gpu.spans))
+    owner[~in_call] = _NOBODY
+    communicating = in_call & (use != COMPUTE) & (use != PP)
+    compute = in_call & (use == COMPUTE)
+    communication = {name: gpu.spans[in_call & (use == index)] for index, name in enumerate(USES) if index != COMPUTE}
+    exposed_spans = {name: difference(union(spans), computing) for name, spans in communication.items()}
+    rows_by_use = {name: in_call & (use == index) for index, name in enumerate(USES) if index not in (COMPUTE, PP)}
+    exposed = [_per_owner(owner, rows, gpu.spans, len(passes), hidden_by=computing) for rows in rows_by_use.values()]
+    in_pass = compute & gpu.kernel | in_call & np.isin(use, _OF_PASSES)
+    extents = _extents(gpu, owner, in_pass, len(passes))
+    pass_spans = extents[extents[:, 1] > extents[:, 0]]
+    idle = difference(call_span, union(gpu.spans))
     # When the first kernel of a pass runs, its input has arrived. So an exchange beside the rest is for another pass.
-    between = difference(union(rows), union(gpu.spans[use != PP]))
-    waiting = intersection(unfed(gpu, idle), union(times_of(passes)))
-    host_bound = union(np.concatenate((waiting, unfed(gpu, between, use != PP))))
-    until = union(intervals([(start, int(rows[:, 1].max()) if len(rows) else end)]))
-    lost = union(np.concatenate((difference(union(gpu.spans[alone]), computing), host_bound)))
+    gaps = difference(union(pass_spans), union(gpu.spans[use != PP]))
+    starved = intersection(unfed(gpu, idle), union(times_of(passes)))
+    host_bound = union(np.concatenate((starved, unfed(gpu, gaps, use != PP))))
+    until_last_pass = union(intervals([(start, int(pass_spans[:, 1].max()) if len(pass_spans) else end)]))
+    not_working = union(np.concatenate((difference(union(gpu.spans[communicating]), computing), host_bound)))
     possible = [axes for rows, axes in doubtful if total(difference(union(gpu.spans[rows]), computing))]
     undecided = tuple(axis for axis in AXES if any(axis in axes for axes in possible))
     on_gpu = zip(
-        (dict(zip(beside, each, strict=True)) for each in zip(*exposed, strict=True)),
+        (dict(zip(rows_by_use, pass_exposed, strict=True)) for pass_exposed in zip(*exposed, strict=True)),
         _per_owner(owner, compute, gpu.spans, len(passes)),
-        (extents[:, 1] - extents[:, 0] - covered(lost, extents)).tolist(),
+        (extents[:, 1] - extents[:, 0] - covered(not_working, extents)).tolist(),
         ((first, last) if last > first else None for first, last in extents.tolist()),
         strict=True,
     )
     return Attribution(
         start=start,
         end=end,
-        passes=[PassOnGpu(*each) for each in on_gpu],
-        exposed_by={name: total(each) for name, each in alone_by.items()},
+        passes=[PassOnGpu(*values) for values in on_gpu],
+        exposed_by={name: total(spans) for name, spans in exposed_spans.items()},
         undecided=undecided,
-        early={name: total(intersection(each, until)) for name, each in alone_by.items()},
-        outside_ns=total(difference(union(gpu.spans[compute & (owner == _NOBODY)]), union(rows))),
+        early={name: total(intersection(spans, until_last_pass)) for name, spans in exposed_spans.items()},
+        outside_ns=total(difference(union(gpu.spans[compute & (owner == _NOBODY)]), union(pass_spans))),
         host_bound=host_bound,
-        pipeline=difference(alone_by["pp"], union(rows)),
-        exchanges=_exchanges(gpu, own & (use == PP), exchanges),
+        pipeline=difference(exposed_spans["pp"], union(pass_spans)),
+        exchanges=_exchanges(gpu, in_call & (use == PP), exchanges),
         lost=int((~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)).sum()),
     )
 
@@ -140,10 +140,10 @@ def owners(times: npt.NDArray[np.int64], opened: Sequence[TracedRange]) -> npt.N
     """Returns, for each of ``times``, the index of the innermost range that was open then; -1 if none was. ``opened``
     must be sorted by start."""
     spans = times_of(opened)
-    place = np.searchsorted(spans[:, 0], times, side="right") - 1
+    index = np.searchsorted(spans[:, 0], times, side="right") - 1
     if not len(spans):
-        return place
-    return np.where((place >= 0) & (times <= spans[np.maximum(place, 0), 1]), place, _NOBODY)
+        return index
+    return np.where((index >= 0) & (times <= spans[np.maximum(index, 0), 1]), index, _NOBODY)
 
 
 def busy_in(gpu: Activities, opened: Sequence[TracedRange]) -> list[int]:
@@ -155,7 +155,7 @@ def busy_in(gpu: Activities, opened: Sequence[TracedRange]) -> list[int]:
 
 def _by_elimination(
     gpu: Activities,
-    own: _Rows,
+    in_call: _Rows,
     metadata: Metadata,
     passes: Sequence[TracedRange],
     exchanges: Sequence[TracedRange],
@@ -170,8 +170,8 @@ def _by_elimination(
     use = gpu.use.copy()
     doubtful: list[tuple[_Rows, list[str]]] = []
     in_exchange = owners(gpu.launched, exchanges) >= 0
-    use[own & in_exchange & np.isin(use, (OTHER, UNKNOWN))] = PP
-    unknown = own & (use == UNKNOWN)
+    use[in_call & in_exchange & np.isin(use, (OTHER, UNKNOWN))] = PP
+    unknown = in_call & (use == UNKNOWN)
     if not unknown.any():
         return use, []
     in_pass = owners(gpu.launched, passes) >= 0
@@ -180,67 +180,67 @@ def _by_elimination(
         (unknown & ~gpu.pairwise & in_pass, ("tp", "ep", "cp", "dp")),
         (unknown & ~gpu.pairwise & ~in_pass, AXES),
     ):
-        there = parallel_of(users, metadata.sizes) or parallel_of(AXES, metadata.sizes)
+        parallel_axes = parallel_of(users, metadata.sizes) or parallel_of(AXES, metadata.sizes)
         if metadata.version is None:  # the sizes come only from the ranges
             doubtful.append((rows, list(AXES)))
-        elif len(there) == 1:
-            use[rows] = USES.index(there[0])
+        elif len(parallel_axes) == 1:
+            use[rows] = USES.index(parallel_axes[0])
         else:
-            doubtful.append((rows, there))
+            doubtful.append((rows, parallel_axes))
     return use, doubtful
 
 
-def _extent(gpu: Activities, own: _Rows, outer: TracedRange) -> tuple[int, int]:
+def _extent(gpu: Activities, in_call: _Rows, outer: TracedRange) -> tuple[int, int]:
     """Returns the extent of a call. It begins when the host is in the call and the GPU has finished earlier work, and
     ends with the call's last activity.
 
     Work that was launched before the recording began has no launch in the trace. It runs before everything that this
     call launched.
     """
-    first, end = int(gpu.spans[own, 0].min()), int(gpu.spans[own, 1].max())
+    first, end = int(gpu.spans[in_call, 0].min()), int(gpu.spans[in_call, 1].max())
     earlier = np.where(gpu.known, gpu.launched < outer.start, gpu.spans[:, 0] < first)
-    before = gpu.spans[earlier, 1]
-    free = max(outer.start, int(before.max())) if len(before) else outer.start
-    return min(first, free), end
+    earlier_ends = gpu.spans[earlier, 1]
+    free_since = max(outer.start, int(earlier_ends.max())) if len(earlier_ends) else outer.start
+    return min(first, free_since), end
 
 
 def _extents(gpu: Activities, owner: npt.NDArray[np.int64], rows: _Rows, count: int) -> Intervals:
     rows = rows & (owner >= 0)
-    none = np.iinfo(np.int64).max
-    first, last = np.full(count, none), np.zeros(count, dtype=np.int64)
+    unset = np.iinfo(np.int64).max
+    first, last = np.full(count, unset), np.zeros(count, dtype=np.int64)
     np.minimum.at(first, owner[rows], gpu.spans[rows, 0])
     np.maximum.at(last, owner[rows], gpu.spans[rows, 1])
-    return np.column_stack((np.where(first < none, first, 0), last))
+    return np.column_stack((np.where(first < unset, first, 0), last))
 
 
 def _per_owner(
     owner: npt.NDArray[np.int64], rows: _Rows, spans: Intervals, count: int, hidden_by: Intervals | None = None
 ) -> list[int]:
     rows = rows & (owner >= 0)
-    who, busy = union_by(owner[rows], spans[rows])
-    lengths = busy[:, 1] - busy[:, 0]
+    busy_owners, busy_spans = union_by(owner[rows], spans[rows])
+    lengths = busy_spans[:, 1] - busy_spans[:, 0]
     if hidden_by is not None:
-        lengths = lengths - covered(hidden_by, busy)
+        lengths = lengths - covered(hidden_by, busy_spans)
     sums = np.zeros(count, dtype=np.int64)
-    np.add.at(sums, who, lengths)
-    listed: list[int] = sums.tolist()
-    return listed
+    np.add.at(sums, busy_owners, lengths)
+    sums_ns: list[int] = sums.tolist()
+    return sums_ns
 
 
-def unfed(gpu: Activities, idle: Intervals, of: _Rows | slice = _ALL) -> Intervals:
-    """Returns the idle times at whose start the GPU had finished everything that was launched before. ``of``: the
+def unfed(gpu: Activities, idle: Intervals, rows: _Rows | slice = _ALL) -> Intervals:
+    """Returns the idle times at whose start the GPU had finished everything that was launched before. ``rows``: the
     activities that count."""
-    launched = np.searchsorted(np.sort(gpu.launched[of]), idle[:, 0], side="right")
-    begun = np.searchsorted(gpu.spans[of, 0], idle[:, 0], side="left")
+    launched = np.searchsorted(np.sort(gpu.launched[rows]), idle[:, 0], side="right")
+    begun = np.searchsorted(gpu.spans[rows, 0], idle[:, 0], side="left")
     return idle[launched <= begun]
 
 
 def _exchanges(gpu: Activities, rows: _Rows, operations: Sequence[TracedRange]) -> tuple[Exchange, ...]:
-    inside = owners(gpu.launched, operations)
+    operation_of = owners(gpu.launched, operations)
     return tuple(
-        Exchange(operations[which].name.label, launch, launch, start, end)
-        for which, launch, (start, end) in zip(
-            inside[rows].tolist(), gpu.launched[rows].tolist(), gpu.spans[rows].tolist(), strict=True
+        Exchange(operations[index].name.label, launch, launch, start, end)
+        for index, launch, (start, end) in zip(
+            operation_of[rows].tolist(), gpu.launched[rows].tolist(), gpu.spans[rows].tolist(), strict=True
         )
-        if which != _NOBODY and operations[which].name.label in ranges.P2P_OPERATIONS
+        if index != _NOBODY and operations[index].name.label in ranges.P2P_OPERATIONS
     )

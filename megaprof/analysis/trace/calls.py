@@ -118,14 +118,17 @@ class Call:
     def laid_out(self) -> list[Pass[int]]:
         """Everything that took time in it, in order: passes, gradient finalisation, and exchanges beside them."""
         exchanges = self.exchanges if self.gpu is None else self.gpu.exchanges
-        found: list[Pass[int]] = [*self.phases]
-        found += (Pass(e.label, self.stage, None, None, e.start, e.end, self.rank) for e in exchanges)
+        entries: list[Pass[int]] = [*self.phases]
+        entries += (
+            Pass(exchange.label, self.stage, None, None, exchange.start, exchange.end, self.rank)
+            for exchange in exchanges
+        )
         if self.gpu is None:
-            found += (
+            entries += (
                 Pass(ranges.FINALIZE_GRADS, self.stage, None, None, start, end, self.rank)
                 for start, end in self.finalize.tolist()
             )
-        return sorted(found, key=lambda each: (each.start, -each.end))
+        return sorted(entries, key=lambda entry: (entry.start, -entry.end))
 
     @property
     def key(self) -> tuple[int, int]:
@@ -145,7 +148,7 @@ class Call:
     @property
     def forward_only(self) -> bool:
         if self.label == WHOLE_STEP:  # its metadata are those of the first call inside
-            return all(each.kind == ranges.FORWARD for each in self.phases)
+            return all(phase.kind == ranges.FORWARD for phase in self.phases)
         if self.label == self.metadata.target:
             return self.metadata.forward_only
         return self.label in FORWARD_ONLY
@@ -153,49 +156,54 @@ class Call:
 
 def calls_of(trace: Trace) -> list[Call]:
     """Returns every schedule call in ``trace``, in order of time."""
-    outermost = [(r, step) for r in trace.ranges if (step := r.name.fields.get("step")) is not None]
-    of_roles = [r for r in trace.ranges if r.name.role is not None]
-    seen: Counter[tuple[str, int]] = Counter()
+    outermost = [(traced, step) for traced in trace.ranges if (step := traced.name.fields.get("step")) is not None]
+    of_roles = [traced for traced in trace.ranges if traced.name.role is not None]
+    call_counts: Counter[tuple[str, int]] = Counter()
     calls = []
     for outer, step in outermost:
         label = outer.name.label
-        call = _call(trace, outer, step, seen[label, step])
-        around = [r for r in of_roles if r.start <= outer.start and outer.end <= r.end]
-        role = max(around, key=lambda r: (r.start, -r.end)).name.role if around else trace.metadata.role
-        first = outer.start <= outermost[0][0].end
-        recording = trace.metadata.profiler
-        opening_ns = recording.start_ns if first and recording is not None else None
-        calls.append(replace(call, role=role, after_opening=trace.after_opening and first, opening_ns=opening_ns))
-        seen[label, step] += 1
+        call = _call(trace, outer, step, call_counts[label, step])
+        enclosing = [traced for traced in of_roles if traced.start <= outer.start and outer.end <= traced.end]
+        role = (
+            max(enclosing, key=lambda traced: (traced.start, -traced.end)).name.role
+            if enclosing
+            else trace.metadata.role
+        )
+        is_first = outer.start <= outermost[0][0].end
+        profiler = trace.metadata.profiler
+        opening_ns = profiler.start_ns if is_first and profiler is not None else None
+        calls.append(replace(call, role=role, after_opening=trace.after_opening and is_first, opening_ns=opening_ns))
+        call_counts[label, step] += 1
     return calls
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """Returns ``items`` grouped by their ``key``, in order."""
-    found: dict[Key, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
     metadata, label = trace.metadata, outer.name.label
-    inside = [r for r in trace.ranges if outer.start <= r.start and r.end <= outer.end]
-    passes = [r for r in inside if r.name.label in ranges.PASSES]
-    finalizing = [r for r in inside if r.name.label == ranges.FINALIZE_GRADS]
+    inner_ranges = [traced for traced in trace.ranges if outer.start <= traced.start and traced.end <= outer.end]
+    passes = [traced for traced in inner_ranges if traced.name.label in ranges.PASSES]
+    finalizing = [traced for traced in inner_ranges if traced.name.label == ranges.FINALIZE_GRADS]
     finalize = union(times_of(finalizing))
-    exchanges = [r for r in inside if r.name.is_p2p]
+    exchanges = [traced for traced in inner_ranges if traced.name.is_p2p]
     gpu = None if trace.gpu is None else attribute(trace.gpu, metadata, outer, passes, exchanges)
     if gpu is not None:
-        phases = tuple(_phase(r, metadata, *each) for r, each in zip(passes, gpu.passes, strict=True))
+        phases = tuple(_phase(traced, metadata, *on_gpu) for traced, on_gpu in zip(passes, gpu.passes, strict=True))
         split, reasons = _split_gpu(metadata, gpu)
     else:
-        of_groups, apart = _inside(trace, passes)
-        exposed_ns = {group: covered(alone, times_of(passes)).tolist() for group, alone in of_groups.items()}
+        exposed_spans, ambiguous = _exposed_spans(trace, passes)
+        exposed_ns = {group: covered(spans, times_of(passes)).tolist() for group, spans in exposed_spans.items()}
         phases = tuple(
-            _phase(r, metadata, {group: each[n] for group, each in exposed_ns.items()}) for n, r in enumerate(passes)
+            _phase(traced, metadata, {group: pass_ns[index] for group, pass_ns in exposed_ns.items()})
+            for index, traced in enumerate(passes)
         )
-        split, reasons = _split(trace, phases, apart)
+        split, reasons = _split(trace, phases, ambiguous)
     call = Call(
         label=label,
         step=step,
@@ -205,16 +213,18 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
         start=outer.start,
         end=outer.end,
         phases=phases,
-        exchanges=tuple(Exchange(r.name.label, r.start, r.end, r.start, r.end) for r in exchanges),
+        exchanges=tuple(
+            Exchange(traced.name.label, traced.start, traced.end, traced.start, traced.end) for traced in exchanges
+        ),
         exposed_ns=split,
         incomplete=Note("cut", said=trace.cut) if trace.cut else _incomplete(label, step, metadata, phases),
         has_kernels=trace.has_kernels,
         reasons=tuple(reasons),
         finalize=finalize,
-        modules=_modules(inside, passes, trace),
+        modules=_modules(inner_ranges, passes, trace),
         gpu=gpu,
-        collecting=union(times_of([r for r in inside if r.name.label == ranges.GARBAGE])),
-        replayed=any(r.replayed for r in passes),
+        collecting=union(times_of([traced for traced in inner_ranges if traced.name.label == ranges.GARBAGE])),
+        replayed=any(traced.replayed for traced in passes),
         memory=memory_of(trace.memory, outer.start, outer.end),
     )
     unseen = trace.unseen or without_some(trace.launches, outer.start, outer.end)
@@ -239,43 +249,52 @@ def _emptied(call: Call, unseen: Note) -> Call:
 
 
 def _phase(
-    r: TracedRange,
+    traced: TracedRange,
     metadata: Metadata,
     exposed: Mapping[str, int],
     gpu_ns: int | None = None,
     gpu_working_ns: int | None = None,
-    gpu: tuple[int, int] | None = None,
+    gpu_span: tuple[int, int] | None = None,
 ) -> MeasuredPass:
-    start, end = gpu or (r.start, r.end)
-    chunk, microbatch = r.name.fields.get("bchunk"), r.name.fields.get("bmb")
+    start, end = gpu_span or (traced.start, traced.end)
+    backward_chunk, backward_microbatch = traced.name.fields.get("bchunk"), traced.name.fields.get("bmb")
+    backward = None
+    if backward_chunk is not None and backward_microbatch is not None:
+        backward = PassId(ranges.BACKWARD, backward_chunk, backward_microbatch)
     return MeasuredPass(
-        kind=r.name.label,
+        kind=traced.name.label,
         stage=metadata.coords.pp,
-        chunk=_chunk(r, metadata),
-        microbatch=r.name.fields.get("mb"),
+        chunk=_chunk(traced, metadata),
+        microbatch=traced.name.fields.get("mb"),
         start=start,
         end=end,
         rank=metadata.coords.rank,
-        host=(r.start, r.end),
+        host=(traced.start, traced.end),
         exposed=exposed,
         gpu_ns=gpu_ns,
         gpu_working_ns=gpu_working_ns,
-        backward=None if chunk is None or microbatch is None else PassId(ranges.BACKWARD, chunk, microbatch),
+        backward=backward,
     )
 
 
-def _modules(inside: list[TracedRange], passes: list[TracedRange], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
+def _modules(
+    inner_ranges: list[TracedRange], passes: list[TracedRange], trace: Trace
+) -> dict[ModuleKey, tuple[int, ...]]:
     """Returns the time of each pass through each module: on a GPU only what it computed, on a CPU all of it."""
-    found: dict[ModuleKey, list[int]] = {}
-    for opened in grouped((r for r in inside if r.name.module is not None), lambda r: r.name.label).values():
-        within = owners(np.array([r.start for r in opened], dtype=np.int64), passes).tolist()
-        times = [r.end - r.start for r in opened] if trace.gpu is None else busy_in(trace.gpu, opened)
-        for r, which, ns in zip(opened, within, times, strict=True):
-            again = which >= 0 and passes[which].name.label == ranges.BACKWARD
-            kind = ranges.BACKWARD if r.name.is_module_backward else RECOMPUTE if again else ranges.FORWARD
-            key = ModuleKey(r.name.module or "", r.name.fields.get("n"), r.name.fields.get("mtp"), kind)
-            found.setdefault(key, []).append(ns)
-    return {key: tuple(each) for key, each in found.items()}
+    times_ns: dict[ModuleKey, list[int]] = {}
+    for opened in grouped(
+        (traced for traced in inner_ranges if traced.name.module is not None), lambda traced: traced.name.label
+    ).values():
+        pass_indices = owners(np.array([traced.start for traced in opened], dtype=np.int64), passes).tolist()
+        lengths_ns = (
+            [traced.end - traced.start for traced in opened] if trace.gpu is None else busy_in(trace.gpu, opened)
+        )
+        for traced, pass_index, ns in zip(opened, pass_indices, lengths_ns, strict=True):
+            recomputed = pass_index >= 0 and passes[pass_index].name.label == ranges.BACKWARD
+            kind = ranges.BACKWARD if traced.name.is_module_backward else RECOMPUTE if recomputed else ranges.FORWARD
+            key = ModuleKey(traced.name.module or "", traced.name.fields.get("n"), traced.name.fields.get("mtp"), kind)
+            times_ns.setdefault(key, []).append(ns)
+    return {key: tuple(samples_ns) for key, samples_ns in times_ns.items()}
 
 
 def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | None], list[Note]]:
@@ -285,14 +304,14 @@ def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | No
     split.update(dict.fromkeys(gpu.undecided))
     if metadata.sizes.pp > 1:
         split["pp"] = None
-    if apart := [axis for axis in gpu.undecided if metadata.sizes.pp == 1 or axis != "pp"]:
-        reasons.append(Note("groups_unknown", names=tuple(apart)))
+    if undecided := [axis for axis in gpu.undecided if metadata.sizes.pp == 1 or axis != "pp"]:
+        reasons.append(Note("groups_unknown", names=tuple(undecided)))
     if gpu.exposed_by["other"] > _UNNAMED * (gpu.end - gpu.start):
         reasons.append(Note("groups_unnamed"))
     return split, reasons
 
 
-def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Intervals], list[tuple[str, ...]]]:
+def _exposed_spans(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Intervals], list[tuple[str, ...]]]:
     """Returns when collectives of passes were exposed, by group, as disjoint sets. Also returns the possible groups of
     collectives that may belong to several, and so are ``unknown``.
 
@@ -300,8 +319,8 @@ def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Interval
     the collective is not communication.
     """
     sizes, passing = trace.metadata.sizes, union(times_of(passes))
-    within = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
-    even = _even(passes, within)
+    pass_collectives = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
+    even = _even(passes, pass_collectives)
 
     def users_of(collective: Collective) -> tuple[str, ...]:
         possible = _USERS.get(collective.operation, _ANY_USER)
@@ -310,23 +329,23 @@ def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Interval
             present.remove("dp")
         return tuple(present)
 
-    found: dict[str, Intervals] = {}
-    several, hidden = [], trace.compute
-    for users, collectives in grouped(within, users_of).items():
+    exposed_spans: dict[str, Intervals] = {}
+    ambiguous, hidden = [], trace.compute
+    for users, collectives in grouped(pass_collectives, users_of).items():
         if not users:
             continue
         group = users[0] if len(users) == 1 else "unknown"
-        several += [users] if len(users) > 1 else []
-        alone = difference(union(times_of(collectives)), hidden)
-        found[group] = union(np.concatenate((found[group], alone))) if group in found else alone
-        hidden = union(np.concatenate((hidden, alone)))
-    return found, several
+        ambiguous += [users] if len(users) > 1 else []
+        spans = difference(union(times_of(collectives)), hidden)
+        exposed_spans[group] = union(np.concatenate((exposed_spans[group], spans))) if group in exposed_spans else spans
+        hidden = union(np.concatenate((hidden, spans)))
+    return exposed_spans, ambiguous
 
 
 def _split(
-    trace: Trace, passes: Sequence[MeasuredPass], apart: Sequence[tuple[str, ...]]
+    trace: Trace, passes: Sequence[MeasuredPass], ambiguous: Sequence[tuple[str, ...]]
 ) -> tuple[dict[str, int | None], list[Note]]:
-    """Returns exposed communication of passes by group. ``apart``: groups that the trace does not distinguish."""
+    """Returns exposed communication of passes by group. ``ambiguous``: groups that the trace does not distinguish."""
     sizes = trace.metadata.sizes
     split: dict[str, int | None] = dict.fromkeys(GROUPS, 0)
     reasons: list[Note] = []
@@ -339,9 +358,9 @@ def _split(
         split.update(dict.fromkeys((*parallel_of(AXES, sizes), "unknown")))
         reasons.append(Note("exposed_unknown"))
         return split, reasons
-    for group in {group for each in passes for group in each.exposed}:
-        split[group] = (split[group] or 0) + sum(each.exposed.get(group, 0) for each in passes)
-    for users in apart:
+    for group in {group for phase in passes for group in phase.exposed}:
+        split[group] = (split[group] or 0) + sum(phase.exposed.get(group, 0) for phase in passes)
+    for users in ambiguous:
         split.update(dict.fromkeys(users))
         reasons.append(Note("groups_not_apart", names=users))
     return split, reasons
@@ -353,10 +372,10 @@ def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str,
     if sizes.pp > 1:
         split["pp"] = None
         reasons.append(Note("pp_unknown"))
-    inside = parallel_of(INSIDE, sizes)
-    if inside:
-        split.update(dict.fromkeys((*inside, "unknown")))
-        reasons.append(Note("groups_in_compute", names=tuple(inside)))
+    axes = parallel_of(INSIDE, sizes)
+    if axes:
+        split.update(dict.fromkeys((*axes, "unknown")))
+        reasons.append(Note("groups_in_compute", names=tuple(axes)))
     return split, reasons
 
 
@@ -364,11 +383,11 @@ def _even(passes: list[TracedRange], collectives: list[Collective]) -> bool:
     """Returns whether all microbatches issued the same number of collectives, on every chunk. Then none of these is
     data-parallel, because gradients and parameters are exchanged once per step."""
     times = times_of(passes)
-    edges = np.searchsorted(np.array([c.start for c in collectives], dtype=np.int64), times)
+    edges = np.searchsorted(np.array([collective.start for collective in collectives], dtype=np.int64), times)
     counts: dict[tuple[str, int | None], list[int]] = {}
     for phase, count in zip(passes, (edges[:, 1] - edges[:, 0]).tolist(), strict=True):
         counts.setdefault((phase.name.label, phase.name.fields.get("chunk")), []).append(count)
-    return all(len(each) > 1 and len(set(each)) == 1 for each in counts.values())
+    return all(len(numbers) > 1 and len(set(numbers)) == 1 for numbers in counts.values())
 
 
 def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[MeasuredPass, ...]) -> Note | None:
@@ -379,9 +398,9 @@ def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[Measure
     if metadata.microbatches is None or not metadata.chunks or not phases:
         return None
     expected = metadata.microbatches * len(metadata.chunks)
-    found = Counter(p.kind for p in phases)
+    kind_counts = Counter(phase.kind for phase in phases)
     for kind in (ranges.FORWARD,) if metadata.forward_only else (ranges.FORWARD, ranges.BACKWARD):
-        count = found[kind] + found[ranges.COMBINED]
+        count = kind_counts[kind] + kind_counts[ranges.COMBINED]
         if count != expected:
             return Note("passes_missing", names=(kind,), count=count, of=expected)
     return None

@@ -132,22 +132,22 @@ class Document(Generic[Anything]):
             raise _Damaged("it is not JSON: something follows its end")
 
     def _object(self) -> Iterator[list[Anything]]:
-        text, found = self._text, False
+        text, has_events = self._text, False
         while not text.passes(b"}"):
             text.passes(b",")
             name = text.value()
             if not text.passes(b":"):
                 raise _Truncated if text.peek() is None else _Damaged("it is not JSON: it has a name without a value")
             if name == b'"traceEvents"':
-                if found or not text.passes(b"["):
+                if has_events or not text.passes(b"["):
                     raise Undecodable("it is JSON, but not a trace: it has no list of `traceEvents`, or several")
-                found = True
+                has_events = True
                 yield from self._list()
             else:
                 value = text.value()
                 if (key := name[1:-1].decode("utf-8", "replace")) in self._wanted:
                     self.top[key] = msgspec.Raw(value)
-        if not found:
+        if not has_events:
             raise Undecodable("it is JSON, but not a trace: it has no list of `traceEvents`")
 
     def _list(self) -> Iterator[list[Anything]]:
@@ -195,23 +195,27 @@ class Document(Generic[Anything]):
                 if not isinstance(fault, _Truncated) and self._border and text.skip_to(self._border):
                     damage = None
                     self.unreadable += 1
-            found = _BORDER.match(text.data, text.at - 1)
-            self._border = found[0] if found else self._border
+            match = _BORDER.match(text.data, text.at - 1)
+            self._border = match[0] if match else self._border
             if (border is None and self._border is not None) or not text.passes(b","):
                 break
-        whole = self._decoded(b",".join(events))
-        yield whole if whole is not None else [event for each in events for event in self._repaired(each)]
+        decoded = self._decoded(b",".join(events))
+        if decoded is None:
+            decoded = [event for event_text in events for event in self._repaired(event_text)]
+        yield decoded
         if damage is not None:
             raise damage
 
     def _repaired(self, text: bytes) -> list[Anything]:
         """Returns the event in ``text``, without its arguments if they make no sense, because it still has its time.
         Counts an event that stays unreadable."""
-        if (alone := self._decoded(text)) is not None:
-            return alone
+        if (events := self._decoded(text)) is not None:
+            return events
         with suppress(ValueError, RecursionError):
             raw = json.loads(text.decode("utf-8", "replace"), strict=False)
-            for fields in (raw, {k: v for k, v in raw.items() if k != "args"}) if isinstance(raw, dict) else (raw,):
+            for fields in (
+                (raw, {key: value for key, value in raw.items() if key != "args"}) if isinstance(raw, dict) else (raw,)
+            ):
                 with suppress(msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
                     return [msgspec.convert(fields, self._kind)]
         self.unreadable += 1

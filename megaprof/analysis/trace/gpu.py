@@ -95,9 +95,9 @@ def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray
         start = np.fromiter(map(_START, events), dtype=np.float64, count=len(events)) * 1000
         duration = np.fromiter(map(_DURATION, events), dtype=np.float64, count=len(events)) * 1000
     # A comparison with NaN is false, so this also drops times that are not a number.
-    usable = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
-    begin = base + np.rint(start[usable]).astype(np.int64)
-    return np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64))), usable
+    possible = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
+    begin = base + np.rint(start[possible]).astype(np.int64)
+    return np.column_stack((begin, begin + np.rint(duration[possible]).astype(np.int64))), possible
 
 
 class GpuEvents:
@@ -129,19 +129,19 @@ class GpuEvents:
         """Adds the next piece of the trace. ``communicating``: the operators `groups.COMMUNICATES` in it."""
         self.kernels |= bool(kernels)
         if events := [*kernels, *copies]:
-            spans, usable = spans_of(0, events)
+            spans, possible = spans_of(0, events)
             kernel = np.arange(len(events)) < len(kernels)
-            numbers = (_whole(list(map(each, events))) for each in (_CORRELATION, _EXTERNAL, _NODE))
+            numbers = (_whole(list(map(field, events))) for field in (_CORRELATION, _EXTERNAL, _NODE))
             columns = np.array(self._uses(events), dtype=np.int32), kernel, *numbers
-            self._activities.append((spans, *(column[usable] for column in columns)))  # type: ignore[arg-type]
+            self._activities.append((spans, *(column[possible] for column in columns)))  # type: ignore[arg-type]
         for operator in communicating:
             if 0 < operator.args.external < LONGEST and operator.args.description is not None:
                 self._operators[operator.args.external] = operator.args.description
         if launches:
-            spans, usable = spans_of(0, launches)
-            starting = np.array([self._starting[launch.name] for launch in launches], dtype=np.bool_)[usable]
+            spans, possible = spans_of(0, launches)
+            starting = np.array([self._starting[launch.name] for launch in launches], dtype=np.bool_)[possible]
             self.launches += int(starting.sum())
-            self._launches.append((_whole(list(map(_CORRELATION, launches)))[usable], spans[:, 0].copy(), starting))
+            self._launches.append((_whole(list(map(_CORRELATION, launches)))[possible], spans[:, 0].copy(), starting))
         self.rows += len(events) + len(launches) + len(communicating)
 
     def activities(self, base: int, sizes: object) -> tuple[Activities, Launches]:
@@ -160,18 +160,18 @@ class GpuEvents:
         use = self._by_operator(table[uses], kernel, externals, externals != correlations, sizes)
         spans += base
         starts += base
-        found = arranged(spans, use, kernel, pairwise, correlations, numbers, starts, node)
+        activities = arranged(spans, use, kernel, pairwise, correlations, numbers, starts, node)
         times, answered = starts[starting], np.isin(numbers[starting], correlations)
-        return found, Launches(np.sort(times), np.sort(times[~answered]))
+        return activities, Launches(np.sort(times), np.sort(times[~answered]))
 
     def _uses(self, events: Sequence[Event]) -> list[int]:
         """Returns an index into `USES` for each event, or a number beyond it for each group."""
         by_name, groups = self._by_name, self._groups
         uses = [by_name[event.name] for event in events]
-        for place, use in enumerate(uses):
+        for index, use in enumerate(uses):
             if use < 0:
-                group = events[place].args.description, use == BY_GROUP_PAIRWISE
-                uses[place] = len(USES) + groups.setdefault(group, len(groups))
+                group = events[index].args.description, use == BY_GROUP_PAIRWISE
+                uses[index] = len(USES) + groups.setdefault(group, len(groups))
         return uses
 
     def _by_operator(
@@ -191,12 +191,12 @@ class GpuEvents:
         if not self._operators:
             return use
         numbers = np.array(sorted(self._operators), dtype=np.int64)
-        named = [self._operators[number] for number in numbers.tolist()]
-        place = np.minimum(np.searchsorted(numbers, externals), len(numbers) - 1)
-        found = np.array([use_of(each, sizes) for each in named], dtype=np.int8)[place]
-        parallel = np.array([is_parallel(each, sizes) for each in named], dtype=np.bool_)[place]
-        asked = np.where(kernel, use == UNKNOWN, (use == UNKNOWN) | (use == COMPUTE) & linked & parallel)
-        return np.where(asked & (numbers[place] == externals), found, use)
+        descriptions = [self._operators[number] for number in numbers.tolist()]
+        operator_index = np.minimum(np.searchsorted(numbers, externals), len(numbers) - 1)
+        operator_uses = np.array([use_of(text, sizes) for text in descriptions], dtype=np.int8)[operator_index]
+        has_peers = np.array([is_parallel(text, sizes) for text in descriptions], dtype=np.bool_)[operator_index]
+        takes_operator = np.where(kernel, use == UNKNOWN, (use == UNKNOWN) | (use == COMPUTE) & linked & has_peers)
+        return np.where(takes_operator & (numbers[operator_index] == externals), operator_uses, use)
 
 
 def arranged(
@@ -224,14 +224,14 @@ def arranged(
 
 
 def _launches(
-    wanted: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+    correlations: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     order = np.argsort(numbers, kind="stable")
     numbers, starts = numbers[order], starts[order]
     if not len(numbers):
-        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=np.bool_)
-    place = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
-    return starts[place], (numbers[place] == wanted) & (wanted > 0)
+        return np.zeros(len(correlations), dtype=np.int64), np.zeros(len(correlations), dtype=np.bool_)
+    index = np.minimum(np.searchsorted(numbers, correlations), len(numbers) - 1)
+    return starts[index], (numbers[index] == correlations) & (correlations > 0)
 
 
 def _whole(values: list[int]) -> npt.NDArray[np.int64]:
@@ -274,13 +274,15 @@ class Peak:
     """The device's memory in bytes; None if unknown."""
 
 
-def together(found: Iterable[Peak | None]) -> Peak | None:
+def combined_peak(peaks: Iterable[Peak | None]) -> Peak | None:
     """Returns the least and the most of several peaks, on the smallest device; None if none is known."""
-    known = [each for each in found if each is not None]
-    if not known:
+    known_peaks = [peak for peak in peaks if peak is not None]
+    if not known_peaks:
         return None
-    devices = [each.capacity for each in known if each.capacity is not None]
-    return Peak(min(e.least for e in known), max(e.most for e in known), min(devices, default=None))
+    devices = [peak.capacity for peak in known_peaks if peak.capacity is not None]
+    return Peak(
+        min(peak.least for peak in known_peaks), max(peak.most for peak in known_peaks), min(devices, default=None)
+    )
 
 
 class MemoryEvents:
@@ -288,12 +290,12 @@ class MemoryEvents:
     each allocation and release of the caching allocator. Times count from the file's base."""
 
     def __init__(self) -> None:
-        self._found: dict[int, list[tuple[int, int]]] = {}
+        self._by_device: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def rows(self) -> int:
         """Returns how many events were kept."""
-        return sum(map(len, self._found.values()))
+        return sum(map(len, self._by_device.values()))
 
     def add(self, events: Iterable[Event]) -> None:
         """Adds the events of devices. Leaves out the host's memory, which does not depend on the layout."""
@@ -302,24 +304,26 @@ class MemoryEvents:
             if event.name != _ALLOCATION or device is None or device < 0 or allocated is None:
                 continue
             if math.isfinite(event.ts) and abs(event.ts) * 1000 < LONGEST and 0 <= allocated < _MOST_BYTES:
-                self._found.setdefault(device, []).append((round(event.ts * 1000), allocated))
+                self._by_device.setdefault(device, []).append((round(event.ts * 1000), allocated))
 
     def allocations(self, base: int, document: Document[Any]) -> Allocations | None:
         """Returns the allocations of the device that has the most; None if there are none."""
-        if not self._found:
+        if not self._by_device:
             return None
-        device = max(self._found, key=lambda each: max(allocated for _, allocated in self._found[each]))
-        times, allocated = np.array(sorted(self._found[device]), dtype=np.int64).T
+        device = max(
+            self._by_device, key=lambda candidate: max(allocated for _, allocated in self._by_device[candidate])
+        )
+        times, allocated = np.array(sorted(self._by_device[device]), dtype=np.int64).T
         return Allocations(times + base, allocated, _capacity(document, device))
 
 
-def memory_of(found: Allocations | None, start: int, end: int) -> Peak | None:
+def memory_of(allocations: Allocations | None, start: int, end: int) -> Peak | None:
     """Returns the memory of a call from ``start`` to ``end``; None if it is unknown."""
-    if found is None:
+    if allocations is None:
         return None
-    first, last = np.searchsorted(found.times, (start, end))
-    own = found.allocated[max(first - 1, 0) : last]
-    return Peak(int(own.min()), int(own.max()), found.capacity) if last > first else None
+    first, last = np.searchsorted(allocations.times, (start, end))
+    call_bytes = allocations.allocated[max(first - 1, 0) : last]
+    return Peak(int(call_bytes.min()), int(call_bytes.max()), allocations.capacity) if last > first else None
 
 
 class _Device(msgspec.Struct):
@@ -332,4 +336,4 @@ def _capacity(document: Document[Any], device: int) -> int | None:
         devices = msgspec.json.decode(document.top.get("deviceProperties", b"[]"), type=list[_Device])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return next((each.totalGlobalMem for each in devices if each.id == device and each.totalGlobalMem > 0), None)
+    return next((entry.totalGlobalMem for entry in devices if entry.id == device and entry.totalGlobalMem > 0), None)

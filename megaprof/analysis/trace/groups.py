@@ -68,8 +68,8 @@ class ByName(dict[str, int]):
     Computed once per name."""
 
     def __missing__(self, name: str) -> int:
-        self[name] = found = _by_name(name)
-        return found
+        self[name] = use = _by_name(name)
+        return use
 
 
 def _by_name(name: str) -> int:

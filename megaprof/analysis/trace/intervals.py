@@ -42,12 +42,12 @@ def covered(disjoint: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
     if not len(disjoint):
         return np.zeros(len(spans), dtype=np.int64)
     starts, ends = disjoint[:, 0], disjoint[:, 1]
-    before = np.concatenate(([0], np.cumsum(ends - starts)))
+    cumulated = np.concatenate(([0], np.cumsum(ends - starts)))
 
     def up_to(times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         begun = np.searchsorted(starts, times, side="right")
         running = np.where(begun > 0, np.maximum(ends[begun - 1] - times, 0), 0)
-        result: npt.NDArray[np.int64] = before[begun] - running
+        result: npt.NDArray[np.int64] = cumulated[begun] - running
         return result
 
     return up_to(spans[:, 1]) - up_to(spans[:, 0])
@@ -57,11 +57,13 @@ def intersection(left: Intervals, right: Intervals) -> Intervals:
     """Returns the points that are in both of two disjoint sets, as a disjoint set."""
     first = np.searchsorted(right[:, 1], left[:, 0], side="right")
     counts = np.maximum(np.searchsorted(right[:, 0], left[:, 1], side="left") - first, 0)
-    mine = np.repeat(left, counts, axis=0)
+    left_repeated = np.repeat(left, counts, axis=0)
     # The position of each repeated row in its group, counted from the group's first partner.
-    offsets = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts)
-    others = right[np.repeat(first, counts) + offsets]
-    return np.column_stack((np.maximum(mine[:, 0], others[:, 0]), np.minimum(mine[:, 1], others[:, 1])))
+    offsets = np.arange(len(left_repeated)) - np.repeat(np.cumsum(counts) - counts, counts)
+    partners = right[np.repeat(first, counts) + offsets]
+    return np.column_stack(
+        (np.maximum(left_repeated[:, 0], partners[:, 0]), np.minimum(left_repeated[:, 1], partners[:, 1]))
+    )
 
 
 def difference(left: Intervals, right: Intervals) -> Intervals:
@@ -98,5 +100,5 @@ def union_by(owners: npt.NDArray[np.int64], spans: Intervals) -> tuple[npt.NDArr
         return owners, spans
     # Uses ranks instead of times, so that the owners fit one after the other into int64.
     points, ranks = np.unique(spans, return_inverse=True)
-    laid = union(ranks.reshape(-1, 2) + (owners * len(points))[:, None])
-    return laid[:, 0] // len(points), points[laid - (laid[:, :1] // len(points)) * len(points)]
+    laid_out = union(ranks.reshape(-1, 2) + (owners * len(points))[:, None])
+    return laid_out[:, 0] // len(points), points[laid_out - (laid_out[:, :1] // len(points)) * len(points)]

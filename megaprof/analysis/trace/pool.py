@@ -56,9 +56,9 @@ def at_most(workers: Workers, useful: int) -> Workers:
 def _here(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
     if workers <= 1:
         return
-    alike = partial(inputs.allow, inputs.allowed())
+    same_limits = partial(inputs.allow, inputs.allowed())
     try:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=alike) as pool:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=same_limits) as pool:
             # Submit no more items than the processes work on, because results wait in memory until their turn.
             for begin in range(0, len(items), 4 * workers):
                 yield from pool.map(work, items[begin : begin + 4 * workers])
@@ -111,10 +111,10 @@ def processors() -> int:
 
 def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
     """Returns the size in bytes of each file that exists."""
-    found = {}
+    sizes = {}
     for path in paths:
         try:
-            found[path] = path.stat().st_size
+            sizes[path] = path.stat().st_size
         except OSError:
             continue
-    return found
+    return sizes

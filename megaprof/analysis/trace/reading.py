@@ -83,5 +83,7 @@ def _useful(paths: Sequence[Path]) -> int:
     sizes = sizes_of(paths)
     if sum(sizes.values()) < _WORTH_IT:
         return 1
-    most = _PROCESS + max(size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items())
-    return max(1, min(len(sizes), processors(), int(_SHARE * memory_left() / most)))
+    process_bytes = _PROCESS + max(
+        size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items()
+    )
+    return max(1, min(len(sizes), processors(), int(_SHARE * memory_left() / process_bytes)))

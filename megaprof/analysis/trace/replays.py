@@ -43,28 +43,28 @@ class Replays:
 def replayed(gpu: Activities, names: GraphNames, passes: npt.NDArray[np.int64]) -> Replays:
     """Returns the ranges in graphs that were launched outside the host's ``passes``, a disjoint set of times. The graph
     of a layer is launched inside a pass, so its pass is known already."""
-    which = _runs(gpu.node, names)
-    place = np.searchsorted(passes[:, 0], gpu.launched, side="right") - 1
-    outside = np.ones(len(place), dtype=np.bool_)
+    run_of_row = _runs(gpu.node, names)
+    pass_index = np.searchsorted(passes[:, 0], gpu.launched, side="right") - 1
+    outside_passes = np.ones(len(pass_index), dtype=np.bool_)
     if len(passes):
-        outside = (place < 0) | (gpu.launched > passes[np.maximum(place, 0), 1])
-    rows = np.flatnonzero((gpu.node > 0) & gpu.known & outside)
-    launched, found, unnamed = gpu.launched.copy(), list[Named](), None
-    stacks = [[read for name in stack if (read := ranges.parse(name)) is not None] for stack in names.stacks]
+        outside_passes = (pass_index < 0) | (gpu.launched > passes[np.maximum(pass_index, 0), 1])
+    rows = np.flatnonzero((gpu.node > 0) & gpu.known & outside_passes)
+    launched, named_ranges, unnamed = gpu.launched.copy(), list[Named](), None
+    stacks = [[parsed for name in stack if (parsed := ranges.parse(name)) is not None] for stack in names.stacks]
     rows = rows[np.argsort(gpu.launched[rows], kind="stable")]
     moments, first = np.unique(gpu.launched[rows], return_index=True)
-    for moment, of_replay in zip(moments.tolist(), np.split(rows, first[1:]), strict=bool(len(moments))):
-        kernels = which[of_replay[gpu.kernel[of_replay]]]
-        if not len(kernels) or (share := float((kernels < 0).mean())) == 1:
+    for moment, replay_rows in zip(moments.tolist(), np.split(rows, first[1:]), strict=bool(len(moments))):
+        kernel_runs = run_of_row[replay_rows[gpu.kernel[replay_rows]]]
+        if not len(kernel_runs) or (share := float((kernel_runs < 0).mean())) == 1:
             continue  # this graph is the host's own
         if share > MOST_UNNAMED:
             unnamed = f"{share:.0%} of the kernels of its CUDA graph bear no name of a range"
             continue
-        of_replay = of_replay[which[of_replay] >= 0]
-        used, number = np.unique(which[of_replay], return_inverse=True)
-        launched[of_replay] = moment + 1 + number  # kernels without a name keep their time, in no range
-        found += _around([stacks[names.runs[run][2]] for run in used.tolist()], moment + 1)
-    return Replays(replace(gpu, launched=launched), tuple(found), unnamed)
+        replay_rows = replay_rows[run_of_row[replay_rows] >= 0]
+        used_runs, run_number = np.unique(run_of_row[replay_rows], return_inverse=True)
+        launched[replay_rows] = moment + 1 + run_number  # kernels without a name keep their time, in no range
+        named_ranges += _around([stacks[names.runs[run][2]] for run in used_runs.tolist()], moment + 1)
+    return Replays(replace(gpu, launched=launched), tuple(named_ranges), unnamed)
 
 
 def _runs(nodes: npt.NDArray[np.int64], names: GraphNames) -> npt.NDArray[np.int64]:
@@ -72,22 +72,22 @@ def _runs(nodes: npt.NDArray[np.int64], names: GraphNames) -> npt.NDArray[np.int
     if not names.runs:
         return np.full(len(nodes), -1, dtype=np.int64)
     first, last, _ = np.array(names.runs, dtype=np.int64).T
-    place = np.searchsorted(first, nodes, side="right") - 1
-    return np.where((place >= 0) & (nodes <= last[place]), place, -1)
+    run_index = np.searchsorted(first, nodes, side="right") - 1
+    return np.where((run_index >= 0) & (nodes <= last[run_index]), run_index, -1)
 
 
 def _around(stacks: Sequence[Sequence[RangeName]], moment: int) -> list[Named]:
     """Returns the ranges in ``stacks``. Kernels of the n-th stack are launched ``n`` nanoseconds after ``moment``."""
-    found: list[tuple[RangeName, int]] = []
+    opened: list[tuple[RangeName, int]] = []
     ends: list[int] = []
-    opened: list[int] = []  # the indices in `found` of the ranges around the previous stack
+    enclosing: list[int] = []  # the indices in `opened` of the ranges around the previous stack
     for number, stack in enumerate(stacks):
-        same = 0
-        while same < min(len(opened), len(stack)) and found[opened[same]][0] == stack[same]:
-            same += 1
-        opened = [*opened[:same], *range(len(found), len(found) + len(stack) - same)]
-        found += [(name, moment + number) for name in stack[same:]]
-        ends += [0] * (len(stack) - same)
-        for each in opened:
-            ends[each] = moment + number
-    return [(name, began, ended) for (name, began), ended in zip(found, ends, strict=True)]
+        shared = 0
+        while shared < min(len(enclosing), len(stack)) and opened[enclosing[shared]][0] == stack[shared]:
+            shared += 1
+        enclosing = [*enclosing[:shared], *range(len(opened), len(opened) + len(stack) - shared)]
+        opened += [(name, moment + number) for name in stack[shared:]]
+        ends += [0] * (len(stack) - shared)
+        for index in enclosing:
+            ends[index] = moment + number
+    return [(name, begin, end) for (name, begin), end in zip(opened, ends, strict=True)]

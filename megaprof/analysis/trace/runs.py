@@ -83,8 +83,8 @@ def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = 
         name = parse_artifact_name(path.name)
         files.setdefault((name.target, name.role, name.place.rank) if name else (path,), []).append(path)
     ranks = {piece.line[2] for piece in traced}
-    both = [line for line in files if line[-1] in ranks][:_SAMPLE]
-    sample = dict.fromkeys((*[*files][:: max(1, len(files) // _SAMPLE)][:_SAMPLE], *both))
+    with_traces = [line for line in files if line[-1] in ranks][:_SAMPLE]
+    sample = dict.fromkeys((*[*files][:: max(1, len(files) // _SAMPLE)][:_SAMPLE], *with_traces))
     recorded = [*_recorded(path for line in sample for path in files[line])]
     looked_at = {piece.line[2] for piece in recorded}
     return runs_of((*recorded, *(piece for piece in traced if not files or piece.line[2] in looked_at)), run)
@@ -93,25 +93,25 @@ def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = 
 def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
     """Returns the runs of some pieces. ``run``: the number of the run to choose, from 1; None for the newest. Raises
     NoSuchRun."""
-    every = sorted(pieces, key=lambda piece: piece.start_ns)
+    all_pieces = sorted(pieces, key=lambda piece: piece.start_ns)
     # If a process has both, its timeline shows which steps it continues.
-    recorded = {piece.process for piece in every if piece.timeline} - {None}
+    recorded = {piece.process for piece in all_pieces if piece.timeline} - {None}
     begins = [0]
-    so_far, seen, ended = _Run(), set[str](), 0
-    for piece in (each for each in every if each.timeline or each.process not in recorded):
-        if piece.process not in seen and so_far.is_contradicted_by(piece):
+    current_run, processes, ended_ns = _Run(), set[str](), 0
+    for piece in (piece for piece in all_pieces if piece.timeline or piece.process not in recorded):
+        if piece.process not in processes and current_run.is_contradicted_by(piece):
             # Other ranks may have begun a little earlier than the ranks that were looked at.
-            begins.append((min(ended, piece.start_ns) + piece.start_ns) // 2)
-            so_far = _Run()
-        so_far.add(piece)
+            begins.append((min(ended_ns, piece.start_ns) + piece.start_ns) // 2)
+            current_run = _Run()
+        current_run.add(piece)
         if piece.process is not None:
-            seen.add(piece.process)
-        ended = max(ended, piece.end_ns)
+            processes.add(piece.process)
+        ended_ns = max(ended_ns, piece.end_ns)
     if run is not None and not 1 <= run <= len(begins):
-        held = f"the files are of runs 1 to {len(begins)}" if len(begins) > 1 else "the files are of one run"
-        raise NoSuchRun(f"{run}: {held}")
+        which_runs = f"the files are of runs 1 to {len(begins)}" if len(begins) > 1 else "the files are of one run"
+        raise NoSuchRun(f"{run}: {which_runs}")
     chosen = len(begins) - 1 if run is None else run - 1
-    kept = (piece for piece in every if piece.timeline and _number(begins, piece.start_ns) == chosen)
+    kept = (piece for piece in all_pieces if piece.timeline and _number(begins, piece.start_ns) == chosen)
     return Runs(tuple(begins), chosen, tuple(kept))
 
 

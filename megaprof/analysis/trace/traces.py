@@ -142,7 +142,7 @@ class Trace:
 
 def times_of(things: Sequence[TracedRange | Collective]) -> Intervals:
     """Returns the start and end of each thing in nanoseconds, shape ``[n, 2]``."""
-    return intervals((each.start, each.end) for each in things)
+    return intervals((thing.start, thing.end) for thing in things)
 
 
 def find_traces(directory: Path) -> list[Path]:
@@ -187,13 +187,13 @@ class _File:
         self._collectives: list[Collective] = []
         self._broken = 0
         self._device: str | None = None
-        self._most = most_bytes() // _ROW_BYTES
+        self._most_rows = most_bytes() // _ROW_BYTES
         self._document: Document[Event] = read(path, Event, top=_TOP)
         for events in self._document:
             on_gpu = self._says_gpu()
-            wanted = _ON_GPU if on_gpu else _ON_GPU | {"cpu_op"}
+            categories = _ON_GPU if on_gpu else _ON_GPU | {"cpu_op"}
             by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
-            for event in [event for event in events if event.cat in wanted or event.name == COMMUNICATES]:
+            for event in [event for event in events if event.cat in categories or event.name == COMMUNICATES]:
                 by_category[event.cat].append(event)
             copies = [event for category in COPIES for event in by_category[category]]
             launches = [event for category in LAUNCHES for event in by_category[category]]
@@ -219,12 +219,15 @@ class _File:
             warnings.append(Note("events_left_out", files=(path.name,), count=unusable))
         if document.cut is not None:
             warnings.append(Note("cut", files=(path.name,), said=document.cut))
-        found = [TracedRange(r.name, r.start + base, r.end + base) for r in self._ranges]
-        found.sort(key=lambda r: (r.start, -r.end))
+        traced_ranges = [TracedRange(traced.name, traced.start + base, traced.end + base) for traced in self._ranges]
+        traced_ranges.sort(key=lambda traced: (traced.start, -traced.end))
         has_kernels = self.gpu.kernels
-        of_host = [] if has_kernels else self._collectives
-        collectives = [Collective(c.operation, c.start + base, c.end + base) for c in of_host]
-        collectives.sort(key=lambda c: c.start)
+        cpu_collectives = [] if has_kernels else self._collectives
+        collectives = [
+            Collective(collective.operation, collective.start + base, collective.end + base)
+            for collective in cpu_collectives
+        ]
+        collectives.sort(key=lambda collective: collective.start)
         gpu, launches = self.gpu.activities(base, metadata.sizes) if has_kernels else (None, None)
         if gpu is not None and graphs.KEY in document.top:
             try:
@@ -232,22 +235,22 @@ class _File:
             except ValueError as fault:
                 warnings.append(Note("graph_names_damaged", files=(path.name,), said=str(fault)))
             else:
-                passes = union(times_of([r for r in found if r.name.label in ranges.PASSES]))
+                passes = union(times_of([traced for traced in traced_ranges if traced.name.label in ranges.PASSES]))
                 replays = replayed(gpu, names, passes)
                 gpu = replays.gpu
-                found += (TracedRange(*each, replayed=True) for each in replays.ranges)
-                found.sort(key=lambda r: (r.start, -r.end))
+                traced_ranges += (TracedRange(*named, replayed=True) for named in replays.ranges)
+                traced_ranges.sort(key=lambda traced: (traced.start, -traced.end))
                 if replays.unnamed is not None:
                     metadata = replace(metadata, ranges=replace(metadata.ranges, reason=replays.unnamed))
         return Trace(
             path=path,
             metadata=metadata,
-            ranges=tuple(found),
+            ranges=tuple(traced_ranges),
             collectives=tuple(collectives),
             compute=self._operators.compute(base) if collectives else intervals(()),
             gpu=gpu,
             launches=launches,
-            unseen=None if has_kernels else without_kernels(metadata, self.gpu.launches, gpu_there=_has_gpu(document)),
+            unseen=None if has_kernels else without_kernels(metadata, self.gpu.launches, has_gpu=_has_gpu(document)),
             warnings=tuple(warnings),
             cut=document.cut,
             base=base,
@@ -256,10 +259,10 @@ class _File:
 
     def _says_gpu(self) -> bool:
         """Returns whether the metadata read so far say that the model ran on a GPU."""
-        described = self._document.top.get("megaprof")
-        if self._device is None and described is not None:
+        metadata = self._document.top.get("megaprof")
+        if self._device is None and metadata is not None:
             with suppress(ValueError):
-                self._device = read_metadata(bytes(described)).device or "cpu"
+                self._device = read_metadata(bytes(metadata)).device or "cpu"
         return self._device not in (None, "cpu")
 
     def _add_ranges(self, events: Iterable[Event]) -> None:
@@ -278,8 +281,10 @@ class _File:
         rows = (
             self.gpu.rows + self._memory.rows + self._operators.rows + 4 * (len(self._ranges) + len(self._collectives))
         )
-        if rows > self._most:
-            raise Undecodable(f"it has more than the {self._most:,} events that fit into memory (see --max-input-mib)")
+        if rows > self._most_rows:
+            raise Undecodable(
+                f"it has more than the {self._most_rows:,} events that fit into memory (see --max-input-mib)"
+            )
 
 
 def _metadata(document: Document[Event]) -> Metadata:
@@ -351,14 +356,16 @@ class _Operators:
         self._pieces: list[tuple[Intervals, npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = []
 
     def add(self, events: Iterable[Event]) -> None:
-        operators = [op for op in events if op.ph == "X" and not op.name.startswith(ranges.PREFIX)]
+        operators = [
+            operator for operator in events if operator.ph == "X" and not operator.name.startswith(ranges.PREFIX)
+        ]
         if not operators:
             return
-        number = self._threads.setdefault
-        threads = np.array([number(op.tid, len(self._threads)) for op in operators], dtype=np.int64)
-        own = np.array([not op.name.startswith(_COMMUNICATING) for op in operators], dtype=np.bool_)
-        spans, usable = spans_of(0, operators)
-        self._pieces.append((spans, threads[usable], own[usable]))
+        number_of = self._threads.setdefault
+        threads = np.array([number_of(operator.tid, len(self._threads)) for operator in operators], dtype=np.int64)
+        computes = np.array([not operator.name.startswith(_COMMUNICATING) for operator in operators], dtype=np.bool_)
+        spans, possible = spans_of(0, operators)
+        self._pieces.append((spans, threads[possible], computes[possible]))
         self.rows += len(operators)
 
     def compute(self, base: int) -> Intervals:
@@ -366,10 +373,10 @@ class _Operators:
         parents also wait."""
         if not self._pieces:
             return intervals(())
-        spans, threads, own = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
+        spans, threads, computes = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
         self._pieces.clear()
         spans += base
-        return union(spans[leaves(threads, spans) & own])
+        return union(spans[leaves(threads, spans) & computes])
 
 
 def _name_warnings(path: Path, coords: RankCoords) -> Iterable[Note]:

@@ -19,20 +19,20 @@ from megaprof.formats.metadata import Metadata
 MOST_UNSEEN = 0.01
 
 
-def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, nsys: bool = False) -> Note | None:
+def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: bool = False) -> Note | None:
     """Returns why a trace without kernels says nothing about its step; None if the step ran on a CPU.
 
-    ``launches``: the number of calls in the trace that launched a kernel. ``gpu_there``: whether the tool saw a GPU.
+    ``launches``: the number of calls in the trace that launched a kernel. ``has_gpu``: whether the tool saw a GPU.
     ``nsys``: whether the tool is Nsight Systems. Older files do not say where the model was. But they have the number
     of the machine's cores only for a run without a GPU.
     """
-    on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and metadata.cores is None and gpu_there)
+    on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and metadata.cores is None and has_gpu)
     if not on_gpu and not launches:
         return None
-    recording = metadata.profiler
-    if recording is not None and "cuda" not in recording.asked:
+    profiler = metadata.profiler
+    if profiler is not None and "cuda" not in profiler.asked:
         return Note("kernels_not_asked")
-    if recording is not None and "cuda" not in recording.recorded:
+    if profiler is not None and "cuda" not in profiler.recorded:
         return Note("kernels_unsupported")
     return Note("no_kernels_of_nsys" if nsys else "no_kernels")
 

@@ -40,16 +40,16 @@ def exported(path: Path) -> Path:
     temporary = temporary_path(final)
     command = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={temporary}", str(path)]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_SECONDS + report.st_size / _BYTES_A_SECOND,
             check=False,
         )
-        if done.returncode or not temporary.exists():
-            said = (done.stderr or done.stdout).decode("utf-8", "replace").split("\n")
-            why = next((line.strip() for line in reversed(said) if line.strip()), "it says nothing")
+        if completed.returncode or not temporary.exists():
+            lines = (completed.stderr or completed.stdout).decode("utf-8", "replace").split("\n")
+            why = next((line.strip() for line in reversed(lines) if line.strip()), "it says nothing")
             raise Undecodable(f"nsys export failed: {why[-200:]}")
         os.replace(temporary, final)
     except subprocess.TimeoutExpired:

@@ -76,12 +76,14 @@ def find_nsys(source: Path) -> list[NsysFile]:
 
     Opens files without any ``.nsys.json`` beside them, to find the sizes that all of them show together.
     """
-    found = [source] if source.is_file() else files_below(source, (SQLITE, REPORT))
-    there = set(found)
-    paths = sorted(p for p in found if p.suffix == SQLITE or p.with_suffix(SQLITE) not in there or source.is_file())
-    bare = {folder for folder in {path.parent for path in paths} if next(sidecars(folder), None) is None}
-    sizes = _shown([path for path in paths if path.parent in bare])
-    return [NsysFile(path, sizes if path.parent in bare else None) for path in paths]
+    files = [source] if source.is_file() else files_below(source, (SQLITE, REPORT))
+    present = set(files)
+    paths = sorted(
+        path for path in files if path.suffix == SQLITE or path.with_suffix(SQLITE) not in present or source.is_file()
+    )
+    bare_folders = {folder for folder in {path.parent for path in paths} if next(sidecars(folder), None) is None}
+    sizes = _shown_sizes([path for path in paths if path.parent in bare_folders])
+    return [NsysFile(path, sizes if path.parent in bare_folders else None) for path in paths]
 
 
 def read_nsys(file: NsysFile) -> list[Trace]:
@@ -109,7 +111,7 @@ class Process:
 def processes(file: NsysFile) -> list[Process]:
     """Returns every process with GPU activities. Raises Undecodable and OSError."""
     with opened(exported(file.path)) as tables:
-        base, found = _epoch(tables), []
+        base, gpu_processes = _epoch(tables), []
         pids: set[int] = set()
         for table in ACTIVITIES:
             if tables.has(table, *COLUMNS):
@@ -117,15 +119,15 @@ def processes(file: NsysFile) -> list[Process]:
                 pids |= {pid for (pid,) in tables.rows(query) if isinstance(pid, int)}
         steps = _steps(tables, base)
         for pid in sorted(pids):
-            found.append(Process(pid, *read_process(tables, base, pid), intervals(steps.get(pid, ()))))
-        return found
+            gpu_processes.append(Process(pid, *read_process(tables, base, pid), intervals(steps.get(pid, ()))))
+        return gpu_processes
 
 
 def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
     """Returns the steps of each process, in order of time."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    steps_by_process: dict[int, list[tuple[int, int]]] = {}
     if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
-        return found
+        return steps_by_process
     query = (
         f"SELECT start, end, globalTid, {_NAME} AS name FROM NVTX_EVENTS WHERE eventType IN {_RANGE_EVENTS} AND "
         "(name LIKE '%step%' OR name LIKE '%iter%') ORDER BY start, end DESC"
@@ -133,10 +135,10 @@ def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
     for start, end, thread, name in tables.rows(query):
         if not (is_time(start) and is_time(end) and end >= start and isinstance(thread, int) and isinstance(name, str)):
             continue
-        own = found.setdefault(thread >> 24 & PROCESS, [])
-        if _STEP.fullmatch(name) and (not own or base + start >= own[-1][1]):
-            own.append((base + start, base + end))
-    return found
+        process_steps = steps_by_process.setdefault(thread >> 24 & PROCESS, [])
+        if _STEP.fullmatch(name) and (not process_steps or base + start >= process_steps[-1][1]):
+            process_steps.append((base + start, base + end))
+    return steps_by_process
 
 
 def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
@@ -147,11 +149,13 @@ def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
         queries = [("user_annotation", f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS", "globalTid")]
         if tables.has(LAUNCHES, *COLUMNS_OF_LAUNCH, "nameId"):
             queries.append(
-                ("cuda_runtime", f"SELECT start, end, globalTid, {_of('nameId')} FROM {LAUNCHES}", "globalTid")
+                ("cuda_runtime", f"SELECT start, end, globalTid, {_text_of('nameId')} FROM {LAUNCHES}", "globalTid")
             )
         for table in (*ACTIVITIES, *COPIES):
             if tables.has(table, *COLUMNS, "streamId"):
-                name = _of("demangledName") if tables.has(table, "demangledName") else f"'{table.rpartition('_')[2]}'"
+                name = (
+                    _text_of("demangledName") if tables.has(table, "demangledName") else f"'{table.rpartition('_')[2]}'"
+                )
                 kind = "kernel" if table in ACTIVITIES else "gpu_memcpy"
                 queries.append((kind, f"SELECT start, end, streamId, {name} FROM {table}", "globalPid"))
         for kind, query, process in queries:
@@ -166,7 +170,7 @@ def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _of(column: str) -> str:
+def _text_of(column: str) -> str:
     return f"(SELECT value FROM StringIds WHERE id = {column})"
 
 
@@ -196,18 +200,18 @@ class _Reader:
         self._host = _host(tables)
         self._broken = 0
         self._metadata: dict[Path, Metadata] = {}
-        self._said: list[Note] = []
+        self._notes: list[Note] = []
 
     def traces(self) -> list[Trace]:
         by_process = grouped(self.rows(), attrgetter("pid"))
-        found = [
+        traces = [
             trace for pid, rows in sorted(by_process.items()) for trace in self._of_process(rows, len(by_process) == 1)
         ]
         if self._broken:
-            self._said.append(Note("events_left_out", files=(self._file.path.name,), count=self._broken))
-        if found and self._said:
-            found[0] = replace(found[0], warnings=(*self._said, *found[0].warnings))
-        return found
+            self._notes.append(Note("events_left_out", files=(self._file.path.name,), count=self._broken))
+        if traces and self._notes:
+            traces[0] = replace(traces[0], warnings=(*self._notes, *traces[0].warnings))
+        return traces
 
     def rows(self) -> Iterator[_Row]:
         """Yields megaprof's ranges in the order of the file."""
@@ -235,23 +239,25 @@ class _Reader:
         return next((last for (last,) in self._tables.rows(query) if is_time(last)), 0)
 
     def _of_process(self, rows: list[_Row], alone: bool) -> Iterator[Trace]:
-        rows.sort(key=lambda r: (r.start, -r.end))
+        rows.sort(key=lambda row: (row.start, -row.end))
         windows = list(self._windows(rows, alone))
         gpu: Activities | None = None
-        seen = self._tables.has("TARGET_INFO_GPU", "id") and any(self._tables.rows("SELECT id FROM TARGET_INFO_GPU"))
+        has_gpu = self._tables.has("TARGET_INFO_GPU", "id") and any(self._tables.rows("SELECT id FROM TARGET_INFO_GPU"))
         for number, (metadata, tops, warnings) in enumerate(windows):
             pid = tops[0].pid
             gpu = gpu or read_process(self._tables, self._base, pid)[0]
             begin = windows[number - 1][1][-1].end if number else -LONGEST
             end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
-            inside = tuple(TracedRange(r.name, r.start, r.end) for r in _within(rows, tops[0].start, tops[-1].end))
+            inner_ranges = tuple(
+                TracedRange(row.name, row.start, row.end) for row in _within(rows, tops[0].start, tops[-1].end)
+            )
             activities = launched_between(gpu, begin, end)
             yield Trace(
                 path=self._file.path,
                 metadata=metadata,
-                ranges=inside,
+                ranges=inner_ranges,
                 gpu=activities,
-                unseen=None if activities is not None else without_kernels(metadata, 0, gpu_there=seen, nsys=True),
+                unseen=None if activities is not None else without_kernels(metadata, 0, has_gpu=has_gpu, nsys=True),
                 warnings=warnings,
                 knows_collectives=activities is not None,
                 after_opening=not number and 0 <= tops[0].start - self._base < _OPENED_NS,
@@ -262,7 +268,7 @@ class _Reader:
     def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[Note, ...]]]:
         """Yields the metadata of each window, its outermost ranges, and notes about it."""
         reach, last = -LONGEST, None
-        found: list[tuple[Path | None, Metadata, list[_Row]]] = []
+        windows: list[tuple[Path | None, Metadata, list[_Row]]] = []
         for row in rows:
             step = row.name.fields.get("step")
             if step is None or step >= MOST_STEPS or row.end <= reach or row.start < reach:
@@ -270,20 +276,20 @@ class _Reader:
             reach = row.end
             path = self._sidecar(row, step)
             if path is not None and path == last:
-                found[-1][2].append(row)
+                windows[-1][2].append(row)
             elif path is not None:
-                found.append((path, self._metadata[path], [row]))
+                windows.append((path, self._metadata[path], [row]))
             elif (derived := self._derived(row, step, rows, alone)) is not None:
-                found.append((None, derived, [row]))
+                windows.append((None, derived, [row]))
             last = path
-        cut = _cut(rows)
-        bare = sorted({metadata.steps[0] for path, metadata, _ in found if path is None})
-        for path, metadata, tops in found:
-            if not metadata.truncated and tops[-1].end in cut:
+        cut_ends = _cut_ends(rows)
+        bare_steps = sorted({metadata.steps[0] for path, metadata, _ in windows if path is None})
+        for path, metadata, tops in windows:
+            if not metadata.truncated and tops[-1].end in cut_ends:
                 metadata = replace(metadata, truncated=True, truncated_reason="the process ended inside it")
-            first = path is None and metadata.steps[0] == bare[0]
-            note = Note("without_sidecar", files=(self._file.path.name,), steps=tuple(bare), count=tops[0].pid)
-            yield metadata, tops, (note,) if first else ()
+            is_first = path is None and metadata.steps[0] == bare_steps[0]
+            note = Note("without_sidecar", files=(self._file.path.name,), steps=tuple(bare_steps), count=tops[0].pid)
+            yield metadata, tops, (note,) if is_first else ()
 
     def _sidecar(self, row: _Row, step: int) -> Path | None:
         """Returns the ``.nsys.json`` of this host and process for the window with a step's range; None if there is
@@ -311,8 +317,8 @@ class _Reader:
             try:
                 self._metadata[path] = read_sidecar(path)
             except (OSError, ValueError) as fault:
-                if (note := Note("skipped", files=(path.name,), said=str(fault))) not in self._said:
-                    self._said.append(note)
+                if (note := Note("skipped", files=(path.name,), said=str(fault))) not in self._notes:
+                    self._notes.append(note)
         return self._metadata.get(path)
 
     def _neighbours(self) -> ParallelSizes | None:
@@ -325,29 +331,29 @@ class _Reader:
     def _derived(self, top: _Row, step: int, rows: list[_Row], alone: bool) -> Metadata | None:
         """Returns the metadata that the ranges alone show; None if they have no coordinates."""
         place = {axis: top.name.fields.get(axis) for axis in AXES}
-        inside = _within(rows, top.start, top.end)
-        passes = [r.name for r in inside if r.name.label in ranges.PASSES]
+        inner_rows = _within(rows, top.start, top.end)
+        passes = [row.name for row in inner_rows if row.name.label in ranges.PASSES]
         chunks = 1 + max((name.fields.get("chunk") or 0 for name in passes), default=0)
-        known = {axis: number for axis, number in place.items() if number is not None and number < MOST}
-        if len(known) < len(AXES) or chunks > MOST:
+        coordinates = {axis: number for axis, number in place.items() if number is not None and number < MOST}
+        if len(coordinates) < len(AXES) or chunks > MOST:
             return None
         job = self._file.sizes or self._neighbours()
-        least = {axis: max(number + 1, getattr(job, axis, 1)) for axis, number in known.items()}
-        sizes = ParallelSizes(**least, vpp=chunks)
-        named = _IN_NAME.search(self._file.path.name) if alone else None
-        rank = int(named[1]) if named else _rank(known, sizes)
+        least_sizes = {axis: max(number + 1, getattr(job, axis, 1)) for axis, number in coordinates.items()}
+        sizes = ParallelSizes(**least_sizes, vpp=chunks)
+        match = _IN_NAME.search(self._file.path.name) if alone else None
+        rank = int(match[1]) if match else _rank(coordinates, sizes)
         if rank >= MOST:
             return None
         microbatches = [number for name in passes if (number := name.fields.get("mb")) is not None]
         count = max(microbatches) + 1 if microbatches else None
         return Metadata(
             target=top.name.label,
-            coords=RankCoords(rank=rank, sizes=sizes, **known),
+            coords=RankCoords(rank=rank, sizes=sizes, **coordinates),
             steps=(step, step),
             schedule="no_pipelining" if sizes.pp == 1 else "interleaved" if chunks > 1 else "1f1b",
             forward_only=top.name.label in FORWARD_ONLY,
             microbatches=None if count is None or count > MOST else count,
-            chunks=tuple(_chunk(chunk, inside) for chunk in range(chunks)) if chunks <= 64 else (),
+            chunks=tuple(_chunk(chunk, inner_rows) for chunk in range(chunks)) if chunks <= 64 else (),
             host=self._host,
             pid=top.pid,
         )
@@ -355,15 +361,19 @@ class _Reader:
 
 def _within(rows: Sequence[_Row], start: int, end: int) -> list[_Row]:
     """Returns the rows that lie between ``start`` and ``end``, in order of their start."""
-    first, behind = bisect_left(rows, start, key=_start), bisect_right(rows, end, key=_start)
-    return [row for row in rows[first:behind] if row.end <= end]
+    first_index, end_index = bisect_left(rows, start, key=_start), bisect_right(rows, end, key=_start)
+    return [row for row in rows[first_index:end_index] if row.end <= end]
 
 
-def _chunk(chunk: int, inside: Sequence[_Row]) -> ModelChunk:
+def _chunk(chunk: int, inner_rows: Sequence[_Row]) -> ModelChunk:
     """Returns the content of a model chunk, as far as the module ranges in its first forward show it."""
-    forwards = (r for r in inside if r.name.label == ranges.FORWARD and r.name.fields.get("chunk") == chunk)
-    first = next(forwards, None)
-    modules = [r.name for r in _within(inside, first.start, first.end) if r.name.module] if first else []
+    forwards = (row for row in inner_rows if row.name.label == ranges.FORWARD and row.name.fields.get("chunk") == chunk)
+    first_forward = next(forwards, None)
+    modules = (
+        [row.name for row in _within(inner_rows, first_forward.start, first_forward.end) if row.name.module]
+        if first_forward
+        else []
+    )
     if not modules:
         return ModelChunk()
     labels = [name.label for name in modules]
@@ -383,7 +393,7 @@ def _rank(place: dict[str, int], sizes: ParallelSizes) -> int:
     return place["tp"] + sizes.tp * (place["cp"] + sizes.cp * inner)
 
 
-def _cut(rows: Sequence[_Row]) -> set[int]:
+def _cut_ends(rows: Sequence[_Row]) -> set[int]:
     """Returns the moments at which a process ended with open ranges. Such ranges have no end, or all have the end of
     the process."""
     ends = Counter(row.end for row in rows)
@@ -406,16 +416,16 @@ def _host(tables: Tables) -> str | None:
     return None
 
 
-def _shown(paths: Sequence[Path]) -> ParallelSizes | None:
+def _shown_sizes(paths: Sequence[Path]) -> ParallelSizes | None:
     """Returns the smallest sizes that fit the coordinates in the ranges of these files; None without files."""
-    most = dict.fromkeys(AXES, 1)
+    sizes = dict.fromkeys(AXES, 1)
     for path in paths:
         try:
             with opened(exported(path)) as tables:
                 for row in _Reader(NsysFile(path), tables).rows():
                     for axis in AXES:
                         if (number := row.name.fields.get(axis)) is not None and number < MOST:
-                            most[axis] = max(most[axis], number + 1)
+                            sizes[axis] = max(sizes[axis], number + 1)
         except (Undecodable, OSError):  # reported when the file is read
             continue
-    return ParallelSizes(**most) if paths else None
+    return ParallelSizes(**sizes) if paths else None

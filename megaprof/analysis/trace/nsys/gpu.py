@@ -40,20 +40,20 @@ def read_process(tables: Tables, base: int, pid: int) -> tuple[Activities, list[
     kernel = np.arange(len(rows)) < sum(map(len, kernels))
     between_devices = ~kernel & (rows[:, 3] == _PEER_TO_PEER)
     rows[~kernel, 3] = -1
-    numbers, which = np.unique(rows[:, 3], return_inverse=True)
-    by_name, known = ByName(), _names(tables, numbers)
-    names = [known.get(number, "") for number in numbers.tolist()]
+    numbers, number_of_row = np.unique(rows[:, 3], return_inverse=True)
+    by_name, name_of_number = ByName(), _names(tables, numbers)
+    names = [name_of_number.get(number, "") for number in numbers.tolist()]
     uses = np.array([by_name[name] for name in names], dtype=np.int8)
-    use = np.where(uses < 0, np.int8(UNKNOWN), uses)[which]
+    use = np.where(uses < 0, np.int8(UNKNOWN), uses)[number_of_row]
     use[between_devices] = UNKNOWN
     launches = np.zeros((0, 3), dtype=np.int64)
     if len(rows) and tables.has(LAUNCHES, *COLUMNS_OF_LAUNCH):
         query = f"SELECT start, correlationId, 0 FROM {LAUNCHES} WHERE (globalTid >> 24) & {PROCESS} = ?"
         launches = _array(tables.rows(query, (pid,)), 3)
-    pairwise = (uses == BY_GROUP_PAIRWISE)[which]
+    pairwise = (uses == BY_GROUP_PAIRWISE)[number_of_row]
     spans, starts = base + rows[:, :2], base + launches[:, 0]
     gpu = arranged(spans, use, kernel, pairwise, rows[:, 2], launches[:, 1], starts)
-    return gpu, [names[number] for number in which[gpu.row].tolist()]
+    return gpu, [names[number] for number in number_of_row[gpu.row].tolist()]
 
 
 def launched_between(gpu: Activities, begin: int, end: int) -> Activities | None:
@@ -64,15 +64,15 @@ def launched_between(gpu: Activities, begin: int, end: int) -> Activities | None
     return Activities(*(column[rows] for column in vars(gpu).values()))
 
 
-def _table(tables: Tables, table: str, pid: int, what: str) -> npt.NDArray[np.int64]:
-    """Returns the start, end, correlation and column ``what`` of every activity of a process; -1 if the table has no
+def _table(tables: Tables, table: str, pid: int, column: str) -> npt.NDArray[np.int64]:
+    """Returns the start, end, correlation and ``column`` of every activity of a process; -1 if the table has no
     such column. Leaves out activities whose times are impossible."""
     if not tables.has(table, *COLUMNS):
         return np.zeros((0, 4), dtype=np.int64)
-    what = what if tables.has(table, what) else "-1"
-    query = f"SELECT start, end, correlationId, {what} FROM {table} WHERE (globalPid >> 24) & {PROCESS} = ?"
-    found = _array(tables.rows(query, (pid,)), 4)
-    return found[found[:, 1] >= found[:, 0]]
+    column = column if tables.has(table, column) else "-1"
+    query = f"SELECT start, end, correlationId, {column} FROM {table} WHERE (globalPid >> 24) & {PROCESS} = ?"
+    rows = _array(tables.rows(query, (pid,)), 4)
+    return rows[rows[:, 1] >= rows[:, 0]]
 
 
 def _array(rows: Iterable[tuple[Any, ...]], width: int) -> npt.NDArray[np.int64]:
@@ -87,8 +87,8 @@ def _array(rows: Iterable[tuple[Any, ...]], width: int) -> npt.NDArray[np.int64]
 
 def _names(tables: Tables, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
     """Returns the names with these ``numbers``, by number."""
-    wanted = set(numbers.tolist())
-    if not wanted or not tables.has("StringIds", "id", "value"):
+    wanted_numbers = set(numbers.tolist())
+    if not wanted_numbers or not tables.has("StringIds", "id", "value"):
         return {}
     rows = tables.rows("SELECT id, value FROM StringIds")
-    return {number: name for number, name in rows if number in wanted and isinstance(name, str)}
+    return {number: name for number, name in rows if number in wanted_numbers and isinstance(name, str)}

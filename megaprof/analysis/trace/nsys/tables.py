@@ -35,7 +35,7 @@ class Tables:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        with _said():
+        with _as_undecodable():
             listed = connection.execute(
                 "SELECT name, sql FROM sqlite_master WHERE type = 'table' LIMIT 10000"
             ).fetchall()
@@ -47,26 +47,26 @@ class Tables:
     def columns(self, table: str) -> frozenset[str]:
         """Returns the names of a table's columns; none if there is no such plain table."""
         if table not in self._columns:
-            found: list[Any] = []
+            table_columns: list[Any] = []
             if table in self._plain:
-                with _said():
-                    found = self._connection.execute(f'PRAGMA table_xinfo("{table}")').fetchall()
-            if any(row[6] in _COMPUTED for row in found):
+                with _as_undecodable():
+                    table_columns = self._connection.execute(f'PRAGMA table_xinfo("{table}")').fetchall()
+            if any(row[6] in _COMPUTED for row in table_columns):
                 raise Undecodable(f"its table {table} has computed columns, as no file of nsys's has")
-            self._columns[table] = frozenset(str(row[1]) for row in found)
+            self._columns[table] = frozenset(str(row[1]) for row in table_columns)
         return self._columns[table]
 
     def has(self, table: str, *columns: str) -> bool:
         """Returns whether there is such a plain table, with these columns."""
-        return bool(there := self.columns(table)) and there.issuperset(columns)
+        return bool(names := self.columns(table)) and names.issuperset(columns)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         """Yields the rows of one of our queries. Raises Undecodable if there are more rows than fit into memory."""
-        most = most_bytes() // _ROW_BYTES
-        with _said(), closing(self._connection.execute(query, values)) as cursor:
+        most_rows = most_bytes() // _ROW_BYTES
+        with _as_undecodable(), closing(self._connection.execute(query, values)) as cursor:
             for number, row in enumerate(cursor):
-                if number >= most:
-                    raise Undecodable(f"it has more than {most:,} rows to be read (see --max-input-mib)")
+                if number >= most_rows:
+                    raise Undecodable(f"it has more than {most_rows:,} rows to be read (see --max-input-mib)")
                 yield row
 
 
@@ -78,7 +78,7 @@ def opened(path: Path) -> Iterator[Tables]:
             raise Undecodable("it is no SQLite file")
         size = file.seek(0, 2)
     local = local_copy(path)
-    with _said():
+    with _as_undecodable():
         connection = sqlite3.connect(local.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
     deadline = time.monotonic() + _SECONDS + size / _BYTES_A_SECOND
     with closing(connection):
@@ -86,14 +86,14 @@ def opened(path: Path) -> Iterator[Tables]:
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
         if hasattr(connection, "setlimit"):  # from Python 3.11
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-        with _said():
+        with _as_undecodable():
             for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON", "mmap_size = 0"):
                 connection.execute(f"PRAGMA {pragma}")
         yield Tables(connection)
 
 
 @contextmanager
-def _said() -> Iterator[None]:
+def _as_undecodable() -> Iterator[None]:
     """Turns a fault of SQLite's into Undecodable, with a message of one line."""
     try:
         yield
