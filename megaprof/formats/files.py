@@ -20,7 +20,7 @@ from typing import BinaryIO
 from megaprof.formats.names import temporary_path
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-#: Neither through a link, nor waiting for the other end of a FIFO, nor becoming the terminal of this process.
+#: Never follows a link, never waits for the other end of a FIFO, and never gets the terminal of this process.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -39,7 +39,7 @@ class Directory:
 
     @property
     def path(self) -> Path:
-        """Where it lies, for messages."""
+        """Its path, for messages."""
         return self._top.joinpath(*self._names)
 
     @classmethod
@@ -55,7 +55,7 @@ class Directory:
 
     def child(self, name: str, *, create: int | None = None) -> Directory:
         """Opens the directory `name` in this one; makes it with the permissions `create` if it does not exist. Raises
-        `Unsafe` for a symbolic link, and for whatever else is no directory."""
+        `Unsafe` for a symbolic link, and for anything else that is no directory."""
         try:
             return Directory(_enter(name, self), self._top, *self._names, name)
         except FileNotFoundError:
@@ -66,7 +66,7 @@ class Directory:
         return Directory(_enter(name, self), self._top, *self._names, name)
 
     def stat(self, name: str | None = None) -> os.stat_result:
-        """Returns who owns the directory and who may write to it; with a `name`, those of that file or link."""
+        """Returns who owns the directory and who may write to it; with a `name`, the same for that file or link."""
         if name is None:
             return os.fstat(self._descriptor)
         return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
@@ -74,18 +74,18 @@ class Directory:
     def check(self, uid: int, unavoidable: int = 0) -> None:
         """Raises `Unsafe` if the directory does not belong to user `uid`, or if others can write to it. Write
         permissions in the mode `unavoidable` do not count."""
-        found = self.stat()
-        if found.st_uid != uid:
-            raise Unsafe(f"{self.path} belongs to user {found.st_uid}, and the job to user {uid}")
-        if found.st_mode & _WRITABLE_BY_OTHERS & ~unavoidable:
+        status = self.stat()
+        if status.st_uid != uid:
+            raise Unsafe(f"{self.path} belongs to user {status.st_uid}, and the job to user {uid}")
+        if status.st_mode & _WRITABLE_BY_OTHERS & ~unavoidable:
             raise Unsafe(f"{self.path} can be written by others than its owner")
 
     def chmod(self, mode: int) -> None:
         os.fchmod(self._descriptor, mode)
 
     def probe(self) -> os.stat_result:
-        """Returns the owner and the mode that files of ours get here, from one that is created and removed: on some
-        file systems they are not what we ask for. Raises `Unsafe` if the directory is another user's, and closed to
+        """Returns the owner and the mode that our files get here, from a file that it creates and removes: on some file
+        systems they are not what we ask for. Raises `Unsafe` if the directory belongs to another user and is closed to
         us."""
         name = f".{secrets.token_hex(8)}"
         try:
@@ -106,7 +106,7 @@ class Directory:
     @contextlib.contextmanager
     def appearing(self, name: str, *, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
         """Yields a file to write, which replaces `name` when the block ends; after an exception, nothing has changed.
-        `sync`: the file is on the disk then, and not only on its way."""
+        With `sync`, the file is on the disk by then, and not just on its way there."""
         temporary = temporary_path(Path(name)).name
         descriptor = self._create(temporary, mode)
         try:
@@ -115,7 +115,7 @@ class Directory:
                 file.flush()
                 if sync:
                     os.fsync(descriptor)
-            # Closed before: that is when a network file system sends it.
+            # The file is closed by now: a network file system sends it when it is closed.
             os.replace(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
         except BaseException:
             self.unlink(temporary)
@@ -126,14 +126,14 @@ class Directory:
         try:
             return self.open_file(name, flags, mode)
         except FileExistsError:
-            # An earlier process of this number died here, or somebody has planted a link.
+            # An earlier process with this id died here, or somebody has planted a link.
             self.unlink(name)
             return self.open_file(name, flags, mode)
 
-    def names(self, most: int) -> list[str]:
-        """Returns at most `most` names in it, in no order. A network file system asks its server for them again."""
+    def names(self, limit: int) -> list[str]:
+        """Returns at most `limit` names in it, in no order. A network file system asks its server for them again."""
         with os.scandir(self._descriptor) as entries:
-            return [entry.name for entry in islice(entries, most)]
+            return [entry.name for entry in islice(entries, limit)]
 
     def unlink(self, name: str) -> bool:
         """Removes a file. Returns whether it was there and could be removed; never raises."""
@@ -144,7 +144,7 @@ class Directory:
         return True
 
     def exists(self, name: str) -> bool:
-        """Returns whether anything of that name is there, be it a link."""
+        """Returns whether anything with that name is there, even a link."""
         try:
             self.stat(name)
         except FileNotFoundError:
@@ -174,8 +174,8 @@ def _enter(name: str | Path, above: Directory | None) -> int:
         with contextlib.suppress(OSError):
             mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
             if not stat.S_ISDIR(mode):
-                what = "is a symbolic link" if stat.S_ISLNK(mode) else "is no directory"
-                raise Unsafe(f"{name if above is None else above.path / name} {what}") from None
+                kind = "is a symbolic link" if stat.S_ISLNK(mode) else "is no directory"
+                raise Unsafe(f"{name if above is None else above.path / name} {kind}") from None
         raise
 
 
@@ -183,7 +183,7 @@ def _enter(name: str | Path, above: Directory | None) -> int:
 def appearing(final: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """Yields a file to write, which replaces `final` when the block ends; after an exception, nothing has changed.
 
-    It grows under a hidden name beside `final`. A link that lies there already is not followed.
+    It grows under a hidden name beside `final`. If a link is already there, it is not followed.
     """
     with Directory.open(final.parent) as directory, directory.appearing(final.name, sync=sync) as file:
         yield file

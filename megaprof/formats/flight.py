@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-#: ``nccl:send 0->1``, ``nccl:recv 1<-0``: places in the group, the process's own first.
+#: ``nccl:send 0->1``, ``nccl:recv 1<-0``: positions in the group, the process's own position first.
 EXCHANGE = re.compile(r"(?P<what>send|recv) \d+(->|<-)(?P<peer>\d+)")
 
 

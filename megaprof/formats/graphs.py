@@ -40,12 +40,12 @@ def written(nodes: Mapping[int, tuple[str, ...]]) -> str:
 def read_names(text: bytes) -> GraphNames:
     """Reads what `written` returned. Raises ValueError for anything else."""
     try:
-        found = msgspec.json.decode(text, type=GraphNames)
+        names = msgspec.json.decode(text, type=GraphNames)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
         raise ValueError(str(fault)) from None
-    last = -1
-    for first, end, stack in found.runs:
-        if not (last < first <= end < 1 << 63 and 0 <= stack < len(found.stacks)):
+    previous_last = -1
+    for first_node, last_node, stack in names.runs:
+        if not (previous_last < first_node <= last_node < 1 << 63 and 0 <= stack < len(names.stacks)):
             raise ValueError("its runs of nodes are not in order")
-        last = end
-    return found
+        previous_last = last_node
+    return names

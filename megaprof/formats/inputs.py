@@ -1,4 +1,4 @@
-"""Reads files of any origin so that none of them can make the reader wait for ever or fill its memory."""
+"""Reads files of any origin so that none of them can make the reader wait forever or fill its memory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ class BrokenOff(Exception):
     """Nothing more can be read from a file; the message says why. What was read before is good."""
 
 
-def allow(most: int | None) -> None:
-    """Lets this process read files of up to ``most`` bytes, however little memory is left; None: the memory decides."""
+def allow(limit: int | None) -> None:
+    """Lets this process read files of up to ``limit`` bytes, however little memory is left. With None, the free memory
+    decides."""
     global _allowed
-    _allowed = most
+    _allowed = limit
 
 
 def allowed() -> int | None:
@@ -58,7 +59,7 @@ def most_bytes() -> int:
 def memory_left() -> int:
     """Returns the bytes that this process may still take, as far as the system says."""
     try:
-        return min(there_is - used for used, there_is in (bound.read() for bound in find_bounds()))
+        return min(size - used for used, size in (bound.read() for bound in find_bounds()))
     except (OSError, ValueError, KeyError):
         return 4 << 30  # not Linux: unknown
 
@@ -76,24 +77,24 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def read_input(path: Path) -> bytes:
-    """Returns the bytes of a regular file that has `most_bytes` at most. Raises OSError."""
+    """Returns the bytes of a regular file, which may have at most `most_bytes`. Raises OSError."""
     with open_input(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        most = SMALL if _allowed is None and size <= SMALL else most_bytes()
-        if size > most:
+        limit = SMALL if _allowed is None and size <= SMALL else most_bytes()
+        if size > limit:
             raise UnusableInput(
-                f"it has {size >> 20:,} MiB, more than the {most >> 20:,} MiB that are read (see --max-input-mib)"
+                f"it has {size >> 20:,} MiB, more than the {limit >> 20:,} MiB that are read (see --max-input-mib)"
             )
         try:
-            return file.read(size)  # what a job that still writes adds meanwhile is for the next reading
+            return file.read(size)  # if a job is still writing, what it adds meanwhile is left for the next reading
         except MemoryError:
             raise UnusableInput("it does not fit into memory") from None
 
 
 def unpacked(path: Path) -> Iterator[bytes]:
-    """Yields the content of a regular file in pieces of `PIECE` bytes at most, unpacked if it is gzipped (by its
-    content, not by its name). A thread reads and unpacks a few pieces ahead. Raises OSError, and BrokenOff after the
+    """Yields the content of a regular file in pieces of at most `PIECE` bytes, unpacked if it is gzipped (according to
+    its content, not its name). A thread reads and unpacks a few pieces ahead. Raises OSError, and BrokenOff after the
     last good byte of a damaged file.
     """
     return _ahead(_pieces(path))
@@ -103,16 +104,16 @@ def _pieces(path: Path) -> Generator[bytes, None, None]:
     with open_input(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        first = file.read(_PACKED)
-        zipped = first.startswith(_MAGIC)
-        most = _allowed or (max(SMALL, size * MOST_SHRUNK) if zipped else size)
-        sofar = 0
-        for piece in _unzipped(first, file) if zipped else _read(first, file):
-            sofar += len(piece)
-            if sofar > most:
-                why = "its file has" if not zipped else "it unpacks to"
-                what = "(see --max-input-mib)" if _allowed or not zipped else "more than a trace of its size can"
-                raise UnusableInput(f"{why} more than {most >> 20:,} MiB: {what}")
+        head = file.read(_PACKED)
+        zipped = head.startswith(_MAGIC)
+        limit = _allowed or (max(SMALL, size * MOST_SHRUNK) if zipped else size)
+        total = 0
+        for piece in _unzipped(head, file) if zipped else _read(head, file):
+            total += len(piece)
+            if total > limit:
+                subject = "its file has" if not zipped else "it unpacks to"
+                hint = "(see --max-input-mib)" if _allowed or not zipped else "more than a trace of its size can"
+                raise UnusableInput(f"{subject} more than {limit >> 20:,} MiB: {hint}")
             yield piece
 
 
@@ -141,22 +142,22 @@ def _unzipped(data: bytes, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _ahead(pieces: Generator[bytes, None, None]) -> Iterator[bytes]:
-    """Yields the same pieces, made by a thread while the caller works on the last ones: isal and files release Python's
-    lock."""
+    """Yields the same pieces. A thread makes them while the caller works on earlier ones: isal and files release
+    Python's lock."""
     waiting: queue.Queue[bytes | BaseException | None] = queue.Queue(_AHEAD)
     stopped = threading.Event()
 
     def fetch() -> None:
-        last: BaseException | None = None
+        end_marker: BaseException | None = None
         try:
             for piece in pieces:
                 if not _put(waiting, piece, stopped):
                     break
         except BaseException as fault:
-            last = fault
+            end_marker = fault
         finally:
             pieces.close()
-        _put(waiting, last, stopped)
+        _put(waiting, end_marker, stopped)
 
     thread = threading.Thread(target=fetch, name="megaprof-unpack", daemon=True)
     thread.start()

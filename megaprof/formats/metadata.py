@@ -10,9 +10,9 @@ import msgspec
 from megaprof.parallel.schedules import Placement
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
-#: No job has more ranks along an axis, microbatches, layers or chunks: a hostile file must not make us count for ever.
+#: No job has more ranks along an axis, microbatches, layers or chunks: a hostile file must not make us count forever.
 MOST = 1 << 20
-#: No job comes to this step: steps are packed with other numbers into 64 bits.
+#: No job reaches this step. Steps are packed with other numbers into 64 bits.
 MOST_STEPS = 1 << 40
 
 #: Sizes and counts of a job; numbers of anything else; numbers of steps.
@@ -176,9 +176,9 @@ class Metadata:
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """Reads the JSON of `Metadata.as_dict`. It may be of any origin: every value is checked by type and bound.
+    """Reads the JSON of `Metadata.as_dict`. It may be of any origin: every value's type and bounds are checked.
 
-    Unknown keys are left out. Raises ValueError, which says what cannot be.
+    Unknown keys are left out. Raises ValueError, which says what is impossible.
     """
     try:
         raw = msgspec.json.decode(data, type=dict[str, Any])

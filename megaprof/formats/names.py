@@ -31,7 +31,7 @@ _ARTIFACT = re.compile(
 
 @dataclass(frozen=True)
 class ArtifactName:
-    """What a file holds according to its name. The metadata inside it count more: files get renamed."""
+    """The content of a file according to its name. The metadata inside counts more, because files get renamed."""
 
     target: str
     """The target, sanitised."""
@@ -63,10 +63,10 @@ def artifact_name(target: str, role: str | None, step: int, coords: Place, suffi
     Every part is sanitised, so that the name is one component of a path whatever the role. ``repeat`` is in the name
     from 2 on, for a file whose first name is taken.
     """
-    c, whose = coords, f".{sanitise(role)}" if role else ""
-    again = f".{repeat}" if repeat > 1 else ""
-    place = f"pp{c.pp}-tp{c.tp}-cp{c.cp}-ep{c.ep}-dp{c.dp}.rank{c.rank:05d}"
-    return f"{sanitise(target)}{whose}.step{step:06d}.{place}{again}{suffix}"
+    role_part = f".{sanitise(role)}" if role else ""
+    repeat_part = f".{repeat}" if repeat > 1 else ""
+    place = f"pp{coords.pp}-tp{coords.tp}-cp{coords.cp}-ep{coords.ep}-dp{coords.dp}.rank{coords.rank:05d}"
+    return f"{sanitise(target)}{role_part}.step{step:06d}.{place}{repeat_part}{suffix}"
 
 
 def shard(coords: RankCoords) -> str:
@@ -79,8 +79,8 @@ def shard_of(rank: int, world: int) -> str:
     """Returns the same as `shard`, for the rank with this number."""
     if world <= SHARD_RANKS:
         return ""
-    first = rank // SHARD_RANKS * SHARD_RANKS
-    return f"ranks{first:06d}-{first + SHARD_RANKS - 1:06d}"
+    first_rank = rank // SHARD_RANKS * SHARD_RANKS
+    return f"ranks{first_rank:06d}-{first_rank + SHARD_RANKS - 1:06d}"
 
 
 def is_shard(name: str) -> bool:
@@ -115,21 +115,21 @@ def sanitise(part: str) -> str:
 def repeats(final: Path) -> Iterator[Path]:
     """Yields ``final``, and then, in order, the names that a later file of the same window may have instead."""
     yield final
-    found = parse_artifact_name(final.name)
-    for repeat in itertools.count(2 if found is None else found.repeat + 1):
-        if found is None:
+    parsed = parse_artifact_name(final.name)
+    for repeat in itertools.count(2 if parsed is None else parsed.repeat + 1):
+        if parsed is None:
             stem, dot, suffix = final.name.partition(".")
             name = f"{stem}.{repeat}{dot}{suffix}"
         else:
-            name = artifact_name(found.target, found.role, found.step, found.place, found.suffix, repeat=repeat)
+            name = artifact_name(parsed.target, parsed.role, parsed.step, parsed.place, parsed.suffix, repeat=repeat)
         yield final.with_name(name)
 
 
 def raw_path(final: Path) -> Path:
     """Returns where the raw file of ``final`` lies until it is finished: hidden, beside it, and this process's own.
 
-    Its directory exists afterwards, also when somebody removed it in the middle of the run. Raises OSError where it
-    cannot be created.
+    Makes its directory if there is none, because somebody may remove it during the run. Raises OSError if it cannot be
+    made.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     return _unfinished(final, "raw")
@@ -146,22 +146,23 @@ def plain_path(final: Path) -> Path:
 
 
 def kineto_temporary(raw: Path) -> Path:
-    """Returns the name of what Kineto leaves behind when it could not finish ``raw``, as on a full disk."""
+    """Returns the name of the file that Kineto leaves behind if it cannot finish ``raw``, as on a full disk."""
     return raw.with_name(raw.name + ".tmp")
 
 
 def busy_path(directory: Path) -> Path:
-    """The file that exists in ``directory`` while a process still works on files there, between two of them, too."""
+    """Returns the path of a file that exists as long as this process works on files in ``directory``, even between two
+    of them."""
     return _unfinished(directory / "writer", "tmp")
 
 
 def is_unfinished(name: str) -> bool:
-    """True for a file that some process still works on, or left behind: its name is not the one that it will have."""
+    """Returns whether some process still works on the file, or has left it behind, so that it has no final name."""
     return name.startswith(".") and _UNFINISHED.fullmatch(name) is not None
 
 
 def is_leftover(name: str) -> bool:
-    """True for an unfinished file of a process of this host that is dead. Never for a file of another host."""
+    """Returns whether a dead process of this host left the file unfinished. Always False for files of other hosts."""
     match = _UNFINISHED.fullmatch(name)
     return match is not None and match["host"] == host() and is_gone(int(match["pid"]))
 

@@ -32,12 +32,12 @@ def sidecar(metadata: Mapping[str, Any]) -> str:
 def read_sidecar(path: Path) -> Metadata:
     """Reads the metadata in a ``.nsys.json`` of any origin. Raises ValueError and OSError."""
     try:
-        found = json.loads(read_input(path))
+        document = json.loads(read_input(path))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ValueError("it is no object")
-    return read_metadata(json.dumps(found.get("megaprof")).encode())
+    return read_metadata(json.dumps(document.get("megaprof")).encode())
 
 
 def sidecars(directory: Path) -> Iterator[Path]:

@@ -11,30 +11,30 @@ def counted(count: int, noun: str) -> str:
 
 
 def of_several(run: int, runs: int, command: str) -> str:
-    """Returns a sentence that says that the files of several runs lie in a directory, which one ``command`` reads, and
-    how to see another."""
+    """Returns a sentence that a directory has the files of several runs, which run ``command`` reads, and how to see
+    another one."""
     newest = run == runs
-    which = "the newest" if newest else f"number {run}, where 1 is the oldest"
-    other = f"{command} --run {run - 1 if newest else runs}"
-    there = f"The files of {runs} runs lie here, and this is about {which}."
-    return f"{there} To see {'the one before it' if newest else 'the newest'}: {other}"
+    description = "the newest" if newest else f"number {run}, where 1 is the oldest"
+    other_command = f"{command} --run {run - 1 if newest else runs}"
+    statement = f"The files of {runs} runs lie here, and this is about {description}."
+    return f"{statement} To see {'the one before it' if newest else 'the newest'}: {other_command}"
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Returns ``a, b, c``; of more than `most` names the first ones, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def listed(names: Sequence[str], limit: int = 8) -> str:
+    """Returns ``a, b, c``. For more than `limit` names, returns the first ones and the number of the others."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def ago(seconds: float) -> str:
     """Returns a duration for people: ``1 min 30 s`` for 90 seconds."""
-    whole = max(0, round(seconds))
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min" + (f" {whole % 60} s" if whole < 600 and whole % 60 else "")
-    if whole < 172800:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} days"
+    rounded = max(0, round(seconds))
+    if rounded < 120:
+        return f"{rounded} s"
+    if rounded < 7200:
+        return f"{rounded // 60} min" + (f" {rounded % 60} s" if rounded < 600 and rounded % 60 else "")
+    if rounded < 172800:
+        return f"{rounded // 3600} h {rounded % 3600 // 60} min"
+    return f"{rounded // 86400} days"
 
 
 def printable(value: str) -> str:

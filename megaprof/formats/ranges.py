@@ -16,7 +16,7 @@ The same name goes to NVTX (domain ``megaprof``) and to the torch trace::
     megaprof/token_dispatch n=5                               a step of the MoE token dispatcher, as Megatron names it
     megaprof/role/ref                                         work of a role, where the file's name does not tell it
     megaprof/role/ref/compute_log_prob                        an annotated function or block of a role
-    megaprof/annotated/load_batch                             the same without a role
+    megaprof/annotated/load_batch                             an annotated function or block without a role
 
 A name is a label and ``key=value`` fields, separated by single spaces. A value that is not known is ``?``, and is read
 back as ``None``. A module's forward that runs inside a ``backward`` is a recomputation.
@@ -124,17 +124,17 @@ class RangeName:
 
 
 def transfers(label: str) -> tuple[str, ...]:
-    """Returns what is exchanged in a range of this label, as fields of `SendReceive`; empty for other ranges. The wait
-    for an exchange whose handle has no name of its own may be for any of them."""
+    """Returns what is exchanged in a range with this label, as fields of `SendReceive`; empty for other ranges. If the
+    handle of an exchange has no name of its own, waiting for it may be waiting for any of them."""
     if not label.startswith(WAIT):
         return EXCHANGES.get(label, ())
-    return tuple(each for each in SendReceive._fields if label in (WAIT + each, WAIT_ANY))
+    return tuple(transfer for transfer in SendReceive._fields if label in (WAIT + transfer, WAIT_ANY))
 
 
 def step_range(target: str, step: int, coords: RankCoords) -> str:
     """Returns the name of the outermost range of one schedule call."""
-    c = coords
-    return f"{PREFIX}{target} step={step} pp={c.pp} tp={c.tp} cp={c.cp} ep={c.ep} dp={c.dp}"
+    place = f"pp={coords.pp} tp={coords.tp} cp={coords.cp} ep={coords.ep} dp={coords.dp}"
+    return f"{PREFIX}{target} step={step} {place}"
 
 
 def operation_range(operation: str) -> str:
@@ -153,14 +153,14 @@ def exchange_range(operation: str, *places: Place) -> str:
 
 def module_range(label: str, number: int | None, mtp: int | None = None) -> str:
     """Returns the name of one forward of a module in layer ``number``, or in that layer of MTP layer ``mtp``."""
-    within = "" if mtp is None else f" mtp={mtp}"
-    return f"{PREFIX}{label}{within} n={_value(number)}"
+    mtp_field = "" if mtp is None else f" mtp={mtp}"
+    return f"{PREFIX}{label}{mtp_field} n={_value(number)}"
 
 
 def module_backward(name: str) -> str:
     """Returns the name of the backward of the module whose forward is called ``name``."""
-    label, space, rest = name.partition(" ")
-    return f"{label}{_BACKWARD_OF_MODULE}{space}{rest}"
+    label, space, tail = name.partition(" ")
+    return f"{label}{_BACKWARD_OF_MODULE}{space}{tail}"
 
 
 def role_range(role: str) -> str:
@@ -177,11 +177,11 @@ def parse(name: str) -> RangeName | None:
     """Reads a range name; ``None`` if ``name`` is not one of ours. Never raises."""
     if not name.startswith(PREFIX):
         return None
-    label, *rest = name[len(PREFIX) :].split(" ")
+    label, *parts = name[len(PREFIX) :].split(" ")
     if not _LABEL.fullmatch(label):
         return None
     fields: dict[str, int | None] = {}
-    for part in rest:
+    for part in parts:
         key, separator, value = part.partition("=")
         if not separator or not key or key in fields:
             return None

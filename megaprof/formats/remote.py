@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from megaprof.formats.faults import Unanswerable
 
-#: A search for our files ends after this many others: home directories have more.
+#: A search for our files ends after this many files of others, because home directories have more.
 MOST_OTHERS = 100_000
 
 
@@ -25,10 +25,10 @@ def place(text: str | os.PathLike[str]) -> Path:
     """Returns the path that a user names: a remote one if it has ``://`` in it."""
     if isinstance(text, Path):
         return text
-    protocol, there, rest = os.fspath(text).partition("://")
+    protocol, separator, path = os.fspath(text).partition("://")
     if protocol in ("file", "local"):
-        return Path(rest)
-    return RemotePath(text) if there else Path(text)
+        return Path(path)
+    return RemotePath(text) if separator else Path(text)
 
 
 def walk(directory: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -39,7 +39,7 @@ def walk(directory: Path) -> Iterator[tuple[Path, list[str]]]:
         return
 
     def refused(fault: OSError) -> None:
-        # A closed directory below it is left out.
+        # Directories below it that are closed to this user are left out.
         if isinstance(fault, PermissionError) and fault.filename == os.fspath(directory):
             raise fault
 
@@ -53,15 +53,15 @@ def files_below(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
     hint = "name the directory that the job got as --profile-dir"
     if os.path.realpath(directory) == os.path.abspath(os.sep):
         raise TooMuch(f"{directory} is the whole file system; {hint}")
-    found: list[Path] = []
-    others = 0
+    paths: list[Path] = []
+    other_count = 0
     for folder, names in walk(directory):
-        found += [folder / name for name in names if name.endswith(suffixes) and not name.startswith(".")]
-        if not found:
-            others += sum(".rank" not in name for name in names)  # each file of ours names its rank
-        if others > MOST_OTHERS:
+        paths += [folder / name for name in names if name.endswith(suffixes) and not name.startswith(".")]
+        if not paths:
+            other_count += sum(".rank" not in name for name in names)  # each file of ours names its rank
+        if other_count > MOST_OTHERS:
             raise TooMuch(f"{directory} holds more than {MOST_OTHERS:,} files, none of them by megaprof so far; {hint}")
-    return found
+    return paths
 
 
 def local_copy(path: Path) -> Path:
@@ -95,8 +95,8 @@ class RemotePath(PosixPath):
     raises."""
 
     def __str__(self) -> str:
-        head, colon, rest = super().__str__().partition(":/")
-        return f"{head}://{rest}" if colon else head
+        head, colon, tail = super().__str__().partition(":/")
+        return f"{head}://{tail}" if colon else head
 
     def __fspath__(self) -> str:
         return str(self)
@@ -126,24 +126,27 @@ class RemotePath(PosixPath):
     def iterdir(self) -> Generator[RemotePath, None, None]:
         with _unreachable():
             filesystem, name = self._file_system()
-            listed = sorted(str(each).rstrip("/").rpartition("/")[2] for each in filesystem.ls(name, detail=False))
-        yield from (self / each for each in listed if each)
+            names = sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(name, detail=False))
+        yield from (self / child for child in names if child)
 
     def walk_files(self) -> Iterator[tuple[Path, list[str]]]:
         """Yields every directory at or below this one, with the names of its files."""
         with _unreachable():
             filesystem, name = self._file_system()
-            found = [(folder, sorted(names)) for folder, _, names in filesystem.walk(name)]
+            folders = [(folder, sorted(names)) for folder, _, names in filesystem.walk(name)]
             root = str(filesystem._strip_protocol(name)).rstrip("/")
-        for folder, names in found:
-            yield self / str(folder).rstrip("/").removeprefix(root).lstrip("/"), [each for each in names if each]
+        for folder, names in folders:
+            yield (
+                self / str(folder).rstrip("/").removeprefix(root).lstrip("/"),
+                [file_name for file_name in names if file_name],
+            )
 
     def glob(self, pattern: str, **_: Any) -> Generator[RemotePath, None, None]:
         with _unreachable():
             filesystem, name = self._file_system()
             root = str(filesystem._strip_protocol(name)).rstrip("/")
-            found = sorted(map(str, filesystem.glob(f"{root}/{pattern}")))
-        yield from (self / each.removeprefix(root).lstrip("/") for each in found)
+            matches = sorted(map(str, filesystem.glob(f"{root}/{pattern}")))
+        yield from (self / match.removeprefix(root).lstrip("/") for match in matches)
 
     def opened(self) -> BinaryIO:
         """Returns the file, opened for reading."""

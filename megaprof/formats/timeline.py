@@ -33,7 +33,7 @@ MAGIC = b"MEGATL01"
 METADATA, SHAPE, STEP, FACT = 1, 2, 3, 4
 #: Kinds of facts about a step.
 WORK, COLLECTIONS, COLLECTIVES, GROUPS, MEMORY, WAITED = 1, 2, 3, 4, 5, 6
-#: Facts that also hold for the following steps with the same metadata, until there is another one of the kind.
+#: Kinds of facts that also hold for the following steps with the same metadata, until the next fact of that kind.
 HOLDING = WORK, MEMORY
 
 #: Step flags.
@@ -102,8 +102,10 @@ class Memory(NamedTuple):
     @classmethod
     def unpack(cls, payload: bytes) -> Memory | None:
         """Reads bytes of a file; None if they are empty or impossible."""
-        found = cls(*_MEMORY.unpack(payload)) if len(payload) == _MEMORY.size else None
-        return found if found is not None and found.allocated <= found.peak < _MOST_BYTES > found.capacity else None
+        memory = cls(*_MEMORY.unpack(payload)) if len(payload) == _MEMORY.size else None
+        return (
+            memory if memory is not None and memory.allocated <= memory.peak < _MOST_BYTES > memory.capacity else None
+        )
 
 
 class Waited(NamedTuple):
@@ -124,8 +126,8 @@ class Waited(NamedTuple):
     @classmethod
     def unpack(cls, payload: bytes) -> Waited | None:
         """Reads bytes of a file; None if they are empty or impossible."""
-        found = cls(*_WAITED.unpack(payload)) if len(payload) == _WAITED.size else None
-        return found if found is not None and found.waited <= found.length else None
+        waited = cls(*_WAITED.unpack(payload)) if len(payload) == _WAITED.size else None
+        return waited if waited is not None and waited.waited <= waited.length else None
 
 
 def metadata_record(metadata: dict[str, Any]) -> bytes:
@@ -154,10 +156,10 @@ def step_record(
     return head + times + _CHECK.pack(zlib.crc32(times, zlib.crc32(head)))
 
 
-def fact_record(row: int, what: int, payload: bytes) -> bytes:
-    """Returns the record of a fact about step number ``row`` of the file, from 0. ``what``: its kind, such as ``WORK``,
-    which decides what the bytes of ``payload`` mean."""
-    return _record(FACT, _FACT.pack(row, what) + payload)
+def fact_record(row: int, kind: int, payload: bytes) -> bytes:
+    """Returns the record of a fact about step number ``row`` of the file, from 0. ``kind``, such as ``WORK``,
+    decides what the bytes of ``payload`` mean."""
+    return _record(FACT, _FACT.pack(row, kind) + payload)
 
 
 def pack_times(times: Microseconds) -> list[bytes]:
@@ -178,8 +180,8 @@ def pack_times(times: Microseconds) -> list[bytes]:
         unit = max(0, longest.bit_length() - 16)
         if unit and longest >> unit == _LARGEST:  # rounding may add one
             unit += 1
-        of_step = _differences(times[step : step + 1] >> unit) if unit else differences[step]
-        packed.append(bytes((unit,)) + of_step.astype("<u2").tobytes())
+        step_differences = _differences(times[step : step + 1] >> unit) if unit else differences[step]
+        packed.append(bytes((unit,)) + step_differences.astype("<u2").tobytes())
     return packed
 
 
@@ -233,26 +235,26 @@ class Timeline:
             if len(steps):
                 yield metadata, steps
 
-    def facts(self, what: int) -> Mapping[int, bytes]:
+    def facts(self, kind: int) -> Mapping[int, bytes]:
         """Returns the facts of a kind such as ``WORK``, by the positions of their steps in ``steps``."""
-        return self._facts.get(what, {})
+        return self._facts.get(kind, {})
 
-    def holding(self, what: int) -> list[bytes]:
-        """Returns the fact that holds for every step, for one of ``HOLDING``: the last one of steps with its
-        metadata."""
-        told, holds = self.facts(what), dict[int, bytes]()
-        if not told:
+    def holding(self, kind: int) -> list[bytes]:
+        """Returns, for a kind in ``HOLDING``, the fact that holds for every step: the last fact before or at that step,
+        among steps with the same metadata."""
+        facts, latest = self.facts(kind), dict[int, bytes]()
+        if not facts:
             return [b""] * len(self.steps)
-        found = []
+        held_facts = []
         for row, number in enumerate(self.steps["metadata"].tolist()):
-            holds[number] = told.get(row, holds.get(number, b""))
-            found.append(holds[number])
-        return found
+            latest[number] = facts.get(row, latest.get(number, b""))
+            held_facts.append(latest[number])
+        return held_facts
 
     def events(self, position: int) -> Events | None:
         """Returns the events of step ``steps[position]``; None if it has none, or if they are damaged."""
-        there, times = self.times([position])
-        if not len(there):
+        present, times = self.times([position])
+        if not len(present):
             return None
         return Events(self.shapes[self.steps["shape"][position]], times[0, :, 0], times[0, :, 1])
 
@@ -262,17 +264,19 @@ class Timeline:
         count = self.shapes[self.steps["shape"][positions[0]]].size
         size = 1 + 4 * count if count else 0
         tails = [self._times.of(position) for position in positions]
-        whole = self.steps["flags"][positions] & INCOMPLETE == 0
-        there = np.flatnonzero(whole & [len(tail) == size for tail in tails])
-        packed = np.frombuffer(b"".join([tails[n] for n in there.tolist()]), dtype=np.uint8).reshape(len(there), size)
-        times = packed[:, 1:].copy().view("<u2").astype(np.int64).reshape(len(there), count, 2)
+        is_complete = self.steps["flags"][positions] & INCOMPLETE == 0
+        present = np.flatnonzero(is_complete & [len(tail) == size for tail in tails])
+        packed = np.frombuffer(b"".join([tails[index] for index in present.tolist()]), dtype=np.uint8).reshape(
+            len(present), size
+        )
+        times = packed[:, 1:].copy().view("<u2").astype(np.int64).reshape(len(present), count, 2)
         np.cumsum(times[..., 0], axis=1, out=times[..., 0])
         times[..., 1] += times[..., 0]
         if not count:
-            return there, times
+            return present, times
         unit = packed[:, 0].astype(np.int64)
         possible = (unit < _LONGEST_STEP.bit_length()) & (times[..., 1].max(axis=1) <= _LONGEST_STEP >> unit)
-        return there[possible], times[possible] << unit[possible, None, None]
+        return present[possible], times[possible] << unit[possible, None, None]
 
 
 class UnreadableTimeline(Exception):
@@ -297,7 +301,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     metadata: list[Metadata] = []
     shapes: list[npt.NDArray[np.int64]] = []
     blocks: list[npt.NDArray[Any]] = []
-    where: list[range] = []
+    runs: list[range] = []
     facts: dict[int, dict[int, bytes]] = {}
     damage = None
     position = len(MAGIC)
@@ -311,7 +315,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
                 missing = (blocks[-1]["metadata"] >= len(metadata)) | (blocks[-1]["shape"] >= len(shapes))
                 if missing.any():
                     blocks[-1] = blocks[-1][: int(missing.argmax())]
-                where.append(range(position + _STEP.size, end, stride)[: len(blocks[-1])])
+                runs.append(range(position + _STEP.size, end, stride)[: len(blocks[-1])])
                 if missing.any():
                     raise ValueError("a step refers to what is not there")
             elif kind == SHAPE and len(shapes) < MOST_NUMBERS:
@@ -319,8 +323,8 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
             elif kind == METADATA and len(metadata) < MOST_NUMBERS:
                 metadata.append(_metadata(data[position + _HEAD.size : end - _CHECK.size]))
             elif kind == FACT and events and end - position >= _HEAD.size + _FACT.size + _CHECK.size:
-                row, what = _FACT.unpack_from(data, position + _HEAD.size)
-                facts.setdefault(what, {})[row] = data[position + _HEAD.size + _FACT.size : end - _CHECK.size]
+                row, fact_kind = _FACT.unpack_from(data, position + _HEAD.size)
+                facts.setdefault(fact_kind, {})[row] = data[position + _HEAD.size + _FACT.size : end - _CHECK.size]
             # A record of a kind that a later version added is skipped.
             position = end
     except ValueError as fault:
@@ -332,7 +336,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)
     if impossible.any():
         steps, damage = steps[: int(impossible.argmax())], "a step has an impossible number or time"
-    times = _Times(data, tuple(where), tuple(accumulate(map(len, where)))) if events else _Times(b"", (), ())
+    times = _Times(data, tuple(runs), tuple(accumulate(map(len, runs)))) if events else _Times(b"", (), ())
     return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, times, facts)
 
 
@@ -351,12 +355,12 @@ class _Times(NamedTuple):
         if number == len(self.ends):
             return b""
         run = self.runs[number]
-        at = run[position - self.ends[number]]
-        return self.data[at : at + run.step - _STEP.size - _CHECK.size]
+        begin = run[position - self.ends[number]]
+        return self.data[begin : begin + run.step - _STEP.size - _CHECK.size]
 
 
 def _end_of_run(data: bytes, position: int, stride: int) -> int:
-    """Returns the end of the run of whole records that begin as the whole record at ``position`` does."""
+    """Returns the end of the run of consecutive whole records with the same head as the record at ``position``."""
     head, view, crc32 = data[position : position + _HEAD.size], memoryview(data), isal_zlib.crc32
     count = (len(data) - position) // stride
     run = view[position : position + count * stride]

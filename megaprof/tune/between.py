@@ -18,8 +18,8 @@ def between_ms(directory: Path, target: str) -> float | None:
     for path in find_timelines(directory):
         with suppress(format.UnreadableTimeline):
             timeline = format.read_timeline(path)
-            of_target = [number for number, each in enumerate(timeline.metadata) if each.target == target]
-            steps = timeline.steps[np.isin(timeline.steps["metadata"], of_target)]
+            target_numbers = [number for number, metadata in enumerate(timeline.metadata) if metadata.target == target]
+            steps = timeline.steps[np.isin(timeline.steps["metadata"], target_numbers)]
             begins = steps["start_ns"].astype(np.int64)
             ends = begins + steps["duration"].astype(np.int64) * 1000
             if len(steps) > 1:

@@ -54,7 +54,7 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
     words, turned_off = list(command), instead is not None
     for option, off in _SAVING.items():
         if _has(words, option):
-            words, turned_off = [*_without(words, {_name(each) for each in (option, *off)}), *off], True
+            words, turned_off = [*_without(words, {_name(word) for word in (option, *off)}), *off], True
     if not turned_off and not _has(words, _MEGATRON_LM):
         raise Saves(
             f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
@@ -73,10 +73,10 @@ def with_layout(
     and every option that both have. They are spelled for ``framework`` and ``role``, as traces name them.
     """
     words = list(options_of(framework, role, flags, stages) or flags)
-    placing = {_name(each) for each in (*PLACING, _OLDER, *filter(_names_an_option, words))}
+    placing = {_name(word) for word in (*PLACING, _OLDER, *filter(_names_an_option, words))}
     for flag in PLACING:
-        own = options_of(framework, role, (flag, "t"), 1)  # the value does not matter: only the name is used
-        placing |= {_name(own[0])} if own else set()
+        spelled = options_of(framework, role, (flag, "t"), 1)  # the value does not matter: only the name is used
+        placing |= {_name(spelled[0])} if spelled else set()
     return _without(command, placing) + words
 
 
@@ -87,18 +87,20 @@ def _has(words: Iterable[str], option: str) -> bool:
 def _without(words: Sequence[str], names: set[str]) -> list[str]:
     """Returns the words without the options of these names and their values."""
     kept: list[str] = []
-    dropped = None
+    dropped_option = None
     for word in words:
         if _names_an_option(word):
-            dropped = _name(word) if _name(word) in names else None
-            if dropped is None:
+            dropped_option = _name(word) if _name(word) in names else None
+            if dropped_option is None:
                 kept.append(word)
             elif "=" in word:
-                dropped = None  # its value is in the same word
-        elif dropped is not None and (not dropped.startswith("--account") or word.lower() in ("true", "false")):
-            dropped = None
+                dropped_option = None  # its value is in the same word
+        elif dropped_option is not None and (
+            not dropped_option.startswith("--account") or word.lower() in ("true", "false")
+        ):
+            dropped_option = None
         else:
-            dropped = None
+            dropped_option = None
             kept.append(word)
     return kept
 

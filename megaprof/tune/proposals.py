@@ -33,12 +33,12 @@ def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None, 
         report = analyze(directory, memory_limit=memory_limit)
     except NothingToReport as fault:
         return replace(trial, outcome="failed", why=str(fault))
-    both = zip(report.targets, report.by_hand, strict=True)
-    target, known = next((each for each in both if each[0].measured.target == runs.TARGET), (None, None))
+    pairs = zip(report.targets, report.by_hand, strict=True)
+    target, changeable = next((pair for pair in pairs if pair[0].measured.target == runs.TARGET), (None, None))
     if target is None:
         return replace(trial, outcome="failed", why="no training step was recorded whole")
-    step = target.measured.step_time_ms
-    if step is None:
+    spread = target.measured.step_time_ms
+    if spread is None:
         return replace(trial, outcome="failed", why=target.withheld.text if target.withheld else "it has no step time")
     layout, between = target.what_if.layout, between_ms(directory, runs.TARGET)
     more_between = 0.0
@@ -48,38 +48,42 @@ def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None, 
         trial,
         layout=layout,
         stages=target.measured.sizes.pp,
-        step_ms=_interval(step).plus(more_between),
+        step_ms=_interval(spread).plus(more_between),
         between_ms=between,
-        steps=step.count,
+        steps=spread.count,
         memory=target.what_if.allocated,
         framework=target.measured.framework,
         role=target.measured.role,
         verdict=target.findings[0].text,
-        says=target.advice.text if target.advice else "; ".join(each.text for each in target.what_if.warnings) or None,
+        says=target.advice.text if target.advice else "; ".join(note.text for note in target.what_if.warnings) or None,
     )
-    unlike = trial.proposal and _unlike(trial.proposal, layout, target.measured.microbatches)
-    if unlike:
-        return replace(measured, outcome="not_as_asked", why=unlike, step_ms=None)
-    proposed = partial(_proposal, target.what_if, measured, step.mean, more_between)
-    fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
-    proposals = tuple(proposed(each) for each in sorted(fitting, key=lambda one: -one.low))
-    half = None if known is None else _half_as_deep(known)
-    deep = proposed(half) if isinstance(half, Prediction) else half
-    measured = replace(measured, outcome="measured", next=proposals, half_as_deep=deep)
+    mismatch = trial.proposal and _mismatch(trial.proposal, layout, target.measured.microbatches)
+    if mismatch:
+        return replace(measured, outcome="not_as_asked", why=mismatch, step_ms=None)
+    proposed = partial(_proposal, target.what_if, measured, spread.mean, more_between)
+    fitting = [
+        prediction
+        for prediction in target.what_if.candidates
+        if prediction.flags and prediction.layout and prediction.fits is not False
+    ]
+    proposals = tuple(proposed(prediction) for prediction in sorted(fitting, key=lambda prediction: -prediction.low))
+    half = None if changeable is None else _half_as_deep(changeable)
+    half_proposal = proposed(half) if isinstance(half, Prediction) else half
+    measured = replace(measured, outcome="measured", next=proposals, half_as_deep=half_proposal)
     if memory_limit is None or measured.memory is None or max(measured.memory) <= memory_limit:
         return measured
-    why = f"a stage had more than {memory_limit / _GIB:.4g} GiB allocated"
-    return replace(measured, outcome="above_limit", why=why)
+    reason = f"a stage had more than {memory_limit / _GIB:.4g} GiB allocated"
+    return replace(measured, outcome="above_limit", why=reason)
 
 
-def _unlike(asked: Proposal, layout: str | None, microbatches: int | None) -> str | None:
-    """Returns why a run is not the one that was asked for; None if nothing contradicts it."""
-    if layout is not None and layout != asked.layout:
-        return f"it ran with layout {layout} and not {asked.layout}: the command does not take the options"
-    if None not in (asked.microbatches, microbatches) and microbatches != asked.microbatches:
+def _mismatch(proposal: Proposal, layout: str | None, microbatches: int | None) -> str | None:
+    """Returns why a run is not the proposed one; None if nothing contradicts it."""
+    if layout is not None and layout != proposal.layout:
+        return f"it ran with layout {layout} and not {proposal.layout}: the command does not take the options"
+    if None not in (proposal.microbatches, microbatches) and microbatches != proposal.microbatches:
         return (
-            f"each replica ran {microbatches} microbatches and not {asked.microbatches}: the command does not keep the "
-            "batch that all replicas have together"
+            f"each replica ran {microbatches} microbatches and not {proposal.microbatches}: the command does not keep "
+            "the batch that all replicas have together"
         )
     return None
 
@@ -91,23 +95,25 @@ def best_proposal(tuning: Tuning) -> Proposal | None:
     and gain as much; otherwise None. If a layout was predicted twice, the more certain prediction counts. If no trial
     keeps the memory limit, any layout that is predicted to keep it counts as a gain.
     """
-    best = _best(tuning, (each for trial in tuning.measured for each in trial.next))
+    best = _best(tuning, (proposal for trial in tuning.measured for proposal in trial.next))
     if best is None and tuning.depth:
-        best = _best(tuning, (each for trial in tuning.measured if isinstance(each := trial.half_as_deep, Proposal)))
+        best = _best(
+            tuning, (proposal for trial in tuning.measured if isinstance(proposal := trial.half_as_deep, Proposal))
+        )
     return best
 
 
 def _best(tuning: Tuning, proposals: Iterable[Proposal]) -> Proposal | None:
     best = tuning.best
-    surest: dict[_Which, Proposal] = {}
-    for each in _untried(tuning, proposals):
-        other = surest.get(_which(each))
-        if other is None or _width(each) < _width(other):
-            surest[_which(each)] = each
-    first = min(surest.values(), key=lambda each: each.step_ms.high, default=None)
-    if first is None or best is None or best.step_ms is None:
-        return first
-    return first if first.step_ms.high * (1 + LEAST) < best.step_ms.value else None
+    surest: dict[_Key, Proposal] = {}
+    for proposal in _untried(tuning, proposals):
+        previous = surest.get(_key(proposal))
+        if previous is None or _width(proposal) < _width(previous):
+            surest[_key(proposal)] = proposal
+    quickest = min(surest.values(), key=lambda proposal: proposal.step_ms.high, default=None)
+    if quickest is None or best is None or best.step_ms is None:
+        return quickest
+    return quickest if quickest.step_ms.high * (1 + LEAST) < best.step_ms.value else None
 
 
 def steps_that_tell(tuning: Tuning) -> int:
@@ -116,64 +122,71 @@ def steps_that_tell(tuning: Tuning) -> int:
     best = tuning.best
     if best is None or tuning.repeated(best):
         return 0
-    most = (tuning.most_trials - len(tuning.trials) - 1) * tuning.steps
-    return max((each.more_steps for each in _untried(tuning, best.next) if each.more_steps <= most), default=0)
+    most_steps = (tuning.most_trials - len(tuning.trials) - 1) * tuning.steps
+    return max(
+        (proposal.more_steps for proposal in _untried(tuning, best.next) if proposal.more_steps <= most_steps),
+        default=0,
+    )
 
 
-_Which: TypeAlias = tuple[int | None, str]
+_Key: TypeAlias = tuple[int | None, str]
 """Stages and layout: the same pieces may be chunks of fewer stages."""
 
 
-def _which(each: Proposal) -> _Which:
-    return each.stages, each.layout
+def _key(proposal: Proposal) -> _Key:
+    return proposal.stages, proposal.layout
 
 
 def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
     """Returns the proposals that may still be tried. Leaves out layouts that have been tried, and proposals that need
     at least as much memory on every stage as one that ran out of memory."""
-    asked = [(each.proposal, each.outcome) for each in tuning.trials if each.proposal is not None]
-    tried = {_which(each) for each, _ in asked}
-    tried |= {(each.stages, each.layout) for each in tuning.trials if each.layout is not None}
-    too_large = [each.memory for each, outcome in asked if outcome == "out_of_memory" and each.memory is not None]
+    outcomes = [(trial.proposal, trial.outcome) for trial in tuning.trials if trial.proposal is not None]
+    tried = {_key(proposal) for proposal, _ in outcomes}
+    tried |= {(trial.stages, trial.layout) for trial in tuning.trials if trial.layout is not None}
+    too_large = [
+        proposal.memory for proposal, outcome in outcomes if outcome == "out_of_memory" and proposal.memory is not None
+    ]
     return [
-        each
-        for each in proposals
-        if _which(each) not in tried and not any(_needs(each, memory) for memory in too_large)
+        proposal
+        for proposal in proposals
+        if _key(proposal) not in tried and not any(_needs(proposal, memory) for memory in too_large)
     ]
 
 
-def _needs(each: Proposal, memory: tuple[int, ...]) -> bool:
+def _needs(proposal: Proposal, memory: tuple[int, ...]) -> bool:
     """Returns whether a proposal has as many stages as ``memory``, and is predicted to need at least that much on each
     of them."""
-    needed = each.memory or ()
-    return len(needed) == len(memory) and all(need >= least for need, least in zip(needed, memory, strict=True))
-
-
-def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float, each: Prediction) -> Proposal:
-    """Returns the proposal to try a prediction. ``step_ms``: the part of the trial's step that a change may shorten, in
-    milliseconds; ``more_between``: the milliseconds that were added to it."""
-    predicted, deep = _predicted(each, step_ms).plus(more_between), each.kind == "depth"
-    if deep:
-        between = trial.between_ms or 0.0
-        predicted = Interval(predicted.value + between / 2, predicted.low, predicted.high + between)
-    return Proposal(
-        what=name_of(each, what_if),
-        layout=each.layout or "",
-        flags=each.flags,
-        step_ms=predicted,
-        against=trial.number,
-        memory=each.needed,
-        more_steps=each.more_steps,
-        stages=len(each.layers),
-        microbatches=each.microbatches if deep else None,
-        assumes=tuple(assumptions(each)),
+    needed = proposal.memory or ()
+    return len(needed) == len(memory) and all(
+        predicted_bytes >= measured_bytes for predicted_bytes, measured_bytes in zip(needed, memory, strict=True)
     )
 
 
-def _half_as_deep(known: Changeable) -> Prediction | str:
+def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float, prediction: Prediction) -> Proposal:
+    """Returns the proposal to try a prediction. ``step_ms``: the part of the trial's step that a change may shorten, in
+    milliseconds; ``more_between``: the milliseconds that were added to it."""
+    predicted, is_depth = _predicted(prediction, step_ms).plus(more_between), prediction.kind == "depth"
+    if is_depth:
+        between = trial.between_ms or 0.0
+        predicted = Interval(predicted.value + between / 2, predicted.low, predicted.high + between)
+    return Proposal(
+        what=name_of(prediction, what_if),
+        layout=prediction.layout or "",
+        flags=prediction.flags,
+        step_ms=predicted,
+        against=trial.number,
+        memory=prediction.needed,
+        more_steps=prediction.more_steps,
+        stages=len(prediction.layers),
+        microbatches=prediction.microbatches if is_depth else None,
+        assumes=tuple(assumptions(prediction)),
+    )
+
+
+def _half_as_deep(changeable: Changeable) -> Prediction | str:
     """Returns the prediction of half as many stages, or why there is none."""
     try:
-        half = half_as_deep(known)
+        half = half_as_deep(changeable)
     except ValueError as reason:
         return str(reason)
     if half.fits is False:
@@ -181,9 +194,9 @@ def _half_as_deep(known: Changeable) -> Prediction | str:
     return half
 
 
-def _predicted(each: Prediction, measured_ms: float) -> Interval:
+def _predicted(prediction: Prediction, measured_ms: float) -> Interval:
     """Returns the predicted step: the measured step that trials are compared by, divided by the predicted speedup."""
-    return Interval(measured_ms / each.speedup, measured_ms / each.high, measured_ms / each.low)
+    return Interval(measured_ms / prediction.speedup, measured_ms / prediction.high, measured_ms / prediction.low)
 
 
 def _interval(step: Spread) -> Interval:
@@ -191,5 +204,5 @@ def _interval(step: Spread) -> Interval:
     return Interval(step.mean, max(step.mean - reach, 1e-9), step.mean + reach)
 
 
-def _width(each: Proposal) -> float:
-    return each.step_ms.high - each.step_ms.low
+def _width(proposal: Proposal) -> float:
+    return proposal.step_ms.high - proposal.step_ms.low

@@ -177,7 +177,7 @@ class Tuning:
     stopped: Why | None = None
     """Why it stopped; None while it goes on."""
     reason: str | None = None
-    """The reason in words, if ``stopped`` alone does not tell it."""
+    """The reason in words, if ``stopped`` alone does not say it."""
     result: Result | None = None
     """The outcome so far; None before the first trial is measured."""
     version: str = field(default=__version__)
@@ -187,7 +187,7 @@ class Tuning:
     def measured(self) -> tuple[Trial, ...]:
         """The trials with a step time; for a trial and its repetition, the faster of the two."""
         fastest = dict[int, Trial]()
-        for trial in (each for each in self.trials if each.step_ms is not None):
+        for trial in (trial for trial in self.trials if trial.step_ms is not None):
             number = trial.again or trial.number
             fastest[number] = min(fastest.get(number, trial), trial, key=_step)
         return tuple(fastest.values())
@@ -205,19 +205,21 @@ class Tuning:
 
     def changed(self, command: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
         """Returns the words of ``command``, the given one or a variant of it, with the layout of ``proposal``."""
-        first = self.trials[0]
-        same = proposal.stages == first.stages
-        depth = () if same else ("--pipeline-model-parallel-size", str(proposal.stages))
-        return tuple(with_layout(command, (*depth, *proposal.flags), first.framework, first.role, proposal.stages))
+        first_trial = self.trials[0]
+        same_depth = proposal.stages == first_trial.stages
+        depth = () if same_depth else ("--pipeline-model-parallel-size", str(proposal.stages))
+        return tuple(
+            with_layout(command, (*depth, *proposal.flags), first_trial.framework, first_trial.role, proposal.stages)
+        )
 
     def repeated(self, trial: Trial) -> bool:
         """Returns whether ``trial`` was run again, or is itself a repetition."""
-        return trial.again is not None or any(each.again == trial.number for each in self.trials)
+        return trial.again is not None or any(repetition.again == trial.number for repetition in self.trials)
 
     def having(self, trial: Trial) -> Tuning:
         """Returns the tuning with ``trial``, which replaces the trial with the same number, and with the new result."""
-        others = [each for each in self.trials if each.number != trial.number]
-        tuning = replace(self, trials=tuple(sorted([*others, trial], key=lambda each: each.number)))
+        unchanged = [previous for previous in self.trials if previous.number != trial.number]
+        tuning = replace(self, trials=tuple(sorted([*unchanged, trial], key=lambda item: item.number)))
         return replace(tuning, result=_result(tuning))
 
 
@@ -226,15 +228,15 @@ def _step(trial: Trial) -> float:
 
 
 def _result(tuning: Tuning) -> Result | None:
-    best, first = tuning.best, next((each for each in tuning.measured if each.proposal is None), None)
-    if best is None or best.step_ms is None or first is None or first.step_ms is None:
+    best, first_trial = tuning.best, next((trial for trial in tuning.measured if trial.proposal is None), None)
+    if best is None or best.step_ms is None or first_trial is None or first_trial.step_ms is None:
         return None
-    agreed = [each.as_predicted for each in tuning.measured if each.as_predicted is not None]
+    agreements = [trial.as_predicted for trial in tuning.measured if trial.as_predicted is not None]
     command, speedup = tuning.command, Interval(1.0, 1.0, 1.0)
     if best.proposal is not None:
         command = tuning.changed(tuning.command, best.proposal)
-        speedup = first.step_ms.over(best.step_ms)
-    return Result(best.number, speedup, command, (sum(agreed), len(agreed)))
+        speedup = first_trial.step_ms.over(best.step_ms)
+    return Result(best.number, speedup, command, (sum(agreements), len(agreements)))
 
 
 def load(directory: Path) -> Tuning | None:

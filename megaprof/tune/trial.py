@@ -99,9 +99,9 @@ def _watched(
     process: subprocess.Popen[bytes], directory: Path, steps: int, deadline: float, advance: Callable[[int], None]
 ) -> Ended:
     while process.poll() is None:
-        made = _steps(directory)
-        advance(made)
-        if made >= steps:
+        steps_made = _steps(directory)
+        advance(steps_made)
+        if steps_made >= steps:
             return Ended("enough")
         if time.monotonic() > deadline:
             return Ended("time_limit")
@@ -162,8 +162,8 @@ def _explained(ended: Ended, log: Path) -> Ended:
     ran_out = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
     if ran_out is not None:
         return Ended("out_of_memory", ended.code, ran_out)
-    last = lines[-1] if lines and ended.outcome == "exited" else None
-    return Ended(ended.outcome, ended.code, next(filter(_RAISED.search, lines), last))
+    last_line = lines[-1] if lines and ended.outcome == "exited" else None
+    return Ended(ended.outcome, ended.code, next(filter(_RAISED.search, lines), last_line))
 
 
 def _tail(log: Path) -> str:

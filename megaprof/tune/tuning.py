@@ -18,10 +18,10 @@ TrialListener: TypeAlias = Callable[[Trial], None]
 
 def resumed(tuning: Tuning, directory: Path) -> Tuning:
     """Returns ``tuning`` with every trial that was not measured, and whose directory was deleted, set to run again."""
-    for each in tuning.trials:
-        if each.outcome is not None and each.step_ms is None and not (directory / each.directory).exists():
-            waiting = Trial(each.number, each.command, each.directory, each.proposal)
-            tuning = tuning.having(replace(waiting, again=each.again, more_steps=each.more_steps))
+    for trial in tuning.trials:
+        if trial.outcome is not None and trial.step_ms is None and not (directory / trial.directory).exists():
+            waiting = Trial(trial.number, trial.command, trial.directory, trial.proposal)
+            tuning = tuning.having(replace(waiting, again=trial.again, more_steps=trial.more_steps))
     return tuning
 
 
@@ -37,24 +37,29 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     if not tuning.trials:
         words = tuple(without_saving(tuning.command, tuning.saving_off))
         return tuning.having(Trial(1, words, _free(directory, 1)))
-    first = tuning.trials[0]
-    if first.step_ms is None:
-        return replace(tuning, stopped="not_measured", reason=first.why)
-    if tuning.memory_limit is not None and first.memory is None:
+    first_trial = tuning.trials[0]
+    if first_trial.step_ms is None:
+        return replace(tuning, stopped="not_measured", reason=first_trial.why)
+    if tuning.memory_limit is not None and first_trial.memory is None:
         reason = "a limit of memory cannot be kept, because the timelines say nothing of memory: no GPU was used"
         return replace(tuning, stopped="not_measured", reason=reason)
-    number, last = len(tuning.trials) + 1, tuning.trials[-1]
-    left = number <= tuning.most_trials
-    if left and last.outcome == "measured" and last.as_predicted is False and not tuning.repeated(last):
+    number, last_trial = len(tuning.trials) + 1, tuning.trials[-1]
+    may_continue = number <= tuning.most_trials
+    if (
+        may_continue
+        and last_trial.outcome == "measured"
+        and last_trial.as_predicted is False
+        and not tuning.repeated(last_trial)
+    ):
         # One of two runs was disturbed, or the prediction is wrong.
-        return tuning.having(_again(last, number, directory))
+        return tuning.having(_again(last_trial, number, directory))
     proposal = best_proposal(tuning)
     if proposal is None:
-        best, more = tuning.best, steps_that_tell(tuning)
-        if best is not None and more:
-            return tuning.having(_again(best, number, directory, more))
+        best, more_steps = tuning.best, steps_that_tell(tuning)
+        if best is not None and more_steps:
+            return tuning.having(_again(best, number, directory, more_steps))
         return replace(tuning, stopped="nothing_left", reason=None if best is None or best.next else best.says)
-    if not left:
+    if not may_continue:
         return replace(tuning, stopped="trials_spent")
     plain = without_saving(tuning.command, tuning.saving_off)
     return tuning.having(Trial(number, tuning.changed(plain, proposal), _free(directory, number), proposal))
@@ -99,13 +104,13 @@ def run(
 
 
 def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
-    said = f" after {trial.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
-    lost = replace(trial, step_ms=None, next=(), half_as_deep=None)
+    detail = f" after {trial.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
+    unmeasured = replace(trial, step_ms=None, next=(), half_as_deep=None)
     if ended.outcome == "out_of_memory":
-        return replace(lost, outcome="out_of_memory", why=f"memory ran out{said}")
+        return replace(unmeasured, outcome="out_of_memory", why=f"memory ran out{detail}")
     if ended.outcome == "time_limit":
-        return replace(lost, outcome="time_limit", why=f"its {time_limit:g} s were over{said}")
-    return replace(lost, outcome="failed", why=f"the command ended with exit code {ended.code}{said}")
+        return replace(unmeasured, outcome="time_limit", why=f"its {time_limit:g} s were over{detail}")
+    return replace(unmeasured, outcome="failed", why=f"the command ended with exit code {ended.code}{detail}")
 
 
 def _free(directory: Path, number: int) -> str:

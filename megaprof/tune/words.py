@@ -36,20 +36,21 @@ def sentence(tuning: Tuning) -> str:
         return "No trial keeps the limit of memory."
     if result is None:
         return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
-    held, of = result.as_predicted
-    inside = f"; {held} of {counted(of, 'prediction')} inside the interval" if of else ""
+    agreed_count, compared_count = result.as_predicted
+    inside = (
+        f"; {agreed_count} of {counted(compared_count, 'prediction')} inside the interval" if compared_count else ""
+    )
     if result.command == tuning.command:
-        if not of:
+        if not compared_count:
             return "Nothing gained: no other layout was tried."
         tried = counted(len(tuning.measured), "layout")
         return f"Nothing gained: the command as it was given is the quickest of {tried} tried{inside}."
-    best, first = tuning.trials[result.trial - 1], tuning.trials[0]
-    gained = f"{ratio(result.speedup)} times as fast: {best.what}{inside}."
-    if best.stages is None or best.stages == first.stages:
+    best_trial, first_trial = tuning.trials[result.trial - 1], tuning.trials[0]
+    gained = f"{ratio(result.speedup)} times as fast: {best_trial.what}{inside}."
+    if best_trial.stages is None or best_trial.stages == first_trial.stages:
         return gained
-    return (
-        f"{gained} This changes the depth of the pipeline: {counted(best.stages, 'stage')} instead of {first.stages}."
-    )
+    depths = f"{counted(best_trial.stages, 'stage')} instead of {first_trial.stages}"
+    return f"{gained} This changes the depth of the pipeline: {depths}."
 
 
 def stopped(tuning: Tuning) -> str | None:
@@ -77,13 +78,13 @@ def _depth(tuning: Tuning) -> str | None:
 
 def rows(tuning: Tuning) -> list[tuple[str, ...]]:
     """Returns the header of a table and a row for every trial, without the columns that are empty for all trials."""
-    every = list(_rows(tuning))
-    filled = [any(cell != words.ABSENT for cell in column) for column in zip(*every, strict=True)]
-    return [tuple(compress(row, filled)) for row in (COLUMNS, *every)]
+    all_rows = list(_rows(tuning))
+    filled = [any(cell != words.ABSENT for cell in column) for column in zip(*all_rows, strict=True)]
+    return [tuple(compress(row, filled)) for row in (COLUMNS, *all_rows)]
 
 
 def _rows(tuning: Tuning) -> Iterator[tuple[str, ...]]:
-    first = next((trial.step_ms for trial in tuning.measured if trial.proposal is None), None)
+    first_step = next((trial.step_ms for trial in tuning.measured if trial.proposal is None), None)
     for trial in tuning.trials:
         yield (
             str(trial.number),
@@ -92,7 +93,7 @@ def _rows(tuning: Tuning) -> Iterator[tuple[str, ...]]:
             milliseconds(trial.proposal.step_ms) if trial.proposal else words.ABSENT,
             most(trial.memory),
             most(trial.proposal.memory) if trial.proposal else words.ABSENT,
-            ratio(first.over(trial.step_ms)) if trial.proposal and first and trial.step_ms else words.ABSENT,
+            ratio(first_step.over(trial.step_ms)) if trial.proposal and first_step and trial.step_ms else words.ABSENT,
             _outcome(trial),
         )
 
@@ -122,20 +123,20 @@ def show(tuning: Tuning, console: Console) -> None:
     """Prints a tuning."""
     heading(console, "Tuning")
     heads, *filled = rows(tuning)
-    made = table()
+    grid = table()
     for name in heads:
-        made.add_column(name, min_width=max(map(len, name.split())))
+        grid.add_column(name, min_width=max(map(len, name.split())))
     for row in filled:
-        made.add_row(*(text(cell) for cell in row))
-    console.print(made)
+        grid.add_row(*(text(cell) for cell in row))
+    console.print(grid)
     for line in failures(tuning):
         console.print(text(f"! {line}", "yellow"))
     for line in assumed(tuning):
         console.print(text(line))
     best = tuning.best
     console.print(text(sentence(tuning), "green" if best is not None else "bold red"))
-    if (why := stopped(tuning)) is not None:
-        console.print(text(why))
+    if (reason := stopped(tuning)) is not None:
+        console.print(text(reason))
     if (command := command_line(tuning)) is not None:
         console.print(text("  " + command), soft_wrap=True)
 
@@ -157,13 +158,13 @@ def assumed(tuning: Tuning) -> list[str]:
 
 def page(tuning: Tuning) -> str:
     """Returns a tuning as one HTML file that loads nothing and runs no script."""
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     css = static("report.css")
     heads, *filled = rows(tuning)
-    made = environment("megaprof.tune").get_template("tuning.html")
-    this = {"sentence": sentence(tuning), "stopped": stopped(tuning), "command": command_line(tuning)}
-    about = [when, f"megaprof {__version__}"]
-    return made.render(
+    template = environment("megaprof.tune").get_template("tuning.html")
+    texts = {"sentence": sentence(tuning), "stopped": stopped(tuning), "command": command_line(tuning)}
+    about = [created, f"megaprof {__version__}"]
+    return template.render(
         tuning=tuning,
         rows=filled,
         columns=heads,
@@ -171,7 +172,7 @@ def page(tuning: Tuning) -> str:
         assumed=assumed(tuning),
         about=about,
         css=Markup(css),
-        **this,
+        **texts,
     )
 
 

@@ -1,6 +1,6 @@
-"""`capture.json`: a capture that is asked for while a job runs. A command writes it, and every rank reads it.
+"""`capture.json`: the request to capture while a job runs. A command writes it, and every rank reads it.
 
-There is at most one. What a rank answers stands in its status file (`formats.job.status.CaptureState`).
+There is at most one. The answer of a rank is in its status file (`formats.job.status.CaptureState`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megaprof.formats.job.records import Count, Name, Record
 from megaprof.parallel.selectors import Selector, parse_selector
 
 NAME = "capture.json"
-#: Steps of a request at most, so that a status that names a file for each step and tool stays short enough.
+#: The most steps of a request, so that a status that names a file for each step and tool stays short enough.
 MOST_STEPS = 100
 LONGEST_TIMEOUT = 24 * 3600.0
 

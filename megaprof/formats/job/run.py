@@ -22,11 +22,12 @@ LARGEST_PID = 1 << 31
 
 
 def interval(world: int) -> float:
-    """Returns the seconds between two looks of a rank, so that the whole job makes `STATUS_RATE` a second at most."""
+    """Returns the seconds between two looks of a rank, so that the whole job looks at most `STATUS_RATE` times a
+    second."""
     return max(1.0, world / STATUS_RATE)
 
 
-#: The same in the largest job.
+#: The interval in the largest job.
 LONGEST_INTERVAL = interval(MOST_RANKS)
 
 
@@ -64,9 +65,9 @@ class RunRecord(Record, frozen=True):
 
     @classmethod
     def new(
-        cls, coords: RankCoords, layout: WorldLayout | None, targets: tuple[str, ...], role: str | None, every: float
+        cls, coords: RankCoords, layout: WorldLayout | None, targets: tuple[str, ...], role: str | None, seconds: float
     ) -> RunRecord:
-        """Returns the record of the job of the rank at `coords`. It begins now and looks every `every` seconds."""
+        """Returns the record of the job of the rank at `coords`. It begins now, and a rank looks every `seconds`."""
         return cls(
             run=secrets.token_hex(8),
             host=host(),
@@ -76,7 +77,7 @@ class RunRecord(Record, frozen=True):
             order=None if layout is None else layout.order,
             targets=targets,
             role=role,
-            interval=every,
+            interval=seconds,
             leader=coords.rank,
         )
 
@@ -97,7 +98,8 @@ class RunRecord(Record, frozen=True):
 
 
 def dead(host_of: str, pid: int) -> bool:
-    """Returns whether a process is known to be gone. False for one of another host, of which nothing is known."""
+    """Returns whether a process is known to be gone. False for a process of another host, about which nothing is
+    known."""
     return host_of == host() and (is_gone(pid) or _is_zombie(pid))
 
 

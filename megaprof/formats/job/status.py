@@ -189,8 +189,8 @@ class RankStatus(Record, frozen=True):
         """Milliseconds of a step; without a timeline, the time from one step to the next."""
         if self.recent is not None:
             return self.recent.step_ms
-        between = (call.seconds for call in sorted(self.calls, key=_training_first))
-        return next((1e3 * seconds for seconds in between if seconds is not None), None)
+        call_seconds = (call.seconds for call in sorted(self.calls, key=_training_first))
+        return next((1e3 * seconds for seconds in call_seconds if seconds is not None), None)
 
     def last_step(self) -> int | None:
         """Returns the step of the call that it is in, or else the last one that it finished, preferably of training."""
@@ -207,23 +207,23 @@ class RankStatus(Record, frozen=True):
 
     def finished(self, target: str, role: str | None) -> int | None:
         """Returns the last step of `target` and `role` that it finished, while it is in no call of them."""
-        own = (call.last_step for call in self.calls if (call.target, call.role) == (target, role))
-        return next(own, None)
+        last_steps = (call.last_step for call in self.calls if (call.target, call.role) == (target, role))
+        return next(last_steps, None)
 
     @property
     def past_first_step(self) -> bool:
         """True once it has finished a call of the target and role that it is in, or, outside of a call, any call. The
         first one may take minutes, for compilation or data."""
         place = self.place
-        own = [call for call in self.calls if place is None or (call.target, call.role) == (place.target, place.role)]
-        return any((call.begun or 0) > 1 or (call.count or 0) > 0 for call in own)
+        calls = [call for call in self.calls if place is None or (call.target, call.role) == (place.target, place.role)]
+        return any((call.begun or 0) > 1 or (call.count or 0) > 0 for call in calls)
 
     def stuck(self, now: float) -> float:
-        """Returns the seconds for which it has not moved, by its own host's clock as far as it wrote that."""
+        """Returns the seconds for which it has not moved. Uses the time of its last record if that is after `now`."""
         return max(0.0, max(now, self.time) - self.moved)
 
     def late(self, now: float) -> bool:
-        """Returns whether it gave no sign of life for too long, or is a process of this host that is gone."""
+        """Returns whether it has given no sign of life for too long, or was a process of this host that is gone."""
         return not self.ended and (
             now - self.time > max(LATE_SECONDS, LATE_INTERVALS * self.interval) or dead(self.host, self.pid)
         )

@@ -1,7 +1,7 @@
 """A rank's arrivals at the collectives of one step, in a timeline: a sample of them if they are many.
 
-All ranks of a group sample the same collectives: whether one is kept depends on its number alone, and a rank that keeps
-fewer keeps some of those that the others keep.
+All ranks of a group sample the same collectives: whether one is kept depends on its number alone. A rank that keeps
+fewer than others keeps a part of those.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Int64s = npt.NDArray[np.int64]
 
 #: Bytes of one step at most, and bytes of a collective.
 MOST_BYTES, _EACH = 1024, 4
-#: Length of the group's name, whether its values are lengths, the power of two of which one is kept, the power of two
-#: of microseconds that values are in, how many follow, and the number of the first.
+#: The length of the group's name, whether its values are lengths, ``shift`` (one of 2^shift collectives is kept), the
+#: unit of the values (2^unit microseconds), how many collectives follow, and the number of the first one.
 _GROUP = struct.Struct("<BBBBHQ")
 _LARGEST = (1 << 16) - 1
 _MIXED = 0x9E3779B97F4A7C15  # Knuth's multiplicative hashing (1998, section 6.4), in 64 bits
@@ -34,14 +34,14 @@ class Arrivals:
     group: str
     """torch's name of the group."""
     lengths: bool
-    """True if ``values`` are how long they ran on the device, including waits; else they are when the host came to
+    """True if ``values`` are how long they ran on the device, including waits; False if they are when the host reached
     them."""
     shift: int
     """One of 2^``shift`` collectives is kept."""
     numbers: Int64s
     """The numbers of the collectives in the group, ascending."""
     values: Int64s
-    """For each, microseconds that it ran, or from the step's start until the rank came to it."""
+    """For each, the microseconds that it ran, or from the step's start until the rank reached it."""
 
 
 def kept(numbers: Int64s, shift: int) -> npt.NDArray[np.bool_]:
@@ -49,44 +49,44 @@ def kept(numbers: Int64s, shift: int) -> npt.NDArray[np.bool_]:
     if shift == 0:
         return np.ones(len(numbers), dtype=np.bool_)
     mixed = numbers.astype(np.uint64) * np.uint64(_MIXED)
-    found: npt.NDArray[np.bool_] = mixed >> np.uint64(64 - shift) == 0
-    return found
+    is_kept: npt.NDArray[np.bool_] = mixed >> np.uint64(64 - shift) == 0
+    return is_kept
 
 
 def pack_arrivals(groups: Sequence[Arrivals]) -> bytes:
-    """Returns at most `MOST_BYTES` for groups that hold all collectives of a step: as many as there is room for."""
-    heads = sum(_GROUP.size + len(each.group.encode()) for each in groups)
-    room = (MOST_BYTES - heads) // _EACH
+    """Returns at most `MOST_BYTES` for groups with all collectives of a step. Keeps as many as there is room for."""
+    header_bytes = sum(_GROUP.size + len(arrivals.group.encode()) for arrivals in groups)
+    room = (MOST_BYTES - header_bytes) // _EACH
     shift = 0
-    while sum(int(kept(each.numbers, shift).sum()) for each in groups) > max(room, 0):
+    while sum(int(kept(arrivals.numbers, shift).sum()) for arrivals in groups) > max(room, 0):
         shift += 1
     packed = []
-    for each in groups:
-        some = kept(each.numbers, shift)
-        numbers, values = each.numbers[some], each.values[some]
-        first = int(numbers[0]) if len(numbers) else 0
-        near = numbers - first <= _LARGEST
-        numbers, values = numbers[near] - first, np.maximum(values[near], 0)
+    for arrivals in groups:
+        is_kept = kept(arrivals.numbers, shift)
+        numbers, values = arrivals.numbers[is_kept], arrivals.values[is_kept]
+        first_number = int(numbers[0]) if len(numbers) else 0
+        fits = numbers - first_number <= _LARGEST
+        numbers, values = numbers[fits] - first_number, np.maximum(values[fits], 0)
         unit = max(0, int(values.max(initial=0)).bit_length() - 16)
-        name = each.group.encode()
-        packed.append(_GROUP.pack(len(name), each.lengths, shift, unit, len(numbers), first) + name)
+        name = arrivals.group.encode()
+        packed.append(_GROUP.pack(len(name), arrivals.lengths, shift, unit, len(numbers), first_number) + name)
         packed.append(np.stack([numbers, values >> unit], axis=-1).astype("<u2").tobytes())
     return b"".join(packed)
 
 
 def unpack_arrivals(payload: bytes) -> tuple[Arrivals, ...]:
     """Reads what `pack_arrivals` wrote; returns none if the bytes are impossible."""
-    found, position = [], 0
+    groups, position = [], 0
     while position + _GROUP.size <= len(payload):
-        length, lengths, shift, unit, count, first = _GROUP.unpack_from(payload, position)
+        length, lengths, shift, unit, count, first_number = _GROUP.unpack_from(payload, position)
         begin = position + _GROUP.size + length
         position = begin + count * _EACH
-        if position > len(payload) or shift > 32 or unit > 40 or first >= 1 << 62:
+        if position > len(payload) or shift > 32 or unit > 40 or first_number >= 1 << 62:
             return ()
         rows = np.frombuffer(payload, dtype="<u2", offset=begin, count=2 * count).reshape(-1, 2).astype(np.int64)
         name = payload[begin - length : begin].decode(errors="replace")
-        found.append(Arrivals(name, bool(lengths), shift, rows[:, 0] + first, rows[:, 1] << unit))
-    return tuple(found)
+        groups.append(Arrivals(name, bool(lengths), shift, rows[:, 0] + first_number, rows[:, 1] << unit))
+    return tuple(groups)
 
 
 def pack_groups(groups: Mapping[str, GroupConfig]) -> bytes:

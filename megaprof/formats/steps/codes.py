@@ -67,7 +67,7 @@ def microbatch_of(position: int | None) -> int | None:
 @functools.lru_cache(maxsize=1 << 16)
 def name(code: int) -> RangeName | None:
     """Returns the range name for ``code``; None for a number that is no code (a newer format, a damaged file)."""
-    kind, which = code & KIND_MASK, (code >> _CHUNK) & _CHUNK_MASK
+    kind, index = code & KIND_MASK, (code >> _CHUNK) & _CHUNK_MASK
     if kind in _LABELS:
         microbatch, chunk = place(code)
         fields = {"mb": microbatch, "chunk": chunk}
@@ -76,10 +76,10 @@ def name(code: int) -> RangeName | None:
         return RangeName(_LABELS[kind], fields)
     if kind == FINALIZE:
         return RangeName(ranges.FINALIZE_GRADS, {})
-    if kind == P2P and 1 <= which <= len(ranges.P2P_OPERATIONS):
-        return RangeName(ranges.P2P_OPERATIONS[which - 1], {})
-    if kind == WAIT and which <= len(WAITS):
-        return RangeName(ranges.WAIT + WAITS[which - 1] if which else ranges.WAIT_ANY, {})
+    if kind == P2P and 1 <= index <= len(ranges.P2P_OPERATIONS):
+        return RangeName(ranges.P2P_OPERATIONS[index - 1], {})
+    if kind == WAIT and index <= len(WAITS):
+        return RangeName(ranges.WAIT + WAITS[index - 1] if index else ranges.WAIT_ANY, {})
     return None
 
 

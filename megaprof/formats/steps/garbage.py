@@ -11,10 +11,10 @@ _ROW = np.dtype([("start", "<i4"), ("length", "<u4")])
 _RANGE = np.iinfo(np.int32)
 
 
-def pack_collections(found: Iterable[tuple[int, int]], start_ns: int) -> bytes:
-    """Returns 8 bytes for each collection. ``found``: their starts and ends in nanoseconds; ``start_ns``: the step's
+def pack_collections(spans: Iterable[tuple[int, int]], start_ns: int) -> bytes:
+    """Returns 8 bytes for each collection. ``spans``: their starts and ends in nanoseconds; ``start_ns``: the step's
     start."""
-    times = np.array([*found], dtype=np.int64).reshape(-1, 2)
+    times = np.array([*spans], dtype=np.int64).reshape(-1, 2)
     rows = np.empty(len(times), dtype=_ROW)
     rows["start"] = ((times[:, 0] - start_ns) // 1000).clip(_RANGE.min, _RANGE.max)
     rows["length"] = ((times[:, 1] - times[:, 0]) // 1000).clip(0, _RANGE.max)

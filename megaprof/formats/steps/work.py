@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: Sources of the lengths, the most exact first. A timeline has the place in this list plus one.
+#: Sources of the lengths, the most exact first. A timeline stores the index in this list plus one.
 SOURCES = PACKED, MASK, POSITIONS, SHAPES = "packed_seq_params", "attention_mask", "position_ids", "shapes"
 
 _MICROBATCH = struct.Struct("<IIQ")
@@ -34,25 +34,26 @@ class Work:
         return sum(length * length for length in self.lengths)
 
 
-def pack_work(found: Mapping[int, Work]) -> bytes:
-    """Returns 16 bytes for each microbatch and one for the least exact source; empty if nothing is known."""
-    if not found:
+def pack_work(works: Mapping[int, Work]) -> bytes:
+    """Returns 16 bytes for each microbatch, after one byte for the least exact source. ``works``: the work of each
+    microbatch, by its number. Empty if nothing is known."""
+    if not works:
         return b""
     rows = []
-    for number in range(max(found) + 1):
-        own = found.get(number)
-        known = (0, 0, 0) if own is None else (min(own.tokens, _MOST), min(len(own.lengths), _MOST), own.squares)
-        rows.append(_MICROBATCH.pack(*known))
-    source = max(SOURCES.index(own.source) for own in found.values())
+    for number in range(max(works) + 1):
+        work = works.get(number)
+        fields = (0, 0, 0) if work is None else (min(work.tokens, _MOST), min(len(work.lengths), _MOST), work.squares)
+        rows.append(_MICROBATCH.pack(*fields))
+    source = max(SOURCES.index(work.source) for work in works.values())
     return b"".join((bytes((source + 1,)), *rows))
 
 
 def unpack_work(payload: bytes) -> tuple[str, npt.NDArray[np.float64]] | None:
-    """Returns the source and [microbatch, 3]: tokens, sequences and sum of squares, NaN for a microbatch of which
-    nothing is known. None if nothing is known of any, or if the bytes are impossible."""
+    """Returns the source and [microbatch, 3]: tokens, sequences and sum of squares, NaN for an unknown microbatch.
+    Returns None if all are unknown, or if the bytes are impossible."""
     if not payload or not 1 <= payload[0] <= len(SOURCES) or (len(payload) - 1) % _ROW.itemsize:
         return None
     rows = np.frombuffer(payload, dtype=_ROW, offset=1)
-    found = np.stack([rows[name].astype(float) for name in ("tokens", "sequences", "squares")], axis=-1)
-    found[rows["tokens"] == 0] = np.nan
-    return SOURCES[payload[0] - 1], found
+    amounts = np.stack([rows[name].astype(float) for name in ("tokens", "sequences", "squares")], axis=-1)
+    amounts[rows["tokens"] == 0] = np.nan
+    return SOURCES[payload[0] - 1], amounts
