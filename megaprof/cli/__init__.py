@@ -81,15 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a name that this terminal cannot show is no reason to fail
-    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if wanted not in COMMANDS:
-        return _without_command(arguments, wanted)
-    place = arguments.index(wanted)
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if command not in COMMANDS:
+        return _without_command(arguments, command)
+    place = arguments.index(command)
     if place:
         _overview().parse(arguments[:place])  # --help, --version, or an error: all of them exit
     try:
-        module = import_module(f"megaprof.cli.{COMMANDS[wanted][0]}")
-        code: int = module.run(parser_of(wanted).parse(arguments[place + 1 :]))
+        module = import_module(f"megaprof.cli.{COMMANDS[command][0]}")
+        code: int = module.run(parser_of(command).parse(arguments[place + 1 :]))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -97,19 +97,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        print(f"\nmegaprof {wanted}: interrupted", file=sys.stderr)
+        print(f"\nmegaprof {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as fault:
         if (line := in_a_line(fault)) is None:
             raise
-        print(f"megaprof {wanted}: {line}", file=sys.stderr)
+        print(f"megaprof {command}: {line}", file=sys.stderr)
         return USAGE if isinstance(fault, UsageError) else FAILED
 
 
 def say(line: str, file: TextIO | None = None) -> None:
     """Prints one line to ``file``, by default to standard output. Names come from files, so control characters are
     replaced: none of them reaches the terminal."""
-    print("".join(c if c.isprintable() else "\ufffd" for c in line), file=file, flush=True)
+    print("".join(character if character.isprintable() else "\ufffd" for character in line), file=file, flush=True)
 
 
 def print_json(answer: object) -> None:

@@ -27,11 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
     parser.add_argument("--version", action="version", version="")
     commands = parser.add_subparsers()
     for name, (_, text) in COMMANDS.items():
-        own = parser_of(name)
-        for action in own._actions:
+        command_parser = parser_of(name)
+        for action in command_parser._actions:
             if action.type is Path or action.metavar == "FILE":
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
-        own.epilog = None
-        commands.add_parser(name, help=text, parents=[own], add_help=False)
+        command_parser.epilog = None
+        commands.add_parser(name, help=text, parents=[command_parser], add_help=False)
     sys.stdout.write(shtab.complete(parser, arguments.shell) + "\n")
     return 0

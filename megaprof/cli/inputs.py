@@ -1,4 +1,4 @@
-"""Shared by commands that read files of any origin: the limit on their size, a progress bar, errors of writing."""
+"""Parts of commands that read files of any origin: the limit on their size, a progress bar, errors of writing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def add_input_option(parser: argparse.ArgumentParser) -> None:
 
 def heed_input_option(arguments: argparse.Namespace) -> None:
     """Applies the option ``--max-input-mib`` to this process and to those that it starts. Raises UsageError."""
-    most = arguments.max_input_mib
-    if most is not None and most < 1:
-        raise UsageError(f"{_OPTION} {most} must be at least 1 (MiB)")
-    inputs.allow(None if most is None else most << 20)
+    limit = arguments.max_input_mib
+    if limit is not None and limit < 1:
+        raise UsageError(f"{_OPTION} {limit} must be at least 1 (MiB)")
+    inputs.allow(None if limit is None else limit << 20)
 
 
 @contextmanager
 def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar if standard error is a terminal. Yields ``advance(done, of)``."""
+    """Shows a progress bar if standard error is a terminal. Yields ``advance(completed, total)``."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -44,7 +44,7 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(doing, total=None)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
+        yield lambda completed, total: bar.update(task, completed=completed, total=total)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def _of_output(name: object, path: Path) -> bool:
     file in it, the temporary file that becomes it, or a directory above it."""
     if not isinstance(name, str) or not os.path.dirname(name):
         return True  # the system names no file while it writes; a bare name is a file next to the output
-    own, other = Path(os.path.realpath(path)), Path(os.path.realpath(name))
-    if own.parent not in other.parents:
-        return other in own.parents
-    return own.name in other.relative_to(own.parent).parts[0]
+    output, faulty = Path(os.path.realpath(path)), Path(os.path.realpath(name))
+    if output.parent not in faulty.parents:
+        return faulty in output.parents
+    return output.name in faulty.relative_to(output.parent).parts[0]

@@ -18,17 +18,17 @@ class Parser(argparse.ArgumentParser):
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parses all arguments. If one is unknown, prints this command's usage and the option that was probably meant,
         and exits with code 2."""
-        found, unknown = self.parse_known_args(arguments)
+        parsed, unknown = self.parse_known_args(arguments)
         if unknown:
             options = [name for action in self._actions for name in action.option_strings]
-            strange = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(strange, options)}")
-        return found
+            option = next((argument for argument in unknown if argument.startswith("-")), unknown[0]).partition("=")[0]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(option, options)}")
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits. For a mistyped choice, adds the one that was probably meant."""
         if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
-            message += meant(match[1], [each.strip(" '") for each in match[2].split(",")])
+            message += meant(match[1], [choice.strip(" '") for choice in match[2].split(",")])
         super().error(message)
 
     def add_examples(self, examples: Sequence[str]) -> None:
@@ -37,10 +37,10 @@ class Parser(argparse.ArgumentParser):
         self.epilog = f"{self.epilog}\n\n{block}" if self.epilog else block
 
 
-def meant(typed: str, known: Iterable[str]) -> str:
-    """Returns ``; did you mean ...?``, or an empty string if nothing known is similar."""
-    found = difflib.get_close_matches(typed, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+def meant(typed: str, candidates: Iterable[str]) -> str:
+    """Returns ``; did you mean ...?``, or an empty string if none of ``candidates`` is similar."""
+    matches = difflib.get_close_matches(typed, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 class _Formatter(argparse.HelpFormatter):

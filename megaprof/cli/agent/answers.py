@@ -47,14 +47,14 @@ def of_change(
     directory: str, run: int | None, choices: Mapping[str, str], target: str | None, role: str | None
 ) -> dict[str, Any]:
     """Returns the JSON of ``megaprof what-if DIR --json``. Raises CommandError, and the errors of reading files."""
-    found = predicted(_report(directory, run), choices, target, role)
-    return {"headline": in_words(found), **msgspec.json.decode(msgspec.json.encode(found))}
+    answer = predicted(_report(directory, run), choices, target, role)
+    return {"headline": in_words(answer), **msgspec.json.decode(msgspec.json.encode(answer))}
 
 
 def of_diff(before: str, after: str) -> dict[str, Any]:
     """Returns the JSON of ``megaprof diff A B --json``. Raises CommandError, and the errors of reading files."""
-    found: dict[str, Any] = msgspec.to_builtins(compared(place(before), place(after)))
-    return found
+    diff: dict[str, Any] = msgspec.to_builtins(compared(place(before), place(after)))
+    return diff
 
 
 def of_status(directory: str, role: str | None) -> dict[str, Any]:
@@ -73,35 +73,35 @@ def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **option
     if passes > _MOST_PASSES:
         raise UsageError(f"{passes:,} passes are too many; {_MOST_PASSES:,} can be replayed")
     try:
-        found = simulate(forward_ms, backward_ms, microbatches, **options)
+        simulation = simulate(forward_ms, backward_ms, microbatches, **options)
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
     return {
-        "step_ms": found.step_ms,
-        "bubble_fraction": list(found.bubble_fraction),
-        "stage_ms": list(found.stage_ms),
-        "schedule": found.schedule._asdict(),
+        "step_ms": simulation.step_ms,
+        "bubble_fraction": list(simulation.bubble_fraction),
+        "stage_ms": list(simulation.stage_ms),
+        "schedule": simulation.schedule._asdict(),
         "events": [
-            {name: getattr(each, name) for name in ("stage", "chunk", "microbatch", "phase", "start_ms", "end_ms")}
-            for each in found.events
+            {name: getattr(event, name) for name in ("stage", "chunk", "microbatch", "phase", "start_ms", "end_ms")}
+            for event in simulation.events
         ],
     }
 
 
 def _in_brief(target: TargetReport) -> str:
     """Returns a line about a target, with the content of its row in the table that begins a report on many targets."""
-    said = target.in_brief().text
+    brief = target.in_brief().text
     imbalance = "" if target.imbalance is None else f"; imbalance {target.imbalance:.2f}"
     step = target.step_time_ms
-    return f"{title(*target.key)}: {said}{imbalance}" + (f"; a step takes {mean(step)} ms" if step else "")
+    return f"{title(*target.key)}: {brief}{imbalance}" + (f"; a step takes {mean(step)} ms" if step else "")
 
 
 def _report(directory: str, run: int | None) -> Report:
     """Returns the report on a directory. Agents ask for the parts of one report one after the other, so it is kept, and
     read again only if a file has changed."""
     path = place(directory)
-    now = _stamp(path)
-    return _kept(directory, run, now) if now else analyzed(path, run)
+    stamp = _stamp(path)
+    return _kept(directory, run, stamp) if stamp else analyzed(path, run)
 
 
 @lru_cache(maxsize=2)
@@ -115,6 +115,6 @@ def _stamp(path: Path) -> Hashable:
         return None
     try:
         files = files_below(path, _SOURCES) if path.is_dir() else [path]
-        return frozenset((str(file), found.st_size, found.st_mtime_ns) for file in files if (found := file.stat()))
+        return frozenset((str(file), status.st_size, status.st_mtime_ns) for file in files if (status := file.stat()))
     except OSError:
         return None

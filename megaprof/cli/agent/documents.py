@@ -32,10 +32,10 @@ def help_of(command: str) -> str:
 
 def schema_of(command: str) -> str:
     """Returns the JSON Schema of the output of ``megaprof COMMAND --json``. Raises KeyError if there is none."""
-    known = {path.stem: path for path in sorted((_docs() / "schemas").glob("*.json"))}
-    if command not in known:
-        raise KeyError(f"there is no schema {command}; there are {', '.join(known)}")
-    return known[command].read_text(encoding="utf-8")
+    schemas = {path.stem: path for path in sorted((_docs() / "schemas").glob("*.json"))}
+    if command not in schemas:
+        raise KeyError(f"there is no schema {command}; there are {', '.join(schemas)}")
+    return schemas[command].read_text(encoding="utf-8")
 
 
 def _docs() -> Path:

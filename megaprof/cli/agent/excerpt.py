@@ -40,8 +40,8 @@ def excerpt(document: Any, part: str = "", details: Collection[str] = ()) -> str
     ``details``: names of fields that a summary leaves out everywhere. Raises NoPart.
     """
     path, document = part.strip("/"), json.loads(written(document))  # tuples are lists in JSON
-    found = find(document, path) if path else _without(document, details, "")
-    return written(_cut(found, path, MOST))
+    content = find(document, path) if path else _without(document, details, "")
+    return written(_cut(content, path, MOST))
 
 
 def written(value: Any) -> str:
@@ -51,14 +51,14 @@ def written(value: Any) -> str:
 
 def find(document: Any, path: str) -> Any:
     """Returns the part at a path. Raises NoPart."""
-    found, walked = document, ""
+    value, walked = document, ""
     for name in path.split("/"):
         try:
-            found = _inside(found, name)
+            value = _inside(value, name)
         except LookupError:
-            raise NoPart(f"there is no part {path!r}; {walked or 'it'} {_contents(found)}") from None
+            raise NoPart(f"there is no part {path!r}; {walked or 'it'} {_contents(value)}") from None
         walked = f"{walked}/{name}".lstrip("/")
-    return found
+    return value
 
 
 def _inside(value: Any, name: str) -> Any:
@@ -67,15 +67,15 @@ def _inside(value: Any, name: str) -> Any:
     if isinstance(value, dict) and field in value:
         return value[field]
     if (span := _RANGE.fullmatch(name)) and isinstance(value, (dict, list)):
-        first, last = int(span[1] or 0), int(span[2] or len(value))
-        return dict(islice(value.items(), first, last)) if isinstance(value, dict) else value[first:last]
+        start, stop = int(span[1] or 0), int(span[2] or len(value))
+        return dict(islice(value.items(), start, stop)) if isinstance(value, dict) else value[start:stop]
     if isinstance(value, list):
         if name.isdecimal():
             return value[int(name)]
-        field, _, wanted = field.partition("=")
-        for each in value:
-            if isinstance(each, dict) and field in each and str(each[field]) == wanted:
-                return each
+        field, _, field_value = field.partition("=")
+        for item in value:
+            if isinstance(item, dict) and field in item and str(item[field]) == field_value:
+                return item
     raise LookupError(name)
 
 
@@ -94,70 +94,70 @@ def _without(value: Any, details: Collection[str], path: str) -> Any:
     """Returns a document in which details and long lists of numbers are replaced."""
     if isinstance(value, dict):
         return {
-            name: _LeftOut(each, _below(path, name))
-            if name in details and isinstance(each, (dict, list)) and len(written(each)) > _SMALL
-            else _without(each, details, _below(path, name))
-            for name, each in value.items()
+            name: _LeftOut(child, _below(path, name))
+            if name in details and isinstance(child, (dict, list)) and len(written(child)) > _SMALL
+            else _without(child, details, _below(path, name))
+            for name, child in value.items()
         }
     if isinstance(value, list):
-        if len(value) > _FEW_NUMBERS and all(each is None or isinstance(each, (int, float)) for each in value):
+        if len(value) > _FEW_NUMBERS and all(item is None or isinstance(item, (int, float)) for item in value):
             return _LeftOut(value, path)
-        return [_without(each, details, _below(path, place)) for place, each in enumerate(value)]
+        return [_without(item, details, _below(path, place)) for place, item in enumerate(value)]
     return value
 
 
-def _cut(value: Any, path: str, most: int) -> Any:
-    """Returns as much of ``value`` as fits into ``most`` characters. Numbers, and objects that replace something, are
+def _cut(value: Any, path: str, limit: int) -> Any:
+    """Returns as much of ``value`` as fits into ``limit`` characters. Numbers, and objects that replace something, are
     never cut."""
-    if len(written(value)) <= most or isinstance(value, _LeftOut):
+    if len(written(value)) <= limit or isinstance(value, _LeftOut):
         return value
     if isinstance(value, str):
-        while value and (over := len(written(value)) + 1 - most) > 0:
+        while value and (over := len(written(value)) + 1 - limit) > 0:
             value = value[:-over]
         return f"{value}…"
     if not isinstance(value, (dict, list)):
         return value
-    made = _cut_object(value, path, most) if isinstance(value, dict) else _cut_list(value, path, most)
-    return _LeftOut(value, path) if path and len(written(made)) > most else made
+    shortened = _cut_object(value, path, limit) if isinstance(value, dict) else _cut_list(value, path, limit)
+    return _LeftOut(value, path) if path and len(written(shortened)) > limit else shortened
 
 
-def _cut_object(value: dict[str, Any], path: str, most: int) -> Any:
+def _cut_object(value: dict[str, Any], path: str, limit: int) -> Any:
     """Returns an object with its small fields whole; the other fields share the remaining characters. If there are too
     many fields even for that, returns only the first ones."""
-    made: dict[str, Any] = dict.fromkeys(value)
-    left, still = most - 2, len(value)
+    fields: dict[str, Any] = dict.fromkeys(value)
+    remaining, fields_left = limit - 2, len(value)
     for name in sorted(value, key=lambda name: len(written(value[name]))):
         frame = len(written(name)) + 2
-        made[name] = _cut(value[name], _below(path, name), left // still - frame)
-        left -= len(written(made[name])) + frame
-        still -= 1
-    if left >= 0:
-        return made
-    left = most - len(written({"left_out": _LeftOut(value, _below(path, f"{len(value)}:"))}))
-    made = {}
-    for name, each in value.items():
-        piece = _cut(each, _below(path, name), 2 * _SMALL)
-        left -= len(written(name)) + len(written(piece)) + 2
-        if left < 0:
+        fields[name] = _cut(value[name], _below(path, name), remaining // fields_left - frame)
+        remaining -= len(written(fields[name])) + frame
+        fields_left -= 1
+    if remaining >= 0:
+        return fields
+    remaining = limit - len(written({"left_out": _LeftOut(value, _below(path, f"{len(value)}:"))}))
+    fields = {}
+    for name, child in value.items():
+        piece = _cut(child, _below(path, name), 2 * _SMALL)
+        remaining -= len(written(name)) + len(written(piece)) + 2
+        if remaining < 0:
             break
-        made[name] = piece
-    others = dict(islice(value.items(), len(made), None))
-    return {**made, "left_out": _LeftOut(others, _below(path, f"{len(made)}:"))}
+        fields[name] = piece
+    rest = dict(islice(value.items(), len(fields), None))
+    return {**fields, "left_out": _LeftOut(rest, _below(path, f"{len(fields)}:"))}
 
 
-def _cut_list(value: list[Any], path: str, most: int) -> Any:
-    """Returns the first items that fit whole, or else a piece of the first item, followed by the path of the others."""
-    left = most - len(written([_LeftOut(value, _below(path, f"{len(value)}:"))]))
-    made: list[Any] = []
-    for each in value:
-        size = len(written(each)) + 1
-        if size > left:
+def _cut_list(value: list[Any], path: str, limit: int) -> Any:
+    """Returns the first items that fit whole, or else a piece of the first item, followed by the path of the rest."""
+    remaining = limit - len(written([_LeftOut(value, _below(path, f"{len(value)}:"))]))
+    items: list[Any] = []
+    for item in value:
+        size = len(written(item)) + 1
+        if size > remaining:
             break
-        made.append(each)
-        left -= size
-    if not made and left > 2 * _SMALL:
-        made.append(_cut(value[0], _below(path, 0), left - 1))
-    if not made:
+        items.append(item)
+        remaining -= size
+    if not items and remaining > 2 * _SMALL:
+        items.append(_cut(value[0], _below(path, 0), remaining - 1))
+    if not items:
         return _LeftOut(value, path)
-    others = value[len(made) :]
-    return [*made, _LeftOut(others, _below(path, f"{len(made)}:"))] if others else made
+    rest = value[len(items) :]
+    return [*items, _LeftOut(rest, _below(path, f"{len(items)}:"))] if rest else items

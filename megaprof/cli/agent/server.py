@@ -76,27 +76,27 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
         Tool.from_function(tool, description=_about(tool), annotations=_READS, structured_output=False)
         for tool in reads
     ]
-    asks = trigger if allow_trigger else trigger_with_consent
+    trigger_tool = trigger if allow_trigger else trigger_with_consent
     tools.append(
         Tool.from_function(
-            asks, name="trigger", description=_about(trigger), annotations=_ASKS, structured_output=False
+            trigger_tool, name="trigger", description=_about(trigger), annotations=_ASKS, structured_output=False
         )
     )
-    made = _Server("megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
+    mcp_server = _Server("megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
     for name, about in documents.PAGES.items():
         uri = f"megaprof://docs/{name}"
-        made.add_resource(
+        mcp_server.add_resource(
             FunctionResource(
                 uri=uri, name=name, description=about, mime_type="text/markdown", fn=partial(documents.page, name)
             )
         )
-    made.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(_help)
-    made.resource(
+    mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(_help)
+    mcp_server.resource(
         "megaprof://schemas/{command}",
         description="the JSON Schema of megaprof COMMAND --json: report, diff, status, trigger",
         mime_type="application/json",
     )(_schema)
-    return made
+    return mcp_server
 
 
 class _Server(MCPServer[Any]):
@@ -105,24 +105,30 @@ class _Server(MCPServer[Any]):
 
     def __init__(self, name: str, *, tools: list[Tool], **options: Any) -> None:
         super().__init__(name, tools=tools, **options)
-        self._takes = {tool.name: tool.parameters for tool in tools}
+        self._schemas = {tool.name: tool.parameters for tool in tools}
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Any:
         """Calls a tool. Raises ToolError, with the line, if its arguments are wrong."""
-        takes = self._takes.get(name, {"properties": arguments})
-        needed = takes.get("required", [])
-        if wrong := [each for each in arguments if each not in takes["properties"]]:
-            held = ", ".join(f"{each} (required)" if each in needed else each for each in takes["properties"])
-            raise ToolError(f"megaprof {name}: there is no argument {', '.join(wrong)}; it takes {held}")
-        if missing := [each for each in needed if each not in arguments]:
-            raise ToolError(f"megaprof {name}: it needs the argument {', '.join(missing)}")
+        schema = self._schemas.get(name, {"properties": arguments})
+        required = schema.get("required", [])
+        if unknown_names := [name for name in arguments if name not in schema["properties"]]:
+            arguments_text = ", ".join(
+                f"{name} (required)" if name in required else name for name in schema["properties"]
+            )
+            raise ToolError(
+                f"megaprof {name}: there is no argument {', '.join(unknown_names)}; it takes {arguments_text}"
+            )
+        if missing_names := [name for name in required if name not in arguments]:
+            raise ToolError(f"megaprof {name}: it needs the argument {', '.join(missing_names)}")
         try:
             return await super().call_tool(name, arguments, context)
         except ToolError as fault:
             if not isinstance(fault.__cause__, ValidationError):
                 raise
-            told = {str(each["loc"][0]): each["msg"] for each in fault.__cause__.errors()}
-            line = "; ".join(f"{argument}: {says[:1].lower()}{says[1:]}" for argument, says in told.items())
+            messages = {str(error["loc"][0]): error["msg"] for error in fault.__cause__.errors()}
+            line = "; ".join(
+                f"{argument}: {message[:1].lower()}{message[1:]}" for argument, message in messages.items()
+            )
             raise ToolError(f"megaprof {name}: {line}") from None
 
 
@@ -147,8 +153,8 @@ def what_if(
 ) -> CallToolResult:
     """Predict a change of your choice from a capture: the JSON of megaprof what-if DIR --json. Everything that you do
     not give stays as it was captured."""
-    given = {"layout": layout, "chunks": chunks, "microbatches": microbatches, "p2p": p2p_ms, "packing": packing}
-    choices = {name: str(value) for name, value in given.items() if value is not None}
+    values = {"layout": layout, "chunks": chunks, "microbatches": microbatches, "p2p": p2p_ms, "packing": packing}
+    choices = {name: str(value) for name, value in values.items() if value is not None}
     choices["tokens"] = "same" if same_tokens else "more"
     return _answered("what-if", partial(answers.of_change, directory, run, choices, target, role), "", answers.DETAILS)
 
@@ -184,7 +190,7 @@ def simulate(
 ) -> CallToolResult:
     """Replay one step of a pipeline schedule from plain times, in Megatron's own order: step time, and bubble and
     compute of every stage (megaprof.simulate). It needs no files. Parts: events, events/0:50."""
-    made = partial(
+    document = partial(
         answers.of_simulation,
         microbatches,
         forward_ms,
@@ -195,7 +201,7 @@ def simulate(
         rendezvous=rendezvous,
         weight_ms=weight_ms,
     )
-    return _answered("simulate", made, part, answers.DETAILS)
+    return _answered("simulate", document, part, answers.DETAILS)
 
 
 async def trigger(
@@ -237,18 +243,18 @@ def ask(
     timeout: float,
 ) -> Elicit[Consent] | CallToolResult:
     """Returns the question for the user, or the tool's answer if the user cannot be asked or the request is wrong."""
-    able = context.client_capabilities.elicitation if context.client_capabilities else None
-    if able is None or (able.form is None and able.url is not None):
+    elicitation = context.client_capabilities.elicitation if context.client_capabilities else None
+    if elicitation is None or (elicitation.form is None and elicitation.url is not None):
         return _failed("trigger", CommandError(CANNOT_ASK))
     try:
-        asked = prepare(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
+        requester = prepare(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
     except Exception as fault:
         return _failed("trigger", fault)
-    what = f"{counted(steps, 'step')} of {target}" + ("" if role is None else f" ({role})")
-    on = f"{counted(len(asked.ranks), 'rank')} ({select})"
+    steps_text = f"{counted(steps, 'step')} of {target}" + ("" if role is None else f" ({role})")
+    ranks_text = f"{counted(len(requester.ranks), 'rank')} ({select})"
     return Elicit(
-        f"Let the running job in {directory} capture {what} on {on}? These steps take longer than others, and "
-        "their files are written there.",
+        f"Let the running job in {directory} capture {steps_text} on {ranks_text}? These steps take longer than "
+        "others, and their files are written there.",
         Consent,
     )
 
@@ -264,10 +270,10 @@ async def trigger_with_consent(
     timeout: _Timeout = TIMEOUT,
 ) -> CallToolResult:
     """Runs `trigger` after the user of the client has agreed."""
-    said: Any = consent.data if isinstance(consent, AcceptedElicitation) else None
-    if isinstance(said, CallToolResult):
-        return said
-    if said is None or not said.capture:
+    decision: Any = consent.data if isinstance(consent, AcceptedElicitation) else None
+    if isinstance(decision, CallToolResult):
+        return decision
+    if decision is None or not decision.capture:
         return _failed("trigger", CommandError(DECLINED))
     return await trigger(context, directory, target, role, steps, select, timeout)
 
@@ -305,8 +311,8 @@ def _schema(command: str) -> str:
     return _named(documents.schema_of, command)
 
 
-def _named(made: Callable[[str], str], command: str) -> str:
+def _named(make: Callable[[str], str], command: str) -> str:
     try:
-        return made(command)
+        return make(command)
     except KeyError as unknown:
         raise ResourceNotFoundError(unknown.args[0]) from None

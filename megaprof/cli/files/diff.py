@@ -21,9 +21,9 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "directory of captured traces, a single trace, or the JSON file of a report"
-    parser.add_argument("before", metavar="A", type=place, help=what)
-    parser.add_argument("after", metavar="B", type=place, help=what)
+    help_text = "directory of captured traces, a single trace, or the JSON file of a report"
+    parser.add_argument("before", metavar="A", type=place, help=help_text)
+    parser.add_argument("after", metavar="B", type=place, help=help_text)
     parser.add_argument("--json", nargs="?", const="-", choices=("-",), help="print JSON instead of tables")
     add_input_option(parser)
 
@@ -47,9 +47,9 @@ def compared(before: Path, after: Path) -> Diff:
     """Returns the comparison of two captures, or of the JSON files of their reports. Raises CommandError."""
     from megaprof.analysis.report.compare import NothingToCompare, compare
 
-    first, second = _report(before), _report(after)
+    document_before, document_after = _report(before), _report(after)
     try:
-        return compare(first, second)
+        return compare(document_before, document_after)
     except NothingToCompare as fault:
         raise CommandError(f"{before} and {after}: {fault}") from None
 

@@ -73,16 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
     if arguments.json:
-        told = {**vars(exported), "warnings": tuple(each.text for each in exported.warnings)}
-        print_json(ExportAnswer(2, str(out), bytes=out.stat().st_size, **told))
+        answer_fields = {**vars(exported), "warnings": tuple(warning.text for warning in exported.warnings)}
+        print_json(ExportAnswer(2, str(out), bytes=out.stat().st_size, **answer_fields))
         return 0
     rows, files = counted(exported.rows, "row"), counted(exported.files, "file")
     say(f"{out}: {rows} from {files}, {out.stat().st_size / 1e6:.1f} MB")
     quoted = str(out.absolute()).replace("'", "''")
     say(f"A query to start with, for DuckDB: {_QUERY.format(quoted)}")
     if exported.cut:
-        cut = counted(exported.cut, "file")
-        say(f"{cut} cut off inside a record, as happens if the job is still running or was killed")
+        cut_files = counted(exported.cut, "file")
+        say(f"{cut_files} cut off inside a record, as happens if the job is still running or was killed")
     for warning in exported.warnings[:_MOST_WARNINGS]:
         say(f"! {warning.text}")
     if len(exported.warnings) > _MOST_WARNINGS:

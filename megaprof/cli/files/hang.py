@@ -40,15 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
     from megaprof.analysis.report.text.hang import plain, sentences
 
     if (arguments.dir / CONTROL).is_dir():
-        hang, others = _of_job(arguments.dir, arguments.role)
+        hang, warnings = _of_job(arguments.dir, arguments.role)
     else:
-        hang, others = _of_dumps(arguments.dir), []
+        hang, warnings = _of_dumps(arguments.dir), []
     if arguments.json:
         print_json(plain(hang))
     else:
-        for line in (*sentences(hang), *others):
+        for line in (*sentences(hang), *warnings):
             say(line)
-    return UNWELL if hang.culprits or hang.unended or others else 0
+    return UNWELL if hang.culprits or hang.unended or warnings else 0
 
 
 def _of_dumps(directory: Path) -> Hang:
@@ -71,10 +71,10 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     from megaprof.metrics.look import look_at, waited_for
 
     job = find_job(directory, role)
-    found = hang_of_job(job.in_flight())
-    if found is None:
+    hang = hang_of_job(job.in_flight())
+    if hang is None:
         raise CommandError(f"no rank of the job in {directory} has reported that it stands still")
-    if found.culprits or found.unended:
-        return found, []
+    if hang.culprits or hang.unended:
+        return hang, []
     view = look_at(job)
-    return replace(found, outside=view.awaited), [f"! {each}" for each in waited_for(view)]
+    return replace(hang, outside=view.awaited), [f"! {line}" for line in waited_for(view)]

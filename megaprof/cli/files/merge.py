@@ -67,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def add_source(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds ``DIR``, with ``what`` as its help, and the options that choose from it."""
-    parser.add_argument("dir", metavar="DIR", type=place, help=what)
+def add_source(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Adds ``DIR``, with ``help_text``, and the options that choose from it."""
+    parser.add_argument("dir", metavar="DIR", type=place, help=help_text)
     parser.add_argument("--target", help="target, if several were captured (default: train_actor, if it was)")
     parser.add_argument("--role", help="role, if several were captured")
     parser.add_argument("--step", type=int, help="step, if several were captured (default: the latest)")
@@ -140,8 +140,8 @@ def say_merged(merged: Merged, command: str) -> None:
     for warning in merged.warnings:
         say(f"! {warning.text}")
     if merged.others:
-        more = f" and {len(merged.others) - 5} more" if len(merged.others) > 5 else ""
-        say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more}")
+        more_steps = f" and {len(merged.others) - 5} more" if len(merged.others) > 5 else ""
+        say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more_steps}")
 
 
 def _answer(merged: Merged, size: int) -> MergeAnswer:
@@ -159,12 +159,12 @@ def _answer(merged: Merged, size: int) -> MergeAnswer:
         events=merged.events,
         arrows=merged.arrows,
         clocks=tuple(of_clocks(merged.alignment)),
-        warnings=tuple(each.text for each in merged.warnings),
+        warnings=tuple(warning.text for warning in merged.warnings),
         others=tuple(map(str, merged.others)),
         run=merged.run,
         runs=merged.runs,
     )
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -94,11 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
         workers=_workers(arguments),
     )
     if arguments.open and page is None:
-        lookup = shlex.join(["megaprof", "ui", str(arguments.dir)])
-        print(f"No browser can be opened here. To see the report in yours: {lookup}", file=sys.stderr)
+        ui_command = shlex.join(["megaprof", "ui", str(arguments.dir)])
+        print(f"No browser can be opened here. To see the report in yours: {ui_command}", file=sys.stderr)
     elif arguments.open and page is not None and not browser.opened(page.absolute().as_uri()):
-        line = browser.fetching(page)
-        print(f"No browser can be opened here. On your own machine: {line}", file=sys.stderr)
+        copy_command = browser.fetching(page)
+        print(f"No browser can be opened here. On your own machine: {copy_command}", file=sys.stderr)
     return 0
 
 
@@ -137,29 +137,29 @@ def report_directory(
         print(f"Report as JSON: {json_file}")
     if html_file is not None and not as_json:
         print(f"Report as one HTML file: {html_file}")
-        here = shlex.join(["python3", "-m", "webbrowser", html_file.absolute().as_uri()])
-        there = shlex.join(["megaprof", "ui", str(directory)])
-        print(f"To open it: {here if browser.is_here() else there}")
+        open_command = shlex.join(["python3", "-m", "webbrowser", html_file.absolute().as_uri()])
+        ui_command = shlex.join(["megaprof", "ui", str(directory)])
+        print(f"To open it: {open_command if browser.is_here() else ui_command}")
         if not browser.is_here():
             print(f"Or copy it to your own machine: {browser.fetching(html_file)}")
     return report
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
-    given = {axis: getattr(arguments, axis) for axis in _AXES if getattr(arguments, axis) is not None}
-    for axis, size in given.items():
+    sizes = {axis: getattr(arguments, axis) for axis in _AXES if getattr(arguments, axis) is not None}
+    for axis, size in sizes.items():
         if size < 1:
             raise UsageError(f"--{axis} {size} must be at least 1")
-    return given
+    return sizes
 
 
 def _workers(arguments: argparse.Namespace) -> Workers | None:
-    given: str | None = arguments.workers
-    if given is None or given == "ray" or given.startswith("ray://"):
-        return given
-    if not given.isdecimal() or int(given) < 1:
-        raise UsageError(f"--workers {given} must be a number of at least 1, ray, or ray://host:port")
-    return int(given)
+    workers: str | None = arguments.workers
+    if workers is None or workers == "ray" or workers.startswith("ray://"):
+        return workers
+    if not workers.isdecimal() or int(workers) < 1:
+        raise UsageError(f"--workers {workers} must be a number of at least 1, ray, or ray://host:port")
+    return int(workers)
 
 
 def analyzed(
@@ -203,16 +203,16 @@ def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], b
     if not path.is_file() or path.stat().st_size == 0:
         return
     try:
-        older = is_report(read_input(path).decode())
+        is_older_report = is_report(read_input(path).decode())
     except (OSError, ValueError, RecursionError):
-        older = False
-    if not older:
+        is_older_report = False
+    if not is_older_report:
         raise UsageError(f"{option} {path} exists and is not a report by megaprof, so it is not overwritten")
 
 
 def _is_json_report(text: str) -> bool:
-    found = json.loads(text)
-    return isinstance(found, dict) and {"version", "targets"} <= found.keys()
+    document = json.loads(text)
+    return isinstance(document, dict) and {"version", "targets"} <= document.keys()
 
 
 def _is_html_report(text: str) -> bool:

@@ -48,17 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     token = token_of(arguments.dir)
     try:
-        opened = listen(arguments.port, PORT)
+        listener = listen(arguments.port, PORT)
     except OSError as fault:
-        where = f"no port from {PORT} on can" if arguments.port is None else f"port {arguments.port} cannot"
-        raise CommandError(f"{where} be opened on 127.0.0.1: {fault.strerror or fault}") from None
-    with opened, tempfile.TemporaryDirectory(prefix="megaprof-") as private:
-        port = opened.getsockname()[1]
+        subject = f"no port from {PORT} on can" if arguments.port is None else f"port {arguments.port} cannot"
+        raise CommandError(f"{subject} be opened on 127.0.0.1: {fault.strerror or fault}") from None
+    with listener, tempfile.TemporaryDirectory(prefix="megaprof-") as private:
+        port = listener.getsockname()[1]
         address = f"http://127.0.0.1:{port}/?token={token}"
         try:
             serve(
                 app(arguments.dir, token, arguments.allow_trigger),
-                opened,
+                listener,
                 lambda: _invite(arguments, address, port, Path(private)),
             )
         except KeyboardInterrupt:

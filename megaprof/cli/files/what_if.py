@@ -88,11 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     report = analyzed(arguments.dir, arguments.run)
     choices = {name: getattr(arguments, name) for name in _HELP}
-    found = predicted(report, choices, arguments.target, arguments.role)
+    answer = predicted(report, choices, arguments.target, arguments.role)
     if arguments.json:
-        print_json(found)
+        print_json(answer)
     else:
-        for line in in_words(found):
+        for line in in_words(answer):
             say(line)
     return 0
 
@@ -108,58 +108,70 @@ def predicted(
     from megaprof.analysis.what_if.changeable import NotCaptured
     from megaprof.analysis.what_if.layouts import options_of
 
-    own, known = _of(report, target, role)
+    target_report, changeable = _of(report, target, role)
     try:
-        found = chosen(known, choices)
+        choice = chosen(changeable, choices)
     except NotCaptured as missing:
         raise CommandError(str(missing)) from None
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
     return WhatIfAnswer(
-        *own.key,
-        what=name_of(found.prediction, own.what_if),
-        measured_ms=known.measured_ms,
-        microbatches=found.setting.microbatches,
-        prediction=found.prediction,
-        bubble=found.bubble,
-        imbalance=found.imbalance,
-        host_options=options_of(own.measured.framework, own.measured.role, found.prediction.flags, known.stages),
-        caveats=(*beside(found.prediction, own.what_if), *([] if own.basis is None else [sentence(own.basis)])),
+        *target_report.key,
+        what=name_of(choice.prediction, target_report.what_if),
+        measured_ms=changeable.measured_ms,
+        microbatches=choice.setting.microbatches,
+        prediction=choice.prediction,
+        bubble=choice.bubble,
+        imbalance=choice.imbalance,
+        host_options=options_of(
+            target_report.measured.framework, target_report.measured.role, choice.prediction.flags, changeable.stages
+        ),
+        caveats=(
+            *beside(choice.prediction, target_report.what_if),
+            *([] if target_report.basis is None else [sentence(target_report.basis)]),
+        ),
     )
 
 
 def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetReport, Changeable]:
-    wanted = [
-        (each, known)
-        for each, known in zip(report.targets, report.by_hand, strict=True)
-        if target in (None, each.key[0]) and role in (None, each.key[1])
+    matching = [
+        (target_report, changeable)
+        for target_report, changeable in zip(report.targets, report.by_hand, strict=True)
+        if target in (None, target_report.key[0]) and role in (None, target_report.key[1])
     ]
-    if not wanted:
-        held = ", ".join(" ".join(filter(None, each.key)) for each in report.targets) or "none"
-        raise UsageError(f"there is no such target; captured: {held}")
-    for each, known in wanted:
-        if known is not None:
-            return each, known
-    own = wanted[0][0]
-    advice = own.advice.text if own.advice else "nothing was captured"
-    why = next((each.text for each in (own.withheld, *own.what_if.warnings) if each is not None), advice)
-    raise CommandError(f"nothing can be predicted: {why}")
+    if not matching:
+        captured = ", ".join(" ".join(filter(None, target_report.key)) for target_report in report.targets) or "none"
+        raise UsageError(f"there is no such target; captured: {captured}")
+    for target_report, changeable in matching:
+        if changeable is not None:
+            return target_report, changeable
+    first_target = matching[0][0]
+    advice = first_target.advice.text if first_target.advice else "nothing was captured"
+    reason = next(
+        (note.text for note in (first_target.withheld, *first_target.what_if.warnings) if note is not None), advice
+    )
+    raise CommandError(f"nothing can be predicted: {reason}")
 
 
-def in_words(found: WhatIfAnswer) -> list[str]:
+def in_words(answer: WhatIfAnswer) -> list[str]:
     """Returns an answer as lines of text."""
     from megaprof.analysis.report.text.what_if import fast
     from megaprof.analysis.report.text.words import number, percent, title, within
 
-    own = found.prediction
-    surely = "" if own.tells else ", so it may be slower, too"
+    prediction = answer.prediction
+    caveat = "" if prediction.tells else ", so it may be slower, too"
     lines = [
-        f"{title(found.target, found.role)}: {found.what}",
-        f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: {fast(own)}{surely}",
-        f"in a replayed step of about average length: bubble {percent(found.bubble)}"
-        + ("" if found.imbalance is None else f", imbalance {found.imbalance:.2f}, {found.microbatches} microbatches"),
-        f"flags: {shlex.join(own.flags)}" if own.flags else "",
-        f"the host's options: {shlex.join(found.host_options)}" if found.host_options else "",
-        *found.caveats,
+        f"{title(answer.target, answer.role)}: {answer.what}",
+        f"step: {within(prediction.step_ms, prediction.reach_ms)} ms, measured {number(answer.measured_ms)} ms: "
+        f"{fast(prediction)}{caveat}",
+        f"in a replayed step of about average length: bubble {percent(answer.bubble)}"
+        + (
+            ""
+            if answer.imbalance is None
+            else f", imbalance {answer.imbalance:.2f}, {answer.microbatches} microbatches"
+        ),
+        f"flags: {shlex.join(prediction.flags)}" if prediction.flags else "",
+        f"the host's options: {shlex.join(answer.host_options)}" if answer.host_options else "",
+        *answer.caveats,
     ]
     return [line for line in lines if line]

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fault",
         choices=tuple(faults.FAULTS),
-        help=f"make something go wrong: {'; '.join(f'{name}: {what}' for name, what in faults.FAULTS.items())}. With "
+        help=f"make something go wrong: {'; '.join(f'{name}: {text}' for name, text in faults.FAULTS.items())}. With "
         f"--live, from step {faults.FIRST_STEP} on",
     )
     parser.add_argument("--pp", type=int, default=None, help="pipeline stages (default: 2; with slow-link, 3)")
@@ -117,18 +117,20 @@ def run(args: argparse.Namespace) -> int:
     elif not live.run(workload, out, fault=args.fault, steps=args.steps, time_limit=args.time_limit, env=_QUIET):
         return TERMINATED
     report = report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
-    if not args.live and (more := _wanted(report)):
-        print(f"To capture enough steps for an answer, add --steps {args.steps + more} to this command.")
+    if not args.live and (more_steps := _steps_needed(report)):
+        print(f"To capture enough steps for an answer, add --steps {args.steps + more_steps} to this command.")
     return 0
 
 
-def _wanted(report: Report) -> int:
+def _steps_needed(report: Report) -> int:
     """Returns how many more steps would show what the cause is, or which layout is faster; 0 if no number of steps
     would."""
     from megaprof.analysis.report.text.causes import more_steps
 
-    own = [target for target in report.targets if target.measured.target == TRAIN_ACTOR and target.diagnosis]
-    return max((more_steps(target.diagnosis, target.what_if) for target in own if target.diagnosis), default=0)
+    train_targets = [target for target in report.targets if target.measured.target == TRAIN_ACTOR and target.diagnosis]
+    return max(
+        (more_steps(target.diagnosis, target.what_if) for target in train_targets if target.diagnosis), default=0
+    )
 
 
 def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:
@@ -136,7 +138,7 @@ def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, ti
     from megaprof.testing import RanksFailed, run_ranks
 
     if fault is not None:
-        print(f"Fault: {faults.told(fault, workload, 0)}.", flush=True)
+        print(f"Fault: {faults.described(fault, workload, 0)}.", flush=True)
     with _progress(steps + len(_captured(steps)) + _OTHER_PHASES) as advance:
         try:
             run_ranks(
@@ -197,8 +199,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--time-limit {args.time_limit:g}: must be more than 0 seconds")
     ranks = args.pp * args.tp * (args.dp or args.ep)
     if ranks > _MOST_RANKS:
-        given = {name: getattr(args, name) for name in ("pp", "tp", "ep", "dp")}
-        sizes = " ".join(f"--{name} {size}" for name, size in given.items() if size is not None and size > 1)
+        option_sizes = {name: getattr(args, name) for name in ("pp", "tp", "ep", "dp")}
+        sizes = " ".join(f"--{name} {size}" for name, size in option_sizes.items() if size is not None and size > 1)
         raise ValueError(f"{sizes}: {ranks} ranks on one CPU; must be at most {_MOST_RANKS}")
     pieces = args.pp * (args.vpp or 1)
     if args.layers < pieces and args.layout is None:

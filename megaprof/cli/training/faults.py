@@ -31,35 +31,35 @@ def least(fault: str | None, ep: int) -> dict[str, int]:
 
 def check(fault: str, workload: GPTWorkload, *, live: bool, steps: int | None) -> None:
     """Checks that a job of this shape can show the fault. Raises ValueError if not."""
-    given = f"--fault {fault}"
+    option = f"--fault {fault}"
     if fault == HANG and not live:
-        raise ValueError(f"{given}: needs --live, because a hanging job captures nothing")
+        raise ValueError(f"{option}: needs --live, because a hanging job captures nothing")
     if live and steps is not None and steps <= FIRST_STEP:
-        raise ValueError(f"{given} with --steps {steps}: the fault begins at step {FIRST_STEP}; use more steps")
+        raise ValueError(f"{option} with --steps {steps}: the fault begins at step {FIRST_STEP}; use more steps")
     replicas = workload.dp or workload.ep
     if fault == SLOW_RANK and replicas < 2 * workload.ep:
         raise ValueError(
-            f"{given} with --dp {replicas}: no other rank does the same work; --dp must be at least {2 * workload.ep}"
+            f"{option} with --dp {replicas}: no other rank does the same work; --dp must be at least {2 * workload.ep}"
         )
     if fault == SLOW_LINK and workload.pp < 2:
-        raise ValueError(f"{given} with --pp {workload.pp}: there is no link; --pp must be at least 2")
+        raise ValueError(f"{option} with --pp {workload.pp}: there is no link; --pp must be at least 2")
     if fault == SLOW_LINK and workload.vpp is not None:
-        raise ValueError(f"{given} with --vpp {workload.vpp}: exchanges overlap with compute there; drop --vpp")
+        raise ValueError(f"{option} with --vpp {workload.vpp}: exchanges overlap with compute there; drop --vpp")
     if fault == HANG and workload.world_size < 2:
-        raise ValueError(f"{given} with one rank: nobody would wait for it; --pp or --dp must be at least 2")
+        raise ValueError(f"{option} with one rank: nobody would wait for it; --pp or --dp must be at least 2")
 
 
-def told(fault: str, workload: GPTWorkload, begin: int) -> str:
+def described(fault: str, workload: GPTWorkload, begin: int) -> str:
     """Returns what goes wrong, in a sentence."""
     rank, stage = workload.world_size - 1, workload.pp - 1
     since = f"from step {begin} on" if begin else "in every step"
     if fault == SLOW_RANK:
         return f"rank {rank} (stage {stage}) takes at least twice as long for every layer, {since}"
     if fault == SLOW_LINK:
-        longer = f"{1e3 * _LINK_SECONDS:.0f} ms longer"
-        return f"each exchange between stages {stage - 1} and {stage} takes {longer}, {since}"
-    where = f"microbatch {_middle(workload)} of step {begin}"
-    return f"rank {rank} (stage {stage}) stops in {where}, and the others wait for it"
+        delay_text = f"{1e3 * _LINK_SECONDS:.0f} ms longer"
+        return f"each exchange between stages {stage - 1} and {stage} takes {delay_text}, {since}"
+    position = f"microbatch {_middle(workload)} of step {begin}"
+    return f"rank {rank} (stage {stage}) stops in {position}, and the others wait for it"
 
 
 def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lambda: True) -> None:
@@ -69,7 +69,7 @@ def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lam
 
     from megaprof.testing.faults import after_exchange, before_forward, layers, linger
 
-    workload, last = gpt.workload, torch.distributed.get_rank() == gpt.workload.world_size - 1
+    workload, is_last_rank = gpt.workload, torch.distributed.get_rank() == gpt.workload.world_size - 1
 
     def twice(took_ms: float) -> tuple[float, float]:  # a backward takes about two forwards
         longer = max(took_ms, _LAYER_MS) if gpt.step >= begin else 0.0
@@ -87,14 +87,14 @@ def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lam
         while gpt.step >= begin and microbatch == _middle(workload) and not over():
             time.sleep(_LOOK_SECONDS)
 
-    if fault == SLOW_RANK and last:
+    if fault == SLOW_RANK and is_last_rank:
         linger(layers(gpt.chunks), twice)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if fault == SLOW_LINK and stage == workload.pp - 2:
         after_exchange(parallel_state.get_pipeline_model_parallel_next_rank(), delay)
     if fault == SLOW_LINK and stage == workload.pp - 1:
         after_exchange(parallel_state.get_pipeline_model_parallel_prev_rank(), delay)
-    if fault == HANG and last:
+    if fault == HANG and is_last_rank:
         before_forward(gpt.chunks[0], stop)
 
 

@@ -52,23 +52,25 @@ def run(
         time_limit = _HANG_SECONDS if fault == faults.HANG else math.inf
     with tempfile.TemporaryDirectory(prefix="megaprof-demo-") as scratch, _ending(Path(scratch, "stop")) as ending:
 
-        def heard(rank: int, line: str) -> None:
+        def on_line(rank: int, line: str) -> None:
             if line.strip() == _RUNNING:
                 ending.begun = True
                 _wait_for_answers(out)
-                _introduce(out, fault and faults.told(fault, workload, faults.FIRST_STEP))
+                _introduce(out, fault and faults.described(fault, workload, faults.FIRST_STEP))
 
         print("  starting the ranks", file=sys.stderr, flush=True)
         arguments = workload, flags, fault, steps, time_limit, str(ending.stop)
         try:
-            ran, *_ = run_ranks(run_rank, workload.world_size, *arguments, timeout=math.inf, env=env, on_line=heard)
+            step_count, *_ = run_ranks(
+                run_rank, workload.world_size, *arguments, timeout=math.inf, env=env, on_line=on_line
+            )
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
             raise CommandError(f"a rank failed (see above); the recorded files are in {out}") from None
         except (KeyboardInterrupt, SystemExit):
             _say_how_to_report(out, ending)
             raise
-        print(f"The demo has ended after {ran} steps.", flush=True)
+        print(f"The demo has ended after {step_count} steps.", flush=True)
     if ending.signal == signal.SIGTERM:
         _say_how_to_report(out, ending)
     return ending.signal != signal.SIGTERM
@@ -87,10 +89,10 @@ def run_rank(
 
     args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
     rank, _ = init_distributed(timeout=_NEVER_SECONDS)
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
 
     def over() -> bool:
-        return Path(stop).exists() or time.monotonic() > until
+        return Path(stop).exists() or time.monotonic() > deadline
 
     with cpu_megatron():
         gpt = build(workload)
@@ -126,12 +128,12 @@ def _introduce(out: Path, fault: str | None) -> None:
     if fault is not None:
         print(f"Fault: {fault}.")
     print("Try in another shell:")
-    for about, line in (
+    for description, line in (
         ("shows the stages while the job runs", ["watch", directory]),
         ("captures two steps, for a report", ["trigger", directory, "--target", "train_actor"]),
         ("shows where every rank is, and which rank the others wait for", ["status", directory]),
     ):
-        print(f"  {shlex.join([*_program(), *line])}\n      {about}")
+        print(f"  {shlex.join([*_program(), *line])}\n      {description}")
     print("Ctrl-C ends the job and prints the report.", flush=True)
 
 
@@ -146,8 +148,8 @@ def _program() -> list[str]:
     called = Path(sys.argv[0])
     if called.name != "megaprof":
         return [sys.executable, "-m", "megaprof"]
-    found = shutil.which(called.name)
-    return [called.name] if found and Path(found).samefile(called) else [str(called.absolute())]
+    path = shutil.which(called.name)
+    return [called.name] if path and Path(path).samefile(called) else [str(called.absolute())]
 
 
 class _Ending:
@@ -165,19 +167,19 @@ def _ending(stop: Path) -> Iterator[_Ending]:
     at once."""
     ending = _Ending(stop)
 
-    def asked(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         ending.signal = ending.signal or number
         if ending.begun and not stop.exists():
             stop.touch()
             print("Ending after this step; press again to end at once.", file=sys.stderr, flush=True)
             return
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)  # nothing interrupts the killing of the ranks
+        for ending_signal in _SIGNALS:
+            signal.signal(ending_signal, signal.SIG_IGN)  # nothing interrupts the killing of the ranks
         raise SystemExit(TERMINATED) if ending.signal == signal.SIGTERM else KeyboardInterrupt
 
-    before = {number: signal.signal(number, asked) for number in _SIGNALS}
+    previous_handlers = {number: signal.signal(number, on_signal) for number in _SIGNALS}
     try:
         yield ending
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

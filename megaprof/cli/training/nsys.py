@@ -75,17 +75,17 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
     if args.ray in ("controller", "all"):
         controller = _accepted(nsys.controller_options(config, output=args.output))
     if args.ray != "controller":
-        given = {"ray": bool(args.ray), "shutdown": args.shutdown, "models": args.models, "capture": args.capture}
-        worker = _accepted(nsys.options(config, output=args.output, **given))
+        choices = {"ray": bool(args.ray), "shutdown": args.shutdown, "models": args.models, "capture": args.capture}
+        worker = _accepted(nsys.options(config, output=args.output, **choices))
     if args.ray is None:
         if "%q{RANK}" in worker["output"] and "RANK" not in os.environ:
             _note("RANK is not set here. nsys needs it when it starts: put this after torchrun, or give --output")
         return " ".join(map(_quoted, ["nsys", "profile", *(f"--{name}={value}" for name, value in worker.items())]))
-    made: dict[str, Any] = {"worker": {"nsight": worker}, "controller": controller}
+    environments: dict[str, Any] = {"worker": {"nsight": worker}, "controller": controller}
     if args.ray == "all":
-        made["controller"] = {"nsight": controller, "env_vars": config.to_env()}
-        made["worker"] = runtime_env(config, made["worker"])
-    return json.dumps(made if args.ray == "all" else made[args.ray], indent=2)
+        environments["controller"] = {"nsight": controller, "env_vars": config.to_env()}
+        environments["worker"] = runtime_env(config, environments["worker"])
+    return json.dumps(environments if args.ray == "all" else environments[args.ray], indent=2)
 
 
 def _accepted(options: dict[str, str]) -> dict[str, str]:

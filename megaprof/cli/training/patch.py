@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", metavar="DIR", type=Path, help="the host's checkout, or the site-packages that contains it"
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument(
         "--check", action="store_true", help="change nothing; print the version, and whether it is patched"
     )
-    what.add_argument("--revert", action="store_true", help="remove the patch and restore every byte")
+    action.add_argument("--revert", action="store_true", help="remove the patch and restore every byte")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,16 +70,16 @@ def find(host: str, directory: Path) -> tuple[Patch, Path]:
         return count[MISSING], count[OTHER]
 
     nearest, root = min(places, key=unknown)
-    strange = [f"{path} is {_WORDS[s]}" for path, s in nearest.states(root).items() if s in _WORDS]
+    differences = [f"{path} is {_WORDS[state]}" for path, state in nearest.states(root).items() if state in _WORDS]
     versions = ", ".join(patch.version for patch in patches)
     raise CommandError(
         f"{directory} is not a known version of {host} (known: {versions}); compared with {nearest.version}, "
-        f"{'; '.join(strange)}. Nothing was changed"
+        f"{'; '.join(differences)}. Nothing was changed"
     )
 
 
 _WORDS = {MISSING: "missing", OTHER: "not the released file"}
 
 
-def _say(name: str, done: str, paths: list[str], nothing: str) -> None:
-    print(f"{name}: {done} {', '.join(paths)}" if paths else f"{name}: {nothing}, nothing to do")
+def _say(name: str, verb: str, paths: list[str], reason: str) -> None:
+    print(f"{name}: {verb} {', '.join(paths)}" if paths else f"{name}: {reason}, nothing to do")

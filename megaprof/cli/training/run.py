@@ -74,17 +74,17 @@ def resolve(command: list[str]) -> tuple[str, list[str]]:
     ``-m MODULE`` and a file that ends in ``.py`` run under this interpreter, with this interpreter's options.
     Raises UsageError if there is no such program.
     """
-    first = command[0]
-    if first == "-m" or (first.endswith(".py") and os.path.isfile(first)):
+    program_name = command[0]
+    if program_name == "-m" or (program_name.endswith(".py") and os.path.isfile(program_name)):
         return sys.executable, [sys.executable, *_interpreter_options(), *command]
-    program = shutil.which(first)
+    program = shutil.which(program_name)
     if program is None:
-        raise UsageError(f"{first}: neither a program on the PATH nor an existing Python script")
+        raise UsageError(f"{program_name}: neither a program on the PATH nor an existing Python script")
     return program, command
 
 
 def _interpreter_options() -> list[str]:
     """Returns the options of this interpreter: the words before ``-m megaprof``, or before the script."""
-    ours = len(sys.argv) - 1
-    before = sys.orig_argv[1 : len(sys.orig_argv) - ours]
-    return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]
+    argument_count = len(sys.argv) - 1
+    leading_words = sys.orig_argv[1 : len(sys.orig_argv) - argument_count]
+    return leading_words[:-2] if leading_words[-2:-1] == ["-m"] else leading_words[:-1]

@@ -81,61 +81,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes the command. Returns 1 if the command could not be measured. Raises UsageError and CommandError."""
-    found = _begun(args)
+    current = _earlier_or_new(args)
     if processes := trial.running(args.out):
         numbers = ", ".join(map(str, processes))
         raise CommandError(
             f"--out {args.out}: a trial is still running, in processes {numbers}: wait for them, or end them"
         )
-    resolve(list(found.command))
+    resolve(list(current.command))
     try:
-        without_saving(found.command, found.saving_off)
+        without_saving(current.command, current.saving_off)
     except Saves as fault:
         raise UsageError(str(fault)) from None
     with writing("--out", args.out):
         args.out.mkdir(parents=True, exist_ok=True)
-    found = _next(found, args) if args.next is not None else _tuned(found, args)
+    current = _next(current, args) if args.next is not None else _tuned(current, args)
     with writing("--out", args.out), appearing(args.out / "report.html") as file:
-        file.write(words.page(found).encode())
-    _show(found, args)
-    return FAILED if found.stopped == "not_measured" else 0
+        file.write(words.page(current).encode())
+    _show(current, args)
+    return FAILED if current.stopped == "not_measured" else 0
 
 
-def _begun(args: argparse.Namespace) -> Tuning:
+def _earlier_or_new(args: argparse.Namespace) -> Tuning:
     """Returns the earlier tuning of the same command, or a new one. A tuning without a measured trial found nothing to
     keep, so another command may replace it. Raises UsageError and CommandError."""
     for name in ("trials", "steps", "time_limit"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be more than 0")
-    typed = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    typed_words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     try:
-        before = state.load(args.out)
+        earlier = state.load(args.out)
     except state.NoState as fault:
         raise CommandError(f"{args.out / state.NAME} {fault}") from None
-    if before is None and args.out.exists() and any(args.out.iterdir()):
+    if earlier is None and args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or empty directory, or one that megaprof tune wrote")
-    other = before is not None and bool(typed) and tuple(typed) != before.command
-    anew = before is not None and (before.stopped == "not_measured" or (other and not before.measured))
-    if anew and typed:
-        before = None
-    if before is None and not typed:
+    other_command = earlier is not None and bool(typed_words) and tuple(typed_words) != earlier.command
+    starts_anew = earlier is not None and (
+        earlier.stopped == "not_measured" or (other_command and not earlier.measured)
+    )
+    if starts_anew and typed_words:
+        earlier = None
+    if earlier is None and not typed_words:
         raise UsageError(
             "no command; put it after '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
         )
-    if before is not None and other:
-        raise UsageError(f"--out {args.out}: contains trials of another command: {shlex.join(before.command)}")
+    if earlier is not None and other_command:
+        raise UsageError(f"--out {args.out}: contains trials of another command: {shlex.join(earlier.command)}")
     limit = _memory_limit(args.memory_limit)
-    off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
-    if before is None:
-        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit, depth=args.depth)
-    for name, value in (("steps", args.steps), ("saving_off", off), ("memory_limit", limit)):
-        if value not in (None, getattr(before, name)):
+    saving_off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
+    if earlier is None:
+        return Tuning(
+            tuple(typed_words), args.steps or _STEPS, args.trials or _TRIALS, saving_off, limit, depth=args.depth
+        )
+    for name, value in (("steps", args.steps), ("saving_off", saving_off), ("memory_limit", limit)):
+        if value not in (None, getattr(earlier, name)):
             option = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise UsageError(f"{option}: the trials in --out {args.out} used another value")
-    before = replace(before, trials=(), result=None) if anew else tuning.resumed(before, args.out)
-    depth = args.depth or before.depth
-    return replace(before, most_trials=args.trials or before.most_trials, depth=depth, stopped=None, reason=None)
+    earlier = replace(earlier, trials=(), result=None) if starts_anew else tuning.resumed(earlier, args.out)
+    depth = args.depth or earlier.depth
+    return replace(earlier, most_trials=args.trials or earlier.most_trials, depth=depth, stopped=None, reason=None)
 
 
 def _memory_limit(text: str | None) -> int | None:
@@ -150,46 +154,51 @@ def _memory_limit(text: str | None) -> int | None:
     return size
 
 
-def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:
+def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
     """Runs the trials. Raises CommandError if the command cannot be started."""
-    of = found.steps + trial.WARM_UP
+    step_count = current.steps + trial.WARM_UP
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that the trial ends, too
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, _terminated)
     try:
         with progress("steps") as advance:
             return tuning.run(
-                found, args.out, args.time_limit, _say_begun, lambda made: advance(min(made, of), of), _say_over
+                current,
+                args.out,
+                args.time_limit,
+                _say_begun,
+                lambda steps_made: advance(min(steps_made, step_count), step_count),
+                _say_over,
             )
     except OSError as fault:
-        raise CommandError(f"{found.command[0]}: {fault.strerror or fault}") from None
+        raise CommandError(f"{current.command[0]}: {fault.strerror or fault}") from None
 
 
 def _terminated(number: int, frame: object) -> None:
     raise SystemExit(TERMINATED)
 
 
-def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
+def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
     """Reads the results of the last printed command, and prints the next one. Raises CommandError."""
-    waiting = found.pending
-    if waiting is not None:
+    pending = current.pending
+    if pending is not None:
         if args.next != Path():
-            waiting = replace(waiting, directory=str(args.next.absolute()))
-        place = args.out / waiting.directory
+            pending = replace(pending, directory=str(args.next.absolute()))
+        place = args.out / pending.directory
         if not place.is_dir():
             raise CommandError(
-                f"{place}: no such directory; the command of trial {waiting.number} has not run yet. If it failed "
+                f"{place}: no such directory; the command of trial {pending.number} has not run yet. If it failed "
                 "before it wrote anything, create the directory to count the trial as failed"
             )
-        found = tuning.completed(found, waiting, place)
-        _say_over(found.trials[waiting.number - 1])
-    found = tuning.upcoming(found, args.out)
-    state.store(args.out, found)
-    if (trial_now := found.pending) is not None:
-        then = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
-        print(f"Trial {trial_now.number} ({trial_now.what}). When it has ended, run: {then}", file=sys.stderr)
+        current = tuning.completed(current, pending, place)
+        _say_over(current.trials[pending.number - 1])
+    current = tuning.upcoming(current, args.out)
+    state.store(args.out, current)
+    if (trial_now := current.pending) is not None:
+        next_command = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
+        print(f"Trial {trial_now.number} ({trial_now.what}). When it has ended, run: {next_command}", file=sys.stderr)
         print(_to_submit(trial_now, args.out))
-    return found
+    return current
 
 
 def _to_submit(trial_now: Trial, out: Path) -> str:
@@ -200,15 +209,15 @@ def _to_submit(trial_now: Trial, out: Path) -> str:
     return shlex.join(["env", *apart, "megaprof", "run", *options, "--", *trial_now.command])
 
 
-def _show(found: Tuning, args: argparse.Namespace) -> None:
+def _show(current: Tuning, args: argparse.Namespace) -> None:
     if args.json:
-        print_json(found)
+        print_json(current)
         return
-    if found.pending is not None:
+    if current.pending is not None:
         return
     from rich.console import Console
 
-    words.show(found, Console(highlight=False))
+    words.show(current, Console(highlight=False))
     print(f"Result as one HTML file: {args.out / 'report.html'}")
 
 

@@ -43,7 +43,7 @@ def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
     asking = [Cause("layers", price, 1.0, 9.0, 6, None, more_steps=more) for more in (7, 37, 0)]
     assert target.diagnosis is not None
     unsure = replace(target.diagnosis, causes=(), perhaps=tuple(asking))
-    assert demo._wanted(replace(report, targets=(replace(target, diagnosis=unsure),))) == 37
+    assert demo._steps_needed(replace(report, targets=(replace(target, diagnosis=unsure),))) == 37
     flags = demo.profile_flags(tmp_path, 9 + 37, None)
     assert flags[-1].split(";")[0] == "train_actor=" + ",".join(map(str, range(3, 46)))
 
