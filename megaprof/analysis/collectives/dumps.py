@@ -137,10 +137,10 @@ def _operation(entry: Entry, group: Group, exchange: re.Match[str] | None) -> Op
     name = entry.profiling_name.partition(":")[2] or entry.profiling_name
     peer = None
     if exchange is not None:
-        name, place = exchange["what"], int(exchange["peer"])
-        if place >= len(group.ranks):
+        name, index = exchange["what"], int(exchange["peer"])
+        if index >= len(group.ranks):
             raise BadDump(f"{entry.profiling_name} in a group of {len(group.ranks)} ranks")
-        peer = group.ranks[place]
+        peer = group.ranks[index]
     return Operation(
         entry.process_group[0],
         entry.collective_seq_id,

@@ -233,9 +233,9 @@ class _Job:
             called_counts: Counter[tuple[int, str, str]] = Counter()
             for operation in dump.pending:
                 if operation.peer is None:
-                    for other in self.members[operation.group]:
-                        if not self.came(other, operation):
-                            waits[rank].setdefault(other, operation)
+                    for other_rank in self.members[operation.group]:
+                        if not self.came(other_rank, operation):
+                            waits[rank].setdefault(other_rank, operation)
                     continue
                 side = (operation.peer, operation.group, operation.name)
                 called_counts[side] += 1
@@ -262,9 +262,12 @@ class _Job:
             if dump.pending:
                 other_ranks = set(self._others(rank, dump.pending[0]))
                 busy_ranks = {
-                    other
-                    for other in other_ranks & self.dumps.keys()
-                    if any(_answers(pending, other, dump.pending[0], rank) for pending in self.dumps[other].pending[1:])
+                    other_rank
+                    for other_rank in other_ranks & self.dumps.keys()
+                    if any(
+                        _answers(pending, other_rank, dump.pending[0], rank)
+                        for pending in self.dumps[other_rank].pending[1:]
+                    )
                 }
                 behind[rank] = busy_ranks
         return {rank: busy_ranks for rank, busy_ranks in behind.items() if busy_ranks}
@@ -275,14 +278,14 @@ class _Job:
 
     def _all_called(self, rank: int, operation: Operation) -> bool:
         return all(
-            other in self.dumps
-            and any(_answers(pending, other, operation, rank) for pending in self.dumps[other].pending)
-            for other in self._others(rank, operation)
+            other_rank in self.dumps
+            and any(_answers(pending, other_rank, operation, rank) for pending in self.dumps[other_rank].pending)
+            for other_rank in self._others(rank, operation)
         )
 
     def culprit(self, rank: int, why: Why, waits: Mapping[int, Mapping[int, Operation]]) -> Culprit:
         """Returns ``rank`` as a culprit, with the operation in which others have waited for it longest."""
-        awaited_by = {other: operations[rank] for other, operations in waits.items() if rank in operations}
+        awaited_by = {other_rank: operations[rank] for other_rank, operations in waits.items() if rank in operations}
         if why in ("stuck", "not_begun"):
             first = self.dumps[rank].pending[0]
         else:
@@ -321,7 +324,7 @@ class _Job:
         """Returns ``rank`` as a culprit that called ``mine`` where others called ``theirs``."""
         operations = self.calls[mine.group, mine.number]
         waiting_ranks = tuple(
-            sorted(other for other, operation in operations.items() if _form(operation) == _form(theirs))
+            sorted(other_rank for other_rank, operation in operations.items() if _form(operation) == _form(theirs))
         )
         return Culprit(rank, self._stage(rank), "differs", self.awaited(theirs), waiting_ranks, _words(mine))
 
@@ -388,14 +391,14 @@ def _sinks(waits: Mapping[int, Mapping[int, Operation]], behind: Mapping[int, se
     waits_for |= {rank: other_ranks for rank, other_ranks in behind.items() if rank not in waits}
     waiters_of: defaultdict[int, set[int]] = defaultdict(set)
     for rank, other_ranks in waits_for.items():
-        for other in other_ranks:
-            waiters_of[other].add(rank)
+        for other_rank in other_ranks:
+            waiters_of[other_rank].add(rank)
     sinks = [rank for rank in waiters_of if rank not in waits_for]
     for rank in sinks:
         yield rank, "absent"
     explained, edge = set(sinks), sinks
     while edge:
-        edge = [rank for other in edge for rank in waiters_of[other] if rank not in explained]
+        edge = [rank for other_rank in edge for rank in waiters_of[other_rank] if rank not in explained]
         explained.update(edge)
     circle = waits_for.keys() - explained
     while outside := {rank for rank in circle if not waiters_of[rank] & circle}:
@@ -410,10 +413,12 @@ def _by_device(job: _Job) -> Iterator[tuple[int, Why]]:
         if not dump.pending or dump.pending[0].peer is not None:
             continue
         first = dump.pending[0]
-        other_ranks = [other for other in job.members[first.group] if other != rank]
-        if any(job.ended(other, first) for other in other_ranks):
+        other_ranks = [other_rank for other_rank in job.members[first.group] if other_rank != rank]
+        if any(job.ended(other_rank, first) for other_rank in other_ranks):
             yield rank, "stuck"
         elif not first.started and any(
-            operation.started for other, operation in job.calls[first.group, first.number].items() if other != rank
+            operation.started
+            for other_rank, operation in job.calls[first.group, first.number].items()
+            if other_rank != rank
         ):
             yield rank, "not_begun"

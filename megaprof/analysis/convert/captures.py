@@ -96,8 +96,8 @@ def choose(
             captures.setdefault(name, []).append((file, coords))
     if not captures:
         raise NothingToMerge("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
-    runs, others = _of_runs(source, captures, run)
-    captures = {name: files for name, files in captures.items() if name not in others}
+    runs, steps_of_other_runs = _of_runs(source, captures, run)
+    captures = {name: files for name, files in captures.items() if name not in steps_of_other_runs}
     matching_steps = [
         name
         for name in captures

@@ -342,8 +342,8 @@ def _percentiles(series: Series, pp: int) -> Percentiles | None:
     histogram = series.histograms[pp]
     if not histogram.any():
         return None
-    p50, p95, p99 = (min(percentile(histogram, fraction), series.most[pp]) for fraction in (0.5, 0.95, 0.99))
-    return Percentiles(p50, p95, p99, series.most[pp])
+    p50, p95, p99 = (min(percentile(histogram, fraction), series.largest_ms[pp]) for fraction in (0.5, 0.95, 0.99))
+    return Percentiles(p50, p95, p99, series.largest_ms[pp])
 
 
 def _plain(values: Floats) -> tuple[float | None, ...]:

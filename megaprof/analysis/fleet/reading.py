@@ -100,7 +100,7 @@ class Series:
     this group spent on gradient synchronisation. Only steps that all ranks of the group have count."""
     histograms: dict[int, Integers] = field(default_factory=dict)
     """Histogram of the compute per step, by stage."""
-    most: dict[int, float] = field(default_factory=dict)
+    largest_ms: dict[int, float] = field(default_factory=dict)
     """Largest compute of a step in milliseconds, by stage."""
     metadata: dict[int, Metadata] = field(default_factory=dict)
     """Metadata in the files of one rank, by stage."""
@@ -115,7 +115,7 @@ class Series:
         self.steps, self.longest = _merge(self.steps, self.longest, other.steps, other.longest, np.maximum)
         self.synchronising.update(other.synchronising)
         for pp, histogram in other.histograms.items():
-            self._count(pp, histogram, other.most[pp])
+            self._count(pp, histogram, other.largest_ms[pp])
 
     def count(self, pp: int, compute: Integers) -> None:
         """Adds the compute of steps on stage ``pp``, in microseconds, to the histogram of that stage."""
@@ -124,7 +124,7 @@ class Series:
 
     def _count(self, pp: int, histogram: Integers, largest: float) -> None:
         self.histograms[pp] = self.histograms[pp] + histogram if pp in self.histograms else histogram
-        self.most[pp] = max(self.most.get(pp, 0.0), largest)
+        self.largest_ms[pp] = max(self.largest_ms.get(pp, 0.0), largest)
 
 
 @dataclass
@@ -187,7 +187,7 @@ def read_fleet(
     width = _width(runs)
     reading = FleetReading(runs, width)
     done = 0
-    workers = at_most(workers, useful(paths, len(items)))
+    workers = at_most(workers, useful_processes(paths, len(items)))
     for item, item_reading in zip(items, in_processes(partial(_read_item, runs, width), items, workers), strict=True):
         reading.add(item_reading)
         done += sum(map(len, item))
@@ -343,8 +343,8 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
     first, last = calls[ends - count], calls[ends - 1]
     compute = _compute(calls)
     stood = np.zeros(len(calls), dtype=np.bool_)
-    long = np.maximum(calls["duration"], compute) > STUCK_SECONDS * 1e6
-    for rank in sorted({*rank_of_call[long].tolist(), *np.flatnonzero(last["flags"] & format.FAILED).tolist()}):
+    is_long = np.maximum(calls["duration"], compute) > STUCK_SECONDS * 1e6
+    for rank in sorted({*rank_of_call[is_long].tolist(), *np.flatnonzero(last["flags"] & format.FAILED).tolist()}):
         rank_rows = slice(ends[rank] - count[rank], ends[rank])
         stood[rank_rows] = stood_still(calls[rank_rows], compute[rank_rows])
         series.stood += stood_or_failed(calls[rank_rows], compute[rank_rows], stood[rank_rows], metadata[rank].coords)
@@ -444,6 +444,6 @@ def _merge(
     return all_numbers[begins], combine.reduceat(np.concatenate((values, other_values))[order], begins)
 
 
-def useful(paths: Sequence[Path], items: int) -> int:
+def useful_processes(paths: Sequence[Path], items: int) -> int:
     """Returns the largest number of processes that is worth it for reading these files."""
     return 1 if sum(sizes_of(paths).values()) < _WORTH_IT else max(1, min(items, processors()))

@@ -85,11 +85,11 @@ def standstills(
     for rank_step in rank_steps:
         by_step.setdefault(rank_step.step, []).append(rank_step)
     return tuple(
-        _together(step, stuck_ranks, last_step, longest_pass_of) for step, stuck_ranks in sorted(by_step.items())
+        _standstill(step, stuck_ranks, last_step, longest_pass_of) for step, stuck_ranks in sorted(by_step.items())
     )
 
 
-def _together(
+def _standstill(
     step: int, ranks: Sequence[StoodStill], last_step: int, longest_pass_of: Callable[[int, int], Pass[int] | None]
 ) -> Standstill:
     computing = sorted(

@@ -222,8 +222,8 @@ def low_median(values: Floats) -> Floats:
     the lower one, so that one slow value of two does not move it."""
     ordered = np.sort(values, axis=0)
     count = np.isfinite(values).sum(axis=0)
-    place = np.maximum((count - 1) // 2, 0)
-    medians: Floats = np.take_along_axis(ordered, np.expand_dims(place, 0), axis=0)[0]
+    middle = np.maximum((count - 1) // 2, 0)
+    medians: Floats = np.take_along_axis(ordered, np.expand_dims(middle, 0), axis=0)[0]
     return np.where(count > 0, medians, np.nan)
 
 

@@ -107,7 +107,7 @@ def read_recording(source: Source) -> list[Recording]:
         recordings = list(_nsys(source)) if isinstance(source, NsysFile) else [_kineto(source)]
     recordings = [recording for recording in recordings if recording.gpu.kernel.any()]
     if not recordings:
-        raise UnreadableTrace(path, "nothing in it tells a stage, and it holds no GPU kernels either")
+        raise UnreadableTrace(path, "it shows no stage, and holds no GPU kernels either")
     return recordings
 
 
@@ -123,15 +123,15 @@ def _kineto(path: Path) -> Recording:
     gpu, _ = collected.gpu.activities(base, None)
     launched = _Launched(_moved(collected.launched_spans, base), collected.launched_names)
     communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
-    for place, row in enumerate(gpu.row.tolist()):
+    for position, row in enumerate(gpu.row.tolist()):
         if row in collected.communication:
             name, kernel_args = collected.communication[row]
             # RCCL's kernels have no metadata; the operator with the same external id does.
             args = kernel_args
             if not (args.collective or args.group):
                 args = collected.params.get(args.external, args)
-            operation = _operation(name, args.collective or launched.at(int(gpu.launched[place])))
-            communication[operation, _group(args)].append(place)
+            operation = _operation(name, args.collective or launched.at(int(gpu.launched[position])))
+            communication[operation, _group(args)].append(position)
     info = _decoded(document, "distributedInfo")
     rank, rank_from = _rank(info.get("rank"), path.name)
     return Recording(
@@ -172,9 +172,9 @@ class _Collected:
         kernels = by_kind.get(KERNEL, [])
         copies = [event for kind in COPIES for event in by_kind.get(kind, ())]
         self.gpu.add(kernels, copies, [event for kind in LAUNCHES for event in by_kind.get(kind, ())])
-        for place, event in enumerate(kernels, self._count):
+        for position, event in enumerate(kernels, self._count):
             if _COMMUNICATION.search(event.name):
-                self.communication[place] = event.name, event.args
+                self.communication[position] = event.name, event.args
         self._count += len(kernels) + len(copies)
         self.params |= {
             event.args.external: event.args for event in complete if event.name == COMMUNICATES and event.args.external
@@ -195,9 +195,9 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
     gpu_processes: list[Process] = processes(file)
     for process in gpu_processes:
         communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
-        for place in np.flatnonzero(process.gpu.kernel).tolist():
-            if _COMMUNICATION.search(name := process.names[place]):
-                communication[_operation(name, None), Group(UNKNOWN)].append(place)
+        for position in np.flatnonzero(process.gpu.kernel).tolist():
+            if _COMMUNICATION.search(name := process.names[position]):
+                communication[_operation(name, None), Group(UNKNOWN)].append(position)
         rank, rank_from = _rank(None, file.path.name if len(gpu_processes) == 1 else "")
         yield Recording(
             path=file.path,
@@ -221,11 +221,11 @@ class _Launched:
     def __init__(self, spans: Intervals, names: Sequence[str]) -> None:
         order = np.argsort(spans[:, 0], kind="stable")
         self._spans = spans[order]
-        self._names = [names[place] for place in order.tolist()]
+        self._names = [names[position] for position in order.tolist()]
 
     def at(self, moment: int) -> str | None:
-        place = int(np.searchsorted(self._spans[:, 0], moment, side="right")) - 1
-        return self._names[place] if place >= 0 and moment <= self._spans[place, 1] else None
+        position = int(np.searchsorted(self._spans[:, 0], moment, side="right")) - 1
+        return self._names[position] if position >= 0 and moment <= self._spans[position, 1] else None
 
 
 def _operation(kernel: str, named: str | None) -> str:
@@ -278,7 +278,7 @@ def _moved(pieces: Sequence[Intervals], base: int) -> Intervals:
 
 
 def _decoded(document: Document[_Event], name: str) -> dict[str, Any]:
-    """Returns a dictionary that stands beside the events in the file; empty if there is none."""
+    """Returns a top-level dictionary of the file; empty if there is none."""
     try:
         return msgspec.json.decode(document.top.get(name, b"{}"), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -284,8 +284,8 @@ class _Nodes:
 
     def _node(self, stage: int, pass_id: PassId) -> int:
         schedule = self.schedule
-        place = (stage * schedule.chunks + pass_id.chunk) * len(self._kind) + self._kind[pass_id.kind]
-        return schedule.stages + place * schedule.microbatches + pass_id.microbatch
+        position = (stage * schedule.chunks + pass_id.chunk) * len(self._kind) + self._kind[pass_id.kind]
+        return schedule.stages + position * schedule.microbatches + pass_id.microbatch
 
 
 _NONE = np.empty(0, dtype=np.intp)

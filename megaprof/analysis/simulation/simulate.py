@@ -48,8 +48,8 @@ class Simulation:
         passes = []
         for stage in range(self.schedule.stages):
             for pass_id in phase_order(self.schedule, stage):
-                place = stage, pass_id.chunk, self.schedule.kinds.index(pass_id.kind), pass_id.microbatch
-                start, end = 1e6 * float(starts[place]), 1e6 * float(ends[place])
+                index = stage, pass_id.chunk, self.schedule.kinds.index(pass_id.kind), pass_id.microbatch
+                start, end = 1e6 * float(starts[index]), 1e6 * float(ends[index])
                 passes.append(Pass(pass_id.kind, stage, pass_id.chunk, pass_id.microbatch, start, end))
         return tuple(passes)
 

@@ -24,13 +24,13 @@ def tables(
     for key, from_traces in traced.items():
         from_timelines = by_key.get(key)
         if isinstance(from_timelines, Table) and isinstance(from_traces, Table):
-            by_key[key] = beside(from_timelines, from_traces)
+            by_key[key] = completed(from_timelines, from_traces)
         elif not isinstance(from_timelines, Table):
             by_key[key] = from_traces
     return by_key
 
 
-def beside(recorded: Table, traced: Table) -> Table:
+def completed(recorded: Table, traced: Table) -> Table:
     """Returns a timeline's table, completed with what a trace shows about passes: which parts of them are exposed
     communication or an idle GPU. If the trace has at least as many ranks and steps, or another schedule, returns the
     trace's own table."""

@@ -18,8 +18,8 @@ def place_of(coords: RankCoords) -> tuple[int, int]:
     """Returns replica and peer. Peers wait for each other inside a pass. They are tensor- and context-parallel ranks,
     and those that exchange tokens for experts, which are spread over several data-parallel ranks."""
     sizes = coords.sizes
-    inside = sizes.tp * sizes.cp
-    spread = max(1, sizes.etp * sizes.ep // math.gcd(sizes.etp * sizes.ep, inside))
+    tp_cp_ranks = sizes.tp * sizes.cp
+    spread = max(1, sizes.etp * sizes.ep // math.gcd(sizes.etp * sizes.ep, tp_cp_ranks))
     peer = (coords.dp % spread * sizes.cp + coords.cp) * sizes.tp + coords.tp
     return coords.dp // spread, peer
 

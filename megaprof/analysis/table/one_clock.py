@@ -23,8 +23,8 @@ def one_clock(
     uncertain it is, in milliseconds, if they did not share one before.
 
     No pass begins before its input was made: forwards bound the difference of two neighbours' clocks from one side,
-    backwards from the other, or, without backwards, senders that wait for their receivers. Pipelines are put beside
-    each other by the end of their gradient reduction, which is one collective; without one, each has a clock of its
+    backwards from the other, or, without backwards, senders that wait for their receivers. Pipelines are put next
+    to each other by the end of their gradient reduction, which is one collective; without one, each has a clock of its
     own.
     """
     d, s, p = shape
@@ -45,9 +45,9 @@ def one_clock(
     for stage in range(1, s):
         first_peer = start[:, :, :, 0], end[:, :, :, 0]
         if one_way:
-            difference, width = _together(*first_peer, shift[..., 0], stage, each_step=device)
+            difference, width = _one_way(*first_peer, shift[..., 0], stage, each_step=device)
         else:
-            difference, width = _between(*first_peer, enter[:, :, :, 0], stage, each_step=device)
+            difference, width = _both_ways(*first_peer, enter[:, :, :, 0], stage, each_step=device)
         same_host = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
         uncertain = max(uncertain, float(np.where(same_host[None, :], 0.0, width).max()) / 2)
         shift[:, :, stage] += (shift[:, :, stage - 1, 0] + np.where(same_host[None, :], 0.0, difference))[..., None]
@@ -64,7 +64,7 @@ def one_clock(
     return entry_shift, False, None
 
 
-def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
+def _both_ways(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
     """Returns by how much the clock of a stage must be moved relative to the stage before, [t or 1, d], and how far
     apart its bounds are. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], when each rank enters the
     step, or NaN.
@@ -92,8 +92,9 @@ def _between(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step
     return difference, np.abs(high - low)
 
 
-def _together(start: Floats, end: Floats, shift: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
-    """Returns what `_between` does, for passes that go one way only. ``shift``: shifts of the stages before, [t, d, s].
+def _one_way(start: Floats, end: Floats, shift: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
+    """Returns what `_both_ways` does, for passes that go one way only. ``shift``: shifts of the stages before,
+    [t, d, s].
 
     A sender that waits for its receiver leaves the exchange together with it, and then receives the input of its next
     pass. How long that takes is known from the stage before, if the input was ready. The clock is NaN if nothing shows

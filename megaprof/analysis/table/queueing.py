@@ -44,7 +44,7 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
             begin_ms[near_rows], since_ms
         )
         inside_ms = np.maximum(inside_ms, 0.0)
-        waits_ms[near_rows] += _above(
+        waits_ms[near_rows] += _excess(
             inside_ms, usual_ms[near_rows] * inside_ms / length_ms[near_rows], span.waited / 1e3
         )
     return waits_ms[list(rows)]
@@ -62,17 +62,17 @@ def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float]]) -> Fl
     for steps, ms in counted_waits:
         recorded = np.isfinite(took[steps])
         step_waits_ms = np.zeros_like(took[steps])
-        step_waits_ms[recorded] = _above(took[steps][recorded], usual_ms[steps][recorded], ms, least=1.0)
+        step_waits_ms[recorded] = _excess(took[steps][recorded], usual_ms[steps][recorded], ms, least_level=1.0)
         waits_ms[steps] = step_waits_ms
     return waits_ms
 
 
-def _above(took: Floats, usual: Floats, waited: float, *, least: float = 0.0) -> Floats:
-    """Returns by how much each exceeds one level, which is a multiple of its ``usual`` time. The level makes the sum
-    equal to ``waited``, unless it would be below the ``least`` multiple."""
-    norm = np.maximum(usual, 1e-9)
-    order = np.argsort(-took / norm)
+def _excess(took_ms: Floats, usual_ms: Floats, waited_ms: float, *, least_level: float = 0.0) -> Floats:
+    """Returns by how much each time exceeds one level, which is a multiple of its ``usual_ms``. The level makes the sum
+    equal to ``waited_ms``, unless it would be below the multiple ``least_level``."""
+    norm = np.maximum(usual_ms, 1e-9)
+    order = np.argsort(-took_ms / norm)
     # Taking one that is below the level would lower it, so the highest level is the right one.
-    level = ((took[order].cumsum() - waited) / norm[order].cumsum()).max(initial=least)
-    excess: Floats = np.maximum(took - level * norm, 0.0)
+    level = ((took_ms[order].cumsum() - waited_ms) / norm[order].cumsum()).max(initial=least_level)
+    excess: Floats = np.maximum(took_ms - level * norm, 0.0)
     return excess

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
+from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful_processes
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
@@ -118,7 +118,7 @@ def _table(
     ]
     items = [item._replace(peer=0) for item in items] if one_peer else items
     paths = [path for item in items for path in item.files]
-    workers = at_most(workers, useful(paths, len(items)))
+    workers = at_most(workers, useful_processes(paths, len(items)))
     rank_steps = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
     if not rank_steps:
         raise Unfit(Note("no_timed_passes"))
@@ -166,10 +166,10 @@ def _chosen(replicas: Mapping[int, list[list[RankSeries]]], limit: int) -> list[
     all_replicas = list(replicas)
     mean_ms = np.array([[peers[0].mean_ms for peers in stages] for stages in replicas.values()])
     slowness_ms = (mean_ms - np.median(mean_ms, axis=0)).max(axis=1)
-    slowest = [all_replicas[place] for place in np.argsort(-slowness_ms, kind="stable")[: -(-limit // 2)]]
+    slowest = [all_replicas[index] for index in np.argsort(-slowness_ms, kind="stable")[: -(-limit // 2)]]
     other_replicas = [replica for replica in all_replicas if replica not in slowest]
     places = np.linspace(0, len(other_replicas) - 1, limit - len(slowest)).round().astype(int)
-    return sorted({*slowest, *(other_replicas[place] for place in places.tolist())})
+    return sorted({*slowest, *(other_replicas[index] for index in places.tolist())})
 
 
 def _plan(key: Key, files: Sequence[Path], left_out_steps: AbstractSet[int]) -> _Plan:
@@ -329,7 +329,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     for number, (_, timeline, row) in step_rows.items():
         for _, of_step in of_steps(timeline, [row], *rank.names[0]):
             arrivals[number] = of_step
-    # A combined pass computes beside its collectives on purpose.
+    # A combined pass computes during its collectives on purpose.
     axes = () if schedule.combined else INSIDE
     ran_ms = {
         axis: np.array([arrivals[number].ran_ms(axis) if number in arrivals else np.nan for number in numbers])

@@ -100,7 +100,7 @@ def tabulate(
         compute=stacked("compute")[whole_steps],
         working=stacked("working")[whole_steps],
         spent={name: spent_ms.reshape(len(common), *positions)[whole_steps] for name, spent_ms in spent.items()},
-        # The last peer to arrive waits for nobody, so the smallest time is communication alone.
+        # The last peer to arrive waits for no one, so the smallest time is communication alone.
         exposed={group: exposed_ms.min(axis=3)[whole_steps] for group, exposed_ms in parts("exposed").items()},
         idle=stacked("idle").min(axis=3)[whole_steps],
         # All peers wait for the one that is held up most.

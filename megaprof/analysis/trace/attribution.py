@@ -33,7 +33,7 @@ from megaprof.formats.metadata import Metadata
 _Rows = npt.NDArray[np.bool_]
 _NOBODY = -1
 _ALL = slice(None)
-#: Communication that a pass has to wait for. Gradients are reduced beside the pass, and exchanges are between passes.
+#: Communication that a pass has to wait for. Gradients are reduced while passes run, and exchanges are between passes.
 _OF_PASSES = [USES.index(group) for group in INSIDE]
 
 
@@ -91,7 +91,7 @@ def attribute(
     if not in_call.any():
         return None
     use, doubtful = _by_elimination(gpu, in_call, metadata, passes, exchanges)
-    computing = union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides the communication beside it
+    computing = union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides communication at the same time
     start, end = _extent(gpu, in_call, outer)
     call_span = union(intervals([(start, end)]))
     owner = owners(gpu.launched, passes)
@@ -106,7 +106,7 @@ def attribute(
     extents = _extents(gpu, owner, in_pass, len(passes))
     pass_spans = extents[extents[:, 1] > extents[:, 0]]
     idle = difference(call_span, union(gpu.spans))
-    # When the first kernel of a pass runs, its input has arrived. So an exchange beside the rest is for another pass.
+    # When the first kernel of a pass runs, its input has arrived. So an exchange at the same time is for another pass.
     gaps = difference(union(pass_spans), union(gpu.spans[use != PP]))
     starved = intersection(unfed(gpu, idle), union(times_of(passes)))
     host_bound = union(np.concatenate((starved, unfed(gpu, gaps, use != PP))))

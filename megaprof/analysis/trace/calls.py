@@ -116,7 +116,7 @@ class Call:
 
     @property
     def laid_out(self) -> list[Pass[int]]:
-        """Everything that took time in it, in order: passes, gradient finalisation, and exchanges beside them."""
+        """Everything that took time in it, in order: passes, gradient finalisation, and exchanges."""
         exchanges = self.exchanges if self.gpu is None else self.gpu.exchanges
         entries: list[Pass[int]] = [*self.phases]
         entries += (

@@ -95,7 +95,7 @@ class Document(Generic[Anything]):
     """A trace that is being read. Iterating yields its events in lists; the attributes are complete after that."""
 
     def __init__(self, chunks: Iterable[bytes], kind: Any, *, top: Collection[str] = ()) -> None:
-        """``kind``: the type of an event. ``top``: the names of the values beside the events that are kept."""
+        """``kind``: the type of an event. ``top``: the names of the other top-level values that are kept."""
         self.top: dict[str, msgspec.Raw] = {}
         """The values that were asked for, as JSON."""
         self.unreadable = 0
@@ -305,13 +305,13 @@ class _Text:
 
     def skip_to(self, border: bytes) -> bool:
         """Moves to the next ``border``, where an event would end, and returns True, if the text has one."""
-        place = self.data.find(border, self.at + 1)
-        self.at = place + 1 if place >= 0 else self.at
-        return place >= 0
+        position = self.data.find(border, self.at + 1)
+        self.at = position + 1 if position >= 0 else self.at
+        return position >= 0
 
 
 def whole_number(document: Document[Any], name: str) -> int:
-    """Returns an integer beside the events; 0 if there is none. Raises Undecodable for anything else."""
+    """Returns a top-level integer; 0 if there is none. Raises Undecodable for anything else."""
     try:
         return msgspec.json.decode(document.top[name], type=int) if name in document.top else 0
     except msgspec.MsgspecError:

@@ -73,13 +73,13 @@ def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress
     (`pool.in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises
     NoCluster."""
     paths = list(map(path_of, sources))
-    for done, reading in enumerate(in_processes(read, sources, at_most(workers, _useful(paths))), 1):
+    for done, reading in enumerate(in_processes(read, sources, at_most(workers, _useful_processes(paths))), 1):
         if progress is not None:
             progress(done, len(paths))
         yield reading
 
 
-def _useful(paths: Sequence[Path]) -> int:
+def _useful_processes(paths: Sequence[Path]) -> int:
     sizes = sizes_of(paths)
     if sum(sizes.values()) < _WORTH_IT:
         return 1

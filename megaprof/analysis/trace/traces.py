@@ -47,7 +47,7 @@ TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 #: The most bytes of memory that one event takes while a report is made.
 _ROW_BYTES = 200
 _COMMUNICATING = ("c10d::", COMMUNICATES)
-#: Values that are read beside the events.
+#: Top-level values that are read besides the events.
 _TOP = ("megaprof", "baseTimeNanoseconds", "deviceProperties", graphs.KEY)
 _ON_GPU = frozenset({"user_annotation", KERNEL, INSTANTS, *COPIES, *LAUNCHES})
 
@@ -289,7 +289,7 @@ class _File:
 
 def _metadata(document: Document[Event]) -> Metadata:
     if "megaprof" not in document.top:
-        reason = "it was not written by megaprof (no `megaprof` metadata): nothing in it tells a stage"
+        reason = "it was not written by megaprof (no `megaprof` metadata): nothing in it shows a stage"
         raise Undecodable(document.cut or reason)
     try:
         return read_metadata(bytes(document.top["megaprof"]))

@@ -1,4 +1,4 @@
-"""Exports ``.nsys-rep`` reports to SQLite with this machine's ``nsys``, once per report and beside it."""
+"""Exports ``.nsys-rep`` reports to SQLite with this machine's ``nsys``, once per report, next to it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _BYTES_A_SECOND = 500_000
 def exported(path: Path) -> Path:
     """Returns the SQLite export of a report. A file that is an export already is returned as it is.
 
-    Uses an export beside the report if it is not older than the report. Otherwise nsys makes one, which appears whole.
+    Uses an export next to the report if it is not older than the report. Otherwise nsys makes one, which appears whole.
     Raises Undecodable and OSError.
     """
     if path.suffix == SQLITE:
         return path
     if isinstance(path, RemotePath):
         raise Undecodable(
-            f"nsys exports no remote file: run 'nsys export --type sqlite' on it, and put {SQLITE} beside it"
+            f"nsys exports no remote file: run 'nsys export --type sqlite' on it, and put the {SQLITE} next to it"
         )
     final = path.with_suffix(SQLITE)
     with open_input(path) as file:

@@ -72,9 +72,9 @@ def is_nsys(path: Path) -> bool:
 
 
 def find_nsys(source: Path) -> list[NsysFile]:
-    """Returns the files of nsys under a directory, or one file. Leaves out reports that have their export beside them.
+    """Returns the files of nsys under a directory, or one file. Leaves out reports whose export is next to them.
 
-    Opens files without any ``.nsys.json`` beside them, to find the sizes that all of them show together.
+    Opens files without any ``.nsys.json`` next to them, to find the sizes that all of them show together.
     """
     files = [source] if source.is_file() else files_below(source, (SQLITE, REPORT))
     present = set(files)
@@ -238,9 +238,9 @@ class _Reader:
         query = "SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"
         return next((last for (last,) in self._tables.rows(query) if is_time(last)), 0)
 
-    def _of_process(self, rows: list[_Row], alone: bool) -> Iterator[Trace]:
+    def _of_process(self, rows: list[_Row], only_process: bool) -> Iterator[Trace]:
         rows.sort(key=lambda row: (row.start, -row.end))
-        windows = list(self._windows(rows, alone))
+        windows = list(self._windows(rows, only_process))
         gpu: Activities | None = None
         has_gpu = self._tables.has("TARGET_INFO_GPU", "id") and any(self._tables.rows("SELECT id FROM TARGET_INFO_GPU"))
         for number, (metadata, tops, warnings) in enumerate(windows):
@@ -265,7 +265,7 @@ class _Reader:
                 base=self._base,
             )
 
-    def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[Note, ...]]]:
+    def _windows(self, rows: list[_Row], only_process: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[Note, ...]]]:
         """Yields the metadata of each window, its outermost ranges, and notes about it."""
         reach, last = -LONGEST, None
         windows: list[tuple[Path | None, Metadata, list[_Row]]] = []
@@ -279,7 +279,7 @@ class _Reader:
                 windows[-1][2].append(row)
             elif path is not None:
                 windows.append((path, self._metadata[path], [row]))
-            elif (derived := self._derived(row, step, rows, alone)) is not None:
+            elif (derived := self._derived(row, step, rows, only_process)) is not None:
                 windows.append((None, derived, [row]))
             last = path
         cut_ends = _cut_ends(rows)
@@ -294,12 +294,12 @@ class _Reader:
     def _sidecar(self, row: _Row, step: int) -> Path | None:
         """Returns the ``.nsys.json`` of this host and process for the window with a step's range; None if there is
         none."""
-        place = tuple(row.name.fields.get(axis) for axis in AXES)
+        coordinates = tuple(row.name.fields.get(axis) for axis in AXES)
         for path in sidecars(self._file.path.parent):
             name = parse_artifact_name(path.name)
             if name is None or name.target != sanitise(row.name.label) or name.step > step:
                 continue
-            if tuple(getattr(name.place, axis) for axis in AXES) != place:
+            if tuple(getattr(name.place, axis) for axis in AXES) != coordinates:
                 continue
             metadata = self._read_sidecar(path)
             if (
@@ -322,25 +322,25 @@ class _Reader:
         return self._metadata.get(path)
 
     def _neighbours(self) -> ParallelSizes | None:
-        """Returns the sizes in other metadata beside the file; None if there are none."""
+        """Returns the sizes in other metadata next to the file; None if there are none."""
         for path in sidecars(self._file.path.parent):
             if (metadata := self._read_sidecar(path)) is not None:
                 return metadata.sizes
         return None
 
-    def _derived(self, top: _Row, step: int, rows: list[_Row], alone: bool) -> Metadata | None:
+    def _derived(self, top: _Row, step: int, rows: list[_Row], only_process: bool) -> Metadata | None:
         """Returns the metadata that the ranges alone show; None if they have no coordinates."""
-        place = {axis: top.name.fields.get(axis) for axis in AXES}
+        fields = {axis: top.name.fields.get(axis) for axis in AXES}
         inner_rows = _within(rows, top.start, top.end)
         passes = [row.name for row in inner_rows if row.name.label in ranges.PASSES]
         chunks = 1 + max((name.fields.get("chunk") or 0 for name in passes), default=0)
-        coordinates = {axis: number for axis, number in place.items() if number is not None and number < MOST}
+        coordinates = {axis: number for axis, number in fields.items() if number is not None and number < MOST}
         if len(coordinates) < len(AXES) or chunks > MOST:
             return None
         job = self._file.sizes or self._neighbours()
         least_sizes = {axis: max(number + 1, getattr(job, axis, 1)) for axis, number in coordinates.items()}
         sizes = ParallelSizes(**least_sizes, vpp=chunks)
-        match = _IN_NAME.search(self._file.path.name) if alone else None
+        match = _IN_NAME.search(self._file.path.name) if only_process else None
         rank = int(match[1]) if match else _rank(coordinates, sizes)
         if rank >= MOST:
             return None
