@@ -15,7 +15,7 @@ from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.table import recorded
-from megaprof.analysis.table.files import beside
+from megaprof.analysis.table.files import completed
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
@@ -207,10 +207,10 @@ def test_a_timeline_takes_from_a_trace_what_passes_lose_inside(tmp_path: Path) -
     traced = table_in(tmp_path / "trace")
     write_timelines(tmp_path / "run", WorldLayout(ParallelSizes.of(16, pp=4, tp=2)), steps=20, microbatches=8)
     run = table_in(tmp_path / "run")
-    found = beside(run, traced)
+    found = completed(run, traced)
     assert found.steps.tolist() == run.steps.tolist()
     assert found.exposed["tp"] == pytest.approx(0.3 * run.passes, rel=0.02)
-    assert beside(traced, traced) is traced
+    assert completed(traced, traced) is traced
 
 
 def test_what_passes_lose_to_a_group_is_its_own_and_not_that_of_others(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> N
         **{name: getattr(run, name)[:2] for name in ("entry", "reduction", "length")},
         exposed={"tp": 0.1 * run.passes[:2]},
     )
-    assert beside(run, two).steps.tolist() == run.steps.tolist()
-    assert beside(run, two).exposed["tp"] == pytest.approx(0.1 * run.passes, rel=0.05)
-    assert beside(run, two).compute is run.compute  # and in it, who waited for whom in collectives
-    assert beside(two, run) is run
+    assert completed(run, two).steps.tolist() == run.steps.tolist()
+    assert completed(run, two).exposed["tp"] == pytest.approx(0.1 * run.passes, rel=0.05)
+    assert completed(run, two).compute is run.compute  # and in it, who waited for whom in collectives
+    assert completed(two, run) is run
