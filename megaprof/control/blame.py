@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megaprof.formats import ranges
 from megaprof.formats.job.run import RunRecord
-from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, STUCK_STEPS
+from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, limit
 from megaprof.formats.job.status import Position, RankStatus
 from megaprof.parallel.schedules import RECEIVES, SENDS, Placement
 
@@ -107,9 +107,9 @@ def find_culprits(
 
 def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> bool:
     """Returns whether a rank has not moved for `seconds`, and for longer than its steps take."""
-    steps = STUCK_STEPS * (status.step_ms or 0.0) / 1e3
     first = 0.0 if status.past_first_step else FIRST_STEP_SECONDS
-    return status.stuck(now) > max(seconds, STUCK_INTERVALS * status.interval, steps, first)
+    usual = (status.step_ms or 0.0) / 1e3
+    return status.stuck(now) > max(limit(usual, seconds), STUCK_INTERVALS * status.interval, first)
 
 
 def _waits_for(run: RunRecord, statuses: Mapping[int, RankStatus], rank: int) -> Iterator[int]:

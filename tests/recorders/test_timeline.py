@@ -75,6 +75,24 @@ def test_a_step_comes_no_more_often_than_steps_last() -> None:
     assert (recent.step_ms, tally.seconds(key)) == (1100, pytest.approx(1.15))
 
 
+def test_a_step_that_stood_still_counts_for_no_time() -> None:
+    """As in the report on the same steps. Steps that stay long count, for they are what a step takes now."""
+    tally, key, start = Tally(), ("train_actor", None), 0
+    lengths = [1000, 1010, 53_000, 1020, 1030]
+    for milliseconds in lengths:
+        tally.add(key, (1000 * milliseconds, 0, 0, 0, 0, 0), start)
+        start += 1_000_000 * (milliseconds + 50)
+    recent = tally.recent(*key)
+    assert recent is not None
+    assert (recent.steps, recent.step_ms, tally.seconds(key)) == (4, 1015, pytest.approx(1.065))
+    for _ in lengths:
+        tally.add(key, (53_000_000, 0, 0, 0, 0, 0), start)
+        start += 53_050_000_000
+    recent = tally.recent(*key)
+    assert recent is not None
+    assert (recent.steps, recent.step_ms) == (10, 53_000)
+
+
 def test_it_says_how_fast(one_rank: Any, tmp_path: Path) -> None:
     with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
         timeline = recorded(handle)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.trace.passes import Pass
 from megaprof.formats import timeline as format
-from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, STUCK_STEPS, Standing, Standstill
+from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, Standing, Standstill, limit
 from megaprof.parallel.topology import RankCoords
 
 #: At most this many ranks have their files opened again, to see where they stood still.
@@ -36,7 +36,7 @@ class StoodStill(NamedTuple):
 
 
 def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Returns which of a rank's ``calls``, in order, stood still, by the rule of `standstill.stands_still`.
+    """Returns which of a rank's ``calls``, in order, stood still, by the rule of `standstill.limit`.
 
     ``compute`` has the microseconds that the passes of each call took. A step with an open window never counts, because
     the profiler makes it longer.
@@ -46,7 +46,7 @@ def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArr
         return np.zeros(len(calls), dtype=np.bool_)
     usable = calls["flags"] & (format.FAILED | format.CAPTURED) == 0
     usual_us = float(np.median(calls["duration"][usable])) if usable.any() else 0.0
-    least_us = np.full(len(calls), max(STUCK_SECONDS * 1e6, STUCK_STEPS * usual_us))
+    least_us = np.full(len(calls), 1e6 * limit(usual_us / 1e6))
     least_us[:1] = max(least_us[0], FIRST_STEP_SECONDS * 1e6) if len(calls) else 0.0
     stood: npt.NDArray[np.bool_] = (longest_us > least_us) & (calls["flags"] & format.CAPTURED == 0)
     return stood

@@ -1,7 +1,8 @@
 """A standstill of a job: where, for how long, and which ranks the others waited for.
 
-The rule is the same for a job that runs, where `megaprof status` looks at the status files of its ranks, and for one
-that is read afterwards, where `megaprof report` looks at the steps of its timelines.
+The rule (`limit`) is the same for a job that runs, where `megaprof status` looks at the status files of its ranks, and
+for one that is read afterwards, where `megaprof report` looks at the steps of its timelines. A step that stood still
+counts for no time, neither in a report nor in the recent times of a rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from typing import Literal
 STUCK_SECONDS, STUCK_STEPS = 10.0, 5
 #: In its first step, which compiles and loads, it stands still only after this many seconds.
 FIRST_STEP_SECONDS = 300.0
+
+
+def limit(usual_seconds: float, least: float = STUCK_SECONDS) -> float:
+    """Returns the seconds after which a rank in a step stands still, for steps that usually take ``usual_seconds``."""
+    return max(least, STUCK_STEPS * usual_seconds)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import Any
 
+from megaprof.formats.job.standstill import limit
 from megaprof.formats.job.status import Recent
 from megaprof.formats.timeline import Waited
 
@@ -48,11 +49,11 @@ class Tally:
         """Returns the medians of `target` and `role`; without a target those of the training steps, or if there are
         none, of what ran last."""
         chosen = self._main() if target is None else (target, role)
-        steps = list(self._steps.get(chosen, ())) if chosen is not None else []
+        steps = self._counting(chosen) if chosen is not None else []
         if not steps or chosen is None:
             return None
         step, forward, backward, combined, finalize, p2p = (
-            statistics.median(own) / 1e3 for own in zip(*steps, strict=True)
+            statistics.median(times) / 1e3 for times in zip(*steps, strict=True)
         )
         return Recent(chosen[0], len(steps), step, forward, backward, combined, finalize, p2p, chosen[1])
 
@@ -62,10 +63,17 @@ class Tally:
         took = [step[0] for step in list(self._steps.get(key, ()))]
         starts = list(self._starts.get(key, ()))
         pauses = [
-            max(0.0, (following - start) / 1e3 - own)
-            for own, start, following in zip(took, starts, starts[1:], strict=False)
+            max(0.0, (following - start) / 1e3 - length)
+            for length, start, following in zip(took, starts, starts[1:], strict=False)
         ]
-        return (statistics.median(took) + statistics.median(pauses)) / 1e6 if pauses else None
+        usual = statistics.median(step[0] for step in self._counting(key)) if pauses else 0.0
+        return (usual + statistics.median(pauses)) / 1e6 if pauses else None
+
+    def _counting(self, key: Key) -> list[tuple[int, ...]]:
+        """Returns the steps that count, which are those in which the rank did not stand still."""
+        steps = list(self._steps.get(key, ()))
+        longest = 1e6 * limit(statistics.median(step[0] for step in steps) / 1e6) if steps else 0.0
+        return [step for step in steps if step[0] <= longest]
 
     def _main(self) -> Key | None:
         return next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)
