@@ -63,6 +63,18 @@ class View:
         """The ranks that the others wait for, and where they stand."""
         return _awaited(self.blame)
 
+    @cached_property
+    def standstill(self) -> Standstill | None:
+        """Where the job stands still, or stood when it was killed in the middle of a step, as its statuses say. None if
+        it runs, or if it ended normally: what stood still then is in its timelines."""
+        if self.job.run.ended is not None:
+            return None
+        if self.silence is None:
+            return _standstill(self.statuses, self.blame, "lasts") if self.blame.still else None
+        unended = {rank: status for rank, status in self.statuses.items() if not status.ended}
+        last = max((status.time for status in unended.values()), default=0.0)
+        return _standstill(unended, find_culprits(self.job.run, unended, last, afterwards=True), "unfinished")
+
     @property
     def heard(self) -> list[int]:
         """The ranks that give signs of life, ascending."""
@@ -82,21 +94,13 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
 
 
 def last_stand(directory: Path) -> Standstill | None:
-    """Returns where the job of a save directory stands still, or stood when it was killed in the middle of a step. None
-    if there is no job, if it runs, or if it ended normally. May take a few seconds, like `RunningJob.silence`."""
+    """Returns `View.standstill` of the job in a save directory; None if there is no job either. May take a few seconds,
+    like `RunningJob.silence`."""
     try:
         job = find_job(directory)
     except NoJob:
         return None
-    if job.run.ended is not None:
-        return None
-    view = look_at(job, patient=False)
-    if view.silence is None:
-        return _standstill(view.statuses, view.blame, "lasts") if view.blame.still else None
-    statuses = {rank: status for rank, status in view.statuses.items() if not status.ended}
-    now = max((status.time for status in statuses.values()), default=0.0)
-    blame = find_culprits(job.run, statuses, now, afterwards=True)
-    return _standstill(statuses, blame, "unfinished")
+    return None if job.run.ended is not None else look_at(job, patient=False).standstill
 
 
 def _standstill(
@@ -107,7 +111,7 @@ def _standstill(
     if not steps:
         return None
     waited_for = _awaited(blame) if blame.still else ()
-    waiting = len(set(blame.stuck) - {each.rank for each in waited_for})
+    waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
     return Standstill(max(steps), blame.still, waited_for, waiting, outcome)
 
 
@@ -128,7 +132,7 @@ def verdict(view: View) -> str | None:
     if view.state == "ended":
         return None
     if view.silence is not None:
-        return f"The job appears to have died: {view.silence}."
+        return f"{view.silence[0].upper()}{view.silence[1:]}."
     if blame.still:
         return f"The job appears to hang: no rank has moved for {ago(blame.still)}."
     if blame.stuck:

@@ -13,11 +13,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from megaprof.analysis.report.document import Report
+from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import words
+from megaprof.analysis.report.text.sentences import of_standstills
 from megaprof.formats import inputs
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.job.standstill import Standstill
@@ -54,6 +55,8 @@ class Brief:
     """Pipeline stages."""
     ranks: int
     """The number of ranks of the job."""
+    stood_still: tuple[str, ...]
+    """Sentences of the report about the steps in which the job stood still."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,9 @@ def _begin(most_bytes: int | None) -> None:
     inputs.allow(most_bytes)
 
 
-def _brief(target: Any, standstill: Standstill | None) -> Brief:
+def _brief(target: TargetReport, standstill: Standstill | None) -> Brief:
     said = target.in_brief(standstill)
+    stood_still = of_standstills(target.fleet.standstills if target.fleet is not None else ())
     step = target.measured.step_time_ms
     return Brief(
         words.title(*target.key),
@@ -102,6 +106,7 @@ def _brief(target: Any, standstill: Standstill | None) -> Brief:
         target.measured.imbalance,
         target.measured.sizes.pp,
         target.measured.sizes.world,
+        tuple(finding.text for finding in stood_still),
     )
 
 

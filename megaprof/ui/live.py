@@ -10,6 +10,7 @@ from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 
+from megaprof.analysis.report.text.sentences import of_standstills
 from megaprof.config.windows import TARGETS
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, find_job
@@ -73,7 +74,7 @@ class Now:
     said: str | None = None
     """The problem in a sentence; None if there is none."""
     waiting: tuple[str, ...] = ()
-    """The ranks that the others wait for, one clause per rank."""
+    """The ranks that the others wait for, one clause per rank; then where a job stood that has died."""
     history: tuple[Point, ...] = ()
     """The looks so far, the newest last."""
     capture: CaptureProgress | None = None
@@ -132,7 +133,9 @@ class LiveJob:
             return Now(at, "starts", view=view, summary=summary)
         if view.state in ("runs", "hangs"):
             self._history.append(Point(at, job.run.run, summary.step_ms, summary.imbalance))
-        return Now(at, view.state, None, view, summary, verdict(view), tuple(waited_for(view)))
+        stood = [view.standstill] if view.state == "died" and view.standstill is not None else []
+        clauses = *waited_for(view), *(finding.text for finding in of_standstills(stood))
+        return Now(at, view.state, None, view, summary, verdict(view), clauses)
 
     async def capture(self, target: str, steps: int, select: str) -> None:
         """Requests a capture, and returns as soon as the request is written. Raises Refused."""

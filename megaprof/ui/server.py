@@ -86,16 +86,19 @@ class Pages:
         rows = list(zip(listing.places, briefs, strict=True))
         jobs = [place for place in listing.places if place.job]
         states = await run_in_threadpool(lambda: {place.id: state_of(place.path) for place in jobs})
-        return _page("home.html", directory=self._directory, rows=rows, states=states, more=listing.more)
+        return _page("home.html", directory=self._directory, rows=rows, states=states, more=listing.more, whole=False)
 
     async def brief(self, request: Request) -> Response:
-        """Answers with the verdict of one row, which the home page inserts."""
+        """Answers with the verdict of one row, which the home page inserts. With ``?whole``, also with the steps in
+        which the job stood still, for the live page of a job that has ended."""
         place = await self._place(request)
         try:
             briefs: object = (await self._captures.get(place, pages.links_of(place))).briefs
         except Unreadable as fault:
             briefs = str(fault)
-        return HTMLResponse(pages.render("brief.html", place=place, briefs=briefs))
+        return HTMLResponse(
+            pages.render("brief.html", place=place, briefs=briefs, whole="whole" in request.query_params)
+        )
 
     async def capture(self, request: Request) -> Response:
         place = await self._place(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from megaprof.ui import live
 from megaprof.ui.live import Now, Point
 from megaprof.ui.pages import now_shown, track
 from megaprof.ui.places import Place
+from tests.analysis.job_timelines import Slow, write_timelines
 from tests.cli.jobs.test_status import Job
 from tests.control import places
 from tests.control.control_jobs import running
@@ -106,6 +109,34 @@ def test_a_hanging_job_names_whom_all_wait_for(job: Job, tmp_path: Path) -> None
     assert "Rank 0 (stage 0, here, process" in shown.text
     assert "has been in forward of microbatch 2, train_actor step 7" in shown.text
     assert "1 rank waits for it" in shown.text
+
+
+def test_the_page_says_where_a_job_stood_still_that_is_gone(job: Job, tmp_path: Path) -> None:
+    """Killed, it is in the statuses; ended, in the timelines, as in the report. No stage is marked for being silent."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    job.run = replace(job.run, pid=process.pid)
+    job.write_run()
+    place = {"target": "train_actor", "step": 7, "chunk": 0, "since": time.time() - 60}
+    job.status(0, pid=process.pid, position=place | {"phase": "recv_backward", "microbatch": None, "chunk": None})
+    job.status(1, pid=process.pid, position=place | {"phase": "forward", "microbatch": 2})
+    with browsing(tmp_path) as client:
+        shown = page(client, f"/live/{address(tmp_path, 'job')}")
+    assert "The job ended in the middle of step 7, in which it had stood still for 60 s: rank 1 (stage 1)" in shown.text
+    assert len([mark for mark in shown.all("span") if mark.get("class") == "mark hangs"]) == 1
+
+    hung = Slow(rank=1, from_step=5, until_step=5, factor=500.0)
+    write_timelines(job.directory, job.layout, steps=6, slow=[hung], chunk_layers=[4, 4])
+    job.run = replace(job.run, ended=time.time())
+    job.write_run()
+    with browsing(tmp_path) as client:
+        shown = page(client, f"/live/{address(tmp_path, 'job')}")
+        (inserted,) = [div["data-brief"] for div in shown.all("div") if "data-brief" in div]
+        said = Reader(client.get(str(inserted)).text).text
+        listed = Reader(client.get(str(inserted).partition("?")[0]).text).text
+    assert "The job stood still in step 5 for 2 min, and did no other step after it: rank 1 (stage 1)" in said
+    assert "stood still in step 5" in listed
+    assert "rank 1" not in listed, "the list of captures stays short"
 
 
 def test_looks_go_on_when_the_job_begins_again(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from typing import Literal
 from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation, dump_of, rank_of, read_dump
 from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
-from megaprof.formats.job.standstill import Standing
+from megaprof.formats.job.standstill import Standing, Standstill
 
 #: Collectives that have the same size on all ranks. In an all-to-all, a gather or a scatter, sizes may differ.
 _EVEN = ("all_reduce", "allreduce", "broadcast", "_broadcast_oop", "_all_gather_base", "_reduce_scatter_base", "reduce")
@@ -94,6 +94,9 @@ class Hang:
     outside: tuple[Standing, ...] = ()
     """Ranks that others wait for outside of collectives, from the statuses of a running job; only if no collective
     keeps anyone waiting."""
+    standstills: tuple[Standstill, ...] = ()
+    """Steps in which the job stands still, stood when it was killed, or stood before it ended, as in the report. Empty
+    for dumps of torch's watchdog."""
 
 
 def hang_of(paths: Iterable[Path]) -> Hang:

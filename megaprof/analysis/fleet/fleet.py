@@ -16,7 +16,17 @@ from typing import Literal
 import numpy as np
 
 from megaprof.analysis.fleet.events import longest_pass
-from megaprof.analysis.fleet.reading import INDEX_BITS, FleetReading, Key, RankSeries, Series, bucketed, percentile
+from megaprof.analysis.fleet.reading import (
+    INDEX_BITS,
+    FleetReading,
+    Key,
+    RankSeries,
+    Series,
+    bucketed,
+    find_timelines,
+    percentile,
+    read_fleet,
+)
 from megaprof.analysis.fleet.shifts import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.standstills import standstills
 from megaprof.analysis.fleet.trends import (
@@ -33,6 +43,7 @@ from megaprof.analysis.fleet.trends import (
     single_steps,
 )
 from megaprof.analysis.trace.passes import Pass
+from megaprof.analysis.trace.pool import Workers
 from megaprof.formats.job.standstill import Standstill
 from megaprof.parallel.topology import ParallelSizes
 
@@ -186,6 +197,13 @@ def survey(reading: FleetReading) -> list[Fleet]:
         for key, series in reading.series.items()
         if series.ranks
     ]
+
+
+def stood_still_in(directory: Path, role: str | None, workers: Workers = 1) -> tuple[Standstill, ...]:
+    """Returns the steps in which the newest run in ``directory`` stood still, from its timelines; empty without any.
+    ``role``: only steps of this role; None for all."""
+    fleets = survey(read_fleet(find_timelines(directory), workers))
+    return tuple(stood for fleet in fleets if role in (None, fleet.role) for stood in fleet.standstills)
 
 
 def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: int) -> Pass[int] | None:

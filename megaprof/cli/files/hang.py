@@ -1,5 +1,5 @@
-"""``megaprof hang DIR``: which ranks keep a job waiting, from torch's flight recorders. It reads dumps, or the
-files that the ranks of a job wrote themselves."""
+"""``megaprof hang DIR``: which ranks keep a job waiting, or kept it waiting until it ended, from torch's flight
+recorders. It reads dumps, or the files that the ranks of a job wrote themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"Exit code: {UNWELL} if something keeps the job waiting, 0 if not, 1 if there are no dumps."
+    parser.epilog = (
+        f"Exit code: {UNWELL} if something keeps the job waiting, or kept it waiting until it ended; 0 if not; 1 if "
+        "there are no dumps, and no job that stood still."
+    )
     parser.add_argument(
         "dir",
         metavar="DIR",
@@ -46,9 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plain(hang))
     else:
-        for line in (*sentences(hang), *warnings):
+        for line in (*(sentences(hang) if hang.ranks else ()), *others):
             say(line)
-    return UNWELL if hang.culprits or hang.unended or warnings else 0
+    over = bool(hang.standstills) and all(stood.outcome == "went_on" for stood in hang.standstills)
+    return UNWELL if hang.culprits or hang.unended or (warnings and not over) else 0
 
 
 def _of_dumps(directory: Path) -> Hang:
@@ -64,17 +68,26 @@ def _of_dumps(directory: Path) -> Hang:
 def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     """Returns what the ranks of a job wrote about their collectives, and further lines.
 
-    If their collectives show no culprit, the lines name the ranks that the others wait for according to `megaprof
-    status`: torch does not record exchanges of gloo, and a rank may stand still in its own work.
+    If their collectives show no culprit, the lines say where the job stands or stood still, as `megaprof status` and
+    the report say it: torch does not record exchanges of gloo, and a rank may stand still in its own work.
     """
-    from megaprof.analysis.collectives.hang import hang_of_job
+    from megaprof.analysis.collectives.hang import Hang, hang_of_job
+    from megaprof.cli.jobs.status import standstills, stood_still
     from megaprof.metrics.look import look_at, waited_for
 
     job = find_job(directory, role)
-    hang = hang_of_job(job.in_flight())
-    if hang is None:
-        raise CommandError(f"no rank of the job in {directory} has reported that it stands still")
+    view = look_at(job)
+    in_collectives = hang_of_job(job.in_flight())
+    hang = in_collectives or Hang(1, (), (), (), 0, (), ())
+    hang = replace(hang, standstills=standstills(view))
     if hang.culprits or hang.unended:
         return hang, []
-    view = look_at(job)
-    return replace(hang, outside=view.awaited), [f"! {line}" for line in waited_for(view)]
+    if view.silence is None:
+        hang, lines = replace(hang, outside=view.awaited), [f"! {clause}" for clause in waited_for(view)]
+    else:
+        lines = [f"! {sentence}" for sentence in stood_still(view)]
+    if in_collectives is None and not lines:
+        if view.silence is None:
+            raise CommandError(f"no rank of the job in {directory} has reported that it stands still")
+        raise CommandError(f"{view.silence}, and its files show no step in which it stood still")
+    return hang, lines

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang, hang_of_job
-from megaprof.analysis.report.text.hang import sentences
+from megaprof.analysis.fleet.fleet import stood_still_in
+from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.notes import told
+from megaprof.analysis.report.text.sentences import of_standstills
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.job import NoJob, RunningJob, find_job
-from megaprof.formats.job.standstill import STUCK_SECONDS
+from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
 from megaprof.metrics.figures import SlowRanks, Summary, summarise
@@ -95,6 +98,8 @@ class StatusAnswer:
     """Ranks that the job waits for, starting with the one that keeps the most others waiting."""
     collectives: Hang | None
     """Collectives that the job waits in; None if it runs, or if its ranks have not written them."""
+    standstills: tuple[Standstill, ...]
+    """Steps in which the job stands still, stood when it was killed, or stood before it ended, as in the report."""
     slow: SlowRanks | None
     """Ranks that are slower than their peers; None if there are none."""
     waits: dict[int, float]
@@ -138,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(answer(view))
     elif view.state == "ended":
-        raise CommandError(str(view.silence))
+        raise CommandError(silence(view))
     else:
         for line in (*in_words(view), *_table(view)):
             say(line)
@@ -183,6 +188,7 @@ def answer(view: View) -> StatusAnswer:
             for each in view.blame.culprits
         ),
         collectives=None if hang is None else replace(hang, warnings=told(hang.warnings)),
+        standstills=standstills(view),
         slow=view.slow,
         waits=dict(view.waits),
         status=tuple(
@@ -194,7 +200,25 @@ def answer(view: View) -> StatusAnswer:
 
 def in_words(view: View) -> list[str]:
     """Returns the ranks, the progress and the problems of a job, one sentence per line, without the table."""
-    return [str(view.silence)] if view.state == "ended" else [*_headline(view), *_said(view)]
+    return [silence(view)] if view.state == "ended" else [*_headline(view), *_said(view)]
+
+
+def silence(view: View) -> str:
+    """Returns why a job does not answer any more, and where it stood still."""
+    return ". ".join((str(view.silence), *stood_still(view)))
+
+
+def standstills(view: View) -> tuple[Standstill, ...]:
+    """Returns the steps in which a job stands still or stood still, as the report names them: from the statuses of its
+    ranks, or after it ended from its timelines."""
+    if view.state == "ended":
+        return stood_still_in(view.job.directory, view.job.run.role, os.cpu_count() or 1)
+    return () if view.standstill is None else (view.standstill,)
+
+
+def stood_still(view: View) -> list[str]:
+    """Returns the report's sentences about `standstills`."""
+    return [finding.text for finding in of_standstills(standstills(view))]
 
 
 def _headline(view: View) -> Iterator[str]:
@@ -222,14 +246,30 @@ def _headline(view: View) -> Iterator[str]:
 
 
 def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:
-    """Returns how long a step takes and how often one begins, as medians of all ranks. A step is one call of the
-    schedule; between two calls come the optimizer, data, ..."""
-    calls = [call for each in statuses.values() for call in each.calls if (call.target, call.role) == (target, role)]
-    every = _median([call.seconds for call in calls], 1e3)
-    recent = [each.recent for each in statuses.values() if each.recent is not None]
-    takes = _median([each.step_ms for each in recent if (each.target, each.role) == (target, role)])
-    told = [*([f"takes {takes} ms"] if takes != "-" else []), *([f"one every {every} ms"] if every != "-" else [])]
-    return f", {', '.join(told)} (medians)" if told else ""
+    """Returns how long a step takes and how often one begins, as medians. A step is one call of the schedule; between
+    two calls come the optimizer, data, ..."""
+    takes = _longest_stage(
+        (status.coords["pp"], status.recent.step_ms)
+        for status in statuses.values()
+        if status.recent is not None and (status.recent.target, status.recent.role) == (target, role)
+    )
+    every = _longest_stage(
+        (status.coords["pp"], 1e3 * call.seconds)
+        for status in statuses.values()
+        for call in status.calls
+        if (call.target, call.role) == (target, role) and call.seconds is not None
+    )
+    clauses = [f"{verb} {ms:.1f} ms" for verb, ms in (("takes", takes), ("one every", every)) if ms is not None]
+    return f", {', '.join(clauses)} (medians)" if clauses else ""
+
+
+def _longest_stage(milliseconds: Iterable[tuple[int, float]]) -> float | None:
+    """Returns the time of the stage that takes longest, each being the median of its ranks, as in `figures`; None
+    without any. ``milliseconds``: of single ranks, each after its stage."""
+    of_stage: dict[int, list[float]] = {}
+    for stage, ms in milliseconds:
+        of_stage.setdefault(stage, []).append(ms)
+    return max(map(statistics.median, of_stage.values()), default=None)
 
 
 def _said(view: View) -> Iterator[str]:
@@ -237,7 +277,9 @@ def _said(view: View) -> Iterator[str]:
     lines = [*([] if whole is None else [whole]), *(f"! {each}" for each in waited_for(view))]
     hang = _collectives(view)
     if hang is not None and (hang.culprits or hang.unended):
-        lines += sentences(hang)
+        lines += of_hang.sentences(hang)
+    if view.state == "died":
+        lines += stood_still(view)
     if lines:
         yield from ("", *lines)
 
@@ -261,8 +303,8 @@ def _table(view: View) -> Iterator[str]:
                 str(number),
                 str(members[0].coords["pp"] if by_rank else len(members)),
                 "-" if not steps else str(min(steps)) if min(steps) == max(steps) else f"{min(steps)}-{max(steps)}",
-                _median([each.step_ms for each in members]),
-                _median([each.compute_ms for each in members]),
+                _median([status.step_ms for status in members]),
+                _median([status.compute_ms for status in members]),
                 _where(members, view.now),
             )
         )
@@ -294,6 +336,6 @@ def _place(status: RankStatus, now: float) -> str:
     return "outside of the schedule" if status.place is None else str(status.place)
 
 
-def _median(values: list[float | None], scale: float = 1.0) -> str:
+def _median(values: list[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return f"{scale * statistics.median(known):.1f}" if known else "-"
+    return f"{statistics.median(known):.1f}" if known else "-"

@@ -11,6 +11,7 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 from megaprof.cli import UsageError
+from megaprof.cli.jobs.status import silence
 from megaprof.control.job import NoJob, find_job
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import summarise
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         view = _look(arguments)
         if view.silence is not None:
-            raise NoJob(view.silence)
+            raise NoJob(silence(view))
         with live or nullcontext():
             while view.silence is None:
                 if live is None:
@@ -61,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
                 time.sleep(max(0.2, arguments.every or view.job.run.interval))
                 view = _look(arguments)
         if view.state != "ended":
-            raise NoJob(view.silence)
-        console.print(view.silence)
+            raise NoJob(silence(view))
+        console.print(silence(view))
         return 0
     except KeyboardInterrupt:
         print(file=sys.stderr)  # after the terminal's ^C

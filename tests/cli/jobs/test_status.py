@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 from megaprof.cli import main
 from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
 from tests.cli.running import check
 from tests.control import places
 
@@ -60,6 +62,11 @@ def dead_pid() -> int:
     return process.pid
 
 
+def _paragraphs(shown: str) -> list[str]:
+    """Lines as they were before the terminal's width broke them, as far as sentences begin a line."""
+    return re.sub(r" ?\n(?=\S)", " ", shown).replace("The job stood", "\nThe job stood").splitlines()
+
+
 def status(job: Job, *options: str) -> int:
     return main(["status", str(job.directory), *options])
 
@@ -82,6 +89,20 @@ def test_a_job_that_runs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, found["state"], found["heard"], found["culprits"]) == (0, "runs", [0, 1], [])
     assert [each["step"] for each in found["status"]] == [4, 4]
     assert found["sizes"]["pp"] == 2
+
+
+def test_a_step_takes_as_long_as_on_its_longest_stage_wherever_it_is_shown(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, step_ms in ((0, 900.0), (1, 1000.0)):
+        recent = {"target": "train_actor", "steps": 5, "step_ms": step_ms, "p2p_ms": None}
+        recent |= dict.fromkeys(("forward_ms", "backward_ms", "combined_ms", "finalize_ms"), 1.0)
+        calls = [{"target": "train_actor", "begun": 5, "seconds": step_ms / 1e3 + 0.05}]
+        job.status(rank, recent=recent, calls=calls)
+    assert status(job) == 0
+    assert "takes 1000.0 ms, one every 1050.0 ms (medians)" in capsys.readouterr().out
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    assert "step 1000.0 ms" in capsys.readouterr().out
 
 
 def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +132,7 @@ def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(
     assert status(job) == 3
     shown = capsys.readouterr().out
     assert "none of them answering" in shown
-    assert "The job appears to have died: the job is gone: process" in shown
+    assert "\nThe job is gone: process" in shown
     assert shown.count("not heard of any more") == 2
     code, found = as_json(job, capsys)
     assert (code, found["state"], found["heard"]) == (3, "died", [])
@@ -147,7 +168,54 @@ def test_a_job_that_has_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> N
     assert status(job) == 1
     assert "the job has ended, 5 s ago" in capsys.readouterr().err
     code, found = as_json(job, capsys)
-    assert (code, found["state"]) == (1, "ended")
+    assert (code, found["state"], found["standstills"]) == (1, "ended", [])
+    assert main(["hang", str(job.directory)]) == 1
+    assert "ago, and its files show no step in which it stood still" in capsys.readouterr().err
+
+
+def test_what_stood_still_is_the_same_in_every_command_after_the_job_ended(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The statuses say nothing any more: every rank went on when it was released. The timelines know."""
+    hung = Slow(rank=1, from_step=5, until_step=5, factor=500.0)
+    write_timelines(job.directory, job.layout, steps=6, slow=[hung], chunk_layers=[4, 4])
+    job.run = replace(job.run, ended=time.time() - 5)
+    job.write_run()
+    assert main(["report", str(job.directory)]) == 0
+    sentence = "The job stood still in step 5 for "
+    (reported,) = [line for line in _paragraphs(capsys.readouterr().out) if line.startswith(sentence)]
+    reported = reported[: reported.index("no time.") + 8]
+    assert ": rank 1 (stage 1) stood in backward of microbatch " in reported
+    for command, code in (("status", 1), ("watch", 1), ("hang", 3)):
+        assert main([command, str(job.directory)]) == code, command
+        assert reported in "".join(capsys.readouterr()), command
+    _, answer = as_json(job, capsys)
+    assert main(["hang", str(job.directory), "--json"]) == 3
+    hang = json.loads(capsys.readouterr().out)
+    check("hang", hang)
+    assert main(["report", str(job.directory), "--json", "-"]) == 0
+    (target,) = json.loads(capsys.readouterr().out)["targets"]
+    assert answer["standstills"] == hang["standstills"] == target["fleet"]["standstills"]
+
+
+def test_what_stood_still_is_the_same_in_every_command_after_the_job_was_killed(
+    job: Job, dead_pid: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is alive, so whom they waited for is not a matter of who is silent."""
+    job.run = replace(job.run, pid=dead_pid)
+    job.write_run()
+    now, place = time.time(), {"target": "train_actor", "step": 7, "chunk": 0, "since": time.time() - 40}
+    for rank, (phase, microbatch) in {0: ("recv_backward", None), 1: ("forward", 3)}.items():
+        position = place | {"phase": phase, "microbatch": microbatch}
+        job.status(rank, pid=dead_pid, time=now, since=now - 40, position=position)
+    stood = "rank 1 (stage 1) stood in forward of microbatch 3; 1 rank waited for it"
+    for command in ("status", "hang"):
+        assert main([command, str(job.directory)]) == 3, command
+        said = capsys.readouterr().out
+        assert "The job ended in the middle of step 7, in which it had stood still for 40 s" in said, command
+        assert stood in said, command
+    assert main(["watch", str(job.directory), "--once"]) == 1
+    assert stood in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [("--wait", "-1"), ("--hang-after", "0"), ("--wait", "nan")])
