@@ -92,8 +92,8 @@ class DerivedFiles:
                 self._changed.notify_all()
 
     def _derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
-        raws = {suffix: raw_path(final) for suffix, final in files.items()}
-        order = json.dumps({"identity": identity, "files": {suffix: str(raw) for suffix, raw in raws.items()}})
+        raw_paths = {suffix: raw_path(final) for suffix, final in files.items()}
+        order = json.dumps({"identity": identity, "files": {suffix: str(raw) for suffix, raw in raw_paths.items()}})
         root = str(Path(__file__).resolve().parents[2])
         try:
             subprocess.run(
@@ -103,16 +103,16 @@ class DerivedFiles:
                 stderr=subprocess.PIPE,
                 check=True,
             )
-            kernels = raws.get(KERNELS_SUFFIX)
+            kernels = raw_paths.get(KERNELS_SUFFIX)
             summary = None if kernels is None else kernels.read_bytes()
         except BaseException as fault:
-            for raw in raws.values():
+            for raw in raw_paths.values():
                 raw.unlink(missing_ok=True)
             if isinstance(fault, subprocess.CalledProcessError):
                 last_line = fault.stderr.decode(errors="replace").strip().splitlines()[-1:]
                 raise RuntimeError(f"exit {fault.returncode}: {' '.join(last_line)}") from None
             raise
-        for suffix, raw in raws.items():
+        for suffix, raw in raw_paths.items():
             if raw.exists():
                 self._writer.finish(Artifact(raw, files[suffix]))
         return summary

@@ -63,8 +63,8 @@ class Remote:
             self._filesystem, self._root = importlib.import_module("fsspec.core").url_to_fs(self.uri)
         root = self._root.rstrip("/")
         for name in repeats(local.relative_to(self.staging)):  # with its shard directory; nothing is ever replaced
-            place = name.as_posix()
-            if not self._filesystem.exists(target := f"{root}/{place}"):
+            key = name.as_posix()
+            if not self._filesystem.exists(target := f"{root}/{key}"):
                 break
         if (folder := target.rpartition("/")[0]) not in self._made:
             self._filesystem.makedirs(folder, exist_ok=True)
@@ -75,7 +75,7 @@ class Remote:
             self._filesystem.put_file(str(local), target)
         else:
             self._put_and_rename(local, target)
-        return f"{self.uri}/{place}"
+        return f"{self.uri}/{key}"
 
     def _put_and_rename(self, local: Path, target: str) -> None:
         folder, _, name = target.rpartition("/")

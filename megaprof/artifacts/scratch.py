@@ -62,8 +62,8 @@ class Scratch:
         if directory is None:
             return None
         try:
-            waiting = sum(entry.stat().st_size for entry in os.scandir(directory))
-            return directory / f"{final.name}.raw" if waiting < MOST_BYTES and self._has_room(directory) else None
+            waiting_bytes = sum(entry.stat().st_size for entry in os.scandir(directory))
+            return directory / f"{final.name}.raw" if waiting_bytes < MOST_BYTES and self._has_room(directory) else None
         except FileNotFoundError:  # somebody removed the directory
             return None
 

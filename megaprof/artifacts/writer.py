@@ -166,7 +166,7 @@ class Writer:
     def _give_up(self) -> None:
         if self._hook is not None:
             self._hook.stop()
-        self._rest()
+        self._remove_marker()
         with self._idle:
             artifacts = list(self._waiting)
             self._waiting.clear()
@@ -214,33 +214,34 @@ class Writer:
                 raise
             logger.exception("megaprof: the writer failed; training goes on")
         finally:
-            busy = self._busy
+            marker = self._busy
             try:
                 if len(self._tasks) == 1:
-                    self._rest()
+                    self._remove_marker()
             finally:
                 with self._idle:
                     self._tasks.popleft()
                     has_more = bool(self._tasks)
                     self._idle.notify_all()
-            if has_more and busy is not None:  # another task came meanwhile
-                self._work_in(busy)
+            if has_more and marker is not None:  # another task came meanwhile
+                self._make_marker(marker)
 
-    def _work_in(self, busy: Path) -> None:
-        """Makes the file ``busy``, which shows other processes that this one is not done, unless there is one."""
+    def _make_marker(self, marker: Path) -> None:
+        """Makes the file ``marker``, which shows other processes that this one is not done, unless there is one."""
         if self._busy is None:
             try:
-                busy.touch()
-                self._busy = busy
+                marker.touch()
+                self._busy = marker
             except OSError as fault:
                 if from_host(fault):
                     raise
 
-    def _rest(self) -> None:
-        """Removes the file that `_work_in` made. Not under the lock: a disk may hang, and training needs the lock."""
-        busy, self._busy = self._busy, None
-        if busy is not None:
-            _remove(busy)
+    def _remove_marker(self) -> None:
+        """Removes the file that `_make_marker` made. The caller must not hold the lock: a disk may hang, and training
+        needs the lock."""
+        marker, self._busy = self._busy, None
+        if marker is not None:
+            _remove(marker)
 
     def _write(self, artifact: Artifact) -> None:
         if artifact not in self._waiting:  # given up meanwhile, and kept uncompressed
@@ -252,7 +253,7 @@ class Writer:
                 remove_leftovers(artifact.final.parent)
                 if self._scratch is not None:
                     self._scratch.remove_leftovers()
-            self._work_in(busy_path(artifact.final.parent))
+            self._make_marker(busy_path(artifact.final.parent))
             self._finished(publish(artifact.raw, artifact.final))
         except Incomplete as fault:
             _remove(artifact.raw)
@@ -270,10 +271,10 @@ class Writer:
                 self._waiting.pop(artifact, None)
 
     def _finished(self, final: Path) -> None:
-        place = str(final)
+        address = str(final)
         if self._remote is not None:
             try:
-                place = self._remote.upload(final)
+                address = self._remote.upload(final)
             except Exception as fault:
                 logger.error(
                     "megaprof: uploading to %s failed: %s: %s; the file is %s",
@@ -286,7 +287,7 @@ class Writer:
                 _remove(final)
         self._any_written = True
         if self._hook is not None:
-            self._written.append(place)
+            self._written.append(address)
 
     def _announce(self) -> None:
         files, self._written = self._written, []

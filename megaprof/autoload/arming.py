@@ -151,11 +151,11 @@ def _watch(schedules: ModuleType) -> None:
     original = getattr(schedules, _GET_SCHEDULE, None)
     if original is None or hasattr(original, "_megaprof"):
         return
-    installing = _installing(original)
+    installing_function = _installing(original)
     for module in list(sys.modules.values()):  # also those that imported the name before we were armed
         attributes = getattr(module, "__dict__", {})
         if attributes.get(_GET_SCHEDULE) is original:
-            attributes[_GET_SCHEDULE] = installing
+            attributes[_GET_SCHEDULE] = installing_function
 
 
 def _keep_collectives() -> None:
@@ -199,8 +199,8 @@ def _installing(original: Callable[..., Any]) -> Callable[..., Any]:
             if pending:
                 communicator = kwargs.get("p2p_communicator")
                 # With several modules, it says in which order they follow each other, which groups alone do not.
-                several = hasattr(communicator, "module_to_grid_map")
-                pending = not install(groups=communicator if several else kwargs.get("pg_collection"))
+                has_several_modules = hasattr(communicator, "module_to_grid_map")
+                pending = not install(groups=communicator if has_several_modules else kwargs.get("pg_collection"))
             hooked: Any = getattr(sys.modules[_SCHEDULES], schedule.__name__, None)
             if getattr(hooked, "__wrapped__", None) is schedule:
                 return hooked(*args, **kwargs)

@@ -84,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     if command not in COMMANDS:
         return _without_command(arguments, command)
-    place = arguments.index(command)
-    if place:
-        _overview().parse(arguments[:place])  # --help, --version, or an error: all of them exit
+    position = arguments.index(command)
+    if position:
+        _overview().parse(arguments[:position])  # --help, --version, or an error: all of them exit
     try:
         module = import_module(f"megaprof.cli.{COMMANDS[command][0]}")
-        code: int = module.run(parser_of(command).parse(arguments[place + 1 :]))
+        code: int = module.run(parser_of(command).parse(arguments[position + 1 :]))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -136,8 +136,8 @@ def in_a_line(fault: Exception) -> str | None:
 
 def parser_of(command: str) -> Parser:
     """Returns the parser of one command, with all its arguments."""
-    place, text = COMMANDS[command]
-    module = import_module(f"megaprof.cli.{place}")
+    module_name, text = COMMANDS[command]
+    module = import_module(f"megaprof.cli.{module_name}")
     parser = Parser(f"megaprof {command}", text)
     module.add_arguments(parser)
     parser.add_examples(module.EXAMPLES)

@@ -37,13 +37,13 @@ def opened(address: str) -> bool:
         return False
     failed = Event()
 
-    def ask() -> None:
+    def open_page() -> None:
         if not webbrowser.open(address):
             failed.set()
 
-    asking = Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_LONG_ENOUGH_SECONDS)
+    thread = Thread(target=open_page, daemon=True)
+    thread.start()
+    thread.join(_LONG_ENOUGH_SECONDS)
     return not failed.is_set()
 
 

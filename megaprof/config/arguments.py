@@ -31,8 +31,10 @@ def add_profile_args(parser: _Parser) -> _Parser:
     values, so a mistake is a ValueError and never a ``SystemExit`` in the middle of a launcher.
     """
     host_options = parser._option_string_actions
-    shared = [destination(option.name) for option in options() if flag(option.name) in host_options]
-    shared += [name for name in (_HOST_RANKS, _HOST_START, _HOST_END) if "--" + name.replace("_", "-") in host_options]
+    shared_names = [destination(option.name) for option in options() if flag(option.name) in host_options]
+    shared_names += [
+        name for name in (_HOST_RANKS, _HOST_START, _HOST_END) if "--" + name.replace("_", "-") in host_options
+    ]
     group = parser.add_argument_group(
         "megaprof", "pipeline-stage profiling; every option is also an environment variable, MEGAPROF_<OPTION>"
     )
@@ -56,7 +58,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
             default=None,
             help=f"capture on every rank; the same as {flag('select')} all [{variable(ALL_RANKS)}]",
         )
-    parser.set_defaults(**{_HOST_DEFAULTS: {name: parser.get_default(name) for name in shared}})
+    parser.set_defaults(**{_HOST_DEFAULTS: {name: parser.get_default(name) for name in shared_names}})
     return parser
 
 

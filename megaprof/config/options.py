@@ -494,5 +494,5 @@ def options() -> tuple[Field[Any], ...]:
 
 def set_in(env: Mapping[str, str]) -> set[str]:
     """Returns the names of the options that ``env`` sets."""
-    named = {option.name for option in options() if variable(option.name) in env}
-    return named | {"select"} if read.boolean(variable(ALL_RANKS), env.get(variable(ALL_RANKS), "0")) else named
+    names = {option.name for option in options() if variable(option.name) in env}
+    return names | {"select"} if read.boolean(variable(ALL_RANKS), env.get(variable(ALL_RANKS), "0")) else names

@@ -35,25 +35,25 @@ def directory(name: str, value: Any) -> str:
     Raises ValueError for a relative path in a Ray worker, which was not started in the directory where the user typed
     it.
     """
-    place = text(name, value)
-    return place if is_remote(place) else _absolute(name, place, "an absolute path, or the URI of a remote directory")
+    path = text(name, value)
+    return path if is_remote(path) else _absolute(name, path, "an absolute path, or the URI of a remote directory")
 
 
 def file(name: str, value: Any) -> str:
     """Reads a file of this machine as an absolute path. Raises ValueError for a remote one, and as `directory` does."""
-    place = text(name, value)
-    if is_remote(place):
-        raise ValueError(f"{name}: {place!r} is not valid; valid: a path on this machine")
-    return _absolute(name, place, "an absolute path")
+    path = text(name, value)
+    if is_remote(path):
+        raise ValueError(f"{name}: {path!r} is not valid; valid: a path on this machine")
+    return _absolute(name, path, "an absolute path")
 
 
-def _absolute(name: str, place: str, valid: str) -> str:
-    if in_ray_worker() and not os.path.isabs(place):
+def _absolute(name: str, path: str, valid: str) -> str:
+    if in_ray_worker() and not os.path.isabs(path):
         raise ValueError(
-            f"{name}: {place!r} is not valid in a worker of Ray's, which has a working directory of its own; valid: "
+            f"{name}: {path!r} is not valid in a worker of Ray's, which has a working directory of its own; valid: "
             f"{valid}"
         )
-    return os.path.abspath(place)
+    return os.path.abspath(path)
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -163,9 +163,9 @@ class Directory:
         self.close()
 
 
-def _enter(name: str | Path, above: Directory | None) -> int:
+def _enter(name: str | Path, parent: Directory | None) -> int:
     """Returns a descriptor of the directory `name`, in the directory `above` if there is one."""
-    descriptor = None if above is None else above._descriptor
+    descriptor = None if parent is None else parent._descriptor
     try:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
     except OSError as fault:
@@ -175,7 +175,7 @@ def _enter(name: str | Path, above: Directory | None) -> int:
             mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
             if not stat.S_ISDIR(mode):
                 kind = "is a symbolic link" if stat.S_ISLNK(mode) else "is no directory"
-                raise Unsafe(f"{name if above is None else above.path / name} {kind}") from None
+                raise Unsafe(f"{name if parent is None else parent.path / name} {kind}") from None
         raise
 
 

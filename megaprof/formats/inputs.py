@@ -105,14 +105,14 @@ def _pieces(path: Path) -> Generator[bytes, None, None]:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         head = file.read(_PACKED)
-        zipped = head.startswith(_MAGIC)
-        limit = _allowed or (max(SMALL, size * MOST_SHRUNK) if zipped else size)
+        is_gzipped = head.startswith(_MAGIC)
+        limit = _allowed or (max(SMALL, size * MOST_SHRUNK) if is_gzipped else size)
         total = 0
-        for piece in _unzipped(head, file) if zipped else _read(head, file):
+        for piece in _unzipped(head, file) if is_gzipped else _read(head, file):
             total += len(piece)
             if total > limit:
-                subject = "its file has" if not zipped else "it unpacks to"
-                hint = "(see --max-input-mib)" if _allowed or not zipped else "more than a trace of its size can"
+                subject = "its file has" if not is_gzipped else "it unpacks to"
+                hint = "(see --max-input-mib)" if _allowed or not is_gzipped else "more than a trace of its size can"
                 raise UnusableInput(f"{subject} more than {limit >> 20:,} MiB: {hint}")
             yield piece
 
@@ -135,8 +135,8 @@ def _unzipped(data: bytes, file: BinaryIO) -> Iterator[bytes]:
                 elif not data and not stream.eof:
                     raise BrokenOff("it is truncated: the gzip stream ends too early")
             data = stream.unused_data.lstrip(b"\0")
-            while not data and (more := file.read(_PACKED)):
-                data = more.lstrip(b"\0")
+            while not data and (next_piece := file.read(_PACKED)):
+                data = next_piece.lstrip(b"\0")
     except (zlib.error, isal_zlib.error) as fault:  # type: ignore[misc]  # its stub types a class as an instance
         raise BrokenOff(f"its gzip stream is damaged: {fault}") from None
 
@@ -144,25 +144,25 @@ def _unzipped(data: bytes, file: BinaryIO) -> Iterator[bytes]:
 def _ahead(pieces: Generator[bytes, None, None]) -> Iterator[bytes]:
     """Yields the same pieces. A thread makes them while the caller works on earlier ones: isal and files release
     Python's lock."""
-    waiting: queue.Queue[bytes | BaseException | None] = queue.Queue(_AHEAD)
+    piece_queue: queue.Queue[bytes | BaseException | None] = queue.Queue(_AHEAD)
     stopped = threading.Event()
 
     def fetch() -> None:
         end_marker: BaseException | None = None
         try:
             for piece in pieces:
-                if not _put(waiting, piece, stopped):
+                if not _put(piece_queue, piece, stopped):
                     break
         except BaseException as fault:
             end_marker = fault
         finally:
             pieces.close()
-        _put(waiting, end_marker, stopped)
+        _put(piece_queue, end_marker, stopped)
 
     thread = threading.Thread(target=fetch, name="megaprof-unpack", daemon=True)
     thread.start()
     try:
-        while (item := waiting.get()) is not None:
+        while (item := piece_queue.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -171,10 +171,10 @@ def _ahead(pieces: Generator[bytes, None, None]) -> Iterator[bytes]:
         thread.join()
 
 
-def _put(waiting: queue.Queue[bytes | BaseException | None], item: object, stopped: threading.Event) -> bool:
+def _put(piece_queue: queue.Queue[bytes | BaseException | None], item: object, stopped: threading.Event) -> bool:
     while not stopped.is_set():
         try:
-            waiting.put(item, timeout=0.05)  # type: ignore[arg-type]
+            piece_queue.put(item, timeout=0.05)  # type: ignore[arg-type]
             return True
         except queue.Full:
             continue

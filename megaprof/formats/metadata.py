@@ -182,8 +182,8 @@ def read_metadata(data: bytes) -> Metadata:
     """
     try:
         raw = msgspec.json.decode(data, type=dict[str, Any])
-        place = msgspec.convert(raw.get("coords"), dict[str, Any])
-        coords = RankCoords.from_dict({**place, "sizes": raw.get("sizes")})
+        coordinates = msgspec.convert(raw.get("coords"), dict[str, Any])
+        coords = RankCoords.from_dict({**coordinates, "sizes": raw.get("sizes")})
         if max(coords.rank, *vars(coords.sizes).values()) > MOST:
             raise ValueError(f"coords: no job has more than {MOST} ranks")
         return msgspec.convert({**raw, "coords": coords}, Metadata)

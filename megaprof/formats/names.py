@@ -65,8 +65,8 @@ def artifact_name(target: str, role: str | None, step: int, coords: Place, suffi
     """
     role_part = f".{sanitise(role)}" if role else ""
     repeat_part = f".{repeat}" if repeat > 1 else ""
-    place = f"pp{coords.pp}-tp{coords.tp}-cp{coords.cp}-ep{coords.ep}-dp{coords.dp}.rank{coords.rank:05d}"
-    return f"{sanitise(target)}{role_part}.step{step:06d}.{place}{repeat_part}{suffix}"
+    coordinates = f"pp{coords.pp}-tp{coords.tp}-cp{coords.cp}-ep{coords.ep}-dp{coords.dp}.rank{coords.rank:05d}"
+    return f"{sanitise(target)}{role_part}.step{step:06d}.{coordinates}{repeat_part}{suffix}"
 
 
 def shard(coords: RankCoords) -> str:

@@ -133,8 +133,8 @@ def transfers(label: str) -> tuple[str, ...]:
 
 def step_range(target: str, step: int, coords: RankCoords) -> str:
     """Returns the name of the outermost range of one schedule call."""
-    place = f"pp={coords.pp} tp={coords.tp} cp={coords.cp} ep={coords.ep} dp={coords.dp}"
-    return f"{PREFIX}{target} step={step} {place}"
+    coordinates = f"pp={coords.pp} tp={coords.tp} cp={coords.cp} ep={coords.ep} dp={coords.dp}"
+    return f"{PREFIX}{target} step={step} {coordinates}"
 
 
 def operation_range(operation: str) -> str:

@@ -110,8 +110,8 @@ class RemotePath(PosixPath):
             filesystem, name = self._file_system()
             info = filesystem.info(name)
         kind = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
-        changed = info.get("LastModified") or info.get("mtime") or info.get("created") or 0
-        seconds = changed if isinstance(changed, (int, float)) else changed.timestamp()
+        changed_at = info.get("LastModified") or info.get("mtime") or info.get("created") or 0
+        seconds = changed_at if isinstance(changed_at, (int, float)) else changed_at.timestamp()
         return os.stat_result((kind | 0o444, 0, 0, 1, 0, 0, int(info.get("size") or 0), *[int(seconds)] * 3))
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:

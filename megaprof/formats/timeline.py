@@ -242,19 +242,19 @@ class Timeline:
     def holding(self, kind: int) -> list[bytes]:
         """Returns, for a kind in ``HOLDING``, the fact that holds for every step: the last fact before or at that step,
         among steps with the same metadata."""
-        facts, latest = self.facts(kind), dict[int, bytes]()
+        facts, latest_by_metadata = self.facts(kind), dict[int, bytes]()
         if not facts:
             return [b""] * len(self.steps)
         held_facts = []
         for row, number in enumerate(self.steps["metadata"].tolist()):
-            latest[number] = facts.get(row, latest.get(number, b""))
-            held_facts.append(latest[number])
+            latest_by_metadata[number] = facts.get(row, latest_by_metadata.get(number, b""))
+            held_facts.append(latest_by_metadata[number])
         return held_facts
 
     def events(self, position: int) -> Events | None:
         """Returns the events of step ``steps[position]``; None if it has none, or if they are damaged."""
-        present, times = self.times([position])
-        if not len(present):
+        present_positions, times = self.times([position])
+        if not len(present_positions):
             return None
         return Events(self.shapes[self.steps["shape"][position]], times[0, :, 0], times[0, :, 1])
 
@@ -265,18 +265,18 @@ class Timeline:
         size = 1 + 4 * count if count else 0
         tails = [self._times.of(position) for position in positions]
         is_complete = self.steps["flags"][positions] & INCOMPLETE == 0
-        present = np.flatnonzero(is_complete & [len(tail) == size for tail in tails])
-        packed = np.frombuffer(b"".join([tails[index] for index in present.tolist()]), dtype=np.uint8).reshape(
-            len(present), size
-        )
-        times = packed[:, 1:].copy().view("<u2").astype(np.int64).reshape(len(present), count, 2)
+        present_positions = np.flatnonzero(is_complete & [len(tail) == size for tail in tails])
+        packed = np.frombuffer(
+            b"".join([tails[index] for index in present_positions.tolist()]), dtype=np.uint8
+        ).reshape(len(present_positions), size)
+        times = packed[:, 1:].copy().view("<u2").astype(np.int64).reshape(len(present_positions), count, 2)
         np.cumsum(times[..., 0], axis=1, out=times[..., 0])
         times[..., 1] += times[..., 0]
         if not count:
-            return present, times
+            return present_positions, times
         unit = packed[:, 0].astype(np.int64)
-        possible = (unit < _LONGEST_STEP.bit_length()) & (times[..., 1].max(axis=1) <= _LONGEST_STEP >> unit)
-        return present[possible], times[possible] << unit[possible, None, None]
+        is_possible = (unit < _LONGEST_STEP.bit_length()) & (times[..., 1].max(axis=1) <= _LONGEST_STEP >> unit)
+        return present_positions[is_possible], times[is_possible] << unit[is_possible, None, None]
 
 
 class UnreadableTimeline(Exception):
@@ -332,10 +332,10 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     except MemoryError:
         raise UnreadableTimeline(path, "it does not fit into memory") from None
     steps = blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, dtype=STEP_TYPE), *blocks])
-    impossible = (steps["step"] < 0) | (steps["step"] >= MOST_STEPS)
-    impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)
-    if impossible.any():
-        steps, damage = steps[: int(impossible.argmax())], "a step has an impossible number or time"
+    is_impossible = (steps["step"] < 0) | (steps["step"] >= MOST_STEPS)
+    is_impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)
+    if is_impossible.any():
+        steps, damage = steps[: int(is_impossible.argmax())], "a step has an impossible number or time"
     times = _Times(data, tuple(runs), tuple(accumulate(map(len, runs)))) if events else _Times(b"", (), ())
     return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, times, facts)
 

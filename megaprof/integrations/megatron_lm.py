@@ -57,7 +57,7 @@ class _LogProbs:
         return Facts(role="actor" if self.passes == 1 else "ref")
 
 
-def _again(arguments: Mapping[str, Any]) -> Facts:
+def _rerun(arguments: Mapping[str, Any]) -> Facts:
     """Notes that a step overflowed its stash of experts' activations, or their budget, and runs once more without it
     (0.18 on)."""
     over("attempt")
@@ -73,7 +73,7 @@ HOST = Host(
         Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
         Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
         Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
-        Hook("megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", _again),
+        Hook("megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", _rerun),
     ),
     arguments=_arguments,
     iteration=_iteration,

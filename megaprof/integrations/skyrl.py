@@ -40,8 +40,8 @@ def config_of(policy: Any) -> ProfileConfig:
     from megaprof.config.options import SCHEDULE, ProfileConfig, options, set_in
 
     megaprof_settings, settings = dict(policy.megatron_config.megaprof), policy.torch_profiler_config
-    named = set_in(os.environ) | megaprof_settings.keys()
-    if "target" not in named:
+    set_names = set_in(os.environ) | megaprof_settings.keys()
+    if "target" not in set_names:
         return ProfileConfig.from_values(megaprof_settings)
     if settings.enable:
         raise ValueError(
@@ -50,19 +50,21 @@ def config_of(policy: Any) -> ProfileConfig:
         )
     readers = {field.name: field.metadata["read"] for field in options()}
     defaults = type(settings)()
-    changed = {name for name in (*_RENAMED, *SCHEDULE, *_SAME) if getattr(settings, name) != getattr(defaults, name)}
-    if not changed.isdisjoint(SCHEDULE):
-        changed.update(SCHEDULE)
-    if "export_type" in changed:
-        changed.add("with_stack")
-    if not named.isdisjoint({"steps", *SCHEDULE}):
-        changed.difference_update(SCHEDULE)
-    if "all_ranks" in named:
-        changed.discard("ranks")
+    changed_names = {
+        name for name in (*_RENAMED, *SCHEDULE, *_SAME) if getattr(settings, name) != getattr(defaults, name)
+    }
+    if not changed_names.isdisjoint(SCHEDULE):
+        changed_names.update(SCHEDULE)
+    if "export_type" in changed_names:
+        changed_names.add("with_stack")
+    if not set_names.isdisjoint({"steps", *SCHEDULE}):
+        changed_names.difference_update(SCHEDULE)
+    if "all_ranks" in set_names:
+        changed_names.discard("ranks")
     translated = {}
-    for name in sorted(changed):
+    for name in sorted(changed_names):
         option, value = _RENAMED.get(name, name), getattr(settings, name)
-        if option not in named:
+        if option not in set_names:
             translated[option] = readers[option](
                 f"{_PROFILER}.{name}", ",".join(map(str, value)) if name == "ranks" else value
             )
@@ -81,7 +83,7 @@ def _forward_backward(arguments: Mapping[str, Any]) -> Facts:
     return replace(_worker(arguments["self"]), evaluation=bool(arguments.get("forward_only")))
 
 
-def _plain(role: str) -> Callable[[Mapping[str, Any]], Facts]:
+def _reader_without_megatron(role: str) -> Callable[[Mapping[str, Any]], Facts]:
     """Returns how to read a batch of a worker without Megatron (``strategy=fsdp``). A forward pass with a loss is the
     evaluation of an SFT run."""
 
@@ -95,15 +97,15 @@ def _plain(role: str) -> Callable[[Mapping[str, Any]], Facts]:
 def _send_step(arguments: Mapping[str, Any]) -> Facts:
     """Gives batches for log-probs the global step, in the trainer's process, as SkyRL gives it to those for
     training."""
-    return _number(arguments["data_fwd_pass"], arguments["self"].global_step)
+    return _attach_step(arguments["data_fwd_pass"], arguments["self"].global_step)
 
 
 def _send_sft_step(arguments: Mapping[str, Any]) -> Facts:
     """Gives the batches of an SFT run their step."""
-    return _number(arguments["batch"], arguments["step"])
+    return _attach_step(arguments["batch"], arguments["step"])
 
 
-def _number(batch: Any, step: int) -> Facts:
+def _attach_step(batch: Any, step: int) -> Facts:
     if batch.metadata is not None:
         batch.metadata.setdefault("global_step", step)
     return Facts(host_step=step)
@@ -115,9 +117,9 @@ def _worker(model: Any) -> Facts:
         if {"self", "data"} <= {*frame.f_code.co_varnames}:
             worker, data = frame.f_locals.get("self"), frame.f_locals.get("data")
             if getattr(worker, "model", None) is model:
-                reference = any(base.__name__ == "MegatronRefWorkerBase" for base in type(worker).__mro__)
+                is_reference = any(base.__name__ == "MegatronRefWorkerBase" for base in type(worker).__mro__)
                 metadata = getattr(data, "metadata", None) or {}
-                return Facts(role="ref" if reference else "actor", iteration=metadata.get("global_step"))
+                return Facts(role="ref" if is_reference else "actor", iteration=metadata.get("global_step"))
     return Facts()
 
 
@@ -137,8 +139,8 @@ HOST = Host(
                 ("RefWorkerBase", "ref"),
             )
             for hook in (
-                Hook(_WORKER, f"{worker}.forward", _plain(role), batch=_FORWARD),
-                Hook(_WORKER, f"{worker}.forward_backward", _plain(role), batch=_TRAINING),
+                Hook(_WORKER, f"{worker}.forward", _reader_without_megatron(role), batch=_FORWARD),
+                Hook(_WORKER, f"{worker}.forward_backward", _reader_without_megatron(role), batch=_TRAINING),
             )
         ),
         # In the process that runs the job.

@@ -70,11 +70,11 @@ def _adopt(worker: Any) -> None:
 
 def _facts(arguments: Mapping[str, Any], role: str | None) -> Facts:
     _adopt(arguments["self"])
-    sent_step = _sent_with(arguments.get("data")) if _Requested.step in (None, _UNNUMBERED) else None
+    sent_step = _step_in(arguments.get("data")) if _Requested.step in (None, _UNNUMBERED) else None
     return Facts(role=role, iteration=_Requested.step if sent_step is None else sent_step)
 
 
-def _as(role: str) -> Any:
+def _reader_for(role: str) -> Any:
     return lambda arguments: _facts(arguments, role)
 
 
@@ -91,16 +91,16 @@ def _send_step(arguments: Mapping[str, Any]) -> Facts:
 def _log_probs(arguments: Mapping[str, Any]) -> Facts:
     """Reads log-probs of the actor or, with LoRA, of the reference: that is the actor's model without its adapter, and
     verl asks the actor's worker for both."""
-    return _facts(arguments, "ref" if _carried(arguments.get("data"), "no_lora_adapter") else "actor")
+    return _facts(arguments, "ref" if _batch_value(arguments.get("data"), "no_lora_adapter") else "actor")
 
 
-def _sent_with(data: Any) -> int | None:
+def _step_in(data: Any) -> int | None:
     """Returns the trainer's step that came with a batch; None if none did."""
-    step = _carried(data, _SENT)
+    step = _batch_value(data, _SENT)
     return None if step is None else int(step)
 
 
-def _carried(data: Any, name: str) -> Any:
+def _batch_value(data: Any, name: str) -> Any:
     """Returns what came with a batch under a name, beside its tensors; None if nothing did."""
     for source in (getattr(data, "meta_info", None), getattr(data, "extra_info", None), data):
         get = getattr(source, "get", None)
@@ -171,13 +171,13 @@ def _run_job(arguments: Mapping[str, Any]) -> Facts:
 
 #: Up to verl 0.6.
 _OLD_FUNCTIONS = {
-    "ActorRolloutRefWorker.generate_sequences": _as("rollout"),
-    "ActorRolloutRefWorker.compute_ref_log_prob": _as("ref"),
+    "ActorRolloutRefWorker.generate_sequences": _reader_for("rollout"),
+    "ActorRolloutRefWorker.compute_ref_log_prob": _reader_for("ref"),
     "ActorRolloutRefWorker.compute_log_prob": _log_probs,
-    "ActorRolloutRefWorker.update_actor": _as("actor"),
-    "CriticWorker.compute_values": _as("critic"),
-    "CriticWorker.update_critic": _as("critic"),
-    "RewardModelWorker.compute_rm_score": _as("reward"),
+    "ActorRolloutRefWorker.update_actor": _reader_for("actor"),
+    "CriticWorker.compute_values": _reader_for("critic"),
+    "CriticWorker.update_critic": _reader_for("critic"),
+    "RewardModelWorker.compute_rm_score": _reader_for("reward"),
 }
 
 
@@ -204,9 +204,9 @@ HOST = Host(
     name="verl",
     package="verl",
     hooks=(
-        Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", _as("ref")),
+        Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", _reader_for("ref")),
         Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _log_probs),
-        Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _as("actor")),
+        Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _reader_for("actor")),
         Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
         Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
         *(

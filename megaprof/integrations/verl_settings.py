@@ -76,17 +76,17 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any], rollout: Any = Non
     enabled = {path: profiler for path, profiler in profilers.items() if _get(profiler, "enable", False)}
     if steps is not None and not isinstance(steps, range):
         steps = _numbers("global_profiler.steps", steps)
-    tool = _one(enabled, "tool")
+    tool = _common(enabled, "tool")
     if not steps or tool is None:
         return ProfileConfig()
     tools = _tools(tool)
     section = "tool_config." + (tool if tool != TOOL else "torch")
-    path = _one(enabled, "save_path")
-    discrete = bool(_one(enabled, f"{section}.discrete", False))
+    path = _common(enabled, "save_path")
+    discrete = bool(_common(enabled, f"{section}.discrete", False))
     # By default, verl writes one file for all the work of a process in a step. A timeline has no windows.
-    separate = discrete or tools == ("timeline",)
+    by_target = discrete or tools == ("timeline",)
     values: dict[str, Any] = {
-        "target": ("train_actor", "train_log_probs") if separate else ("train_overall",),
+        "target": ("train_actor", "train_log_probs") if by_target else ("train_overall",),
         "dir": None if path is None else readers.directory("global_profiler.save_path", path),
         "steps": f"{steps.start}:{steps.stop}" if isinstance(steps, range) else ",".join(map(str, steps)),
         "tool": tools,
@@ -95,13 +95,13 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any], rollout: Any = Non
     values |= _chosen_ranks(profilers, rollout if discrete else None)
     if "torch" in tools:
         values |= _torch(enabled, section)
-    elif tool == TOOL and (contents := _one(enabled, f"{section}.contents")):
+    elif tool == TOOL and (contents := _common(enabled, f"{section}.contents")):
         raise ValueError(
             f"{section}.contents: {list(contents)} has no effect with {variable('tool')} {' '.join(tools)}; valid: []"
         )
-    command = _one(enabled, "finish_hook_cmd")
+    command = _common(enabled, "finish_hook_cmd")
     if command is not None:
-        values |= {"on_finish": _finish(enabled, tool, command), "on_finish_when": "end"}
+        values |= {"on_finish": _finish_command(enabled, tool, command), "on_finish_when": "end"}
     return ProfileConfig.from_values(values)
 
 
@@ -135,7 +135,7 @@ def _chosen_ranks(profilers: Mapping[str, Any], rollout: Any) -> dict[str, str]:
 
 
 def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
-    schedule = _one(enabled, f"{section}.schedule")
+    schedule = _common(enabled, f"{section}.schedule")
     for name in ("active", "skip_first", "wait", "warmup") if schedule is not None else ():
         value, valid = _get(schedule, name, 0), (0, 1) if name == "active" else (0,)
         if value not in valid:
@@ -143,7 +143,7 @@ def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
                 f"{section}.schedule.{name}: {value!r} is not valid for megaprof, which captures the first mini-batch "
                 f"of a step; valid: {', '.join(map(str, valid))}"
             )
-    contents = list(_one(enabled, f"{section}.contents") or ())
+    contents = list(_common(enabled, f"{section}.contents") or ())
     valid_words = ("cpu", "cuda", *_CONTENTS)
     for word in contents:
         if word not in valid_words:
@@ -166,10 +166,10 @@ def _ranks(path: str, profiler: Any) -> str | None:
     return ",".join(map(str, ranks)) or None
 
 
-def _finish(enabled: Mapping[str, Any], tool: str, command: str) -> str:
+def _finish_command(enabled: Mapping[str, Any], tool: str, command: str) -> str:
     """Returns verl's command, with the variables that verl sets for it."""
     for name in ("finish_hook_all_ranks", "finish_hook_ranks"):
-        value = _one(enabled, name)
+        value = _common(enabled, name)
         if value:
             raise ValueError(
                 f"{name}: {value!r} is not valid for megaprof, which runs finish_hook_cmd on the ranks that capture; "
@@ -179,7 +179,7 @@ def _finish(enabled: Mapping[str, Any], tool: str, command: str) -> str:
     return f"export {variables}; {command}"
 
 
-def _one(enabled: Mapping[str, Any], name: str, default: Any = None) -> Any:
+def _common(enabled: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Returns the setting ``name`` that all enabled roles share: a process has one profiler, whatever its roles."""
     values = {path: _get(profiler, name, default) for path, profiler in enabled.items()}
     for path, value in values.items():

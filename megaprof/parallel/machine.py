@@ -70,8 +70,10 @@ def _cgroups(proc: Path) -> list[Bound]:
         if version not in mounts or version is None:
             continue
         root, mount = mounts[version]
-        inside = os.path.relpath(path, root) if root == "/" or path == root or path.startswith(root + "/") else "."
-        group = mount if inside.startswith("..") else (mount / inside)
+        relative_path = (
+            os.path.relpath(path, root) if root == "/" or path == root or path.startswith(root + "/") else "."
+        )
+        group = mount if relative_path.startswith("..") else (mount / relative_path)
         for level in (group, *group.parents):
             if (bound := _cgroup(level, version, total)) is not None:
                 bounds.append(bound)

@@ -37,16 +37,16 @@ def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoord
             "groups=p2p_communicator"
         )
     by_axis = {axis: group for axis in AXES if (group := getattr(groups, axis, None)) is not None}
-    lacking = {"tp", "pp", "cp", "dp"} - by_axis.keys()
-    if lacking:
-        raise NoGrid(f"the model's process groups lack {', '.join(sorted(lacking))}, so ranks have no coordinates")
+    missing_axes = {"tp", "pp", "cp", "dp"} - by_axis.keys()
+    if missing_axes:
+        raise NoGrid(f"the model's process groups lack {', '.join(sorted(missing_axes))}, so ranks have no coordinates")
     expert_tp = getattr(groups, "expt_tp", None)
     count = {axis: dist.get_world_size(group) for axis, group in by_axis.items()}
-    place = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in by_axis.items()}
+    coordinates = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in by_axis.items()}
     remat = getattr(groups, "gtp_remat", None)
     if remat is not None:
         # Its ranks have data of their own, and are neighbours in what `parallel_state` calls the data-parallel group.
-        place["dp"] = place["dp"] * dist.get_world_size(remat) + dist.get_rank(remat)
+        coordinates["dp"] = coordinates["dp"] * dist.get_world_size(remat) + dist.get_rank(remat)
         count["dp"] *= dist.get_world_size(remat)
     sizes = ParallelSizes(vpp=chunks or 1, etp=0 if expert_tp is None else dist.get_world_size(expert_tp), **count)
     if sizes.world != dist.get_world_size():
@@ -54,7 +54,7 @@ def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoord
             f"the model's process groups make {sizes.world} ranks (tp={sizes.tp} cp={sizes.cp} dp={sizes.dp} "
             f"pp={sizes.pp}), and the job has {dist.get_world_size()}"
         )
-    coords = RankCoords(rank=dist.get_rank(), sizes=sizes, **place)
+    coords = RankCoords(rank=dist.get_rank(), sizes=sizes, **coordinates)
     if dist.get_world_size(by_axis["dp"]) != sizes.dp:  # it is a part of what `parallel_state` calls data-parallel
         del by_axis["dp"]
     return coords, _layout(coords, by_axis)
@@ -98,17 +98,17 @@ def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
             "only tp, cp, dp and pp of all ranks are known"
         )
     module = next(name for name in names if rank < grids[name].rank_offset + grids[name].size)
-    place, remainder = dict.fromkeys(AXES, 0), rank - grids[module].rank_offset
+    coordinates, remainder = dict.fromkeys(AXES, 0), rank - grids[module].rank_offset
     for axis, size in shapes[module].items():
         remainder, position = divmod(remainder, size)
         if size > 1:
-            place[axis] = position
+            coordinates[axis] = position
     stages = {name: shape.get("pp", 1) for name, shape in shapes.items()}
-    place["pp"] += sum(stages[name] for name in names[: names.index(module)])
-    coords = RankCoords(rank=rank, sizes=ParallelSizes(pp=sum(stages.values()), **width), **place)
+    coordinates["pp"] += sum(stages[name] for name in names[: names.index(module)])
+    coords = RankCoords(rank=rank, sizes=ParallelSizes(pp=sum(stages.values()), **width), **coordinates)
     orders = [[axis for axis, size in shape.items() if size > 1] for shape in shapes.values()]
-    slowest = all("pp" not in order or order[-1] == "pp" for order in orders)
-    return coords, WorldLayout(coords.sizes, "-".join([*width, "pp"])) if slowest else None
+    pp_is_slowest = all("pp" not in order or order[-1] == "pp" for order in orders)
+    return coords, WorldLayout(coords.sizes, "-".join([*width, "pp"])) if pp_is_slowest else None
 
 
 def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:

@@ -82,12 +82,12 @@ class Placement(NamedTuple):
 
     def consumer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
         """Returns the stage and chunk that the result of a forward or backward goes to; None after the last one."""
-        return None if kind == "weight" else self._beside(stage, chunk, 1 if kind == "forward" else -1)
+        return None if kind == "weight" else self._neighbour(stage, chunk, 1 if kind == "forward" else -1)
 
     def producer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
         """Returns the stage and chunk where the input of a forward or backward comes from; None for the model's first
         forward, and for the backward that follows the loss."""
-        return None if kind == "weight" else self._beside(stage, chunk, -1 if kind == "forward" else 1)
+        return None if kind == "weight" else self._neighbour(stage, chunk, -1 if kind == "forward" else 1)
 
     def previous(self, stage: int) -> int | None:
         """Returns the stage before ``stage``; before the first one, the last one if chunks make the pipeline a ring,
@@ -103,14 +103,14 @@ class Placement(NamedTuple):
     def _ring(self) -> bool:
         return min(self.stages, self.chunks) > 1 and not self.v_shaped
 
-    def _beside(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
-        piece = chunk * self.stages + self._along(stage, chunk) + step
+    def _neighbour(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
+        piece = chunk * self.stages + self._position(stage, chunk) + step
         if not 0 <= piece < self.stages * self.chunks:
             return None
-        chunk, place = divmod(piece, self.stages)
-        return self._along(place, chunk), chunk
+        chunk, position = divmod(piece, self.stages)
+        return self._position(position, chunk), chunk
 
-    def _along(self, stage: int, chunk: int) -> int:
+    def _position(self, stage: int, chunk: int) -> int:
         """Returns the position of ``stage`` in the order in which a chunk passes the stages. It is its own inverse."""
         return self.stages - 1 - stage if self.v_shaped and chunk % 2 else stage
 
@@ -273,8 +273,8 @@ def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
 def producer(schedule: PipelineSchedule, stage: int, pass_id: PassId) -> tuple[int, PassId] | None:
     """Returns the stage and the pass there whose result is the input of a pass on ``stage``; None for the first
     forward of the model, and for the backward that follows the loss."""
-    place = schedule.placement.producer(pass_id.kind, stage, pass_id.chunk)
-    return None if place is None else (place[0], pass_id._replace(chunk=place[1]))
+    stage_and_chunk = schedule.placement.producer(pass_id.kind, stage, pass_id.chunk)
+    return None if stage_and_chunk is None else (stage_and_chunk[0], pass_id._replace(chunk=stage_and_chunk[1]))
 
 
 def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
@@ -329,8 +329,8 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
 
     def consumer(phase: PassId) -> PassId | None:
         """Returns the pass on the next stage (for a backward, the previous one) that waits for ``phase``'s result."""
-        place = schedule.placement.consumer(phase.kind, stage, phase.chunk)
-        return None if place is None else phase._replace(chunk=place[1])
+        stage_and_chunk = schedule.placement.consumer(phase.kind, stage, phase.chunk)
+        return None if stage_and_chunk is None else phase._replace(chunk=stage_and_chunk[1])
 
     def received(order: tuple[PassId, ...], index: int) -> PassId | None:
         """Returns what arrives in the exchange after phase ``index`` of ``order``: the next phase's input, or, on the

@@ -105,8 +105,8 @@ class Selector:
         if "ep" not in spans_by_axis:
             yield from ranks
             return
-        stride, size, allowed = strides["ep"], sizes.ep, set(_clip(spans_by_axis["ep"], sizes.ep))
-        yield from (rank for rank in ranks if rank // stride % size in allowed)
+        stride, size, allowed_positions = strides["ep"], sizes.ep, set(_clip(spans_by_axis["ep"], sizes.ep))
+        yield from (rank for rank in ranks if rank // stride % size in allowed_positions)
 
 
 ALL = Selector()

@@ -49,11 +49,11 @@ class ParallelSizes:
         if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
         for option, value in vars(self).items():
-            _whole(option, value, least=1)
+            _checked_number(option, value, least=1)
 
     def __str__(self) -> str:
-        parallel = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if getattr(self, axis) > 1]
-        return " ".join(f"{axis}={getattr(self, axis)}" for axis in parallel) or "no parallelism"
+        larger_axes = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if getattr(self, axis) > 1]
+        return " ".join(f"{axis}={getattr(self, axis)}" for axis in larger_axes) or "no parallelism"
 
     @property
     def world(self) -> int:
@@ -68,7 +68,7 @@ class ParallelSizes:
         etp = tp if etp is None else etp
         sizes = {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp, "etp": etp}
         for option, value in sizes.items():
-            _whole(option, value, least=1)
+            _checked_number(option, value, least=1)
         if vpp > 1 and pp == 1:
             raise ValueError(f"vpp={vpp} needs pp of at least 2 (the interleaved schedule has no other use), got pp=1")
         dp = _quotient(world, tp=tp, cp=cp, pp=pp)
@@ -218,7 +218,7 @@ def _quotient(world: int, **factors: int) -> int:
     return world // product
 
 
-def _whole(option: str, value: object, least: int) -> int:
+def _checked_number(option: str, value: object, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{option}={value!r} is not a whole number of at least {least}")
     return value
@@ -228,4 +228,4 @@ def _numbers(data: object, key: str, names: list[str], least: int) -> dict[str, 
     inner = data.get(key) if isinstance(data, Mapping) else None
     if not isinstance(inner, Mapping):
         raise ValueError(f"{key}: not an object with {', '.join(names)}: {inner!r}")
-    return {name: _whole(f"{key}.{name}", inner.get(name), least) for name in names}
+    return {name: _checked_number(f"{key}.{name}", inner.get(name), least) for name in names}

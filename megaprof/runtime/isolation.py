@@ -48,13 +48,13 @@ def contained(doing: str, on_fault: Callable[[], None], fault: BaseException) ->
         return False
     tb = fault.__traceback__
     frame = traceback.extract_tb(tb)[-1] if tb is not None else None
-    place = f"{frame.filename}:{frame.lineno}" if frame is not None else "unknown place"
+    location = f"{frame.filename}:{frame.lineno}" if frame is not None else "unknown place"
     logger.error(
         "megaprof: %s failed, profiling is off for the rest of this run and training goes on: %s: %s (%s)",
         doing,
         type(fault).__name__,
         fault,
-        place,
+        location,
     )
     return True
 

@@ -58,15 +58,15 @@ class Patches:
         """
         while self._applied:  # an entry is removed last, so that an interrupted call can be repeated
             owner, name, original, replacement = self._applied[-1]
-            present = vars(owner).get(name, _INHERITED)
-            if present is replacement:
+            current = vars(owner).get(name, _INHERITED)
+            if current is replacement:
                 if original is _INHERITED:
                     del vars(owner)[name]
                 elif isinstance(owner, _NAMESPACES):
                     setattr(owner, name, original)
                 else:
                     vars(owner)[name] = original
-            elif present is not original:
+            elif current is not original:
                 logger.warning(
                     "megaprof: %s.%s was wrapped by somebody else after megaprof; it is left as it is",
                     getattr(owner, "__name__", owner),

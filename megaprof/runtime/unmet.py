@@ -22,7 +22,7 @@ _INSTALLED = "installed"
 #: Variables of launchers with a process's rank. Only rank 0 logs the line.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 #: How far a process may come, in this order.
-_CAME = (
+_REASONS = (
     "neither torch nor megatron.core was imported",
     "torch was imported, but megatron.core was not, nor did a step of a trainer without it run that megaprof knows",
     "megatron.core was imported, but not megatron.core.pipeline_parallel.schedules",
@@ -42,7 +42,7 @@ def watch() -> None:
         os.environ[_FIRST] = f"{os.getpid()}:{directory}"
     armed.marks = Path(directory)
     is_first = pid in ("", str(os.getpid()))  # this process may have run another program before, which set the variable
-    atexit.register(_speak if is_first else _leave, os.getpid())
+    atexit.register(_log_reason if is_first else _mark_progress, os.getpid())
 
 
 def installed() -> None:
@@ -50,8 +50,8 @@ def installed() -> None:
     _mark(_INSTALLED)
 
 
-def _came() -> int:
-    """Returns how far this process came, as an index into `_CAME`."""
+def _progress() -> int:
+    """Returns how far this process came, as the index of a reason in `_REASONS`."""
     if "megatron.core.pipeline_parallel.schedules" in sys.modules:
         return 4 if armed.asked_too_early else 3
     if "megatron.core" in sys.modules:
@@ -65,15 +65,15 @@ def _mark(name: str) -> None:
             (armed.marks / name).touch()
 
 
-def _leave(pid: int) -> None:
+def _mark_progress(pid: int) -> None:
     if pid == os.getpid():  # not in a fork of it
-        _mark(str(_came()))
+        _mark(str(_progress()))
 
 
-def _speak(pid: int) -> None:
+def _log_reason(pid: int) -> None:
     if pid != os.getpid():
         return
-    _leave(pid)
+    _mark_progress(pid)
     from shutil import rmtree
 
     marks = set() if armed.marks is None else {path.name for path in armed.marks.glob("*")}
@@ -82,6 +82,6 @@ def _speak(pid: int) -> None:
     if _INSTALLED in marks or any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return
     furthest = max((int(mark) for mark in marks if mark.isdigit()), default=0)
-    processes = "this process" if marks == {str(_came())} else "this process, or those that it started here"
-    reached = _CAME[min(furthest, len(_CAME) - 1)]
-    logger.warning("megaprof: no Megatron schedule ran in %s; nothing was captured: %s", processes, reached)
+    processes = "this process" if marks == {str(_progress())} else "this process, or those that it started here"
+    reason = _REASONS[min(furthest, len(_REASONS) - 1)]
+    logger.warning("megaprof: no Megatron schedule ran in %s; nothing was captured: %s", processes, reason)

@@ -160,7 +160,7 @@ def _nothing() -> Callable[..., Any]:
     return constant(None)
 
 
-def _same() -> Callable[..., Any]:
+def _identity() -> Callable[..., Any]:
     return lambda obj, *_, **__: obj
 
 
@@ -202,9 +202,9 @@ def _torch_patches() -> list[Patch]:
         Patch(cuda.nvtx, "range_pop", _nothing()),
         Patch(torch.autograd, "_engine_run_backward", _also_in_backward(vars(torch.autograd)["_engine_run_backward"])),
         *(Patch(dist, name, _over_gloo(vars(dist)[name])) for name in ("new_group", "new_subgroups_by_enumeration")),
-        Patch(torch.Tensor, "cuda", _same()),
+        Patch(torch.Tensor, "cuda", _identity()),
         Patch(torch.Tensor, "record_stream", _nothing()),
-        Patch(torch.nn.Module, "cuda", _same()),
+        Patch(torch.nn.Module, "cuda", _identity()),
     ]
 
 
@@ -233,7 +233,7 @@ def _norm_under_sequence_parallel(wrapped_norm: Any) -> Any:
     return staticmethod(new)
 
 
-def _kept(owner: Any, *names: str) -> list[Patch]:
+def _restoring(owner: Any, *names: str) -> list[Patch]:
     """Returns patches that restore globals which megatron-core fills while the context is open."""
     return [Patch(owner, name, getattr(owner, name)) for name in names if hasattr(owner, name)]
 
@@ -250,13 +250,13 @@ def _megatron_patches() -> list[Patch]:
         Patch(random, "_set_cuda_rng_state", _set_rng_state),
         Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_value),
         Patch(torch_norm.WrappedTorchNorm, "__new__", _norm_under_sequence_parallel(torch_norm.WrappedTorchNorm)),
-        *_kept(random, "_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
-        *_kept(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
+        *_restoring(random, "_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
+        *_restoring(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
     ]
     if hasattr(schedules, "combined_1f1b_schedule_for_no_pipelining"):  # megatron-core >= 0.14
         from megatron.core.pipeline_parallel import utils
 
-        patches += _kept(utils, "_COMP_STREAM", "_COMM_STREAM")
+        patches += _restoring(utils, "_COMP_STREAM", "_COMM_STREAM")
     if not hasattr(moe_utils, "te_general_gemm"):
         # Imported from Transformer Engine, which may be missing, yet read unconditionally by the router (0.13+).
         patches.append(Patch(moe_utils, "te_general_gemm", None))

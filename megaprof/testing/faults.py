@@ -54,12 +54,12 @@ class _Paced:
         self.end_forward = 0.0
         self.begin_backward: Callable[[], object] = lambda: None
 
-    def begin(self, module: Any, inputs: Any, named: Any) -> None:
+    def begin(self, module: Any, inputs: Any, keyword_inputs: Any) -> None:
         forward_ms, backward_ms = self.takes()
         self.end_forward = time.perf_counter() + forward_ms / 1e3
         end_times: list[float] = []
         self.begin_backward = lambda: end_times.append(time.perf_counter() + backward_ms / 1e3)
-        for argument in (*inputs, *named.values()):
+        for argument in (*inputs, *keyword_inputs.values()):
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
                 argument.register_hook(lambda gradient: _until(end_times.pop()))  # type: ignore[no-untyped-call]
                 break

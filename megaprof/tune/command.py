@@ -52,9 +52,9 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
     Raises Saves if neither the command nor ``instead`` says how to turn saving off.
     """
     words, turned_off = list(command), instead is not None
-    for option, off in _SAVING.items():
+    for option, off_words in _SAVING.items():
         if _has(words, option):
-            words, turned_off = [*_without(words, {_name(word) for word in (option, *off)}), *off], True
+            words, turned_off = [*_without(words, {_name(word) for word in (option, *off_words)}), *off_words], True
     if not turned_off and not _has(words, _MEGATRON_LM):
         raise Saves(
             f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
@@ -73,11 +73,11 @@ def with_layout(
     and every option that both have. They are spelled for ``framework`` and ``role``, as traces name them.
     """
     words = list(options_of(framework, role, flags, stages) or flags)
-    placing = {_name(word) for word in (*PLACING, _OLDER, *filter(_names_an_option, words))}
+    placing_names = {_name(word) for word in (*PLACING, _OLDER, *filter(_names_an_option, words))}
     for flag in PLACING:
         spelled = options_of(framework, role, (flag, "t"), 1)  # the value does not matter: only the name is used
-        placing |= {_name(spelled[0])} if spelled else set()
-    return _without(command, placing) + words
+        placing_names |= {_name(spelled[0])} if spelled else set()
+    return _without(command, placing_names) + words
 
 
 def _has(words: Iterable[str], option: str) -> bool:
@@ -86,13 +86,13 @@ def _has(words: Iterable[str], option: str) -> bool:
 
 def _without(words: Sequence[str], names: set[str]) -> list[str]:
     """Returns the words without the options of these names and their values."""
-    kept: list[str] = []
+    kept_words: list[str] = []
     dropped_option = None
     for word in words:
         if _names_an_option(word):
             dropped_option = _name(word) if _name(word) in names else None
             if dropped_option is None:
-                kept.append(word)
+                kept_words.append(word)
             elif "=" in word:
                 dropped_option = None  # its value is in the same word
         elif dropped_option is not None and (
@@ -101,8 +101,8 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
             dropped_option = None
         else:
             dropped_option = None
-            kept.append(word)
-    return kept
+            kept_words.append(word)
+    return kept_words
 
 
 def _names_an_option(word: str) -> bool:

@@ -60,15 +60,17 @@ def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None, 
     mismatch = trial.proposal and _mismatch(trial.proposal, layout, target.measured.microbatches)
     if mismatch:
         return replace(measured, outcome="not_as_asked", why=mismatch, step_ms=None)
-    proposed = partial(_proposal, target.what_if, measured, spread.mean, more_between)
+    make_proposal = partial(_proposal, target.what_if, measured, spread.mean, more_between)
     fitting = [
         prediction
         for prediction in target.what_if.candidates
         if prediction.flags and prediction.layout and prediction.fits is not False
     ]
-    proposals = tuple(proposed(prediction) for prediction in sorted(fitting, key=lambda prediction: -prediction.low))
+    proposals = tuple(
+        make_proposal(prediction) for prediction in sorted(fitting, key=lambda prediction: -prediction.low)
+    )
     half = None if changeable is None else _half_as_deep(changeable)
-    half_proposal = proposed(half) if isinstance(half, Prediction) else half
+    half_proposal = make_proposal(half) if isinstance(half, Prediction) else half
     measured = replace(measured, outcome="measured", next=proposals, half_as_deep=half_proposal)
     if memory_limit is None or measured.memory is None or max(measured.memory) <= memory_limit:
         return measured
@@ -105,12 +107,12 @@ def best_proposal(tuning: Tuning) -> Proposal | None:
 
 def _best(tuning: Tuning, proposals: Iterable[Proposal]) -> Proposal | None:
     best = tuning.best
-    surest: dict[_Key, Proposal] = {}
+    surest_by_key: dict[_Key, Proposal] = {}
     for proposal in _untried(tuning, proposals):
-        previous = surest.get(_key(proposal))
+        previous = surest_by_key.get(_key(proposal))
         if previous is None or _width(proposal) < _width(previous):
-            surest[_key(proposal)] = proposal
-    quickest = min(surest.values(), key=lambda proposal: proposal.step_ms.high, default=None)
+            surest_by_key[_key(proposal)] = proposal
+    quickest = min(surest_by_key.values(), key=lambda proposal: proposal.step_ms.high, default=None)
     if quickest is None or best is None or best.step_ms is None:
         return quickest
     return quickest if quickest.step_ms.high * (1 + LEAST) < best.step_ms.value else None
@@ -141,15 +143,15 @@ def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
     """Returns the proposals that may still be tried. Leaves out layouts that have been tried, and proposals that need
     at least as much memory on every stage as one that ran out of memory."""
     outcomes = [(trial.proposal, trial.outcome) for trial in tuning.trials if trial.proposal is not None]
-    tried = {_key(proposal) for proposal, _ in outcomes}
-    tried |= {(trial.stages, trial.layout) for trial in tuning.trials if trial.layout is not None}
+    tried_keys = {_key(proposal) for proposal, _ in outcomes}
+    tried_keys |= {(trial.stages, trial.layout) for trial in tuning.trials if trial.layout is not None}
     too_large = [
         proposal.memory for proposal, outcome in outcomes if outcome == "out_of_memory" and proposal.memory is not None
     ]
     return [
         proposal
         for proposal in proposals
-        if _key(proposal) not in tried and not any(_needs(proposal, memory) for memory in too_large)
+        if _key(proposal) not in tried_keys and not any(_needs(proposal, memory) for memory in too_large)
     ]
 
 
@@ -200,8 +202,8 @@ def _predicted(prediction: Prediction, measured_ms: float) -> Interval:
 
 
 def _interval(step: Spread) -> Interval:
-    reach = _TO_ENDS * step.stdev / max(step.count - 1, 1) ** 0.5
-    return Interval(step.mean, max(step.mean - reach, 1e-9), step.mean + reach)
+    half_width = _TO_ENDS * step.stdev / max(step.count - 1, 1) ** 0.5
+    return Interval(step.mean, max(step.mean - half_width, 1e-9), step.mean + half_width)
 
 
 def _width(proposal: Proposal) -> float:

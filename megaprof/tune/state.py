@@ -46,9 +46,9 @@ class Interval:
     def over(self, other: Interval) -> Interval:
         """Returns this step divided by ``other``; each was measured in a run of its own and is above 0."""
         value = self.value / other.value
-        below = hypot(1 - self.low / self.value, other.high / other.value - 1, RERUN)
-        above = hypot(self.high / self.value - 1, 1 - other.low / other.value, RERUN)
-        return Interval(value, value * max(1 - below, 0.0), value * (1 + above))
+        lower_error = hypot(1 - self.low / self.value, other.high / other.value - 1, RERUN)
+        upper_error = hypot(self.high / self.value - 1, 1 - other.low / other.value, RERUN)
+        return Interval(value, value * max(1 - lower_error, 0.0), value * (1 + upper_error))
 
     def holds(self, other: Interval) -> bool:
         """Returns whether the two intervals overlap, so that both may be the same number."""
@@ -195,8 +195,8 @@ class Tuning:
     @property
     def best(self) -> Trial | None:
         """The trial with the shortest step among those within the memory limit; None if there is none."""
-        kept = [trial for trial in self.measured if trial.outcome != "above_limit"]
-        return min(kept, key=_step, default=None)
+        within_limit = [trial for trial in self.measured if trial.outcome != "above_limit"]
+        return min(within_limit, key=_step, default=None)
 
     @property
     def pending(self) -> Trial | None:

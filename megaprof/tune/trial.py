@@ -116,10 +116,10 @@ def _steps(directory: Path) -> int:
     except NoJob:
         return 0
     statuses = job.statuses()
-    return min(map(_made, statuses.values())) if len(statuses) == job.run.world else 0
+    return min(map(_steps_of, statuses.values())) if len(statuses) == job.run.world else 0
 
 
-def _made(status: RankStatus) -> int:
+def _steps_of(status: RankStatus) -> int:
     return max((calls.count or 0 for calls in status.calls if calls.target == TARGET), default=0)
 
 
@@ -158,15 +158,15 @@ def _explained(ended: Ended, log: Path) -> Ended:
     """Returns how the trial ended, with the reason that the command printed."""
     if ended.outcome == "enough":
         return ended
-    lines = [line.strip() for line in _CAUGHT.sub("", _tail(log)).splitlines() if line.strip() and _OURS not in line]
-    ran_out = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
-    if ran_out is not None:
-        return Ended("out_of_memory", ended.code, ran_out)
+    lines = [line.strip() for line in _CAUGHT.sub("", _log_end(log)).splitlines() if line.strip() and _OURS not in line]
+    memory_line = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+    if memory_line is not None:
+        return Ended("out_of_memory", ended.code, memory_line)
     last_line = lines[-1] if lines and ended.outcome == "exited" else None
     return Ended(ended.outcome, ended.code, next(filter(_RAISED.search, lines), last_line))
 
 
-def _tail(log: Path) -> str:
+def _log_end(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _READ))
         return file.read().decode("utf-8", "replace")

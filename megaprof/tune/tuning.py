@@ -20,8 +20,8 @@ def resumed(tuning: Tuning, directory: Path) -> Tuning:
     """Returns ``tuning`` with every trial that was not measured, and whose directory was deleted, set to run again."""
     for trial in tuning.trials:
         if trial.outcome is not None and trial.step_ms is None and not (directory / trial.directory).exists():
-            waiting = Trial(trial.number, trial.command, trial.directory, trial.proposal)
-            tuning = tuning.having(replace(waiting, again=trial.again, more_steps=trial.more_steps))
+            fresh_trial = Trial(trial.number, trial.command, trial.directory, trial.proposal)
+            tuning = tuning.having(replace(fresh_trial, again=trial.again, more_steps=trial.more_steps))
     return tuning
 
 
@@ -31,12 +31,12 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     A pending trial whose directory exists was interrupted: it gets a new directory, and the old one stays.
     Raises `command.Saves`.
     """
-    waiting = tuning.pending
-    if waiting is not None:
-        return tuning.having(replace(waiting, directory=_free(directory, waiting.number)))
+    pending_trial = tuning.pending
+    if pending_trial is not None:
+        return tuning.having(replace(pending_trial, directory=_free_name(directory, pending_trial.number)))
     if not tuning.trials:
         words = tuple(without_saving(tuning.command, tuning.saving_off))
-        return tuning.having(Trial(1, words, _free(directory, 1)))
+        return tuning.having(Trial(1, words, _free_name(directory, 1)))
     first_trial = tuning.trials[0]
     if first_trial.step_ms is None:
         return replace(tuning, stopped="not_measured", reason=first_trial.why)
@@ -52,22 +52,22 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
         and not tuning.repeated(last_trial)
     ):
         # One of two runs was disturbed, or the prediction is wrong.
-        return tuning.having(_again(last_trial, number, directory))
+        return tuning.having(_repetition(last_trial, number, directory))
     proposal = best_proposal(tuning)
     if proposal is None:
         best, more_steps = tuning.best, steps_that_tell(tuning)
         if best is not None and more_steps:
-            return tuning.having(_again(best, number, directory, more_steps))
+            return tuning.having(_repetition(best, number, directory, more_steps))
         return replace(tuning, stopped="nothing_left", reason=None if best is None or best.next else best.says)
     if not may_continue:
         return replace(tuning, stopped="trials_spent")
     plain = without_saving(tuning.command, tuning.saving_off)
-    return tuning.having(Trial(number, tuning.changed(plain, proposal), _free(directory, number), proposal))
+    return tuning.having(Trial(number, tuning.changed(plain, proposal), _free_name(directory, number), proposal))
 
 
-def _again(trial: Trial, number: int, directory: Path, more_steps: int = 0) -> Trial:
-    place = _free(directory, number)
-    return Trial(number, trial.command, place, trial.proposal, again=trial.number, more_steps=more_steps)
+def _repetition(trial: Trial, number: int, directory: Path, more_steps: int = 0) -> Trial:
+    trial_directory = _free_name(directory, number)
+    return Trial(number, trial.command, trial_directory, trial.proposal, again=trial.number, more_steps=more_steps)
 
 
 def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
@@ -92,11 +92,11 @@ def run(
         if trial is None:
             return tuning
         begun(trial)
-        place = directory / trial.directory
-        place.mkdir()
+        trial_directory = directory / trial.directory
+        trial_directory.mkdir()
         steps = tuning.steps + trial.more_steps
-        ended = runs.run(trial.command, place.absolute(), steps, time_limit, advance)
-        tuning = completed(tuning, trial, place)
+        ended = runs.run(trial.command, trial_directory.absolute(), steps, time_limit, advance)
+        tuning = completed(tuning, trial, trial_directory)
         measured = tuning.trials[trial.number - 1]
         if ended.outcome != "enough" and (measured.steps or 0) < steps:
             tuning = tuning.having(_failed(measured, ended, time_limit))
@@ -113,7 +113,7 @@ def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
     return replace(unmeasured, outcome="failed", why=f"the command ended with exit code {ended.code}{detail}")
 
 
-def _free(directory: Path, number: int) -> str:
+def _free_name(directory: Path, number: int) -> str:
     """Returns the name of a new directory for a trial."""
-    names = (f"trial-{number}" + (f".{again}" if again > 1 else "") for again in range(1, 1000))
+    names = (f"trial-{number}" + (f".{attempt}" if attempt > 1 else "") for attempt in range(1, 1000))
     return next(name for name in names if not (directory / name).exists())

@@ -37,20 +37,22 @@ def sentence(tuning: Tuning) -> str:
     if result is None:
         return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
     agreed_count, compared_count = result.as_predicted
-    inside = (
+    agreement_clause = (
         f"; {agreed_count} of {counted(compared_count, 'prediction')} inside the interval" if compared_count else ""
     )
     if result.command == tuning.command:
         if not compared_count:
             return "Nothing gained: no other layout was tried."
-        tried = counted(len(tuning.measured), "layout")
-        return f"Nothing gained: the command as it was given is the quickest of {tried} tried{inside}."
+        tried_layouts = counted(len(tuning.measured), "layout")
+        return (
+            f"Nothing gained: the command as it was given is the quickest of {tried_layouts} tried{agreement_clause}."
+        )
     best_trial, first_trial = tuning.trials[result.trial - 1], tuning.trials[0]
-    gained = f"{ratio(result.speedup)} times as fast: {best_trial.what}{inside}."
+    outcome = f"{ratio(result.speedup)} times as fast: {best_trial.what}{agreement_clause}."
     if best_trial.stages is None or best_trial.stages == first_trial.stages:
-        return gained
+        return outcome
     depths = f"{counted(best_trial.stages, 'stage')} instead of {first_trial.stages}"
-    return f"{gained} This changes the depth of the pipeline: {depths}."
+    return f"{outcome} This changes the depth of the pipeline: {depths}."
 
 
 def stopped(tuning: Tuning) -> str | None:
@@ -79,8 +81,8 @@ def _depth(tuning: Tuning) -> str | None:
 def rows(tuning: Tuning) -> list[tuple[str, ...]]:
     """Returns the header of a table and a row for every trial, without the columns that are empty for all trials."""
     all_rows = list(_rows(tuning))
-    filled = [any(cell != words.ABSENT for cell in column) for column in zip(*all_rows, strict=True)]
-    return [tuple(compress(row, filled)) for row in (COLUMNS, *all_rows)]
+    is_filled = [any(cell != words.ABSENT for cell in column) for column in zip(*all_rows, strict=True)]
+    return [tuple(compress(row, is_filled)) for row in (COLUMNS, *all_rows)]
 
 
 def _rows(tuning: Tuning) -> Iterator[tuple[str, ...]]:
@@ -114,19 +116,19 @@ def most(memory: tuple[int, ...] | None) -> str:
     return words.ABSENT if memory is None else f"{max(memory) / (1 << 30):.1f}"
 
 
-def ratio(gained: Interval) -> str:
+def ratio(speedup: Interval) -> str:
     """Returns a speedup with its interval."""
-    return words.speedup(gained.value, (gained.low, gained.high))
+    return words.speedup(speedup.value, (speedup.low, speedup.high))
 
 
 def show(tuning: Tuning, console: Console) -> None:
     """Prints a tuning."""
     heading(console, "Tuning")
-    heads, *filled = rows(tuning)
+    header, *body_rows = rows(tuning)
     grid = table()
-    for name in heads:
+    for name in header:
         grid.add_column(name, min_width=max(map(len, name.split())))
-    for row in filled:
+    for row in body_rows:
         grid.add_row(*(text(cell) for cell in row))
     console.print(grid)
     for line in failures(tuning):
@@ -149,28 +151,28 @@ def failures(tuning: Tuning) -> list[str]:
 
 def assumed(tuning: Tuning) -> list[str]:
     """Returns a line for each assumption of the predictions that were tried, with the trials that it concerns."""
-    about: dict[str, list[str]] = {}
+    trials_by_clause: dict[str, list[str]] = {}
     for trial in tuning.trials:
         for clause in trial.proposal.assumes if trial.proposal and trial.again is None else ():
-            about.setdefault(clause, []).append(trial.what)
-    return [f"{' / '.join(names)}: assumes that {clause}." for clause, names in about.items()]
+            trials_by_clause.setdefault(clause, []).append(trial.what)
+    return [f"{' / '.join(names)}: assumes that {clause}." for clause, names in trials_by_clause.items()]
 
 
 def page(tuning: Tuning) -> str:
     """Returns a tuning as one HTML file that loads nothing and runs no script."""
     created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     css = static("report.css")
-    heads, *filled = rows(tuning)
+    header, *body_rows = rows(tuning)
     template = environment("megaprof.tune").get_template("tuning.html")
     texts = {"sentence": sentence(tuning), "stopped": stopped(tuning), "command": command_line(tuning)}
-    about = [created, f"megaprof {__version__}"]
+    footer = [created, f"megaprof {__version__}"]
     return template.render(
         tuning=tuning,
-        rows=filled,
-        columns=heads,
+        rows=body_rows,
+        columns=header,
         failures=failures(tuning),
         assumed=assumed(tuning),
-        about=about,
+        about=footer,
         css=Markup(css),
         **texts,
     )

@@ -51,7 +51,7 @@ def said(tmp_path: Path, *command: str, **env: str) -> list[str]:
 def test_one_line_says_how_far_it_came(tmp_path: Path, code: str, came: int) -> None:
     (line,) = said(tmp_path, "-c", code)
     assert line.startswith("megaprof: no Megatron schedule ran in this process")
-    assert line.endswith(unmet._CAME[came])
+    assert line.endswith(unmet._REASONS[came])
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_a_launcher_says_it_once_for_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     (line,) = said(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
-    assert line.endswith(unmet._CAME[1])
+    assert line.endswith(unmet._REASONS[1])
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,14 @@ def _arm() -> None:
 
 def _run_the_next_one() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
-    ours = sys.modules.pop("sitecustomize")
+    our_module = sys.modules.pop("sitecustomize")
     try:
         import_module("sitecustomize")
     except ModuleNotFoundError as missing:
         if missing.name != "sitecustomize":
             raise
     finally:
-        sys.modules.setdefault("sitecustomize", ours)
+        sys.modules.setdefault("sitecustomize", our_module)
 
 
 _arm()

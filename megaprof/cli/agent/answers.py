@@ -101,11 +101,11 @@ def _report(directory: str, run: int | None) -> Report:
     read again only if a file has changed."""
     path = place(directory)
     stamp = _stamp(path)
-    return _kept(directory, run, stamp) if stamp else analyzed(path, run)
+    return _cached_report(directory, run, stamp) if stamp else analyzed(path, run)
 
 
 @lru_cache(maxsize=2)
-def _kept(directory: str, run: int | None, stamp: Hashable) -> Report:
+def _cached_report(directory: str, run: int | None, stamp: Hashable) -> Report:
     return analyzed(place(directory), run)
 
 

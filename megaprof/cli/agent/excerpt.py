@@ -102,7 +102,7 @@ def _without(value: Any, details: Collection[str], path: str) -> Any:
     if isinstance(value, list):
         if len(value) > _FEW_NUMBERS and all(item is None or isinstance(item, (int, float)) for item in value):
             return _LeftOut(value, path)
-        return [_without(item, details, _below(path, place)) for place, item in enumerate(value)]
+        return [_without(item, details, _below(path, index)) for index, item in enumerate(value)]
     return value
 
 
@@ -112,8 +112,8 @@ def _cut(value: Any, path: str, limit: int) -> Any:
     if len(written(value)) <= limit or isinstance(value, _LeftOut):
         return value
     if isinstance(value, str):
-        while value and (over := len(written(value)) + 1 - limit) > 0:
-            value = value[:-over]
+        while value and (excess_characters := len(written(value)) + 1 - limit) > 0:
+            value = value[:-excess_characters]
         return f"{value}…"
     if not isinstance(value, (dict, list)):
         return value

@@ -71,23 +71,23 @@ def serve(*, allow_trigger: bool) -> None:
 
 def server(*, allow_trigger: bool) -> MCPServer[Any]:
     """Returns the server with all its tools and documents."""
-    reads: tuple[Callable[..., CallToolResult], ...] = (report, what_if, diff, simulate, status)
+    reading_tools: tuple[Callable[..., CallToolResult], ...] = (report, what_if, diff, simulate, status)
     tools = [
-        Tool.from_function(tool, description=_about(tool), annotations=_READS, structured_output=False)
-        for tool in reads
+        Tool.from_function(tool, description=_description(tool), annotations=_READS, structured_output=False)
+        for tool in reading_tools
     ]
     trigger_tool = trigger if allow_trigger else trigger_with_consent
     tools.append(
         Tool.from_function(
-            trigger_tool, name="trigger", description=_about(trigger), annotations=_ASKS, structured_output=False
+            trigger_tool, name="trigger", description=_description(trigger), annotations=_ASKS, structured_output=False
         )
     )
     mcp_server = _Server("megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
-    for name, about in documents.PAGES.items():
+    for name, description in documents.PAGES.items():
         uri = f"megaprof://docs/{name}"
         mcp_server.add_resource(
             FunctionResource(
-                uri=uri, name=name, description=about, mime_type="text/markdown", fn=partial(documents.page, name)
+                uri=uri, name=name, description=description, mime_type="text/markdown", fn=partial(documents.page, name)
             )
         )
     mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(_help)
@@ -299,19 +299,19 @@ def _text(text: str, *, failed: bool = False) -> CallToolResult:
     return CallToolResult(content=[TextContent(type="text", text=text)], is_error=failed)
 
 
-def _about(tool: Callable[..., Any]) -> str:
+def _description(tool: Callable[..., Any]) -> str:
     return " ".join((tool.__doc__ or "").split())
 
 
 def _help(command: str) -> str:
-    return _named(documents.help_of, command)
+    return _resource(documents.help_of, command)
 
 
 def _schema(command: str) -> str:
-    return _named(documents.schema_of, command)
+    return _resource(documents.schema_of, command)
 
 
-def _named(make: Callable[[str], str], command: str) -> str:
+def _resource(make: Callable[[str], str], command: str) -> str:
     try:
         return make(command)
     except KeyError as unknown:

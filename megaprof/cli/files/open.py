@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _hand_over(path: Path, name: str | None = None) -> None:
     """Serves the file until the page has fetched all of it."""
     # Other users of this machine can reach the port, but cannot guess the path.
-    place = f"/{secrets.token_urlsafe(16)}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name or path.name)}"
+    url_path = f"/{secrets.token_urlsafe(16)}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name or path.name)}"
     fetched = Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path != place:
+            if self.path != url_path:
                 self.send_error(404)
                 return
             with open_input(path) as file:
@@ -97,7 +97,7 @@ def _hand_over(path: Path, name: str | None = None) -> None:
             f"{PAGE} can fetch from no other port. megaprof merge {path} -o FILE writes a file to drag into the page"
         ) from None
     with server:
-        _invite(server.server_port, place)
+        _invite(server.server_port, url_path)
         while not fetched.is_set():
             server.handle_request()
     say("The page has the complete trace.")
@@ -113,8 +113,8 @@ class _Server(ThreadingHTTPServer):
         """Ignores a failed request: a page that was closed may be opened again."""
 
 
-def _invite(port: int, place: str) -> None:
-    address = f"{PAGE}/#!/?url=http://127.0.0.1:{port}{place}&referrer=open_trace_in_ui"
+def _invite(port: int, url_path: str) -> None:
+    address = f"{PAGE}/#!/?url=http://127.0.0.1:{port}{url_path}&referrer=open_trace_in_ui"
     if browser.opened(address):
         say(f"Opened in the browser; waiting until the page has fetched the trace (Ctrl-C to stop): {address}")
         return

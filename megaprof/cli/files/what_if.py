@@ -108,7 +108,7 @@ def predicted(
     from megaprof.analysis.what_if.changeable import NotCaptured
     from megaprof.analysis.what_if.layouts import options_of
 
-    target_report, changeable = _of(report, target, role)
+    target_report, changeable = _find_target(report, target, role)
     try:
         choice = chosen(changeable, choices)
     except NotCaptured as missing:
@@ -133,7 +133,7 @@ def predicted(
     )
 
 
-def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetReport, Changeable]:
+def _find_target(report: Report, target: str | None, role: str | None) -> tuple[TargetReport, Changeable]:
     matching = [
         (target_report, changeable)
         for target_report, changeable in zip(report.targets, report.by_hand, strict=True)

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains, captures and reports. Raises UsageError for arguments that make no sense, and CommandError if a rank
     fails."""
     try:
-        _settle(args)
+        _fill_in_defaults(args)
         _check(args)
         workload = workload_of(args)
         if args.fault is not None:
@@ -105,10 +105,10 @@ def run(args: argparse.Namespace) -> int:
         out = _new_directory(args.out)
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
-    split = "+".join(map(str, workload.chunk_layers))
+    layer_counts = "+".join(map(str, workload.chunk_layers))
     print(
         f"{counted(workload.world_size, 'rank')} of a real Megatron-Core GPT on this CPU: "
-        f"{counted(workload.pp, 'stage')}, {split} layers, {counted(workload.microbatches, 'microbatch')}, "
+        f"{counted(workload.pp, 'stage')}, {layer_counts} layers, {counted(workload.microbatches, 'microbatch')}, "
         f"hidden {workload.hidden}",
         flush=True,
     )
@@ -179,7 +179,7 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
 _MOST_RANKS = 32
 
 
-def _settle(args: argparse.Namespace) -> None:
+def _fill_in_defaults(args: argparse.Namespace) -> None:
     """Sets arguments that were not given to the value that the fault needs, or else to the default."""
     sizes = faults.least(args.fault, args.ep)
     args.pp = sizes.get("pp", _PP) if args.pp is None else args.pp
@@ -214,8 +214,8 @@ def _layout(text: str | None, layers: int, pieces: int, *, evenly: bool) -> tupl
     if text is None and evenly:
         return tuple(layers // pieces + (piece < layers % pieces) for piece in range(pieces))
     if text is None:
-        small = max(1, layers // (2 * pieces))
-        return (layers - small * (pieces - 1), *[small] * (pieces - 1))
+        smaller_count = max(1, layers // (2 * pieces))
+        return (layers - smaller_count * (pieces - 1), *[smaller_count] * (pieces - 1))
     numbers = text.replace("+", ",").split(",")
     if not all(number.strip().isdigit() for number in numbers):
         raise ValueError(f"--layout {text}: must be layer counts such as 6,2, or 'balanced'")

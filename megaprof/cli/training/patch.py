@@ -65,8 +65,8 @@ def find(host: str, directory: Path) -> tuple[Patch, Path]:
         if set(patch.states(root).values()) <= {ORIGINAL, PATCHED}:
             return patch, root
 
-    def unknown(place: tuple[Patch, Path]) -> tuple[int, int]:
-        count = Counter(place[0].states(place[1]).values())
+    def unknown(candidate: tuple[Patch, Path]) -> tuple[int, int]:
+        count = Counter(candidate[0].states(candidate[1]).values())
         return count[MISSING], count[OTHER]
 
     nearest, root = min(places, key=unknown)

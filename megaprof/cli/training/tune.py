@@ -184,13 +184,13 @@ def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
     if pending is not None:
         if args.next != Path():
             pending = replace(pending, directory=str(args.next.absolute()))
-        place = args.out / pending.directory
-        if not place.is_dir():
+        trial_directory = args.out / pending.directory
+        if not trial_directory.is_dir():
             raise CommandError(
-                f"{place}: no such directory; the command of trial {pending.number} has not run yet. If it failed "
-                "before it wrote anything, create the directory to count the trial as failed"
+                f"{trial_directory}: no such directory; the command of trial {pending.number} has not run yet. If "
+                "it failed before it wrote anything, create the directory to count the trial as failed"
             )
-        current = tuning.completed(current, pending, place)
+        current = tuning.completed(current, pending, trial_directory)
         _say_over(current.trials[pending.number - 1])
     current = tuning.upcoming(current, args.out)
     state.store(args.out, current)
@@ -204,9 +204,9 @@ def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
 def _to_submit(trial_now: Trial, out: Path) -> str:
     directory = (out / trial_now.directory).absolute()
     config = trial.config_of(directory)
-    apart = [f"{name}={value}" for name, value in trial.apart(directory).items()]
+    assignments = [f"{name}={value}" for name, value in trial.apart(directory).items()]
     options = [flag("target"), *config.target, flag("tool"), *config.tool, flag("dir"), str(config.dir)]
-    return shlex.join(["env", *apart, "megaprof", "run", *options, "--", *trial_now.command])
+    return shlex.join(["env", *assignments, "megaprof", "run", *options, "--", *trial_now.command])
 
 
 def _show(current: Tuning, args: argparse.Namespace) -> None:

@@ -202,8 +202,8 @@ class RankStatus(Record, frozen=True):
     def step_of(self, target: str, role: str | None) -> int | None:
         """Returns the step of `target` and `role` that it is in, or else the last one that it finished."""
         place = self.place
-        inside = place is not None and (place.target, place.role) == (target, role)
-        return place.step if place is not None and inside else self.finished(target, role)
+        is_inside = place is not None and (place.target, place.role) == (target, role)
+        return place.step if place is not None and is_inside else self.finished(target, role)
 
     def finished(self, target: str, role: str | None) -> int | None:
         """Returns the last step of `target` and `role` that it finished, while it is in no call of them."""

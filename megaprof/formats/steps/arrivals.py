@@ -48,17 +48,17 @@ def kept(numbers: Int64s, shift: int) -> npt.NDArray[np.bool_]:
     """Returns which collectives are kept if one of 2^``shift`` is."""
     if shift == 0:
         return np.ones(len(numbers), dtype=np.bool_)
-    mixed = numbers.astype(np.uint64) * np.uint64(_MIXED)
-    is_kept: npt.NDArray[np.bool_] = mixed >> np.uint64(64 - shift) == 0
+    hashes = numbers.astype(np.uint64) * np.uint64(_MIXED)
+    is_kept: npt.NDArray[np.bool_] = hashes >> np.uint64(64 - shift) == 0
     return is_kept
 
 
 def pack_arrivals(groups: Sequence[Arrivals]) -> bytes:
     """Returns at most `MOST_BYTES` for groups with all collectives of a step. Keeps as many as there is room for."""
     header_bytes = sum(_GROUP.size + len(arrivals.group.encode()) for arrivals in groups)
-    room = (MOST_BYTES - header_bytes) // _EACH
+    most_collectives = (MOST_BYTES - header_bytes) // _EACH
     shift = 0
-    while sum(int(kept(arrivals.numbers, shift).sum()) for arrivals in groups) > max(room, 0):
+    while sum(int(kept(arrivals.numbers, shift).sum()) for arrivals in groups) > max(most_collectives, 0):
         shift += 1
     packed = []
     for arrivals in groups:
