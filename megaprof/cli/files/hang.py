@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plain(hang))
     else:
-        for line in (*(sentences(hang) if hang.ranks else ()), *others):
+        for line in (*(sentences(hang) if hang.ranks else ()), *warnings):
             say(line)
     over = bool(hang.standstills) and all(stood.outcome == "went_on" for stood in hang.standstills)
     return UNWELL if hang.culprits or hang.unended or (warnings and not over) else 0
