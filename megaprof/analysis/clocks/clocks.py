@@ -139,7 +139,7 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[N
         host = hosts[link.sender]
         if host is not None and host == hosts[link.receiver]:
             _add(graphs.setdefault(host, {}), (host, link.sender), (host, link.receiver), link)
-    shared = set()
+    shared_names = set()
     for host, graph in graphs.items():
         contradiction_ns = max(bounds.contradiction_of_zero for bounds in graph.values())
         if contradiction_ns <= TOLERANCE_NS:
@@ -147,10 +147,11 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[N
         if any(bounds.contradiction > TOLERANCE_NS for bounds in graph.values()):
             warnings.append(Note("host_contradicted", names=(host,), ms=(contradiction_ns / 1e6,)))
         else:
-            shared.add(host)
+            shared_names.add(host)
             warnings.append(Note("host_shared", names=(host,), ms=(contradiction_ns / 1e6,)))
     return {
-        rank: ("", rank) if host is None else (host, rank if host in shared else -1) for rank, host in hosts.items()
+        rank: ("", rank) if host is None else (host, rank if host in shared_names else -1)
+        for rank, host in hosts.items()
     }
 
 
@@ -196,9 +197,9 @@ def _contradictions(graph: _Graph) -> Iterator[Note]:
     """Yields one note about all pairs of clocks whose messages exclude each other, with the worst of them."""
     pairs = [(bounds.contradiction, pair) for pair, bounds in graph.items() if bounds.contradiction > TOLERANCE_NS]
     if pairs:
-        worst, (a, b) = max(pairs)
+        worst_ns, (a, b) = max(pairs)
         names = _clock_name(a), _clock_name(b)
-        yield Note("clocks_contradicted", names=names, count=len(pairs), ms=(worst / 1e6,))
+        yield Note("clocks_contradicted", names=names, count=len(pairs), ms=(worst_ns / 1e6,))
 
 
 def _disagreements(graph: _Graph, corrections: dict[_Clock, Clock]) -> Iterator[Note]:

@@ -139,7 +139,7 @@ def hang_of_job(flights: Mapping[int, Flight]) -> Hang | None:
 def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
     """Returns who keeps the ranks of ``dumps``, by rank, waiting."""
     job = _Job(dumps)
-    missing = tuple(sorted({rank for ranks in job.members.values() for rank in ranks} - dumps.keys()))
+    missing_ranks = tuple(sorted({rank for ranks in job.members.values() for rank in ranks} - dumps.keys()))
     culprits = list(_differing(job))
     stuck_devices = dict(_by_device(job))
     # A rank that called something else, or whose device is stuck, waits for no one.
@@ -169,7 +169,7 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
     return Hang(
         1,
         tuple(sorted(dumps)),
-        missing,
+        missing_ranks,
         tuple(sorted(culprits, key=lambda culprit: (culprit.awaited.since, culprit.rank))),
         sum(bool(dump.pending) for rank, dump in dumps.items() if rank not in named_ranks),
         tuple(job.awaited(operation) for operation in unended.values()),
@@ -290,10 +290,10 @@ class _Job:
         """Returns ``rank`` as a culprit, with the operation in which others have waited for it longest."""
         awaited_by = {other_rank: operations[rank] for other_rank, operations in waits.items() if rank in operations}
         if why in ("stuck", "not_begun"):
-            first = self.dumps[rank].pending[0]
+            first_operation = self.dumps[rank].pending[0]
         else:
-            first = min(awaited_by.values(), key=lambda operation: operation.called)
-        return Culprit(rank, self._stage(rank), why, self.awaited(first), tuple(sorted(awaited_by)), None)
+            first_operation = min(awaited_by.values(), key=lambda operation: operation.called)
+        return Culprit(rank, self._stage(rank), why, self.awaited(first_operation), tuple(sorted(awaited_by)), None)
 
     def awaited(self, operation: Operation) -> Awaited:
         """Returns the operation, with what is known of its group."""
@@ -399,29 +399,29 @@ def _sinks(waits: Mapping[int, Mapping[int, Operation]], behind: Mapping[int, se
     sinks = [rank for rank in waiters_of if rank not in waits_for]
     for rank in sinks:
         yield rank, "absent"
-    explained, edge = set(sinks), sinks
-    while edge:
-        edge = [rank for other_rank in edge for rank in waiters_of[other_rank] if rank not in explained]
-        explained.update(edge)
+    explained, frontier = set(sinks), sinks
+    while frontier:
+        frontier = [rank for other_rank in frontier for rank in waiters_of[other_rank] if rank not in explained]
+        explained.update(frontier)
     circle = waits_for.keys() - explained
     while outside := {rank for rank in circle if not waiters_of[rank] & circle}:
         circle -= outside
-    free = circle - waits.keys()
-    for rank in free or circle:
-        yield rank, "absent" if free else "crossed"
+    free_ranks = circle - waits.keys()
+    for rank in free_ranks or circle:
+        yield rank, "absent" if free_ranks else "crossed"
 
 
 def _by_device(job: _Job) -> Iterator[tuple[int, Why]]:
     for rank, dump in job.dumps.items():
         if not dump.pending or dump.pending[0].peer is not None:
             continue
-        first = dump.pending[0]
-        other_ranks = [other_rank for other_rank in job.members[first.group] if other_rank != rank]
-        if any(job.ended(other_rank, first) for other_rank in other_ranks):
+        first_operation = dump.pending[0]
+        other_ranks = [other_rank for other_rank in job.members[first_operation.group] if other_rank != rank]
+        if any(job.ended(other_rank, first_operation) for other_rank in other_ranks):
             yield rank, "stuck"
-        elif not first.started and any(
+        elif not first_operation.started and any(
             operation.started
-            for other_rank, operation in job.calls[first.group, first.number].items()
+            for other_rank, operation in job.calls[first_operation.group, first_operation.number].items()
             if other_rank != rank
         ):
             yield rank, "not_begun"

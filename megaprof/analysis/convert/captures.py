@@ -96,7 +96,7 @@ def choose(
             captures.setdefault(name, []).append((file, coords))
     if not captures:
         raise NothingToMerge("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
-    runs, steps_of_other_runs = _of_runs(source, captures, run)
+    runs, steps_of_other_runs = _runs_of(source, captures, run)
     captures = {name: files for name, files in captures.items() if name not in steps_of_other_runs}
     matching_steps = [
         name
@@ -107,22 +107,22 @@ def choose(
     ]
     if not matching_steps:
         raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
-    chosen = min(
+    chosen_step = min(
         matching_steps,
         key=lambda step_name: (_preference(step_name.target), step_name.target, -step_name.step, step_name.role),
     )
-    files = captures.pop(chosen)
+    files = captures.pop(chosen_step)
     captured_ranks = {coords.rank for _, coords in files}
-    merged_ranks = _taken([coords for _, coords in files], captured_ranks, ranks)
+    merged_ranks = _merged_ranks([coords for _, coords in files], captured_ranks, ranks)
     if not merged_ranks:
         raise NothingToMerge(
-            f"{chosen} was captured on {len(captured_ranks):,} ranks, and none of them is in '{ranks}'"
+            f"{chosen_step} was captured on {len(captured_ranks):,} ranks, and none of them is in '{ranks}'"
         )
     merged_files = tuple(dict.fromkeys(file for file, coords in files if coords.rank in merged_ranks))
-    return Chosen(chosen, merged_files, tuple(sorted(captures)), len(captured_ranks) - len(merged_ranks), runs)
+    return Chosen(chosen_step, merged_files, tuple(sorted(captures)), len(captured_ranks) - len(merged_ranks), runs)
 
 
-def _of_runs(
+def _runs_of(
     source: Path, captures: Mapping[StepName, Iterable[tuple[Source, Place]]], run: int | None
 ) -> tuple[Runs, set[StepName]]:
     """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. Decides by the
@@ -148,15 +148,15 @@ def _of_runs(
     return runs, {name for name, starts in begin_ns.items() if starts and not any(map(runs.has, starts))}
 
 
-def _taken(places: Iterable[Place], captured_ranks: set[int], ranks: Selector | None) -> set[int]:
+def _merged_ranks(places: Iterable[Place], captured_ranks: set[int], ranks: Selector | None) -> set[int]:
     if ranks is not None:
         return {place.rank for place in places if ranks.selects(place)}
     if len(captured_ranks) <= MOST_RANKS:
         return captured_ranks
-    lowest: dict[int, int] = {}
+    lowest_by_stage: dict[int, int] = {}
     for place in places:
-        lowest[place.pp] = min(place.rank, lowest.get(place.pp, place.rank))
-    return set(lowest.values())
+        lowest_by_stage[place.pp] = min(place.rank, lowest_by_stage.get(place.pp, place.rank))
+    return set(lowest_by_stage.values())
 
 
 def _named(source: Source) -> list[tuple[StepName, Place]]:

@@ -208,13 +208,13 @@ def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank
 
 
 def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[Note]) -> list[_Rank]:
-    kept: dict[int, _Rank] = {}
+    newest_by_rank: dict[int, _Rank] = {}
     for rank in sorted(ranks, key=lambda rank: (rank.start, rank.path)):
-        if rank.coords.rank in kept:
-            files = kept[rank.coords.rank].path.name, rank.path.name
+        if rank.coords.rank in newest_by_rank:
+            files = newest_by_rank[rank.coords.rank].path.name, rank.path.name
             warnings.append(Note("twice", ranks=(rank.coords.rank,), files=files))
-        kept[rank.coords.rank] = rank
-    return list(kept.values())
+        newest_by_rank[rank.coords.rank] = rank
+    return list(newest_by_rank.values())
 
 
 def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -> tuple[Alignment, int]:
@@ -266,7 +266,7 @@ def _write(
         base = ranks[0].base
         file.write(_header(name, alignment, base))
         for position, rank in enumerate(ranks):
-            for event in _of_rank(rank, position):
+            for event in _process_events(rank, position):
                 writer.add(event)
             dropped = writer.dropped
             _copy(rank, writer, rank.base - base + alignment.offset(rank.coords.rank), threads)
@@ -282,18 +282,18 @@ def _write(
 
 
 def _header(name: StepName, alignment: Alignment, base: int) -> bytes:
-    about = {
+    merge_info = {
         "version": __version__,
         "target": name.target,
         "role": name.role or None,
         "step": name.step,
         "clocks": {str(rank): asdict(clock) for rank, clock in alignment.clocks.items()},
     }
-    top = {MARK: about, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
-    return msgspec.json.encode(top)[:-1] + b',"traceEvents":['
+    header = {MARK: merge_info, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
+    return msgspec.json.encode(header)[:-1] + b',"traceEvents":['
 
 
-def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
+def _process_events(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
     coords = rank.coords
     pid, host = coords.rank + 1, rank.ends.metadata.host
     name = f"pp{coords.pp} tp{coords.tp} cp{coords.cp} ep{coords.ep} dp{coords.dp} (rank {coords.rank})"
@@ -319,8 +319,8 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
     """Writes the events of a rank with new ids and with times ``shift`` nanoseconds later. Writes each arrow after its
     range."""
     pid = rank.coords.rank + 1
-    tids: dict[tuple[Any, Any], int] = {}
-    ids: dict[Any, int] = {}
+    new_tids: dict[tuple[Any, Any], int] = {}
+    new_ids: dict[Any, int] = {}
     for event in _events(rank):
         time = _time(event)
         place = (event.get("pid"), event.get("tid", 0)) if isinstance(event, dict) else (None, None)
@@ -329,9 +329,9 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
             continue
         if event["ph"] == "M" and event.get("name") in _OF_PROCESS:
             continue
-        tid = tids.get(place)
+        tid = new_tids.get(place)
         if tid is None:
-            tid = tids[place] = next(threads)
+            tid = new_tids[place] = next(threads)
             if isinstance(place[1], str) and place[1]:  # Kineto puts its window's end on a thread without a name
                 name = {"name": place[1]}
                 writer.add({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": name})
@@ -339,7 +339,7 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
         for key in ("id", "bind_id"):
             if key in event:
                 old_id = json.dumps(event[key], sort_keys=True)
-                event[key] = ids[old_id] if old_id in ids else ids.setdefault(old_id, next(writer.numbers))
+                event[key] = new_ids[old_id] if old_id in new_ids else new_ids.setdefault(old_id, next(writer.numbers))
         try:
             writer.add(event)
         except (ValueError, TypeError, RecursionError, OverflowError):

@@ -224,8 +224,8 @@ def _fleet(key: Key, series: Series, width: int, longest_pass_of: Callable[[int,
     synchronisation = Synchronisation((None,) * len(step_ms))
     if key.sizes.dp * key.sizes.cp > 1 and series.synchronising:
         groups, rows = _by_group(series.synchronising, buckets)
-        floor = OF_STEP * times.step.p50 if times.step else 0.0
-        synchronisation = _synchronisation(groups, rows, buckets, floor)
+        floor_ms = OF_STEP * times.step.p50 if times.step else 0.0
+        synchronisation = _synchronisation(groups, rows, buckets, floor_ms)
     return Fleet(
         target=key.target,
         role=key.role,
@@ -329,25 +329,25 @@ def _by_group(times: Mapping[tuple[int, int], tuple[int, Floats]], buckets: Buck
     rows = np.full((len(groups), len(buckets.first)), np.nan)
     for row, group in zip(rows, groups, strict=True):
         first, values = times[group]
-        part = row[first - buckets.begin :]
-        values_inside = values[: len(part)]
-        part[: len(values_inside)] = values_inside
+        row_part = row[first - buckets.begin :]
+        values_inside = values[: len(row_part)]
+        row_part[: len(values_inside)] = values_inside
     return groups, rows
 
 
-def _synchronisation(groups: list[Group], rows: Floats, buckets: Buckets, floor: float) -> Synchronisation:
+def _synchronisation(groups: list[Group], rows: Floats, buckets: Buckets, floor_ms: float) -> Synchronisation:
     median_ms = low_median(rows)
     stages = sorted({pp for pp, _ in groups})
     stage_shifts: list[tuple[int, Shift]] = []
     if len(stages) > 1:
         stage_ms = [low_median(rows[[row for row, group in enumerate(groups) if group[0] == pp]]) for pp in stages]
-        shifts_by_stage = relative_shifts(np.array(stage_ms), buckets, floor)
+        shifts_by_stage = relative_shifts(np.array(stage_ms), buckets, floor_ms)
         stage_shifts = [
             (pp, shift) for pp, changes in zip(stages, shifts_by_stage, strict=True) for shift in _upwards(changes)
         ]
     return Synchronisation(
         synchronisation_ms=_plain(median_ms),
-        synchronisation_shifts=_upwards(relative_shifts(median_ms[None], buckets, floor)[0]),
+        synchronisation_shifts=_upwards(relative_shifts(median_ms[None], buckets, floor_ms)[0]),
         stage_synchronisation=tuple(stage_shifts),
     )
 

@@ -221,7 +221,7 @@ def _width(runs: Runs) -> Widths:
 def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
     reading = FleetReading(runs, width)
     groups: dict[tuple[Key, int, int], _Group] = {}
-    waiting: dict[tuple[Key, int, int], list[list[_Steps]]] = {}
+    waiting_ranks: dict[tuple[Key, int, int], list[list[_Steps]]] = {}
     steps_waiting = 0
     for number, paths in enumerate(item, 1):
         by_rank: dict[tuple[Key, int], list[_Steps]] = {}
@@ -230,14 +230,14 @@ def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
         for (key, rank), parts in by_rank.items():
             coords = parts[-1].metadata.coords
             reading.files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
-            waiting.setdefault((key, coords.pp, coords.tp), []).append(parts)
+            waiting_ranks.setdefault((key, coords.pp, coords.tp), []).append(parts)
             steps_waiting += sum(len(part.steps) for part in parts)
         if steps_waiting >= _STEPS_AT_ONCE or number == len(item):
-            for group_key, ranks in waiting.items():
+            for group_key, ranks in waiting_ranks.items():
                 series = reading.series.setdefault(group_key[0], Series())
-                usable = _add_ranks(series, ranks, width.get(group_key[0][:2], 1))
-                groups.setdefault(group_key, _Group()).add(usable)
-            waiting, steps_waiting = {}, 0
+                counted_calls = _add_ranks(series, ranks, width.get(group_key[0][:2], 1))
+                groups.setdefault(group_key, _Group()).add(counted_calls)
+            waiting_ranks, steps_waiting = {}, 0
     for (key, pp, tp), group in groups.items():
         size, series = key.sizes.dp * key.sizes.cp, reading.series[key]
         steps, times = group.of(size)
@@ -326,8 +326,8 @@ def _latest(calls: npt.NDArray[Any], rank_of_call: Integers) -> tuple[npt.NDArra
         return calls, rank_of_call
     order = np.lexsort((calls["start_ns"], numbers, rank_of_call))
     numbers, rank_of_call = numbers[order], rank_of_call[order]
-    last = np.append((np.diff(numbers) != 0) | (np.diff(rank_of_call) != 0), True)
-    return calls[order[last]], rank_of_call[last]
+    is_last = np.append((np.diff(numbers) != 0) | (np.diff(rank_of_call) != 0), True)
+    return calls[order[is_last]], rank_of_call[is_last]
 
 
 def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) -> npt.NDArray[Any]:
@@ -338,31 +338,37 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
     all_calls = np.concatenate(pieces).view(format.STEP_TYPE)
     calls, rank_of_call = _latest(all_calls, np.repeat(np.arange(len(ranks)), read_counts))
     metadata = [parts[-1].metadata for parts in ranks]
-    count = np.bincount(rank_of_call)
-    ends = np.cumsum(count)
-    first, last = calls[ends - count], calls[ends - 1]
+    call_counts = np.bincount(rank_of_call)
+    ends = np.cumsum(call_counts)
+    first_calls, last_calls = calls[ends - call_counts], calls[ends - 1]
     compute = _compute(calls)
     stood = np.zeros(len(calls), dtype=np.bool_)
     is_long = np.maximum(calls["duration"], compute) > STUCK_SECONDS * 1e6
-    for rank in sorted({*rank_of_call[is_long].tolist(), *np.flatnonzero(last["flags"] & format.FAILED).tolist()}):
-        rank_rows = slice(ends[rank] - count[rank], ends[rank])
+    for rank in sorted(
+        {*rank_of_call[is_long].tolist(), *np.flatnonzero(last_calls["flags"] & format.FAILED).tolist()}
+    ):
+        rank_rows = slice(ends[rank] - call_counts[rank], ends[rank])
         stood[rank_rows] = stood_still(calls[rank_rows], compute[rank_rows])
         series.stood += stood_or_failed(calls[rank_rows], compute[rank_rows], stood[rank_rows], metadata[rank].coords)
     # A step that the GPU did not finish in time was written without times.
-    timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0) & ~stood
-    usable: npt.NDArray[Any] = calls[timed]
-    compute, rank_of_call = compute[timed], rank_of_call[timed]
+    is_timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0) & ~stood
+    counted_calls: npt.NDArray[Any] = calls[is_timed]
+    compute, rank_of_call = compute[is_timed], rank_of_call[is_timed]
 
     def sum_by_rank(weights: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         return np.bincount(rank_of_call, weights, minlength=len(ranks))
 
     with np.errstate(invalid="ignore"):
         mean_ms = (sum_by_rank(compute) / sum_by_rank() / 1e3).tolist()
-    left_out = (count - sum_by_rank() - np.add.reduceat(stood, ends - count, dtype=np.int64)).tolist()
-    again, first_step, last_step = (read_counts - count).tolist(), first["step"].tolist(), last["step"].tolist()
-    ended = (last["start_ns"] + 1000 * last["duration"].astype(np.int64)).tolist()
-    on_device = sum_by_rank(usable["flags"] & format.DEVICE_CLOCK > 0).tolist()
-    begins, bounds, medians, counts = _bucketed(rank_of_call, usable["step"], compute / 1e3, width, len(ranks))
+    left_out = (call_counts - sum_by_rank() - np.add.reduceat(stood, ends - call_counts, dtype=np.int64)).tolist()
+    again, first_step, last_step = (
+        (read_counts - call_counts).tolist(),
+        first_calls["step"].tolist(),
+        last_calls["step"].tolist(),
+    )
+    ended = (last_calls["start_ns"] + 1000 * last_calls["duration"].astype(np.int64)).tolist()
+    on_device = sum_by_rank(counted_calls["flags"] & format.DEVICE_CLOCK > 0).tolist()
+    begins, bounds, medians, counts = _bucketed(rank_of_call, counted_calls["step"], compute / 1e3, width, len(ranks))
     for rank, rank_metadata in enumerate(metadata):
         buckets = slice(bounds[rank], bounds[rank + 1])
         series.ranks.append(
@@ -383,14 +389,14 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
         )
     series.count(metadata[0].coords.pp, compute)
     series.metadata[metadata[0].coords.pp] = metadata[0]
-    longest = usable["duration"] / 1e3
-    series.steps, series.longest = _merge(series.steps, series.longest, _numbers(usable), longest, np.maximum)
-    return usable
+    longest = counted_calls["duration"] / 1e3
+    series.steps, series.longest = _merge(series.steps, series.longest, _numbers(counted_calls), longest, np.maximum)
+    return counted_calls
 
 
 def _compute(calls: npt.NDArray[Any]) -> Integers:
-    total: Integers = calls["forward"].astype(np.int64) + calls["backward"] + calls["combined"]
-    return total
+    compute_us: Integers = calls["forward"].astype(np.int64) + calls["backward"] + calls["combined"]
+    return compute_us
 
 
 def percentile(histogram: Integers, fraction: float) -> float:

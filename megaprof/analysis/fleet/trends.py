@@ -221,10 +221,10 @@ def low_median(values: Floats) -> Floats:
     """Returns the median along the first axis, ignoring NaN; NaN if there is no value. Of two middle values it returns
     the lower one, so that one slow value of two does not move it."""
     ordered = np.sort(values, axis=0)
-    count = np.isfinite(values).sum(axis=0)
-    middle = np.maximum((count - 1) // 2, 0)
+    counts = np.isfinite(values).sum(axis=0)
+    middle = np.maximum((counts - 1) // 2, 0)
     medians: Floats = np.take_along_axis(ordered, np.expand_dims(middle, 0), axis=0)[0]
-    return np.where(count > 0, medians, np.nan)
+    return np.where(counts > 0, medians, np.nan)
 
 
 def _level(logs: Floats, begin: int, end: int, noise: float) -> tuple[float, float]:

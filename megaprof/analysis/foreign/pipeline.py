@@ -26,7 +26,7 @@ _GROUP = "PIPELINE_MODEL_PARALLEL_GROUP"
 _OPERATIONS = ("send-receive", SEND_RECEIVE, "coalesced")
 FORWARD, BACKWARD = "forward", "backward"
 #: Computation where no pass belongs may take at most this share of a pass.
-_BESIDE = 0.1
+_MOST_OUTSIDE = 0.1
 _MOST_MICROBATCHES = 1 << 16
 
 
@@ -131,17 +131,17 @@ def _step(
         return None
     exchanges_before = np.searchsorted(np.sort(exchanges), launches, side="right")
     order = np.argsort(exchanges_before, kind="stable")
-    spans, bounds = spans[order], np.searchsorted(exchanges_before[order], np.arange(len(exchanges) + 1))
+    spans, first_launches = spans[order], np.searchsorted(exchanges_before[order], np.arange(len(exchanges) + 1))
     passes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for number, kinds in enumerate(_between(stage, stages, microbatches)):
+    for number, kinds in enumerate(_passes_between(stage, stages, microbatches)):
         if 0 < number < len(exchanges):
-            passes[kinds].append(total(union(spans[bounds[number] : bounds[number + 1]])))
-    beside_ns = passes.pop((), [])
+            passes[kinds].append(total(union(spans[first_launches[number] : first_launches[number + 1]])))
+    outside_ns = passes.pop((), [])
     lengths_ns = [ns for pass_ns in passes.values() for ns in pass_ns]
     if (
         not lengths_ns
         or min(lengths_ns) == 0
-        or (beside_ns and max(beside_ns) > _BESIDE * statistics.median(lengths_ns))
+        or (outside_ns and max(outside_ns) > _MOST_OUTSIDE * statistics.median(lengths_ns))
     ):
         return None
     return microbatches, dict(passes)
@@ -152,14 +152,14 @@ def _count(exchanges: int, stage: int, stages: int) -> int | None:
     low, high = 1, min(exchanges, _MOST_MICROBATCHES)
     while low < high:
         middle = (low + high) // 2
-        if len(_between(stage, stages, middle)) - 1 < exchanges:
+        if len(_passes_between(stage, stages, middle)) - 1 < exchanges:
             low = middle + 1
         else:
             high = middle
-    return low if len(_between(stage, stages, low)) - 1 == exchanges else None
+    return low if len(_passes_between(stage, stages, low)) - 1 == exchanges else None
 
 
-def _between(stage: int, stages: int, microbatches: int) -> list[tuple[str, ...]]:
+def _passes_between(stage: int, stages: int, microbatches: int) -> list[tuple[str, ...]]:
     """Returns which passes lie before, between and after the exchanges of a step."""
     kinds_between: list[list[str]] = [[]]
     for step in stage_program(PipelineSchedule.checked(stages, 1, microbatches), stage):

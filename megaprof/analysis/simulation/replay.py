@@ -133,9 +133,9 @@ class Replay:
 
     def _evaluated(self, passes: Milliseconds, entries: Milliseconds, links: Milliseconds) -> Iterator[Milliseconds]:
         nodes = entries.shape[1] + len(self._passes) + len(self._transfers)
-        at_once = max(1, _MOST_HELD // nodes)
-        for begin in range(0, max(1, len(passes)), at_once):
-            part = slice(begin, begin + at_once)
+        steps_at_once = max(1, _MOST_HELD // nodes)
+        for begin in range(0, max(1, len(passes)), steps_at_once):
+            part = slice(begin, begin + steps_at_once)
             table = np.empty((nodes, len(passes[part])))
             table[: entries.shape[1]] = entries[part].T
             table[self._passes] = passes[part].T
@@ -229,9 +229,9 @@ class _Nodes:
         self._orders = [turns(schedule, stage) for stage in range(stages)]
         self.last = np.array([self._node(stage, order[-1][-1]) for stage, order in enumerate(self._orders)])
         """The node of the last pass of each stage, [stage]."""
-        first = stages + self.passes.size
-        self.transfers = first + np.arange(len(self.links))
-        self.count = first + len(self.links)
+        first_transfer = stages + self.passes.size
+        self.transfers = first_transfer + np.arange(len(self.links))
+        self.count = first_transfer + len(self.links)
 
     def in_order(self) -> _Edges:
         """Returns the edges of the buffered model: a turn of a stage waits for the turn before it, and for the inputs
@@ -241,9 +241,9 @@ class _Nodes:
         for stage, order in enumerate(self._orders):
             turn_nodes = np.array([self._node(stage, pass_id) for pass_id in chain.from_iterable(order)])
             sizes = np.array([len(turn) for turn in order])
-            last = np.cumsum(sizes) - 1
-            begins[turn_nodes] = np.repeat(turn_nodes[last + 1 - sizes], sizes)
-            ends[turn_nodes] = np.repeat(turn_nodes[last], sizes)
+            last_positions = np.cumsum(sizes) - 1
+            begins[turn_nodes] = np.repeat(turn_nodes[last_positions + 1 - sizes], sizes)
+            ends[turn_nodes] = np.repeat(turn_nodes[last_positions], sizes)
             sources.append(np.concatenate(([stage], turn_nodes[:-1])))
             targets.append(turn_nodes)
         return (

@@ -82,28 +82,28 @@ def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> lis
     Adds what it leaves out to ``findings``, and blocks a verdict that the rest does not allow.
     """
     calls = _without_duplicates(calls, findings)
-    missing = set(range(sizes.pp)) - {call.stage for call in calls}
-    if missing:
-        stages_present = sizes.pp - len(missing)
+    missing_stages = set(range(sizes.pp)) - {call.stage for call in calls}
+    if missing_stages:
+        stages_present = sizes.pp - len(missing_stages)
         findings.warn(
-            Note("stages_missing", stages=tuple(sorted(missing)), count=stages_present, of=sizes.pp), block=True
+            Note("stages_missing", stages=tuple(sorted(missing_stages)), count=stages_present, of=sizes.pp), block=True
         )
     calls = _common_steps(calls, findings)
-    for wrong in (_unseen, _in_part, _opened):
-        calls = _without(calls, findings, wrong)
+    for faults_in in (_unseen, _in_part, _opened):
+        calls = _without(calls, findings, faults_in)
     return calls
 
 
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
-    kept: dict[tuple[int, int, int], Call] = {}
+    call_by_key: dict[tuple[int, int, int], Call] = {}
     # Two tools may have captured the same step, but only one of them the GPU. Its file is sorted last, so it is kept.
     for call in sorted(calls, key=lambda call: (call.unseen is None, call.start, call.source)):
         key = (call.rank, call.step, call.index)
-        if key in kept and kept[key].unseen is None:
-            files = kept[key].source, call.source
+        if key in call_by_key and call_by_key[key].unseen is None:
+            files = call_by_key[key].source, call.source
             findings.warn(Note("twice", ranks=(call.rank,), steps=(call.step,), files=files))
-        kept[key] = call
-    return list(kept.values())
+        call_by_key[key] = call
+    return list(call_by_key.values())
 
 
 def _check_same_job(calls: list[Call], findings: Findings) -> None:
@@ -130,9 +130,11 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
         findings.warn(Note("microbatches_differ"))
 
 
-def _without(calls: list[Call], findings: Findings, wrong: Callable[[Sequence[Call]], Iterable[Note]]) -> list[Call]:
-    """Returns the calls without the steps in which something is ``wrong`` on any rank, if there are other steps."""
-    notes_by_step = {key: tuple(wrong(step)) for key, step in grouped(calls, lambda call: call.key).items()}
+def _without(
+    calls: list[Call], findings: Findings, faults_in: Callable[[Sequence[Call]], Iterable[Note]]
+) -> list[Call]:
+    """Returns the calls without the steps in which ``faults_in`` finds something, if there are other steps."""
+    notes_by_step = {key: tuple(faults_in(step)) for key, step in grouped(calls, lambda call: call.key).items()}
     undisturbed = [call for call in calls if not notes_by_step[call.key]]
     if not undisturbed:
         return calls
@@ -162,33 +164,33 @@ def _opened(step: Sequence[Call]) -> Iterator[Note]:
     """Yields a note if ranks opened a tool right before the step."""
     if any(call.after_opening for call in step):
         yield Note("opened_by_nsys", steps=(step[0].step,))
-    if (apart := opened_apart(step)) is not None:
-        yield Note("step_left_out", steps=(step[0].step,), why=apart)
+    if (why_apart := opened_apart(step)) is not None:
+        yield Note("step_left_out", steps=(step[0].step,), why=why_apart)
 
 
 def opened_apart(step: Sequence[Call]) -> Note | None:
     """Returns why stages waited for each other too long in a step: starting the torch profiler right before it delayed
     some ranks more than others. None if it did not."""
-    delays = [call.opening_ns for call in step if call.opening_ns is not None]
-    longest = max(end - begin for begin, end in (call.extent for call in step))
-    if step[0].metadata.sizes.pp == 1 or len(delays) < 2 or max(delays) - min(delays) <= OPENED * longest:
+    delays_ns = [call.opening_ns for call in step if call.opening_ns is not None]
+    longest_ns = max(end - begin for begin, end in (call.extent for call in step))
+    if step[0].metadata.sizes.pp == 1 or len(delays_ns) < 2 or max(delays_ns) - min(delays_ns) <= OPENED * longest_ns:
         return None
-    return Note("entered_apart", ms=(min(delays) / 1e6, max(delays) / 1e6))
+    return Note("entered_apart", ms=(min(delays_ns) / 1e6, max(delays_ns) / 1e6))
 
 
 def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
-    stages = {
+    stages_by_key = {
         key: {call.stage for call in step_calls} for key, step_calls in grouped(calls, lambda call: call.key).items()
     }
-    captured = {call.stage for call in calls}
-    common = {key for key, present in stages.items() if present == captured}
-    if not common:
+    captured_stages = {call.stage for call in calls}
+    common_keys = {key for key, present in stages_by_key.items() if present == captured_stages}
+    if not common_keys:
         findings.warn(Note("no_common_step"), block=True)
         return calls
-    for step, index in sorted(stages.keys() - common):
-        stages_present = tuple(sorted(stages[step, index]))
+    for step, index in sorted(stages_by_key.keys() - common_keys):
+        stages_present = tuple(sorted(stages_by_key[step, index]))
         findings.warn(Note("stages_missing_in_step", steps=(step,), count=index, stages=stages_present))
-    return [call for call in calls if call.key in common]
+    return [call for call in calls if call.key in common_keys]
 
 
 def warming_up(lengths: Sequence[float]) -> int:
@@ -202,10 +204,10 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
     lengths_ns = [
         max(end - begin for begin, end in (call.extent for call in step_calls)) for step_calls in by_step.values()
     ]
-    cold = tuple(by_step)[: warming_up(lengths_ns)]
-    if cold:
-        findings.warn(Note("first_steps", steps=cold))
-    return [call for call in calls if call.step not in cold]
+    cold_steps = tuple(by_step)[: warming_up(lengths_ns)]
+    if cold_steps:
+        findings.warn(Note("first_steps", steps=cold_steps))
+    return [call for call in calls if call.step not in cold_steps]
 
 
 def _explain(call: Call, findings: Findings) -> None:

@@ -11,7 +11,7 @@ from megaprof.parallel.schedules import PipelineSchedule
 
 
 def one_clock(
-    order: Sequence[RankSteps],
+    ranks: Sequence[RankSteps],
     shape: tuple[int, int, int],
     schedule: PipelineSchedule,
     start: Floats,
@@ -29,12 +29,12 @@ def one_clock(
     """
     d, s, p = shape
     shift = np.zeros((len(start), d, s, p))
-    device = any(rank.device for rank in order)
+    device = any(rank.device for rank in ranks)
     enter = np.full_like(enter, np.nan) if device else enter  # entries are the host's, which is ahead of the GPU
-    names = [rank.names[0] for rank in order]
+    names = [rank.names[0] for rank in ranks]
     hosts = np.array([f"rank {rank}" if host is None else host for rank, host in names], dtype=object).reshape(shape)
-    recorded = np.array([rank.metadata is not None for rank in order]).reshape(shape)
-    if not device and len(set(hosts[recorded])) == 1:
+    is_recorded = np.array([rank.metadata is not None for rank in ranks]).reshape(shape)
+    if not device and len(set(hosts[is_recorded])) == 1:
         return shift, True, None
     if p > 1:  # peers wait for each other, so they end their passes together
         axes = (4, 5, 6) if device else (0, 4, 5, 6)
@@ -76,7 +76,7 @@ def _both_ways(start: Floats, end: Floats, enter: Floats, stage: int, *, each_st
     bounds, waits = [], []
     for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
         slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
-        free_since = _free(start[:, :, receiver], end[:, :, receiver], enter[:, :, receiver])[:, :, :, kind]
+        free_since = _free_since(start[:, :, receiver], end[:, :, receiver], enter[:, :, receiver])[:, :, :, kind]
         t, d = slack.shape[:2]
         slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - free_since).reshape(t, d, -1)
         if not each_step:
@@ -118,7 +118,7 @@ def _one_way(start: Floats, end: Floats, shift: Floats, stage: int, *, each_step
     return np.where(consistent, high, np.nan), np.where(consistent, high - low, 0.0)
 
 
-def _free(start: Floats, end: Floats, enter: Floats) -> Floats:
+def _free_since(start: Floats, end: Floats, enter: Floats) -> Floats:
     """Returns the time from which a rank had nothing to do before every pass, [t, d, c, k, m]. It is the end of the
     pass before or, for the first pass, the beginning of the step (or of the pass itself, if that is not known)."""
     t, d = start.shape[:2]

@@ -99,21 +99,21 @@ def _table(
     schedule = plan.schedule
     passes_per_rank = schedule.chunks * len(schedule.kinds) * schedule.microbatches
     most_replica_steps = max(1, _MOST_PASSES // (schedule.stages * passes_per_rank))
-    steps = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most_replica_steps // len(replicas)))
+    step_count = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most_replica_steps // len(replicas)))
     with_arrivals = plan.numbers[np.isin(plan.numbers, plan.arrival_steps)]
-    numbers = with_arrivals if len(with_arrivals) >= min(steps, _FEWEST_STEPS) else plan.numbers
-    plan = plan._replace(numbers=_spread(numbers, steps, changes))
-    chosen_replicas = _chosen(replicas, max(1, most_replica_steps // steps))
-    groups = [peers for replica in chosen_replicas for peers in replicas[replica]]
+    numbers = with_arrivals if len(with_arrivals) >= min(step_count, _FEWEST_STEPS) else plan.numbers
+    plan = plan._replace(numbers=_spread(numbers, step_count, changes))
+    chosen_replicas = _chosen(replicas, max(1, most_replica_steps // step_count))
+    peer_groups = [peers for replica in chosen_replicas for peers in replicas[replica]]
     # Peers wait for each other in every pass, so one of them shows the passes of all, but not which one enters late.
-    one_peer = steps * sum(map(len, groups)) * passes_per_rank > _MOST_PASSES
+    one_peer = step_count * sum(map(len, peer_groups)) * passes_per_rank > _MOST_PASSES
     items = [
         _Rank(
             files[peer.coords.rank],
             tuple((rank.coords.rank, rank.host) for rank in represented),
             *place_of(peer.coords),
         )
-        for peers in groups
+        for peers in peer_groups
         for peer, represented in ([(peers[0], peers)] if one_peer else [(peer, [peer]) for peer in peers])
     ]
     items = [item._replace(peer=0) for item in items] if one_peer else items
@@ -232,9 +232,9 @@ def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) 
     its first step."""
     places = np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int)
     for change in np.searchsorted(numbers >> CALLS, changes).tolist():
-        after = int(np.searchsorted(places, change))
-        if 0 < after < len(places):
-            places[after - 1 : after + 1] = change - 1, change
+        index = int(np.searchsorted(places, change))
+        if 0 < index < len(places):
+            places[index - 1 : index + 1] = change - 1, change
     spread_numbers: npt.NDArray[np.int64] = numbers[np.unique(places)]
     return spread_numbers
 
@@ -272,12 +272,12 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, collected_ms = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
-    waited = np.zeros(len(numbers))
+    thread_waits_ms = np.zeros(len(numbers))
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
     steps_by_shape: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
-    work, source = np.full((len(numbers), microbatches, 3), np.nan), None
+    work, lengths_from = np.full((len(numbers), microbatches, 3), np.nan), None
     facts: dict[int, tuple[list[bytes], list[bytes]]] = {}
     memory: list[Peak] = []
     for t, number in enumerate(numbers):
@@ -288,7 +288,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         if (allocated := format.Memory.unpack(memories[row])) is not None:
             memory.append(Peak(allocated.allocated, allocated.peak, allocated.capacity or None))
         if (step_work := unpack_work(works[row])) is not None and len(step_work[1]) == microbatches:
-            source, work[t] = step_work
+            lengths_from, work[t] = step_work
         enter[t] = (start_ns - plan.origin) / 1e6
         device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
         steps_by_shape.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)
@@ -297,32 +297,32 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         decoded, times = timeline.times([step_rows[numbers[t]][2] for t in step_indices])
         if not len(decoded):
             continue  # damaged: no step is whole
-        events, cells, half, finalizing = _places(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
-        places, since = np.array(step_indices)[decoded, None], enter[step_indices][decoded, None]
-        length = times[:, events, 1] - times[:, events, 0]
-        share = np.zeros((len(decoded), 1))
-        if half.any():
-            kind = cells % per_chunk // microbatches
-            alone_us = [length[:, (half == 0) & (kind == pass_kind)] for pass_kind in (0, 1)]
-            share[:, 0] = [forward_share(*durations) for durations in zip(*alone_us, strict=True)]
-        begin_us = times[:, events, 0] + np.where(half > 0, share, 0.0) * length
-        end_us = times[:, events, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
-        start.reshape(len(numbers), -1)[places, cells] = since + begin_us / 1e3
-        end.reshape(len(numbers), -1)[places, cells] = since + end_us / 1e3
-        waited[step_indices] = queueing.of_steps(timeline, [step_rows[numbers[t]][2] for t in step_indices])
+        events, cells, halves, finalizing = _places(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
+        table_rows, entered_ms = np.array(step_indices)[decoded, None], enter[step_indices][decoded, None]
+        length_us = times[:, events, 1] - times[:, events, 0]
+        forward_shares = np.zeros((len(decoded), 1))
+        if halves.any():
+            kind_of_cell = cells % per_chunk // microbatches
+            alone_us = [length_us[:, (halves == 0) & (kind_of_cell == pass_kind)] for pass_kind in (0, 1)]
+            forward_shares[:, 0] = [forward_share(*durations) for durations in zip(*alone_us, strict=True)]
+        begin_us = times[:, events, 0] + np.where(halves > 0, forward_shares, 0.0) * length_us
+        end_us = times[:, events, 1] - np.where(halves < 0, 1.0 - forward_shares, 0.0) * length_us
+        start.reshape(len(numbers), -1)[table_rows, cells] = entered_ms + begin_us / 1e3
+        end.reshape(len(numbers), -1)[table_rows, cells] = entered_ms + end_us / 1e3
+        thread_waits_ms[step_indices] = queueing.of_steps(timeline, [step_rows[numbers[t]][2] for t in step_indices])
         garbage = timeline.facts(format.COLLECTIONS)
-        for index, t in enumerate(places[:, 0].tolist()):
+        for index, t in enumerate(table_rows[:, 0].tolist()):
             if payload := garbage.get(step_rows[numbers[t]][2]):
                 spans = np.stack((begin_us[index], end_us[index]), axis=-1).astype(np.int64)
                 collected_us = covered(union(unpack_collections(payload)), spans)
                 collected_ms.reshape(len(numbers), -1)[t, cells] = collected_us / 1e3
         if finalizing.any():
-            reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
-    waits_ms = queueing.of_passes(end - start - collected_ms, [([t], ms) for t, ms in enumerate(waited)])
+            reduced[table_rows[:, 0]] = entered_ms[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
+    waits_ms = queueing.of_passes(end - start - collected_ms, [([t], ms) for t, ms in enumerate(thread_waits_ms)])
     held_ms = {kind: delay_ms for kind, delay_ms in ((GARBAGE, collected_ms), (WAIT, waits_ms)) if delay_ms.any()}
     if device and held_ms:  # the GPU may have had enough work meanwhile
-        longer = end - start - np.nanmedian(end - start, axis=0)
-        held_ms = {kind: np.clip(delay_ms, 0.0, np.maximum(longer, 0.0)) for kind, delay_ms in held_ms.items()}
+        excess_ms = end - start - np.nanmedian(end - start, axis=0)
+        held_ms = {kind: np.clip(delay_ms, 0.0, np.maximum(excess_ms, 0.0)) for kind, delay_ms in held_ms.items()}
     _, timeline, row = step_rows[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     arrivals = {}
@@ -354,13 +354,13 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         spent=ran_ms,
         idle=np.zeros(shape),
         held=held_ms,
-        waited=waited,
+        waited=thread_waits_ms,
         exposed={},
         enter=enter,
         reduced=reduced,
         opening=np.zeros(len(numbers), dtype=np.bool_),
         work=work,
-        lengths_from=source,
+        lengths_from=lengths_from,
         device=device,
         came=arrivals,
         memory=combined_peak(memory),

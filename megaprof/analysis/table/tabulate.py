@@ -26,23 +26,23 @@ def tabulate(
     rendezvous: bool,
 ) -> Table:
     """Puts the ranks of one job into a table. Raises Unfit if a stage is missing, or if no step is whole."""
-    order, common, positions = _places(ranks, schedule.stages)
+    table_ranks, common_steps, shape = _places(ranks, schedule.stages)
 
     def stacked(name: str) -> Floats:
         """Returns one array of every rank, [t, d, s, p, ...]."""
-        rows = [_at(rank, getattr(rank, name), common) for rank in order]
-        return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
+        rows = [_at(rank, getattr(rank, name), common_steps) for rank in table_ranks]
+        return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common_steps), *shape, *rows[0].shape[1:])
 
     start, end = stacked("start"), stacked("end")
-    recorded = np.array([rank.metadata is not None for rank in order]).reshape(positions)
-    whole_steps = np.isfinite(end - start)[:, recorded].reshape(len(common), -1).all(axis=1)
+    recorded = np.array([rank.metadata is not None for rank in table_ranks]).reshape(shape)
+    whole_steps = np.isfinite(end - start)[:, recorded].reshape(len(common_steps), -1).all(axis=1)
     if not whole_steps.any():
         raise Unfit(Note("no_whole_step"))
     enter, reduced = stacked("enter"), stacked("reduced")
-    shift, clocks, aligned_ms = one_clock(order, positions, schedule, start, end, enter, reduced)
+    shift, clocks, aligned_ms = one_clock(table_ranks, shape, schedule, start, end, enter, reduced)
     pass_shift = shift[..., None, None, None]
     start, end, enter, reduced = start + pass_shift, end + pass_shift, enter + shift, reduced + shift
-    device = any(rank.device for rank in order)
+    device = any(rank.device for rank in table_ranks)
     if device:  # the entry of the host says nothing about when the GPU begins
         enter = np.fmin.reduce(start, axis=(-3, -2, -1))
     # Replicas that reduce no gradients do not wait for each other, so the step of each begins with its own entry.
@@ -51,21 +51,21 @@ def tabulate(
         first_entry = np.broadcast_to(first_entry.min(axis=1, keepdims=True), first_entry.shape)
     since = first_entry[:, :, None, None, None, None, None]
     start, end, enter, reduced = start - since, end - since, enter - since[..., 0, 0, 0], reduced - since[..., 0, 0, 0]
-    last_pass_end = np.fmax.reduce(end.reshape(len(common), -1), axis=1)
-    step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(common), -1), axis=1))
+    last_pass_end = np.fmax.reduce(end.reshape(len(common_steps), -1), axis=1)
+    step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(common_steps), -1), axis=1))
 
     def parts(name: str) -> dict[str, Floats]:
         """Returns the arrays of every rank by name, [t, d, s, p, c, k, m]."""
         arrays = {}
-        for part in sorted({part for rank in order for part in getattr(rank, name)}):
-            zeros = np.zeros((1, *order[0].start.shape[1:]))
+        for part in sorted({part for rank in table_ranks for part in getattr(rank, name)}):
+            zeros = np.zeros((1, *table_ranks[0].start.shape[1:]))
             rows = [
-                rank_arrays[part][np.searchsorted(rank.steps, common)]
+                rank_arrays[part][np.searchsorted(rank.steps, common_steps)]
                 if part in (rank_arrays := getattr(rank, name))
-                else np.repeat(zeros, len(common), axis=0)
-                for rank in order
+                else np.repeat(zeros, len(common_steps), axis=0)
+                for rank in table_ranks
             ]
-            arrays[part] = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
+            arrays[part] = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common_steps), *shape, *rows[0].shape[1:])
         return arrays
 
     held_ms = {kind: np.nan_to_num(delay_ms)[whole_steps] for kind, delay_ms in parts("held").items()}
@@ -73,33 +73,34 @@ def tabulate(
     # later stages get an input that they do not read, in SkyRL with padding that the first stage does not have.
     by_stage = np.fmax.reduce(stacked("work"), axis=3)[whole_steps]
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
-    experts = np.array([rank.experts for rank in order]).reshape(positions)
-    names = _names(order, positions)
-    not_recorded = np.full(len(common), np.nan)
+    experts = np.array([rank.experts for rank in table_ranks]).reshape(shape)
+    names = _names(table_ranks, shape)
+    not_recorded = np.full(len(common_steps), np.nan)
     spent = {
         name: np.stack(
-            [_at(rank, rank.spent[name], common) if name in rank.spent else not_recorded for rank in order], axis=1
+            [_at(rank, rank.spent[name], common_steps) if name in rank.spent else not_recorded for rank in table_ranks],
+            axis=1,
         )
-        for name in sorted({name for rank in order for name in rank.spent})
+        for name in sorted({name for rank in table_ranks for name in rank.spent})
     }
-    ranks_by_stage = [[rank for rank in order if rank.stage == stage] for stage in range(schedule.stages)]
+    ranks_by_stage = [[rank for rank in table_ranks if rank.stage == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
         target=target,
         role=role,
         schedule=schedule,
         rendezvous=rendezvous,
-        steps=np.array(common)[whole_steps] >> CALLS,
+        steps=np.array(common_steps)[whole_steps] >> CALLS,
         opening=stacked("opening").max(axis=(1, 2, 3))[whole_steps].astype(np.bool_),
-        ranks=np.array([[rank for rank, _ in members] for members in names]).reshape(*positions[:2], -1),
-        hosts=_nested([[host for _, host in members] for members in names], positions[1]),
+        ranks=np.array([[rank for rank, _ in members] for members in names]).reshape(*shape[:2], -1),
+        hosts=_nested([[host for _, host in members] for members in names], shape[1]),
         metadata=tuple(stage_ranks[0].metadata for stage_ranks in ranks_by_stage),
         layers=np.array([_layers(stage_ranks[0].metadata, schedule.chunks) for stage_ranks in ranks_by_stage]),
         start=start.min(axis=3)[whole_steps],
         end=end.max(axis=3)[whole_steps],
         compute=stacked("compute")[whole_steps],
         working=stacked("working")[whole_steps],
-        spent={name: spent_ms.reshape(len(common), *positions)[whole_steps] for name, spent_ms in spent.items()},
+        spent={name: spent_ms.reshape(len(common_steps), *shape)[whole_steps] for name, spent_ms in spent.items()},
         # The last peer to arrive waits for no one, so the smallest time is communication alone.
         exposed={group: exposed_ms.min(axis=3)[whole_steps] for group, exposed_ms in parts("exposed").items()},
         idle=stacked("idle").min(axis=3)[whole_steps],
@@ -115,16 +116,18 @@ def tabulate(
         memory=tuple(combined_peak(rank.memory for rank in stage_ranks) for stage_ranks in ranks_by_stage),
         modules=tuple(_modules(stage_ranks) for stage_ranks in ranks_by_stage),
         work=work if np.isfinite(work).any() else None,
-        lengths_from=max((rank.lengths_from for rank in order if rank.lengths_from), key=SOURCES.index, default=None),
+        lengths_from=max(
+            (rank.lengths_from for rank in table_ranks if rank.lengths_from), key=SOURCES.index, default=None
+        ),
         experts=experts if np.isfinite(experts).all() else None,
-        sequences=_sequences(order, positions, np.array(common)[whole_steps]),
+        sequences=_sequences(table_ranks, shape, np.array(common_steps)[whole_steps]),
     )
 
 
 def _at(rank: RankSteps, values: Floats, steps: Sequence[int]) -> Floats:
     """Returns the values of these steps."""
-    chosen: Floats = values[np.searchsorted(rank.steps, steps)]
-    return chosen
+    values_of_steps: Floats = values[np.searchsorted(rank.steps, steps)]
+    return values_of_steps
 
 
 def _layers(metadata: Metadata | None, chunks: int) -> list[float]:
@@ -142,13 +145,13 @@ def _modules(ranks: Sequence[RankSteps]) -> dict[ModuleKey, tuple[int, ...]]:
 
 
 def _sequences(
-    order: Sequence[RankSteps], positions: tuple[int, int, int], steps: npt.NDArray[np.int64]
+    ranks: Sequence[RankSteps], shape: tuple[int, int, int], steps: npt.NDArray[np.int64]
 ) -> dict[tuple[int, int, int], tuple[int, ...]]:
     """Returns `Table.sequences`, by the first rank of each replica that recorded them."""
     index_of_step = {int(step): t for t, step in enumerate(steps)}
     sequences: dict[tuple[int, int, int], tuple[int, ...]] = {}
-    for position, rank in enumerate(order):
-        replica = position // (positions[1] * positions[2])
+    for position, rank in enumerate(ranks):
+        replica = position // (shape[1] * shape[2])
         for (t, microbatch), lengths in rank.sequences.items():
             if (index := index_of_step.get(int(rank.steps[t]))) is not None:
                 sequences.setdefault((index, replica, microbatch), lengths)
@@ -184,17 +187,19 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
             replica, by_place = next(iter(whole_replicas.items()))
             placeholders = {(stage, 0): _placeholder(next(iter(by_place.values())), stage) for stage in range(stages)}
             whole_replicas = {replica: placeholders | by_place}
-    kept, common = _with_steps(whole_replicas)
-    if not common:
+    kept_replicas, common_steps = _with_steps(whole_replicas)
+    if not common_steps:
         raise Unfit(Note("no_step_of_all"))
-    order = [whole_replicas[replica][place] for replica in kept for place in sorted(whole_replicas[replica])]
-    return order, common, (len(kept), stages, len(peers))
+    table_ranks = [
+        whole_replicas[replica][place] for replica in kept_replicas for place in sorted(whole_replicas[replica])
+    ]
+    return table_ranks, common_steps, (len(kept_replicas), stages, len(peers))
 
 
 def _placeholder(like: RankSteps, stage: int) -> RankSteps:
     """Returns a placeholder for the rank of a stage that was not recorded."""
-    lacking = ("start", "end", "compute", "working", "idle", "work")
-    nans = {name: np.full_like(getattr(like, name), np.nan) for name in lacking}
+    nan_fields = ("start", "end", "compute", "working", "idle", "work")
+    nans = {name: np.full_like(getattr(like, name), np.nan) for name in nan_fields}
     nan_times = np.full_like(like.enter, np.nan)
     return RankSteps(
         **nans,
@@ -222,24 +227,24 @@ def _with_steps(replicas: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[lis
         for replica, ranks in replicas.items()
     }
     best: tuple[list[int], set[int]] = [], set()
-    chosen: list[int] = []
-    common: set[int] = set()
+    chosen_replicas: list[int] = []
+    common_steps: set[int] = set()
     for replica in sorted(steps_of, key=lambda candidate: -len(steps_of[candidate])):
-        common = common & steps_of[replica] if chosen else steps_of[replica]
-        chosen.append(replica)
-        if len(chosen) * len(common) > len(best[0]) * len(best[1]):
-            best = list(chosen), common
+        common_steps = common_steps & steps_of[replica] if chosen_replicas else steps_of[replica]
+        chosen_replicas.append(replica)
+        if len(chosen_replicas) * len(common_steps) > len(best[0]) * len(best[1]):
+            best = list(chosen_replicas), common_steps
     return sorted(best[0]), sorted(best[1])
 
 
-def _names(order: Sequence[RankSteps], positions: tuple[int, int, int]) -> list[list[tuple[int, str | None]]]:
+def _names(ranks: Sequence[RankSteps], shape: tuple[int, int, int]) -> list[list[tuple[int, str | None]]]:
     """Returns the ranks of every replica and stage with their hosts, equally many for each."""
-    p = positions[2]
+    p = shape[2]
     names_by_stage = [
-        [name for rank in order[first : first + p] for name in rank.names] for first in range(0, len(order), p)
+        [name for rank in ranks[first : first + p] for name in rank.names] for first in range(0, len(ranks), p)
     ]
     if len({len(names) for names in names_by_stage}) > 1:
-        names_by_stage = [[rank.names[0] for rank in order[first : first + p]] for first in range(0, len(order), p)]
+        names_by_stage = [[rank.names[0] for rank in ranks[first : first + p]] for first in range(0, len(ranks), p)]
     return names_by_stage
 
 

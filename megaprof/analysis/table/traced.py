@@ -160,15 +160,15 @@ def _rank(
                 cell = (t, chunk, schedule.kinds.index(kind), microbatch)
                 if not (cell[1] < shape[1] and cell[3] < shape[3]):
                     raise Unfit(Note("place_beyond_schedule"))
-                length, part = end_ns - phase.start, (end_share - begin_share) * _MS
-                start[cell] = (phase.start - origin + begin_share * length) * _MS
-                end[cell] = (phase.start - origin + end_share * length) * _MS
-                idle[cell] = idle_ns * part
-                compute[cell], working[cell] = phase.compute_ns * part, phase.working_ns * part
+                length_ns, scale = end_ns - phase.start, (end_share - begin_share) * _MS
+                start[cell] = (phase.start - origin + begin_share * length_ns) * _MS
+                end[cell] = (phase.start - origin + end_share * length_ns) * _MS
+                idle[cell] = idle_ns * scale
+                compute[cell], working[cell] = phase.compute_ns * scale, phase.working_ns * scale
                 for group, group_ms in exposed.items():
-                    group_ms[cell] = phase.exposed.get(group, 0) * part
-                collected_ms[cell] = garbage_ns * part
-                host_ms[cell] -= garbage_ns * part
+                    group_ms[cell] = phase.exposed.get(group, 0) * scale
+                collected_ms[cell] = garbage_ns * scale
+                host_ms[cell] -= garbage_ns * scale
     queued_ms, windows = np.zeros(len(calls)), []
     for window in grouped(range(len(calls)), lambda t: calls[t].source).values():
         ms = _queued([calls[t] for t in window])
@@ -246,16 +246,16 @@ def _unfed(call: Call) -> tuple[list[int], list[int]]:
     is_unfed = (last_gap >= 0) & (gaps[last_gap, 0] <= ends) & (gaps[last_gap, 1] > ends)
     next_begin = begins[np.searchsorted(begins, ends)]
     next_begin = np.where(next_begin < begins[-1], next_begin, gaps[last_gap, 1])
-    until = np.where(is_unfed, np.maximum(next_begin, ends), ends)
+    pass_ends = np.where(is_unfed, np.maximum(next_begin, ends), ends)
     spans = intervals((phase.start, phase.end) for phase in call.phases)
-    return (covered(gaps, spans) + until - ends).tolist(), until.tolist()
+    return (covered(gaps, spans) + pass_ends - ends).tolist(), pass_ends.tolist()
 
 
-def _collected(call: Call, until: Sequence[int]) -> list[int]:
+def _collected(call: Call, pass_ends: Sequence[int]) -> list[int]:
     """Returns by how many nanoseconds garbage collection delayed every pass: on a GPU, only while it had no work."""
-    delaying = call.collecting if call.gpu is None else intersection(call.collecting, call.gpu.host_bound)
-    spans = intervals((phase.start, end) for phase, end in zip(call.phases, until, strict=True))
-    return [int(ns) for ns in covered(delaying, spans)]
+    delaying_spans = call.collecting if call.gpu is None else intersection(call.collecting, call.gpu.host_bound)
+    spans = intervals((phase.start, end) for phase, end in zip(call.phases, pass_ends, strict=True))
+    return [int(ns) for ns in covered(delaying_spans, spans)]
 
 
 def _queued(calls: Sequence[Call]) -> float:

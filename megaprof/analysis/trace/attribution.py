@@ -198,8 +198,8 @@ def _extent(gpu: Activities, in_call: _Rows, outer: TracedRange) -> tuple[int, i
     call launched.
     """
     first, end = int(gpu.spans[in_call, 0].min()), int(gpu.spans[in_call, 1].max())
-    earlier = np.where(gpu.known, gpu.launched < outer.start, gpu.spans[:, 0] < first)
-    earlier_ends = gpu.spans[earlier, 1]
+    is_earlier = np.where(gpu.known, gpu.launched < outer.start, gpu.spans[:, 0] < first)
+    earlier_ends = gpu.spans[is_earlier, 1]
     free_since = max(outer.start, int(earlier_ends.max())) if len(earlier_ends) else outer.start
     return min(first, free_since), end
 

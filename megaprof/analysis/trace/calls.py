@@ -157,13 +157,13 @@ class Call:
 def calls_of(trace: Trace) -> list[Call]:
     """Returns every schedule call in ``trace``, in order of time."""
     outermost = [(traced, step) for traced in trace.ranges if (step := traced.name.fields.get("step")) is not None]
-    of_roles = [traced for traced in trace.ranges if traced.name.role is not None]
+    role_ranges = [traced for traced in trace.ranges if traced.name.role is not None]
     call_counts: Counter[tuple[str, int]] = Counter()
     calls = []
     for outer, step in outermost:
         label = outer.name.label
         call = _call(trace, outer, step, call_counts[label, step])
-        enclosing = [traced for traced in of_roles if traced.start <= outer.start and outer.end <= traced.end]
+        enclosing = [traced for traced in role_ranges if traced.start <= outer.start and outer.end <= traced.end]
         role = (
             max(enclosing, key=lambda traced: (traced.start, -traced.end)).name.role
             if enclosing
@@ -318,14 +318,14 @@ def _exposed_spans(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, I
     gloo's events do not name their group, so it is found by elimination. If no possible group has more than one rank,
     the collective is not communication.
     """
-    sizes, passing = trace.metadata.sizes, union(times_of(passes))
-    pass_collectives = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
-    even = _even(passes, pass_collectives)
+    sizes, pass_spans = trace.metadata.sizes, union(times_of(passes))
+    pass_collectives = list(compress(trace.collectives, covered(pass_spans, times_of(trace.collectives))))
+    even_counts = _even(passes, pass_collectives)
 
     def users_of(collective: Collective) -> tuple[str, ...]:
         possible = _USERS.get(collective.operation, _ANY_USER)
         present = [group for group in possible if getattr(sizes, group) > 1]
-        if even and len(present) > 1 and "dp" in present:
+        if even_counts and len(present) > 1 and "dp" in present:
             present.remove("dp")
         return tuple(present)
 

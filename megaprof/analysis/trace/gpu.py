@@ -155,9 +155,11 @@ class GpuEvents:
             np.concatenate(column) for column in zip(_NO_LAUNCHES, *self._launches, strict=True)
         )
         self._launches.clear()
-        table = np.array([*range(len(USES)), *(use_of(group, sizes) for group, _ in self._groups)], dtype=np.int8)
+        use_of_index = np.array(
+            [*range(len(USES)), *(use_of(group, sizes) for group, _ in self._groups)], dtype=np.int8
+        )
         pairwise = np.array([False] * len(USES) + [pairwise for _, pairwise in self._groups], dtype=np.bool_)[uses]
-        use = self._by_operator(table[uses], kernel, externals, externals != correlations, sizes)
+        use = self._by_operator(use_of_index[uses], kernel, externals, externals != correlations, sizes)
         spans += base
         starts += base
         activities = arranged(spans, use, kernel, pairwise, correlations, numbers, starts, node)

@@ -82,12 +82,12 @@ def _around(stacks: Sequence[Sequence[RangeName]], moment: int) -> list[Named]:
     ends: list[int] = []
     enclosing: list[int] = []  # the indices in `opened` of the ranges around the previous stack
     for number, stack in enumerate(stacks):
-        shared = 0
-        while shared < min(len(enclosing), len(stack)) and opened[enclosing[shared]][0] == stack[shared]:
-            shared += 1
-        enclosing = [*enclosing[:shared], *range(len(opened), len(opened) + len(stack) - shared)]
-        opened += [(name, moment + number) for name in stack[shared:]]
-        ends += [0] * (len(stack) - shared)
+        depth = 0
+        while depth < min(len(enclosing), len(stack)) and opened[enclosing[depth]][0] == stack[depth]:
+            depth += 1
+        enclosing = [*enclosing[:depth], *range(len(opened), len(opened) + len(stack) - depth)]
+        opened += [(name, moment + number) for name in stack[depth:]]
+        ends += [0] * (len(stack) - depth)
         for index in enclosing:
             ends[index] = moment + number
     return [(name, begin, end) for (name, begin), end in zip(opened, ends, strict=True)]

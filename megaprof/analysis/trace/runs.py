@@ -77,17 +77,19 @@ class Runs:
 def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = None) -> Runs:
     """Returns the runs of the calls in traces and of the timelines. ``run``: the number of the run to choose, from 1;
     None for the newest. Raises NoSuchRun."""
-    traced = [*_traced(calls)]
+    traced_pieces = [*_traced(calls)]
     files: dict[tuple[object, ...], list[Path]] = {}
     for path in timelines:
         name = parse_artifact_name(path.name)
         files.setdefault((name.target, name.role, name.place.rank) if name else (path,), []).append(path)
-    ranks = {piece.line[2] for piece in traced}
+    ranks = {piece.line[2] for piece in traced_pieces}
     with_traces = [line for line in files if line[-1] in ranks][:_SAMPLE]
     sample = dict.fromkeys((*[*files][:: max(1, len(files) // _SAMPLE)][:_SAMPLE], *with_traces))
-    recorded = [*_recorded(path for line in sample for path in files[line])]
-    looked_at = {piece.line[2] for piece in recorded}
-    return runs_of((*recorded, *(piece for piece in traced if not files or piece.line[2] in looked_at)), run)
+    recorded_pieces = [*_recorded(path for line in sample for path in files[line])]
+    sampled_ranks = {piece.line[2] for piece in recorded_pieces}
+    return runs_of(
+        (*recorded_pieces, *(piece for piece in traced_pieces if not files or piece.line[2] in sampled_ranks)), run
+    )
 
 
 def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
@@ -95,10 +97,10 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
     NoSuchRun."""
     all_pieces = sorted(pieces, key=lambda piece: piece.start_ns)
     # If a process has both, its timeline shows which steps it continues.
-    recorded = {piece.process for piece in all_pieces if piece.timeline} - {None}
+    with_timeline = {piece.process for piece in all_pieces if piece.timeline} - {None}
     begins = [0]
     current_run, processes, ended_ns = _Run(), set[str](), 0
-    for piece in (piece for piece in all_pieces if piece.timeline or piece.process not in recorded):
+    for piece in (piece for piece in all_pieces if piece.timeline or piece.process not in with_timeline):
         if piece.process not in processes and current_run.is_contradicted_by(piece):
             # Other ranks may have begun a little earlier than the ranks that were looked at.
             begins.append((min(ended_ns, piece.start_ns) + piece.start_ns) // 2)
@@ -111,8 +113,8 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
         which_runs = f"the files are of runs 1 to {len(begins)}" if len(begins) > 1 else "the files are of one run"
         raise NoSuchRun(f"{run}: {which_runs}")
     chosen = len(begins) - 1 if run is None else run - 1
-    kept = (piece for piece in all_pieces if piece.timeline and _number(begins, piece.start_ns) == chosen)
-    return Runs(tuple(begins), chosen, tuple(kept))
+    chosen_pieces = (piece for piece in all_pieces if piece.timeline and _number(begins, piece.start_ns) == chosen)
+    return Runs(tuple(begins), chosen, tuple(chosen_pieces))
 
 
 class _Run:

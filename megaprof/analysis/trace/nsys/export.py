@@ -29,31 +29,31 @@ def exported(path: Path) -> Path:
         raise Undecodable(
             f"nsys exports no remote file: run 'nsys export --type sqlite' on it, and put the {SQLITE} next to it"
         )
-    final = path.with_suffix(SQLITE)
+    export_path = path.with_suffix(SQLITE)
     with open_input(path) as file:
-        report = os.fstat(file.fileno())
-    if final.exists() and final.stat().st_mtime >= report.st_mtime:
-        return final
+        report_stat = os.fstat(file.fileno())
+    if export_path.exists() and export_path.stat().st_mtime >= report_stat.st_mtime:
+        return export_path
     nsys = shutil.which("nsys")
     if nsys is None:
         raise Undecodable(f"nsys is not on PATH here: run 'nsys export --type sqlite {path.name}' where it is")
-    temporary = temporary_path(final)
+    temporary = temporary_path(export_path)
     command = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={temporary}", str(path)]
     try:
         completed = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_SECONDS + report.st_size / _BYTES_A_SECOND,
+            timeout=_SECONDS + report_stat.st_size / _BYTES_A_SECOND,
             check=False,
         )
         if completed.returncode or not temporary.exists():
             lines = (completed.stderr or completed.stdout).decode("utf-8", "replace").split("\n")
             why = next((line.strip() for line in reversed(lines) if line.strip()), "it says nothing")
             raise Undecodable(f"nsys export failed: {why[-200:]}")
-        os.replace(temporary, final)
+        os.replace(temporary, export_path)
     except subprocess.TimeoutExpired:
         raise Undecodable("nsys export did not end") from None
     finally:
         temporary.unlink(missing_ok=True)
-    return final
+    return export_path

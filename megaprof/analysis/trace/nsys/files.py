@@ -219,15 +219,15 @@ class _Reader:
             f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS WHERE eventType IN {_RANGE_EVENTS} AND "
             "(text GLOB ? OR text IS NULL AND textId IN (SELECT id FROM StringIds WHERE value GLOB ?))"
         )
-        last = None
+        last_end = None
         for start, end, thread, text in self._tables.rows(query, (_OURS, _OURS)):
             name = ranges.parse(text) if isinstance(text, str) else None
             if name is None:
                 continue
             is_open = end is None
             if is_open:
-                last = self._last() if last is None else last
-                end = max(last, start) if isinstance(start, int) else None
+                last_end = self._last() if last_end is None else last_end
+                end = max(last_end, start) if isinstance(start, int) else None
             if not (is_time(start) and is_time(end) and end >= start and isinstance(thread, int)):
                 self._broken += 1
                 continue
@@ -243,13 +243,14 @@ class _Reader:
         windows = list(self._windows(rows, only_process))
         gpu: Activities | None = None
         has_gpu = self._tables.has("TARGET_INFO_GPU", "id") and any(self._tables.rows("SELECT id FROM TARGET_INFO_GPU"))
-        for number, (metadata, tops, warnings) in enumerate(windows):
-            pid = tops[0].pid
+        for number, (metadata, outermost, warnings) in enumerate(windows):
+            pid = outermost[0].pid
             gpu = gpu or read_process(self._tables, self._base, pid)[0]
             begin = windows[number - 1][1][-1].end if number else -LONGEST
             end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
             inner_ranges = tuple(
-                TracedRange(row.name, row.start, row.end) for row in _within(rows, tops[0].start, tops[-1].end)
+                TracedRange(row.name, row.start, row.end)
+                for row in _within(rows, outermost[0].start, outermost[-1].end)
             )
             activities = launched_between(gpu, begin, end)
             yield Trace(
@@ -260,14 +261,14 @@ class _Reader:
                 unseen=None if activities is not None else without_kernels(metadata, 0, has_gpu=has_gpu, nsys=True),
                 warnings=warnings,
                 knows_collectives=activities is not None,
-                after_opening=not number and 0 <= tops[0].start - self._base < _OPENED_NS,
+                after_opening=not number and 0 <= outermost[0].start - self._base < _OPENED_NS,
                 part=Part(pid, begin, end),
                 base=self._base,
             )
 
     def _windows(self, rows: list[_Row], only_process: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[Note, ...]]]:
         """Yields the metadata of each window, its outermost ranges, and notes about it."""
-        reach, last = -LONGEST, None
+        reach, last_path = -LONGEST, None
         windows: list[tuple[Path | None, Metadata, list[_Row]]] = []
         for row in rows:
             step = row.name.fields.get("step")
@@ -275,21 +276,23 @@ class _Reader:
                 continue
             reach = row.end
             path = self._sidecar(row, step)
-            if path is not None and path == last:
+            if path is not None and path == last_path:
                 windows[-1][2].append(row)
             elif path is not None:
                 windows.append((path, self._metadata[path], [row]))
             elif (derived := self._derived(row, step, rows, only_process)) is not None:
                 windows.append((None, derived, [row]))
-            last = path
+            last_path = path
         cut_ends = _cut_ends(rows)
         bare_steps = sorted({metadata.steps[0] for path, metadata, _ in windows if path is None})
-        for path, metadata, tops in windows:
-            if not metadata.truncated and tops[-1].end in cut_ends:
+        for path, metadata, outermost in windows:
+            if not metadata.truncated and outermost[-1].end in cut_ends:
                 metadata = replace(metadata, truncated=True, truncated_reason="the process ended inside it")
             is_first = path is None and metadata.steps[0] == bare_steps[0]
-            note = Note("without_sidecar", files=(self._file.path.name,), steps=tuple(bare_steps), count=tops[0].pid)
-            yield metadata, tops, (note,) if is_first else ()
+            note = Note(
+                "without_sidecar", files=(self._file.path.name,), steps=tuple(bare_steps), count=outermost[0].pid
+            )
+            yield metadata, outermost, (note,) if is_first else ()
 
     def _sidecar(self, row: _Row, step: int) -> Path | None:
         """Returns the ``.nsys.json`` of this host and process for the window with a step's range; None if there is
@@ -337,8 +340,8 @@ class _Reader:
         coordinates = {axis: number for axis, number in fields.items() if number is not None and number < MOST}
         if len(coordinates) < len(AXES) or chunks > MOST:
             return None
-        job = self._file.sizes or self._neighbours()
-        least_sizes = {axis: max(number + 1, getattr(job, axis, 1)) for axis, number in coordinates.items()}
+        job_sizes = self._file.sizes or self._neighbours()
+        least_sizes = {axis: max(number + 1, getattr(job_sizes, axis, 1)) for axis, number in coordinates.items()}
         sizes = ParallelSizes(**least_sizes, vpp=chunks)
         match = _IN_NAME.search(self._file.path.name) if only_process else None
         rank = int(match[1]) if match else _rank(coordinates, sizes)

@@ -36,11 +36,11 @@ class Tables:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         with _as_undecodable():
-            listed = connection.execute(
+            table_rows = connection.execute(
                 "SELECT name, sql FROM sqlite_master WHERE type = 'table' LIMIT 10000"
             ).fetchall()
         self._plain = {
-            name for name, sql in listed if isinstance(sql, str) and sql[:14].upper().startswith("CREATE TABLE")
+            name for name, sql in table_rows if isinstance(sql, str) and sql[:14].upper().startswith("CREATE TABLE")
         }
         self._columns: dict[str, frozenset[str]] = {}
 
@@ -77,9 +77,9 @@ def opened(path: Path) -> Iterator[Tables]:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise Undecodable("it is no SQLite file")
         size = file.seek(0, 2)
-    local = local_copy(path)
+    local_path = local_copy(path)
     with _as_undecodable():
-        connection = sqlite3.connect(local.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
+        connection = sqlite3.connect(local_path.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
     deadline = time.monotonic() + _SECONDS + size / _BYTES_A_SECOND
     with closing(connection):
         connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
