@@ -1,4 +1,4 @@
-"""The finish hook: a shell command of the user's that the writer's thread runs once files are complete."""
+"""The finish hook: the user's shell command, which the writer's thread runs once files are complete."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Writer:
         deadline = time.monotonic() + timeout
         with self._idle:
             if self._tasks:
-                self._start()  # an exception of the host's may have interrupted `_put` before it did
+                self._start()  # an exception of the host may have interrupted `_put` before it did
             while self._tasks:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:

@@ -221,7 +221,7 @@ class ProfileConfig:
     )
 
     names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """How the user spelled a field's option if not as its flag: a variable, or an option of the host."""
+    """The user's spelling of each field that was not set by its flag: a variable, or an option of the host."""
 
     def __post_init__(self) -> None:
         for option in options():

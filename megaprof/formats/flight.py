@@ -63,7 +63,7 @@ class GroupConfig(msgspec.Struct):
 
 
 class GroupStatus(msgspec.Struct):
-    """How far a process group has come."""
+    """The progress of a process group."""
 
     last_enqueued_collective: int
     """The number of the last operation that was called."""
@@ -79,4 +79,4 @@ class Flight(msgspec.Struct):
     pg_config: dict[str, GroupConfig] = {}
     """Its groups by name; none if the backend does not say (gloo)."""
     pg_status: dict[str, GroupStatus] = {}
-    """How far each group has come, by number, in the order in which the groups were made."""
+    """The progress of each group, by number, in the order in which the groups were made."""

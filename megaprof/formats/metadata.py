@@ -54,19 +54,19 @@ class WithoutRange:
 
 @dataclass(frozen=True)
 class MicrobatchRanges:
-    """Which ranges a step lacks."""
+    """The ranges that a step lacks."""
 
     microbatch: bool = True
     """True if the step has a range for every microbatch."""
     reason: str | None = None
-    """Why it has not; None if it has."""
+    """The reason that it has not; None if it has."""
     without: tuple[WithoutRange, ...] = ()
     """Modules without ranges although ``--profile-ranges`` asked for them."""
 
 
 @dataclass(frozen=True)
 class Profiler:
-    """How the torch profiler recorded a window."""
+    """The torch profiler's recording of a window."""
 
     asked: tuple[str, ...]
     """The activities that ``--profile-activities`` asks for: ``cpu``, ``cuda``."""
@@ -86,7 +86,7 @@ class Metadata:
     """The content of an artifact, and where and how that ran."""
 
     target: str
-    """What was captured, such as ``train_actor``."""
+    """The captured target, such as ``train_actor``."""
     coords: RankCoords
     """The rank, with the sizes of the run."""
     steps: tuple[Step, Step]
@@ -144,15 +144,15 @@ class Metadata:
     torch: str | None = None
     """Version of torch."""
     ranges: MicrobatchRanges = MicrobatchRanges()
-    """Which ranges it lacks."""
+    """The ranges that it lacks."""
     truncated: bool = False
     """True if the window was closed early."""
     truncated_reason: str | None = None
     """Why it was closed early; None if it was not."""
     profiler: Profiler | None = None
-    """How the torch profiler recorded it; None for another tool."""
+    """The torch profiler's recording of it; None for another tool."""
     timeline: dict[str, Any] | None = None
-    """How a timeline was recorded, such as its ``clock`` (``host`` or ``device``); None for another tool."""
+    """Properties of a timeline, such as its ``clock`` (``host`` or ``device``); None for another tool."""
 
     @property
     def sizes(self) -> ParallelSizes:

@@ -48,7 +48,7 @@ FINALIZE_GRADS = "finalize_grads"
 #: A collection of Python's oldest objects, whoever ran it.
 GARBAGE = "garbage_collection"
 
-#: Microbatch and model chunk of a pass, None where it is not known.
+#: Microbatch and model chunk of a pass; None for each that is not known.
 Place = tuple["int | None", "int | None"]
 
 #: Megatron's exchanges between stages, in every version from 0.12.

@@ -89,11 +89,11 @@ class Memory(NamedTuple):
     """The memory of a rank's device when a step ends, in bytes."""
 
     allocated: int
-    """What is allocated then."""
+    """Allocated bytes at that time."""
     peak: int
-    """The most that has been allocated so far, or since the host last reset torch's counter."""
+    """The most bytes that were allocated so far, or since the host last reset torch's counter."""
     capacity: int
-    """What the device has."""
+    """The size of the device's memory."""
 
     def pack(self) -> bytes:
         """Returns its bytes for a file."""
@@ -116,7 +116,7 @@ class Waited(NamedTuple):
     length: int
     """Length of the span."""
     waited: int
-    """How long the thread waited in it."""
+    """The time that the thread waited in the span."""
 
     def pack(self) -> bytes | None:
         """Returns its bytes for a file; None for a span of more than half an hour, for which a file has no room."""

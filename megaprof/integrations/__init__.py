@@ -1,1 +1,1 @@
-"""What a host framework knows and megaprof cannot see, one file per host; and the patches of hosts."""
+"""Reads what a host framework knows and megaprof cannot see, with one file per host; also has the patches of hosts."""

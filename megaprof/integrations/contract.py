@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Facts:
-    """What holds inside one call of a host's function. The defaults add nothing to what is known."""
+    """The facts that hold inside one call of a host's function. The defaults add nothing to what is known."""
 
     role: str | None = None
     """The role whose work it is (actor, ref, critic, ...)."""
@@ -56,10 +56,10 @@ class Hook:
     context: bool = False
     """True if the function returns a context manager, and the facts hold inside that instead of inside the call."""
     ends: Literal["step", "job"] | None = None
-    """What ends with the call: a step of the host in this process, or the whole job, which this process runs. Files are
-    finished then, because their processes may be killed without warning afterwards (see ``over``)."""
+    """``step`` if the call ends a step of the host in this process; ``job`` if it ends the whole job, which this
+    process runs. Files are finished then, because processes may be killed without warning afterwards (see ``over``)."""
     batch: Batch | None = None
-    """How the function runs the microbatches of a step without Megatron's schedule; None if it does not."""
+    """The way the function runs the microbatches of a step without Megatron's schedule; None if it runs none."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def config_of(policy: Any) -> ProfileConfig:
     """Returns the ProfileConfig of ``trainer.policy`` with the patch: ``megatron_config.megaprof`` and the environment
     count first, then the fields of ``torch_profiler_config`` that differ from their defaults.
 
-    Without a target of megaprof's the fields are for SkyRL's own profiler. Raises ValueError for what cannot be
+    Without a megaprof target, the fields are for SkyRL's own profiler. Raises ValueError for settings that cannot be
     honoured, such as ``enable`` beside a target.
     """
     from megaprof.config.options import SCHEDULE, ProfileConfig, options, set_in

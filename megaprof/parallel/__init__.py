@@ -1,1 +1,1 @@
-"""Where a rank stands and which ranks are meant; what a model chunk consists of; Megatron's schedules as data."""
+"""Facts about a parallel job: coordinates, selected ranks, the contents of model chunks, and the schedules as data."""

@@ -1,4 +1,4 @@
-"""Reads from a model what its chunks consist of: layers and their kinds, embedding, MTP layers, loss."""
+"""Reads the contents of a model's chunks: layers and their kinds, embedding, MTP layers, loss."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def describe_chunk(chunk: Any) -> dict[str, Any]:
-    """Returns what a model chunk consists of; None for what the model does not say.
+    """Returns the contents of a model chunk, with None for each item that the model does not say.
 
-    GPTModel, HybridModel and their kin share ``pre_process`` (owns the embedding), ``post_process`` (owns the output
-    layer and the loss), ``decoder.layers`` and ``mtp``; T5 has ``encoder.layers``, too, and BERT has them alone.
+    GPTModel, HybridModel and similar models share ``pre_process`` (owns the embedding), ``post_process`` (owns the
+    output layer and the loss), ``decoder.layers`` and ``mtp``; T5 has ``encoder.layers``, too, and BERT has them alone.
     """
     language = language_model(chunk)
     encoder = getattr(getattr(language, "encoder", None), "layers", None)

@@ -111,6 +111,6 @@ def _cgroup(group: Path, version: int, machine: int) -> Bound | None:
 
     try:
         return Bound(f"the container ({group})", read) if read()[1] < machine else None
-    # No such controller here, or "max". Not OSError: a signal handler of the host's may raise a TimeoutError in here.
+    # No such controller here, or "max". Not OSError: a signal handler of the host may raise a TimeoutError in here.
     except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
         return None

@@ -71,14 +71,14 @@ RECEIVES = {"forward": "recv_prev", "backward": "recv_next"}
 
 
 class Placement(NamedTuple):
-    """Which piece of the model each chunk of a stage holds: chunk 0 of all stages in turn, then chunk 1, and so on."""
+    """The order of the model's pieces: chunk 0 of all stages in turn, then chunk 1, and so on."""
 
     stages: int
     """Pipeline stages."""
     chunks: int = 1
     """Model chunks of each."""
     v_shaped: bool = False
-    """Whether every other chunk passes the stages in reverse, so that the last stage continues with its own result."""
+    """True if every other chunk passes the stages in reverse, so that the last stage continues with its own result."""
 
     def consumer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
         """Returns the stage and chunk that the result of a forward or backward goes to; None after the last one."""
@@ -129,9 +129,9 @@ class PipelineSchedule(NamedTuple):
     group_size: int
     """Microbatches that pass one chunk before the next chunk begins; only used by the interleaved schedule."""
     forward_only: bool = False
-    """Whether there are no backwards."""
+    """True if there are no backwards."""
     combined: bool = False
-    """Whether consecutive forwards and backwards run together (``overlap_moe_expert_parallel_comm``)."""
+    """True if consecutive forwards and backwards run together (``overlap_moe_expert_parallel_comm``)."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ class PipelineSchedule(NamedTuple):
 
     @property
     def placement(self) -> Placement:
-        """Where the pieces of the model are."""
+        """The order of the model's pieces on its stages and chunks."""
         return Placement(self.stages, self.chunks, self.name in _V_SHAPED)
 
     @classmethod

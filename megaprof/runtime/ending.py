@@ -49,7 +49,7 @@ class Termination:
 
     @property
     def armed(self) -> bool:
-        """True while the handler is installed, or while a handler of the host's has taken its place."""
+        """True while the handler is installed, or while the host's own handler has taken its place."""
         return self._handler is not None
 
     def __enter__(self) -> None:

@@ -36,7 +36,7 @@ class Patch:
     name: str
     """The attribute's name."""
     replacement: Any
-    """What replaces it."""
+    """The object that replaces it."""
 
 
 class _Event:

@@ -1,1 +1,1 @@
-"""The records of a running job: what it is, where it stands, and what is asked of it."""
+"""The records of a running job: the run itself, the status of each rank, and the request to capture."""

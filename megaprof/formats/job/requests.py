@@ -32,22 +32,22 @@ class Request(Record, frozen=True):
     timeout: Annotated[float, Meta(ge=1, le=LONGEST_TIMEOUT)]
     """Seconds after which nobody waits for it any more."""
     target: Name
-    """What to capture, such as ``train_actor``."""
+    """The target to capture, such as ``train_actor``."""
     role: Name | None
-    """Whose calls; None where the job has only one role."""
+    """The role whose calls are captured; None if the job has only one role."""
     steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)]
-    """How many windows."""
+    """The number of windows."""
     select: Annotated[str, Meta(min_length=1, max_length=4000)]
-    """Which ranks, as in `--profile-select`."""
+    """The ranks that capture, as in `--profile-select`."""
     options: dict[str, bool | str | list[str]]
     """``tool``, and options of the tools, as `ProfileConfig` names them."""
     by: str = "megaprof trigger"
-    """Who asks, for people."""
+    """The requester, for people."""
     first: Count | None = None
-    """The number of the first call to capture, counted from 0 since the hooks went in; None until every selected rank
-    has said how far it is."""
+    """The number of the first call to capture, counted from 0 since the hooks were installed; None until every selected
+    rank has reported its number of calls."""
 
     @property
     def selector(self) -> Selector:
-        """Which ranks. Raises ValueError."""
+        """The ranks that capture. Raises ValueError."""
         return parse_selector(self.select)

@@ -37,11 +37,11 @@ class RunRecord(Record, frozen=True):
     run: Name
     """A random name of this run: another run in the same directory has another name."""
     host: Name
-    """Where the lowest rank runs, as `formats.names.host` says it."""
+    """The host of the lowest rank, as `formats.names.host` names it."""
     pid: Annotated[int, Meta(ge=0, le=LARGEST_PID)]
     """The lowest rank's process id there."""
     started: Time
-    """Wall-clock seconds."""
+    """When it started, in wall-clock seconds."""
     sizes: ParallelSizes
     """Its parallel sizes."""
     order: Name | None
@@ -55,7 +55,7 @@ class RunRecord(Record, frozen=True):
     leader: Count = 0
     """Its lowest rank, which removes old requests."""
     ended: Time | None = None
-    """Wall-clock seconds when it ended; None while it runs."""
+    """When it ended, in wall-clock seconds; None while it runs."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the sizes make more ranks than any job has."""

@@ -15,7 +15,7 @@ from megaprof.parallel.topology import AXES
 BETWEEN = "between"
 #: A status is late when it is older than this many intervals, and than this many seconds.
 LATE_INTERVALS, LATE_SECONDS = 5, 15.0
-#: The target whose steps are the job's steps, where it has any.
+#: The target whose steps are the job's steps, if it has any.
 _TRAINING = "train_actor"
 
 Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -26,10 +26,10 @@ FINAL = frozenset(("done", "failed"))
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where a rank is inside a schedule call: in which phase, of which microbatch and model chunk."""
+    """The position of a rank in a schedule call: the phase, its microbatch and its model chunk."""
 
     target: Name
-    """What the call is for, such as ``train_actor``."""
+    """The target of the call, such as ``train_actor``."""
     step: Count
     """The number of its step."""
     phase: Name
@@ -39,7 +39,7 @@ class Position(msgspec.Struct, frozen=True):
     chunk: Count | None
     """Its model chunk; None in a phase that has none."""
     since: Time
-    """Wall-clock seconds when it was first seen there."""
+    """When the rank was first seen there, in wall-clock seconds."""
     role: str | None = None
     """The role that makes the call; None without roles."""
 
@@ -50,20 +50,20 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """How far one target of one role has come."""
+    """The progress of one target of one role."""
 
     target: Name
-    """What is called, such as ``train_actor``."""
+    """The target, such as ``train_actor``."""
     role: str | None = None
-    """The role that calls it; None without roles."""
+    """The role that makes the calls; None without roles."""
     begun: Count | None = None
-    """How many calls have begun."""
+    """The number of calls that have begun."""
     seconds: Seconds | None = None
-    """Seconds from the start of one call to the start of the next, lately; None before the second call."""
+    """Recent seconds from the start of one call to the start of the next; None before the second call."""
     step: Count | None = None
     """The number of the last finished step; None without a timeline."""
     count: Count | None = None
-    """How many calls are finished; None without a timeline."""
+    """The number of finished calls; None without a timeline."""
 
     @property
     def last_step(self) -> int | None:
@@ -79,7 +79,7 @@ class Recent(msgspec.Struct, frozen=True):
     target: Name
     """The target of the steps."""
     steps: Count
-    """How many they are."""
+    """The number of these steps."""
     step_ms: Milliseconds
     """The whole call of the schedule."""
     forward_ms: Milliseconds
@@ -91,7 +91,7 @@ class Recent(msgspec.Struct, frozen=True):
     finalize_ms: Milliseconds
     """The reduction of gradients."""
     p2p_ms: Milliseconds | None
-    """Exchanges with other stages; None where they were not noted on the GPU's clock."""
+    """Exchanges with other stages; None if they were not timed on the GPU's clock."""
     role: str | None = None
     """The role of the steps; None without roles."""
 
@@ -102,17 +102,17 @@ class CaptureState(msgspec.Struct, frozen=True):
     request: Name
     """The id of the request."""
     state: State
-    """How far the rank has come."""
+    """The state of the capture on this rank."""
     calls: Count = 0
-    """How many calls of the target have begun there."""
+    """The number of calls of the target that have begun on this rank."""
     seconds: Seconds | None = None
-    """Seconds from the start of one call to the start of the next, lately; None before the second call."""
+    """Recent seconds from the start of one call to the start of the next; None before the second call."""
     reason: str | None = None
-    """Why the rank does not capture; None where nothing is wrong."""
+    """Why the rank does not capture; None if nothing is wrong."""
     steps: tuple[Count, ...] = ()
     """The numbers of the captured steps."""
     files: tuple[str, ...] = ()
-    """What was written, relative to the save directory."""
+    """The written files, relative to the save directory."""
 
 
 class RankStatus(Record, frozen=True):
@@ -125,9 +125,9 @@ class RankStatus(Record, frozen=True):
     coords: dict[str, Coordinate]
     """Its place along `pp`, `tp`, `cp`, `ep` and `dp`."""
     host: Name
-    """Its host and process id namespace, as `formats.names.host` says it."""
+    """Its host and process id namespace, as `formats.names.host` names them."""
     name: str
-    """Its host for people."""
+    """The name of its host, for people."""
     pid: Annotated[int, Meta(ge=0, le=LARGEST_PID)]
     """Its process id there."""
     time: Time
@@ -135,22 +135,22 @@ class RankStatus(Record, frozen=True):
     interval: Annotated[float, Meta(ge=0, le=LONGEST_INTERVAL)]
     """Seconds from one record to the next."""
     since: Time
-    """When its training thread was first seen where it is."""
+    """When its training thread was first seen at its present position."""
     calls: tuple[Calls, ...]
-    """How far it has come: one entry for each target and role."""
+    """Its progress: one entry for each target and role."""
     position: Position | None = None
-    """Where its training thread is; None outside of a schedule call, and without a timeline."""
+    """The position of its training thread; None outside of a schedule call, and without a timeline."""
     device_position: Position | None = None
-    """Where its GPU is; None if that has nothing left to do, and on a CPU."""
+    """The position of its GPU; None if the GPU has nothing left to do, and on a CPU."""
     recent: Recent | None = None
-    """How fast it has been; None without a timeline."""
+    """The times of its last steps; None without a timeline."""
     waits: Annotated[float, Meta(ge=0, le=1)] | None = None
     """The part of the last half minute in which its training thread could have run but had no processor core; None
     without a timeline, and if the system does not say."""
     capture: CaptureState | None = None
     """Its answer to the request in `capture.json`; None if there is no request."""
     ended: bool = False
-    """True once the rank has ended as it should."""
+    """True once the rank has ended normally."""
     off: bool = False
     """True if a fault has turned profiling off."""
     why: str | None = None
@@ -163,10 +163,10 @@ class RankStatus(Record, frozen=True):
 
     @property
     def place(self) -> Position | None:
-        """Where it is in its schedule call; None outside of one.
+        """The rank's position in its schedule call; None outside of one.
 
-        That is where its GPU is, which runs behind the host, unless the GPU is between two phases: only the host knows
-        what it waits for then.
+        It is the position of the GPU, which runs behind the host. If the GPU is between two phases, it is the position
+        of the host, because only the host knows what it waits for then.
         """
         device = self.device_position
         if device is not None and (device.phase != BETWEEN or self.position is None):
@@ -175,7 +175,7 @@ class RankStatus(Record, frozen=True):
 
     @property
     def moved(self) -> float:
-        """When it was first seen where it is."""
+        """When it was first seen at its present position, in wall-clock seconds."""
         return self.since if self.place is None else self.place.since
 
     @property
