@@ -96,8 +96,8 @@ class Series:
     longest: Floats = field(default_factory=lambda: np.empty(0))
     """Milliseconds of each call on its slowest rank."""
     synchronising: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
-    """By pp and tp: the number of the first bucket, and by bucket the milliseconds per step that the quickest rank of
-    this group spent on gradient synchronisation. Only steps that all ranks of the group have count."""
+    """For each group (pp and tp): the number of its first bucket, and by bucket the milliseconds per step that its
+    quickest rank spent on gradient synchronisation. Only steps that all ranks of the group have count."""
     histograms: dict[int, Integers] = field(default_factory=dict)
     """Histogram of the compute per step, by stage."""
     largest_ms: dict[int, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Puts the times of ranks whose hosts have clocks of their own on one clock, by which pass waits for which."""
+"""Puts the times of ranks on different hosts on one clock, from the passes that wait for each other."""
 
 from __future__ import annotations
 
