@@ -388,8 +388,8 @@ def _differing(job: _Job) -> Iterator[Culprit]:
 
 def _sinks(waits: Mapping[int, Mapping[int, Operation]], behind: Mapping[int, set[int]]) -> Iterator[tuple[int, Why]]:
     """Yields the ranks that others wait for and that wait for no one. If the waiting of some ranks leads to none of
-    these, yields those that wait for each other in a circle. ``behind`` (see `_Job.behind`) says which ranks a rank's device waits
-    for; its host need not wait for them."""
+    these, yields those that wait for each other in a circle. ``behind`` (see `_Job.behind`) says which ranks a rank's
+    device waits for; its host need not wait for them."""
     waits_for = {rank: set(operations) for rank, operations in waits.items()}
     waits_for |= {rank: other_ranks for rank, other_ranks in behind.items() if rank not in waits}
     waiters_of: defaultdict[int, set[int]] = defaultdict(set)
