@@ -118,7 +118,7 @@ class Pages:
         shared: dict[str, Any] = {"place": place, "targets": targets, "number": number, "target": target}
         if target is None or known is None:
             return _page("what_if.html", **shared, answer=None, data=None)
-        found = await run_in_threadpool(answer, known, request.query_params)
+        found = await run_in_threadpool(answer, known, target.measured, request.query_params)
         options = host_options(target, found.now.prediction)
         return _page("what_if.html", **shared, answer=found, options=options, data=pages.data_of([found.boxes]))
 
@@ -135,7 +135,7 @@ class Pages:
             raise _Missing
 
         def try_it() -> dict[str, object]:
-            found = answer(known, request.query_params)
+            found = answer(known, target.measured, request.query_params)
             if found.fault is not None:
                 return {"fault": found.fault}
             shown = pages.render(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlencode
 
+from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes_of
-from megaprof.analysis.what_if.by_hand import chosen, moved, number_of, whole
+from megaprof.analysis.what_if.by_hand import StagesAfter, chosen, moved, number_of, stages_after, whole
 from megaprof.analysis.what_if.changeable import Changeable, Setting, Tried, tried
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout, options_of
@@ -48,12 +50,12 @@ class StageRow:
     """Its pipeline rank."""
     pieces: tuple[Piece, ...]
     """Its pieces, by model chunk."""
-    compute_ms: float
-    """Milliseconds of computation in a step."""
+    compute_ms: float | None
+    """Milliseconds of computation in the average step; None if not measured."""
     share: float
     """Its compute, in percent of the compute of the slowest stage."""
-    bubble: float
-    """The fraction of the pipeline's time in which it computes nothing."""
+    bubble: float | None
+    """Its bubble as a fraction of the step; None if not measured."""
     in_flight: int
     """The most layers times microbatches whose activations it holds."""
 
@@ -64,6 +66,8 @@ class WhatIfPage:
 
     known: Changeable
     """The captured run."""
+    measured: TargetStages
+    """Its stages, as the report shows them."""
     now: Tried
     """The setting that is shown."""
     captured: Tried
@@ -88,21 +92,31 @@ class WhatIfPage:
         """Model chunks per stage."""
         return len(self.now.setting.pieces) // self.known.stages
 
+    @cached_property
+    def after(self) -> StagesAfter:
+        """The stages with this change, averaged over the steps of the report's tables."""
+        return stages_after(self.measured, self.known, self.now)
+
+    @cached_property
+    def before(self) -> StagesAfter:
+        """The stages as they were captured."""
+        return stages_after(self.measured, self.known, self.captured)
+
     @property
     def rows(self) -> list[StageRow]:
         """The rows of all stages."""
-        pieces, simulated = self.now.setting.pieces, self.now.simulation
-        longest = max(simulated.stage_ms) or 1.0
+        pieces = self.now.setting.pieces
+        longest = max((each.compute_ms or 0.0 for each in self.after.stages), default=0.0) or 1.0
         return [
             StageRow(
-                stage,
-                tuple(self._piece(place) for place in range(stage, len(pieces), self.known.stages)),
-                computed,
-                100 * computed / longest,
-                simulated.bubble_fraction[stage],
-                (self.now.prediction.in_flight or ())[stage],
+                stage.pp,
+                tuple(self._piece(place) for place in range(stage.pp, len(pieces), self.known.stages)),
+                after.compute_ms,
+                100 * (after.compute_ms or 0.0) / longest,
+                after.bubble,
+                (self.now.prediction.in_flight or ())[stage.pp],
             )
-            for stage, computed in enumerate(simulated.stage_ms)
+            for stage, after in zip(self.measured.stages, self.after.stages, strict=True)
         ]
 
     def _piece(self, place: int) -> Piece:
@@ -145,22 +159,18 @@ class WhatIfPage:
         )
 
 
-def answer(known: Changeable, query: Mapping[str, str]) -> WhatIfPage:
+def answer(known: Changeable, measured: TargetStages, query: Mapping[str, str]) -> WhatIfPage:
     """Returns the page for the change that ``query`` asks for. If that cannot be tried, returns the page of the closest
-    setting that can, with the reason."""
-    captured = known.as_captured
+    setting that can, with the reason. ``measured``: the stages of the report."""
+    captured = now = known.as_captured
+    fault = None
     try:
         now = chosen(known, query)
+        if query.get("move"):
+            now = tried(known, replace(now.setting, pieces=_moved(now.setting, query["move"])))
     except ValueError as mistake:
-        return WhatIfPage(known, captured, captured, str(mistake))
-    if not query.get("move"):
-        return WhatIfPage(known, now, captured, None)
-    try:
-        return WhatIfPage(
-            known, tried(known, replace(now.setting, pieces=_moved(now.setting, query["move"]))), captured, None
-        )
-    except ValueError as mistake:
-        return WhatIfPage(known, now, captured, str(mistake))
+        fault = str(mistake)
+    return WhatIfPage(known, measured, now, captured, fault)
 
 
 def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...] | None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from megaprof.analysis.diagnosis.stages import Stage, TargetStages
+from megaprof.analysis.samples import mean_of
+from megaprof.analysis.trace.groups import INSIDE
 from megaprof.analysis.what_if.changeable import Changeable, Setting, Tried, tried
 from megaprof.analysis.what_if.layouts import Layout, default_layout, parse_layout
 from megaprof.analysis.what_if.packing import PLANS
@@ -23,6 +28,53 @@ def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
     ``layout`` stands; another ``chunks`` asks for another layout. What is missing or empty stays as it was captured.
     Raises ValueError, as `tried` does."""
     return tried(run, _setting(run, choices))
+
+
+@dataclass(frozen=True)
+class StageAfter:
+    """A stage with a chosen change. Without a change, its numbers are those of the report's table."""
+
+    compute_ms: float | None
+    """Milliseconds of computation in the average step; None if not measured."""
+    bubble: float | None
+    """Its bubble as a fraction of the step; None if not measured."""
+
+
+@dataclass(frozen=True)
+class StagesAfter:
+    """All stages with a chosen change, averaged over the steps of the report's tables."""
+
+    stages: tuple[StageAfter, ...]
+    """The stages, by pipeline rank."""
+    bubble: float | None
+    """Bubble as a fraction of the step, averaged over stages; None if not measured."""
+    imbalance: float | None
+    """Compute of the slowest stage / of the average stage; None if the report has none."""
+
+
+def stages_after(measured: TargetStages, run: Changeable, found: Tried) -> StagesAfter:
+    """Returns the stages of the report's tables as the replays change them: the step in proportion to the predicted
+    one, and what a stage computes in proportion to its replayed passes. The rest of the step is bubble."""
+    step = found.prediction.step_ms / run.measured_ms
+    stages = tuple(_after(each, found.longer[each.pp], measured.step_ms, step) for each in measured.stages)
+    compute = [each.compute_ms for each in stages if each.compute_ms is not None]
+    bubbles = [each.bubble for each in stages if each.bubble is not None]
+    return StagesAfter(
+        stages,
+        statistics.fmean(bubbles) if bubbles else None,
+        None if measured.imbalance is None else max(compute) / statistics.fmean(compute),
+    )
+
+
+def _after(stage: Stage, longer: float, step_ms: float, step: float) -> StageAfter:
+    """``longer``, ``step``: how many times as long the passes of the stage, and the step, take."""
+    computed = None if stage.compute_ms is None else stage.compute_ms.mean * longer
+    if stage.bubble_fraction is None or not step_ms:
+        return StageAfter(computed, None)
+    inside = (stage.compute_ms, stage.host_bound_ms, *(stage.exposed_ms.get(group) for group in (*INSIDE, "unknown")))
+    passes_ms = sum(mean_of(each) or 0.0 for each in inside)
+    bubble_ms = stage.bubble_fraction * step_ms + step_ms * (step - 1.0) - passes_ms * (longer - 1.0)
+    return StageAfter(computed, max(bubble_ms, 0.0) / (step_ms * step))
 
 
 def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:

@@ -141,17 +141,8 @@ class Tried:
     """The step with its uncertainty, flags, and memory."""
     simulation: Simulation
     """The replayed pipeline of a captured step of about average length, with the setting."""
-
-    @property
-    def bubble(self) -> float:
-        """The fraction of the step in which a stage computes nothing, averaged over stages."""
-        return sum(self.simulation.bubble_fraction) / len(self.simulation.bubble_fraction)
-
-    @property
-    def imbalance(self) -> float | None:
-        """The slowest stage's compute over the average stage's; None if nothing is computed."""
-        computed = self.simulation.stage_ms
-        return max(computed) * len(computed) / sum(computed) if sum(computed) else None
+    longer: tuple[float, ...]
+    """How many times as long the passes of each stage take in a step, averaged over all steps."""
 
 
 def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
@@ -202,7 +193,10 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
         p2p_ms=None if wanted.p2p_ms == asked.captured.p2p_ms else wanted.p2p_ms,
         packing=wanted.packing,
     )
-    return Tried(wanted, found, run.baseline.simulated(run.costs.of(wanted.pieces), change))
+    content = run.costs.of(wanted.pieces)
+    before = asked.baseline.stages_ms(asked.baseline.content, asked.baseline.as_is)
+    longer = run.baseline.stages_ms(content, change) / np.maximum(before, 1e-9)
+    return Tried(wanted, found, run.baseline.simulated(content, change), tuple(longer.tolist()))
 
 
 def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]:

@@ -125,6 +125,8 @@ class Change:
     """How many times the tokens of a captured microbatch each microbatch has."""
     more_p2p_ms: float = 0.0
     """By how many milliseconds every exchange takes longer."""
+    exchanges: float = 1.0
+    """How many times as long every exchange takes otherwise."""
     reductions: float = 1.0
     """How many times as long gradients are reduced behind the pipeline."""
 
@@ -232,7 +234,16 @@ class Baseline:
         if change.replay.shape[0] < times.shape[2]:
             times, entry, link = halved(times, entry, link)
         times = resliced(times, change.replay.shape[3], change.tokens)
-        return times, entry, np.maximum(link + change.more_p2p_ms, 0.0)
+        return times, entry, np.maximum(link * change.exchanges + change.more_p2p_ms, 0.0)
+
+    def stages_ms(self, content: Floats, change: Change) -> Floats:
+        """Returns [s]: what all passes of a stage take in the average step, with other contents [s, c, k] and a
+        change."""
+        times, _, _ = self._times(
+            np.arange(len(self.passes)), (content / _positive(self.content, content))[None], change
+        )
+        whole: Floats = times.sum(axis=(3, 4, 5)).mean(axis=(0, 1))
+        return whole
 
     def simulated(self, content: Floats, change: Change) -> Simulation:
         """Returns the longest pipeline of the step whose replay is nearest to the average one, with other contents
@@ -346,13 +357,18 @@ def priced(
     change = change or run.as_is
     gains = run.gain(content, change)
     of_same_step = gains[run.rows]
+    drawn = run.gain_drawn(free, change) - np.resize(of_same_step, len(free))
+    if change.tokens != 1.0 and change.more_p2p_ms == 0.0:
+        # The data do not say how much of an exchange is in proportion to its size, so it is anything from none to all.
+        in_proportion = float((run.gain(content, replace(change, exchanges=change.tokens)) - gains).mean())
+        drawn = drawn + in_proportion * np.random.default_rng(0).uniform(size=len(free))
     return gained(
         kind,
         run.measured_ms,
         gains,
         run.error_of_steps(gains, content, change),
         run.gain_drawn(sure, change) - of_same_step,
-        run.gain_drawn(free, change) - np.resize(of_same_step, len(free)),
+        drawn,
         run.missed,
         unsure,
     )

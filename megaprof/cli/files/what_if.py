@@ -55,10 +55,11 @@ class WhatIfAnswer:
     """Microbatches per step, with the change."""
     prediction: Prediction
     """The step with the change."""
-    bubble: float
-    """Fraction of the step in which a stage computes nothing, averaged over stages, with the change."""
+    bubble: float | None
+    """Bubble as a fraction of the step, averaged over stages, with the change; None if the report has none. Without a
+    change, this and ``imbalance`` are those of the report's tables."""
     imbalance: float | None
-    """Compute of the slowest stage / of the average stage, with the change; None if nothing is computed."""
+    """Compute of the slowest stage / of the average stage, with the change; None if the report has none."""
     host_options: tuple[str, ...] | None
     """The change as options of the host that trained; None if that host takes Megatron's flags."""
     caveats: tuple[str, ...]
@@ -104,7 +105,7 @@ def predicted(
     change that has no prediction."""
     from megaprof.analysis.report.text.what_if import beside, name_of
     from megaprof.analysis.report.text.words import sentence
-    from megaprof.analysis.what_if.by_hand import chosen
+    from megaprof.analysis.what_if.by_hand import chosen, stages_after
     from megaprof.analysis.what_if.changeable import NotCaptured
     from megaprof.analysis.what_if.layouts import options_of
 
@@ -115,14 +116,15 @@ def predicted(
         raise CommandError(str(missing)) from None
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
+    after = stages_after(target_report.measured, changeable, choice)
     return WhatIfAnswer(
         *target_report.key,
         what=name_of(choice.prediction, target_report.what_if),
         measured_ms=changeable.measured_ms,
         microbatches=choice.setting.microbatches,
         prediction=choice.prediction,
-        bubble=choice.bubble,
-        imbalance=choice.imbalance,
+        bubble=after.bubble,
+        imbalance=after.imbalance,
         host_options=options_of(
             target_report.measured.framework, target_report.measured.role, choice.prediction.flags, changeable.stages
         ),
@@ -155,21 +157,21 @@ def _find_target(report: Report, target: str | None, role: str | None) -> tuple[
 
 def in_words(answer: WhatIfAnswer) -> list[str]:
     """Returns an answer as lines of text."""
-    from megaprof.analysis.report.text.what_if import fast
+    from megaprof.analysis.report.text.what_if import AS_CAPTURED, fast
     from megaprof.analysis.report.text.words import number, percent, title, within
 
     prediction = answer.prediction
-    caveat = "" if prediction.tells else ", so it may be slower, too"
+    measured = f"measured {number(answer.measured_ms)} ms"
+    step = f"{within(prediction.step_ms, prediction.reach_ms)} ms, {measured}: {fast(prediction)}"
+    if answer.what == AS_CAPTURED:
+        step = f"{measured}; nothing is changed"
+    elif not prediction.tells:
+        step += ", so it may be slower, too"
+    imbalance = "" if answer.imbalance is None else f", imbalance {answer.imbalance:.2f}"
     lines = [
         f"{title(answer.target, answer.role)}: {answer.what}",
-        f"step: {within(prediction.step_ms, prediction.reach_ms)} ms, measured {number(answer.measured_ms)} ms: "
-        f"{fast(prediction)}{caveat}",
-        f"in a replayed step of about average length: bubble {percent(answer.bubble)}"
-        + (
-            ""
-            if answer.imbalance is None
-            else f", imbalance {answer.imbalance:.2f}, {answer.microbatches} microbatches"
-        ),
+        f"step: {step}",
+        f"bubble {percent(answer.bubble)}, averaged over the stages{imbalance}, {answer.microbatches} microbatches",
         f"flags: {shlex.join(prediction.flags)}" if prediction.flags else "",
         f"the host's options: {shlex.join(answer.host_options)}" if answer.host_options else "",
         *answer.caveats,

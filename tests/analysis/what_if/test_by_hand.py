@@ -14,7 +14,7 @@ import pytest
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import activations, of_costs
-from megaprof.analysis.what_if.by_hand import chosen, moved, split
+from megaprof.analysis.what_if.by_hand import chosen, moved, split, stages_after
 from megaprof.analysis.what_if.changeable import Changeable, tried
 from megaprof.analysis.what_if.changes import resliced
 from megaprof.analysis.what_if.contents import Cost, CostFit
@@ -58,6 +58,45 @@ def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: Changea
     assert as_captured.prediction.speedup == pytest.approx(1.0)
     assert as_captured.prediction.layout == found.layout == "Et*6|t*4|t*4|t*2L"
     assert as_captured == known.as_captured
+
+
+def test_as_captured_the_stages_are_those_of_the_report(report: Report, known: Changeable) -> None:
+    measured = report.targets[0].measured
+    after = stages_after(measured, known, known.as_captured)
+    for stage, row in zip(measured.stages, after.stages, strict=True):
+        assert stage.compute_ms is not None
+        assert (row.compute_ms, row.bubble) == pytest.approx((stage.compute_ms.mean, stage.bubble_fraction))
+    assert after.imbalance == pytest.approx(measured.imbalance)
+
+
+def test_the_stages_of_another_layout_are_those_of_a_run_with_it(
+    tmp_path: Path, report: Report, known: Changeable
+) -> None:
+    after = stages_after(report.targets[0].measured, known, chosen(known, {"layout": "4,4,4,4"}))
+    write(Scenario("ran", layers=(4, 4, 4, 4), loss=4.0, microbatches=8, noise=0.005, steps=3), tmp_path)
+    ran = analyze(tmp_path).targets[0].measured
+    for stage, row in zip(ran.stages, after.stages, strict=True):
+        assert stage.compute_ms is not None
+        assert row.compute_ms == pytest.approx(stage.compute_ms.mean, rel=0.03)
+        assert row.bubble == pytest.approx(stage.bubble_fraction, abs=0.02)
+    assert after.imbalance == pytest.approx(ran.imbalance, rel=0.03)
+
+
+def test_exchanges_of_larger_microbatches_take_as_long_or_longer_in_proportion(tmp_path: Path) -> None:
+    """The files do not say which, unless a person does."""
+    write(Scenario("far", layers=(4, 4), transfer=8.0, microbatches=8, noise=0.005, steps=3, gpu=False), tmp_path)
+    report = analyze(tmp_path)
+    (run,) = report.by_hand
+    assert run is not None
+    fewer = {"microbatches": "4"}
+    as_long, twice, open_ = (chosen(run, fewer | more).prediction for more in ({"p2p": "8.001"}, {"p2p": "16"}, {}))
+    assert run.captured.p2p_ms == pytest.approx(8.0, rel=0.05)
+    assert open_.step_ms == pytest.approx(as_long.step_ms, rel=0.01)
+    low, high = open_.reach_ms
+    assert low < as_long.step_ms
+    assert high > twice.step_ms > as_long.reach_ms[1], "what a person says of exchanges is not left open"
+    (own,) = (each for each in report.targets[0].what_if.candidates if each.microbatches == 4)
+    assert own.reach_ms == pytest.approx(open_.reach_ms, rel=1e-6)
 
 
 def test_the_drawn_step_is_the_one_whose_replay_is_nearest_to_the_average(known: Changeable) -> None:
@@ -105,7 +144,10 @@ def test_the_command_the_tool_and_the_page_say_the_same(
     assert printed["prediction"] == json.loads(msgspec.json.encode(mine))
     told = answers.of_change(str(directory), None, {"layout": "5,4,4,3", "microbatches": "16"}, None, None)
     assert {name: value for name, value in told.items() if name != "headline"} == printed
-    assert answer(known, {"layout": "5,4,4,3", "microbatches": "16"}).now.prediction == mine
+    (target,) = report.targets
+    page = answer(known, target.measured, {"layout": "5,4,4,3", "microbatches": "16"})
+    assert page.now.prediction == mine
+    assert (page.after.bubble, page.after.imbalance) == (printed["bubble"], printed["imbalance"])
     # Half as large, 16 microbatches in flight hold what 8 did: what is told is in layers of captured ones.
     small = replace(mine, in_flight=tuple(each // 2 for each in mine.in_flight), activations=1.0)
     held = report.targets[0].what_if
@@ -141,7 +183,9 @@ def test_more_microbatches_of_the_same_size_take_longer(known: Changeable) -> No
 
 
 @pytest.mark.parametrize(("count", "better"), [(4, False), (16, True)])
-def test_steps_of_other_tokens_are_compared_by_token(known: Changeable, count: int, better: bool) -> None:
+def test_steps_of_other_tokens_are_compared_by_token(
+    report: Report, known: Changeable, count: int, better: bool
+) -> None:
     found = chosen(known, {"microbatches": str(count), "tokens": "more"}).prediction
     whole = found.step_ms / known.measured_ms
     assert found.step_tokens == count / known.microbatches
@@ -150,7 +194,8 @@ def test_steps_of_other_tokens_are_compared_by_token(known: Changeable, count: i
     )
     # Fewer microbatches fill the pipeline less well, though their step is shorter.
     assert (found.speedup > 1.0, whole > 1.0) == (better, better)
-    assert answer(known, {"microbatches": str(count), "tokens": "more"}).change == pytest.approx(1 / found.speedup - 1)
+    page = answer(known, report.targets[0].measured, {"microbatches": str(count), "tokens": "more"})
+    assert page.change == pytest.approx(1 / found.speedup - 1)
 
 
 def test_a_layout_that_stays_needs_no_flags(known: Changeable) -> None:

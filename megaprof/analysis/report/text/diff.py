@@ -29,21 +29,17 @@ def of_machine(layer: Difference | None) -> str:
 def of_prediction(kept: Kept) -> str:
     """Returns a clause with what was predicted for a layout, what was measured, and whether the two agree."""
     predicted = f"{words.speedup(kept.predicted, (kept.low, kept.high))} times as fast"
-    measured = f"measured {kept.measured:.2f} times as fast"
-    took = f"{words.number(kept.before_ms)} → {words.number(kept.measured_ms)} ms"
-    if kept.low <= 1.0 <= kept.high:
-        return f"{kept.what}: not predicted to be faster or slower ({predicted}); {measured} ({took})"
+    measured = f"measured {kept.measured:.2f} times as fast ({words.number(kept.measured_ms)} ms)"
     steps = f"{words.number(kept.before_ms)} → {words.number(kept.predicted_ms)} ms"
-    text = f"{kept.what}: predicted {predicted} ({steps}), {measured} ({words.number(kept.measured_ms)} ms)"
+    text = f"{kept.what}: predicted {predicted} ({steps}), {measured}"
     if kept.expected_ms is None or kept.uncertain_ms is None or kept.error is None:
         return f"{text}; what of that the machine changed is not known"
-    ends = kept.expected_ms - kept.uncertain_ms, kept.expected_ms + kept.uncertain_ms
+    ends = max(kept.expected_ms - kept.uncertain_ms, 0.0), kept.expected_ms + kept.uncertain_ms
     text += "; with layers as quick and steps as disturbed as in the second capture, the prediction is "
-    text += f"{words.within(kept.expected_ms, ends)} ms"
+    text += f"{words.within(kept.expected_ms, ends)} ms, {words.percent(kept.error, sign=True)} off"
     if kept.inside is None:
-        return f"{text}: too uncertain to judge it by"
-    off = f"{words.percent(kept.error, sign=True)} off"
-    return f"{text}: {off}, {'inside' if kept.inside else 'outside'} its interval"
+        return f"{text}, and too uncertain to be proved right or wrong"
+    return f"{text}, {'inside' if kept.inside else 'outside'} its interval"
 
 
 def notes(target: TargetDiff) -> Iterator[str]:

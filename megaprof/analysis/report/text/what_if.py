@@ -21,6 +21,8 @@ _WORTH_SHOWING = 1.01
 #: If the activations of more stages change, only the two at the ends of their order are named.
 _MOST_STAGES = 4
 _GIB = 1 << 30
+#: The name of a change by hand that changes nothing.
+AS_CAPTURED = "as captured"
 _UNSURE = "it is not certain that another layout with as many model chunks is faster: the best one found"
 _TIMES = {0.5: "half", 2.0: "twice"}
 _PACKINGS = {
@@ -66,15 +68,18 @@ def _packing(change: Prediction, found: WhatIf) -> str:
 
 def _by_hand(change: Prediction, found: WhatIf) -> str:
     other = change.packing in _PACKINGS or change.packing is None  # else the packing names them
+    layout = change.layout or ""
+    # Of a stage with one chunk, its number of layers says all, unless there are MTP layers somewhere.
+    plain = "m" not in layout and layout.count("|") < len(change.layers)
     parts = (
-        change.layout if change.layout != found.layout else None,
+        (_layers(change, found) if plain else layout) if change.layout != found.layout else None,
         f"{counted(change.chunks, 'model chunk')} per stage" if change.chunks else None,
         counted(change.microbatches, "microbatch") if change.microbatches and other else None,
         f"{_times(change.step_tokens)} the tokens in a step" if change.step_tokens != 1.0 else None,
         f"transfers of {change.p2p_ms:.3g} ms" if change.p2p_ms is not None else None,
         _packing(change, found) if change.packing else None,
     )
-    return ", ".join(filter(None, parts)) or "as captured"
+    return ", ".join(filter(None, parts)) or AS_CAPTURED
 
 
 _NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {
@@ -104,6 +109,8 @@ def assumptions(change: Prediction) -> Iterator[str]:
         yield "what comes between steps, the optimizer with it, takes at most twice as long"
     if change.tokens != 1.0:
         yield "a microbatch's time is in proportion to its tokens"
+        if change.p2p_ms is None and len(change.layers) != 1:
+            yield f"an exchange takes anything from as long as now to {_times(change.tokens)} as long"
     if change.chunks is not None:
         overlapped = "" if change.chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"
         yield f"a chunk costs what its layers cost{overlapped}"
@@ -260,11 +267,13 @@ def caveats(found: WhatIf) -> list[str]:
 def beside(change: Prediction, found: WhatIf) -> list[str]:
     """Returns what a change that a person chose assumes, needs, and does to the activations, in sentences."""
     count = "microbatches are the global batch size / (micro batch size x data-parallel size)"
+    letters = any("|" in text for text in (*change.flags, name_of(change, found)))
     clauses = [
         count if change.microbatches is not None else None,
         *(f"assumes that {each}" for each in assumptions(change)),
         memory(change, found),
         activations(change, found),
+        LETTERS if letters else None,
     ]
     return [sentence(each) for each in clauses if each is not None]
 
