@@ -278,8 +278,10 @@ def _masked(run: Examined, left: list[Term]) -> _Found | None:
 def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
     table, kind = run.table, term.kind
     own = _sizes(term, run.view)
-    size = _LARGE[kind](own) if kind in _LARGE else gain / table.length
-    there = active(size) if kind in _LARGE or term.once or term.ranks else np.ones(len(gain), dtype=bool)
+    size = _LARGE[kind](own) if kind in _LARGE else gain
+    there = np.ones(len(gain), dtype=bool)
+    if kind in _LARGE or term.once or term.ranks:
+        there = active(size if kind in _LARGE else gain / table.length)
     begins = began(there)
     if begins:
         there = np.arange(len(there)) >= begins  # facts are averages over all steps since then

@@ -131,7 +131,7 @@ class TargetReport(TargetStages):
             return False
         if any(set(each.ranks) & set(first.ranks) for each in self.slow_ranks):
             return row in self.slow_ranks and bool(set(row.ranks) & set(first.ranks))
-        return row.pp in (first.stages or (first.stage,)) and row in self.stages
+        return row.pp in (first.stages or first.link or (first.stage,)) and row in self.stages
 
     @property
     def basis(self) -> str | None:

@@ -295,7 +295,8 @@ def _table(view: View) -> Iterator[str]:
     groups: dict[int, list[RankStatus]] = {}
     for rank, status in sorted(view.statuses.items()):
         groups.setdefault(rank if by_rank else status.coords["pp"], []).append(status)
-    rows = [("rank" if by_rank else "stage", "stage" if by_rank else "ranks", "step", "step ms", "compute ms", "where")]
+    numbered, beside = ("rank", "stage") if by_rank else ("stage", "rank count")
+    rows = [(numbered, beside, "step", "step ms", "compute ms", "where")]
     for number, members in sorted(groups.items())[:_LINES]:
         steps = [step for each in members if (step := each.last_step()) is not None]
         rows.append(

@@ -83,7 +83,7 @@ def _table(view: View) -> RenderableType:
     table = Table(box=None, header_style="bold")
     for name in (
         "stage",
-        "ranks",
+        "rank count",
         "step",
         "step ms",
         "compute ms",

@@ -36,7 +36,8 @@ def of_prediction(kept: Kept) -> str:
         return f"{text}; what of that the machine changed is not known"
     ends = max(kept.expected_ms - kept.uncertain_ms, 0.0), kept.expected_ms + kept.uncertain_ms
     text += "; with layers as quick and steps as disturbed as in the second capture, the prediction is "
-    text += f"{words.within(kept.expected_ms, ends)} ms, {words.percent(kept.error, sign=True)} off"
+    off = f"{words.percent(abs(kept.error))} {'above' if kept.error > 0 else 'below'} the measured step"
+    text += f"{words.within(kept.expected_ms, ends)} ms, {off}"
     if kept.inside is None:
         return f"{text}, and too uncertain to be proved right or wrong"
     return f"{text}, {'inside' if kept.inside else 'outside'} its interval"

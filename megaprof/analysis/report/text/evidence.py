@@ -90,7 +90,8 @@ def _uneven_layers(cause: Cause, measured: TargetStages) -> str:
     if not most or len(whole) < len(held) or any(pp not in whole for pp in most):
         return "The layers are not spread evenly over the model chunks."
     others = sorted({count for pp, count in whole.items() if pp not in most})
-    against = f", and the others hold {' to '.join(map(str, dict.fromkeys(others[:1] + others[-1:])))}" * bool(others)
+    who = "the other holds" if len(whole) - len(most) == 1 else "the others hold"
+    against = f", and {who} {' to '.join(map(str, dict.fromkeys(others[:1] + others[-1:])))}" * bool(others)
     hold, each = ("holds", "") if len(most) == 1 else ("hold", " each")
     return f"{capital(stages(most))} {hold} {counted(whole[most[0]], 'layer')}{each}{against}."
 

@@ -200,7 +200,7 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        if first.speedup <= 1.0:
+        if round(first.speedup, 2) <= 1.0:
             return f"no other layout with as many model chunks is expected to be faster: {would}"
         return f"{_UNSURE}, {name}, would be {times} if nothing else changes, and more steps would not settle it"
     least = f"no other split of the layers gains {percent(LEAST)}"
