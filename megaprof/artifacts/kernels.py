@@ -64,9 +64,9 @@ def nanoseconds(value: Any) -> int:
     """Returns a trace time, which is in microseconds with up to three decimals, as whole nanoseconds."""
     if isinstance(value, int):
         return value * 1000
-    whole, _, fraction = str(value).partition(".")
-    if whole.isdigit() and (not fraction or fraction.isdigit()):
-        return int(whole) * 1000 + int((fraction + "000")[:3])
+    microseconds, _, fraction = str(value).partition(".")
+    if microseconds.isdigit() and (not fraction or fraction.isdigit()):
+        return int(microseconds) * 1000 + int((fraction + "000")[:3])
     return int(Decimal(str(value)) * 1000)
 
 

@@ -26,9 +26,11 @@ _TO_ENDS = 1.645
 _GIB = 1 << 30
 
 
-def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None, first: Trial | None = None) -> Trial:
+def as_measured(
+    trial: Trial, directory: Path, memory_limit: int | None = None, first_trial: Trial | None = None
+) -> Trial:
     """Returns ``trial`` with the results from its timelines in ``directory``. ``memory_limit``: bytes that a stage may
-    allocate, if that is less than its device has; ``first``: the trial of the command as it was given."""
+    allocate, if that is less than its device has; ``first_trial``: the trial of the command as it was given."""
     try:
         report = analyze(directory, memory_limit=memory_limit)
     except NothingToReport as fault:
@@ -42,8 +44,8 @@ def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None, 
         return replace(trial, outcome="failed", why=target.withheld.text if target.withheld else "it has no step time")
     layout, between = target.what_if.layout, between_ms(directory, runs.TARGET)
     more_between = 0.0
-    if first is not None and first.stages not in (None, target.measured.sizes.pp):
-        more_between = (between or 0.0) - (first.between_ms or 0.0)
+    if first_trial is not None and first_trial.stages not in (None, target.measured.sizes.pp):
+        more_between = (between or 0.0) - (first_trial.between_ms or 0.0)
     measured = replace(
         trial,
         layout=layout,
