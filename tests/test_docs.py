@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 
 import megaprof
+from megaprof.analysis.report.html import page
+from megaprof.analysis.report.report import analyze
 from megaprof.cli import COMMANDS
 from megaprof.config.options import ALL_RANKS, flag, options, variable
+from tests.gallery import jobs
+from tests.ui.pages import Reader
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
@@ -79,6 +83,13 @@ def test_ci_runs_what_the_readme_tells_a_developer_to_run() -> None:
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [c for c in commands() if c.startswith("make ")]
     assert {c for c in commands() if c.startswith("make ")} == {line for line in script if line.startswith("make ")}
+
+
+@pytest.mark.parametrize("name", ["balanced", "unbalanced", "slow-link"])
+def test_no_page_of_the_gallery_takes_its_host_for_several(name: str, tmp_path: Path) -> None:
+    jobs(2048)[name](tmp_path / name)
+    report = analyze(tmp_path / name)
+    assert "clock" not in Reader(page(report, report.steps())).text
 
 
 def test_every_extra_in_the_readme_exists() -> None:

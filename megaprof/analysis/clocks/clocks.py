@@ -4,7 +4,8 @@ A receive cannot end before its send began. With ``offset`` as the time to add t
 from rank s to rank r gives ``offset[r] - offset[s] >= send.start - receive.end``, and the quickest message of many
 gives a tight bound. Messages the other way bound the same difference from above, as in NTP (RFC 5905, section 8,
 without its assumption about single packets): in a pipeline, activations go one way and their gradients the other.
-If a send ends only after its receive was posted (NCCL), one direction is enough.
+If a send ends only after its receive was posted, as NCCL's does unless the message fits into its buffers, one direction
+is enough. Messages show which it was: where a bound from the end of a send contradicts the others, sends were buffered.
 
 Ranks of one host share a clock. That is verified, because containers on different machines may have the same name.
 Times are integers in nanoseconds.
@@ -71,11 +72,31 @@ class Alignment:
 
 @dataclass
 class _Bounds:
-    """``low <= offset[b] - offset[a] <= high`` for a pair of clocks (a, b)."""
+    """Bounds of ``offset[b] - offset[a]`` for a pair of clocks (a, b)."""
 
-    low: int = -_FAR
-    high: int = _FAR
+    arrived_low: int = -_FAR
+    arrived_high: int = _FAR
+    """From messages that cannot arrive before they were sent."""
+    met_low: int = -_FAR
+    met_high: int = _FAR
+    """From sends that end only after their receive was posted, unless they are buffered."""
     messages: int = 0
+
+    @property
+    def _buffered(self) -> bool:
+        """True if the messages contradict each other only if sends wait for their receivers."""
+        met = max(self.arrived_low, self.met_low) - min(self.arrived_high, self.met_high)
+        return met > TOLERANCE_NS >= self.arrived_low - self.arrived_high
+
+    @property
+    def low(self) -> int:
+        """The least difference."""
+        return self.arrived_low if self._buffered else max(self.arrived_low, self.met_low)
+
+    @property
+    def high(self) -> int:
+        """The greatest difference."""
+        return self.arrived_high if self._buffered else min(self.arrived_high, self.met_high)
 
     @property
     def contradiction(self) -> int:
@@ -84,8 +105,9 @@ class _Bounds:
 
     @property
     def contradiction_of_zero(self) -> int:
-        """Nanoseconds by which the bounds exclude that both are the same clock."""
-        return max(0, self.low, -self.high)
+        """Nanoseconds by which messages arrived before they were sent if both are the same clock. A send that ends
+        before its receive is posted shows nothing: it may be buffered."""
+        return max(0, self.arrived_low, -self.arrived_high)
 
     @property
     def estimate(self) -> tuple[int, int]:
@@ -155,22 +177,21 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[N
     }
 
 
-def _bounds(link: Link) -> tuple[int, int]:
-    """Returns bounds of ``offset[receiver] - offset[sender]``; an upper bound only if both ends meet."""
-    pairs = list(zip(link.sends, link.receives, strict=False))
-    high = min(send[1] - receive[0] for send, receive in pairs) if link.rendezvous else _FAR
-    return max(send[0] - receive[1] for send, receive in pairs), high
-
-
 def _add(graph: _Graph, sender: _Clock, receiver: _Clock, link: Link) -> None:
     if sender == receiver:
         return
-    low, high = _bounds(link)
+    both = list(zip(link.sends, link.receives, strict=False))
+    arrived_low = max(send[0] - receive[1] for send, receive in both)
+    met_high = min(send[1] - receive[0] for send, receive in both) if link.rendezvous else _FAR
     if (receiver, sender) in graph:
-        sender, receiver, low, high = receiver, sender, -high, -low
-    bounds = graph.setdefault((sender, receiver), _Bounds())
-    bounds.messages += min(len(link.sends), len(link.receives))
-    bounds.low, bounds.high = max(bounds.low, low), min(bounds.high, high)
+        bounds = graph[receiver, sender]
+        bounds.arrived_high = min(bounds.arrived_high, -arrived_low)
+        bounds.met_low = max(bounds.met_low, -met_high)
+    else:
+        bounds = graph.setdefault((sender, receiver), _Bounds())
+        bounds.arrived_low = max(bounds.arrived_low, arrived_low)
+        bounds.met_high = min(bounds.met_high, met_high)
+    bounds.messages += len(both)
 
 
 def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:

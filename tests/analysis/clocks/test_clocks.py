@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -103,6 +104,19 @@ def test_where_send_and_receive_meet_one_direction_is_enough():
     clock = found.clocks[1]
     assert clock.uncertainty_ns is not None
     assert abs(clock.offset_ns + 4 * MS) <= clock.uncertainty_ns
+
+
+@pytest.mark.parametrize("hosts", [{0: "a", 1: "a"}, {0: "a", 1: "b"}])
+def test_sends_that_nccl_buffers_end_before_their_receive_and_contradict_nothing(hosts):
+    """A message that fits into NCCL's buffers leaves the sender's kernel before the receiver has launched its own."""
+    ahead = {0: 0, 1: 0 if hosts[1] == "a" else 4 * MS}
+    buffered = [replace(link, rendezvous=True) for link in both_ways(0, 1, ahead)]
+    assert any(
+        send[1] < receive[0] for link in buffered for send, receive in zip(link.sends, link.receives, strict=True)
+    )
+    found = align(hosts, buffered)
+    assert found.warnings == ()
+    assert abs(found.offset(1) + ahead[1]) <= found.clocks[1].uncertainty_ns <= 60_000
 
 
 def test_drift_within_a_step_is_within_the_uncertainty():
