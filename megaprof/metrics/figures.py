@@ -11,17 +11,16 @@ communicated inside a microbatch.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, averaged over the stages: the part of a step in which
   a stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
 - straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
-- slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, even without their waits
-  for a processor core, and that are about as slow as the slowest of them. Of ranks that communicate with each other
-  inside a microbatch, one makes all slow.
+- slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, even if all their waits
+  for a processor core were part of it, and that are about as slow as the slowest of them. Of ranks that communicate
+  with each other inside a microbatch, one makes all slow.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
@@ -42,6 +41,10 @@ class SlowRanks:
     """Stage of these ranks."""
     ratio: float
     """Compute of the slowest one / that of its peers."""
+    compute_ms: float
+    """Compute of the slowest one per step, in milliseconds."""
+    peers_ms: float
+    """Compute of its peers, in milliseconds."""
     peer: int
     """A typical other rank of the stage."""
 
@@ -70,11 +73,6 @@ class StageFigures:
     """Compute of that rank in milliseconds."""
     peers_ms: float | None
     """Median compute of the stage's other ranks in milliseconds; None without any."""
-
-    @property
-    def above_peers(self) -> float:
-        """Compute of the slowest rank over that of its peers; 1 if that is not known."""
-        return self.slowest_ms / self.peers_ms if self.slowest_ms and self.peers_ms else 1.0
 
 
 @dataclass(frozen=True)
@@ -164,25 +162,27 @@ def _bubble(stages: Sequence[StageFigures], step_ms: float | None) -> float | No
     return statistics.fmean(max(0.0, 1 - each / step_ms) for each in busy)
 
 
-def slow_ranks(statuses: Iterable[RankStatus]) -> SlowRanks | None:
-    """Returns the slow ranks of one stage, the one whose slowest rank is furthest above its peers; None if no rank is
-    slow."""
+def slow_ranks(statuses: Iterable[RankStatus]) -> list[SlowRanks]:
+    """Returns the slow ranks of each stage that has some, starting with the stage whose slowest rank is furthest above
+    its peers."""
     of_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)
-    found = []
+    stages = []
     for stage, members in of_stage.items():
         above = _slow(members)
-        peers = {each.rank: each.compute_ms for each in members if each.compute_ms and each.rank not in above}
+        compute_ms = {status.rank: status.compute_ms for status in members if status.compute_ms}
+        peers = {rank: ms for rank, ms in compute_ms.items() if rank not in above}
         if above and peers:
             usual = statistics.median_low(peers.values())
-            peer = min(rank for rank, compute_ms in peers.items() if compute_ms == usual)
+            peer = min(rank for rank, ms in peers.items() if ms == usual)
             # What is above its peers by far less than the slowest is not as slow, and may be chance.
             most = max(above.values())
             named = [rank for rank, ratio in above.items() if ratio - 1 > (most - 1) / 2]
-            slowest = sorted(named, key=lambda rank: (-above[rank], rank))
-            found.append(SlowRanks(tuple(slowest), stage, above[slowest[0]], peer))
-    return max(found, key=lambda each: each.ratio, default=None)
+            first, *others = sorted(named, key=lambda rank: (-above[rank], rank))
+            ms = compute_ms[first]
+            stages.append(SlowRanks((first, *others), stage, above[first], ms, ms / above[first], peer))
+    return sorted(stages, key=lambda slow: -slow.ratio)
 
 
 def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
@@ -200,23 +200,22 @@ def _straggler(stages: Iterable[Sequence[RankStatus]]) -> tuple[int | None, floa
     return rank, ratio
 
 
-def _above_peers(
-    members: Sequence[RankStatus], compute: Callable[[RankStatus], float | None] = attrgetter("compute_ms")
-) -> dict[int, float]:
+def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
     """Returns each rank's compute over the median of the stage's other ranks. A rank is no peer of its own: with two
     ranks, the median of both would be half the slow one. It is the lower median, since of four ranks two may wait for
     each other."""
-    timed = sorted((own, each.rank) for each in members if (own := compute(each)))
+    timed = sorted((status.compute_ms, status.rank) for status in members if status.compute_ms)
     if len(timed) < 2:
         return {}
     middle = (len(timed) - 2) // 2  # of the others, by their place among all
-    return {rank: own / timed[middle + (place <= middle)][0] for place, (own, rank) in enumerate(timed)}
+    return {rank: ms / timed[middle + (place <= middle)][0] for place, (ms, rank) in enumerate(timed)}
 
 
-def _undisturbed(status: RankStatus) -> float | None:
-    """Returns a rank's compute without its waits for a processor core, which do not make it slow."""
-    compute, step = status.compute_ms, status.step_ms
-    return None if compute is None or step is None else max(0.0, compute - (status.waits or 0.0) * step)
+def _least_undisturbed(status: RankStatus) -> float:
+    """Returns the least part of a rank's compute that was not a wait for a processor core. Its status does not say how
+    much of its waits fell into its passes, so all of them may have."""
+    compute_ms, step_ms = status.compute_ms or 0.0, status.step_ms or 0.0
+    return max(0.0, 1 - (status.waits or 0.0) * step_ms / compute_ms) if compute_ms else 0.0
 
 
 def _usual(members: Sequence[RankStatus]) -> float | None:
@@ -227,8 +226,8 @@ def _usual(members: Sequence[RankStatus]) -> float | None:
 
 def _slow(members: Sequence[RankStatus]) -> dict[int, float]:
     """Returns the slow ranks of a stage, and the factor of each over its peers."""
-    slow = {rank for rank, ratio in _above_peers(members, _undisturbed).items() if ratio > SLOW}
-    return {rank: ratio for rank, ratio in _above_peers(members).items() if ratio > SLOW and rank in slow}
+    least = {status.rank: _least_undisturbed(status) for status in members}
+    return {rank: ratio for rank, ratio in _above_peers(members).items() if ratio * least[rank] > SLOW}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

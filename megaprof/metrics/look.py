@@ -38,9 +38,14 @@ class View:
     """Why the job will not answer any more; None while it does."""
 
     @cached_property
-    def slow(self) -> SlowRanks | None:
-        """The ranks that are slower than their peers; None if there are none."""
+    def slow_of_stages(self) -> list[SlowRanks]:
+        """The ranks that are slower than their peers, of each stage that has some (`slow_ranks`)."""
         return slow_ranks(self.statuses[rank] for rank in self.heard)
+
+    @property
+    def slow(self) -> SlowRanks | None:
+        """Those of the stage where they are slowest; None if there are none."""
+        return next(iter(self.slow_of_stages), None)
 
     @cached_property
     def waits(self) -> Mapping[int, float]:

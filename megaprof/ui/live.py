@@ -17,7 +17,7 @@ from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, requester_for
 from megaprof.formats.job.requests import Refused
 from megaprof.formats.phrases import counted
-from megaprof.metrics.figures import SLOW, StageFigures, Summary, summarise
+from megaprof.metrics.figures import SlowRanks, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
 from megaprof.ui.kept import Kept
 
@@ -86,11 +86,9 @@ class Now:
         return max(_LEAST_SECONDS, self.view.job.run.interval if self.view else 0.0)
 
     @property
-    def slowest(self) -> list[StageFigures]:
-        """The stages with a slow rank, starting with the one whose rank is furthest above its peers."""
-        stages = self.summary.stages if self.summary else ()
-        slow = [stage for stage in stages if stage.above_peers > SLOW]
-        return sorted(slow, key=lambda stage: -stage.above_peers)[:_SLOWEST]
+    def slowest(self) -> list[SlowRanks]:
+        """The slow ranks of the stages where they are furthest above their peers."""
+        return self.view.slow_of_stages[:_SLOWEST] if self.view else []
 
     @property
     def to_capture(self) -> str:
