@@ -16,7 +16,7 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
-from megaprof.formats.timeline import read_timeline
+from megaprof.formats.timeline import Waited, read_timeline
 from megaprof.install import Handle
 from megaprof.recorders.timeline import device, recorder
 from megaprof.recorders.timeline.progress import Tally
@@ -91,6 +91,21 @@ def test_a_step_that_stood_still_counts_for_no_time() -> None:
     recent = tally.recent(*key)
     assert recent is not None
     assert (recent.steps, recent.step_ms) == (10, 53_000)
+
+
+def test_waits_are_of_the_same_steps_as_the_times() -> None:
+    """Ten steps a second: a rank that begins to wait for a core must not look slow for half a minute."""
+    tally, key = Tally(), ("train_actor", None)
+    for second in range(64):
+        for _ in range(10):
+            tally.add(key, (100_000, 0, 0, 0, 0, 0), 0)
+        tally.add_wait(Waited(0, 1_000_000, 500_000 if second >= 60 else 0))
+    assert tally.waits == 0.5
+    seldom = Tally()
+    for _ in range(40):  # steps that take longer than from one reading to the next
+        seldom.add(key, (2_000_000, 0, 0, 0, 0, 0), 0)
+        seldom.add_wait(Waited(0, 2_000_000, 200_000))
+    assert seldom.waits == pytest.approx(0.1)
 
 
 def test_it_says_how_fast(one_rank: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megaprof.formats.job.standstill import limit
 from megaprof.formats.job.status import Recent
 from megaprof.formats.timeline import Waited
 
-#: The recent figures are medians over this many steps. As many readings of waits are kept, one a second.
+#: The recent figures are of this many steps. As many readings of waits are kept, at most one a second and one a step.
 RECENT_STEPS = 32
 
 Key = tuple[str, "str | None"]
@@ -25,18 +25,25 @@ class Tally:
         self._steps: dict[Key, deque[tuple[int, ...]]] = {}
         self._starts: dict[Key, deque[int]] = {}
         self._latest: Key | None = None
-        self._waits: deque[Waited] = deque(maxlen=RECENT_STEPS)
+        self._waits: deque[tuple[Waited, int]] = deque(maxlen=RECENT_STEPS)
+        self._since_reading = 0
 
-    def add_wait(self, found: Waited) -> None:
-        """Adds how long the training thread waited for a processor core since the last reading."""
-        self._waits.append(found)
+    def add_wait(self, waited: Waited) -> None:
+        """Adds how long the training thread waited for a processor core since the last reading. Drops the readings of
+        steps whose times are not kept either: waits and times must be of the same steps, or a rank that has only begun
+        to wait looks slow."""
+        self._waits.append((waited, self._since_reading))
+        self._since_reading = 0
+        kept = sum(steps for _, steps in self._waits)
+        while len(self._waits) > 1 and kept - self._waits[0][1] >= RECENT_STEPS:
+            kept -= self._waits.popleft()[1]
 
     @property
     def waits(self) -> float | None:
         """The share of the time in which the training thread lately waited for a core; None if that is unknown."""
-        found = list(self._waits)
-        length = sum(each.length for each in found)
-        return sum(each.waited for each in found) / length if length else None
+        readings = [waited for waited, _ in list(self._waits)]
+        length = sum(waited.length for waited in readings)
+        return sum(waited.waited for waited in readings) / length if length else None
 
     def add(self, key: Key, microseconds: tuple[int, ...], start_ns: int) -> None:
         """Adds a step. `microseconds`: its length, and its time by kind of event, in the order of `codes.KINDS`.
@@ -44,6 +51,7 @@ class Tally:
         self._steps.setdefault(key, deque(maxlen=RECENT_STEPS)).append(microseconds)
         self._starts.setdefault(key, deque(maxlen=RECENT_STEPS)).append(start_ns)
         self._latest = key
+        self._since_reading += 1
 
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
         """Returns the medians of `target` and `role`; without a target those of the training steps, or if there are
