@@ -138,15 +138,15 @@ def _named(run: RunRecord, status: RankStatus, **elsewhere: int) -> Iterator[int
 def _replicas(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
     """Yields the ranks that have not reached the gradient reduction of this step: replicas of its stage, and the other
     end of its pipeline, which may share the embedding."""
-    layout, own = run.layout, status.coords
+    layout, coords = run.layout, status.coords
     if layout is None or status.place is None:
         return
     ends = {0, run.sizes.pp - 1}
-    stages = ends if own["pp"] in ends else {own["pp"]}
+    stages = ends if coords["pp"] in ends else {coords["pp"]}
     for pp in stages:
-        for dp in range(run.sizes.dp) if pp == own["pp"] else (own["dp"],):
-            for cp in range(run.sizes.cp) if pp == own["pp"] else (own["cp"],):
-                rank = layout.rank_of(tp=own["tp"], cp=cp, dp=dp, pp=pp)
+        for dp in range(run.sizes.dp) if pp == coords["pp"] else (coords["dp"],):
+            for cp in range(run.sizes.cp) if pp == coords["pp"] else (coords["cp"],):
+                rank = layout.rank_of(tp=coords["tp"], cp=cp, dp=dp, pp=pp)
                 other = statuses.get(rank)
                 if rank != status.rank and (other is None or not _reduces(other, status.place)):
                     yield rank
@@ -163,16 +163,16 @@ def _reduces(status: RankStatus, reduction: Position) -> bool:
 
 def _coupled(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
     """Yields the ranks that it communicates with inside a microbatch and that have stood elsewhere for longer."""
-    sizes, layout, own, place = run.sizes, run.layout, status.coords, status.place
+    sizes, layout, coords, place = run.sizes, run.layout, status.coords, status.place
     if layout is None or place is None or sizes.tp * sizes.cp * sizes.ep == 1:
         return
     # An expert group reaches over replicas; which ones is a matter of the rank order.
-    replicas: Iterable[int] = range(sizes.dp) if sizes.ep > 1 else (own["dp"],)
+    replicas: Iterable[int] = range(sizes.dp) if sizes.ep > 1 else (coords["dp"],)
     for dp in replicas:
         for cp in range(sizes.cp):
             for tp in range(sizes.tp):
-                other = statuses.get(layout.rank_of(tp=tp, cp=cp, dp=dp, pp=own["pp"]))
-                if other is None or other.rank == status.rank or (dp != own["dp"] and tp != own["tp"]):
+                other = statuses.get(layout.rank_of(tp=tp, cp=cp, dp=dp, pp=coords["pp"]))
+                if other is None or other.rank == status.rank or (dp != coords["dp"] and tp != coords["tp"]):
                     continue
                 if _position(other) != _position(status) and other.moved < status.moved:
                     yield other.rank
@@ -184,12 +184,12 @@ def _position(status: RankStatus) -> tuple[object, ...]:
 
 
 def _all_waiting(rank: int, waiters: Mapping[int, set[int]]) -> set[int]:
-    found: set[int] = set()
+    waiting: set[int] = set()
     fresh = {rank}
     while fresh:
-        fresh = set().union(*(waiters.get(each, set()) for each in fresh)) - found
-        found |= fresh
-    return found - {rank}
+        fresh = set().union(*(waiters.get(waiter, set()) for waiter in fresh)) - waiting
+        waiting |= fresh
+    return waiting - {rank}
 
 
 def _seconds(status: RankStatus | None, silent: bool, now: float) -> float:

@@ -197,20 +197,20 @@ class CaptureTask:
     def _role_of(self, request: Request) -> str | None:
         """Returns the role whose calls are counted. Raises Refused if nobody makes such calls."""
         target = TRAIN_ACTOR if request.target == TRAIN_OVERALL else request.target
-        own, asked = self._session.role, request.role
+        our_role, asked = self._session.role, request.role
         calls = dict(self._session.calls)
         seen = sorted({role or "" for name, role in calls if name == target})
         if not seen and sum(calls.values()) >= _CALLS_OF_OTHERS:
             runs = ", ".join(sorted({name if role is None else f"{name} of {role}" for name, role in calls}))
             raise Refused(f"nobody has run {target} in this job so far; what runs is {runs}")
         if asked is not None:
-            if asked not in seen and asked != own and seen:
-                known = [role for role in seen if role]
-                hint = f"{target} runs as {', '.join(known)}" if known else f"{target} has no roles: leave --role out"
+            if asked not in seen and asked != our_role and seen:
+                roles = [role for role in seen if role]
+                hint = f"{target} runs as {', '.join(roles)}" if roles else f"{target} has no roles: leave --role out"
                 raise Refused(f"unknown role {asked!r}; {hint}")
             return asked
-        if not seen or (own or "") in seen:
-            return own
+        if not seen or (our_role or "") in seen:
+            return our_role
         if len(seen) > 1:
             raise Refused(f"{target} runs as {', '.join(seen)}: name one with --role")
         return seen[0]
@@ -231,7 +231,7 @@ class CaptureTask:
             self._session.demand = None
 
     def _answer(self, state: State, reason: str | None = None) -> None:
-        demand, own = self._demand, shard(self._session.coords)
+        demand, folder = self._demand, shard(self._session.coords)
         key = None if demand is None else (demand.counted, demand.role)
         self.state = CaptureState(
             self.state.request,
@@ -240,5 +240,7 @@ class CaptureTask:
             seconds=None if key is None else self._reporter.seconds(key),
             reason=None if reason is None else printable(reason[:_LONGEST_REASON]),
             steps=() if demand is None else tuple(demand.taken),
-            files=() if demand is None else tuple(os.path.join(own, name) for each in demand.written for name in each),
+            files=()
+            if demand is None
+            else tuple(os.path.join(folder, name) for names in demand.written for name in names),
         )

@@ -97,11 +97,11 @@ def parts_with_a_run(directory: Path) -> list[str | None]:
     """
     try:
         with open_any(directory, None) as control:
-            found: list[str | None] = [None] if control.exists(run_json.NAME) else []
+            parts: list[str | None] = [None] if control.exists(run_json.NAME) else []
             for name in sorted(name for name in control.names(_MOST_ROLES) if name.startswith(_ROLE)):
                 with suppress(OSError, Unsafe), control.child(name) as of_role:
-                    found += [name] if of_role.exists(run_json.NAME) else []
-            return found
+                    parts += [name] if of_role.exists(run_json.NAME) else []
+            return parts
     except OSError:
         return []
 

@@ -76,10 +76,10 @@ class RunningJob:
         """Returns what the ranks that stand still have in flight, by rank, as far as they wrote it."""
         try:
             with self.control() as control:
-                found = read_of_ranks(control, COLLECTIVES, self.run, range(self.run.world), InFlight)
+                written = read_of_ranks(control, COLLECTIVES, self.run, range(self.run.world), InFlight)
         except (OSError, Unsafe):
             return {}
-        return {rank: Flight(each.version, each.entries, each.pg_config) for rank, each in found.items()}
+        return {rank: Flight(record.version, record.entries, record.pg_config) for rank, record in written.items()}
 
     def now(self, statuses: dict[int, RankStatus], silence: str | None) -> float:
         """Returns the time in seconds by the clocks of the job's hosts, which may differ from the clock here. While the
@@ -120,18 +120,18 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
     if not directory.is_dir():
         raise NoJob(f"{directory} is not a directory")
     try:
-        found = parts_with_a_run(directory)
+        parts = parts_with_a_run(directory)
     except Unsafe as fault:
         raise NoJob(f"no job in {directory}: {fault}") from None
-    if not found:
+    if not parts:
         raise NoJob(
             f"no job in {directory}: {CONTROL}/run.json does not exist there; a job writes it with its first step, "
             "if it has --profile-on-demand or --profile-tool timeline"
         )
-    own = part(role)
-    chosen = own if own in found else None if None in found else found[0]
-    if chosen not in (own, None) and (role is not None or len(found) > 1):
-        roles = ", ".join(str(name).removeprefix("role-") for name in found)
+    of_role = part(role)
+    chosen = of_role if of_role in parts else None if None in parts else parts[0]
+    if chosen not in (of_role, None) and (role is not None or len(parts) > 1):
+        roles = ", ".join(str(name).removeprefix("role-") for name in parts)
         raise NoJob(f"the job in {directory} has the roles {roles}: name one with --role")
     try:
         with open_any(directory, chosen) as control:
@@ -146,11 +146,11 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
 
 def read_statuses(control: Directory, run: RunRecord, ranks: Iterable[int]) -> dict[int, RankStatus]:
     """Returns the statuses of `ranks`, as far as they are written and of `run`, by rank."""
-    found = read_of_ranks(control, STATUS, run, ranks, RankStatus)
+    written = read_of_ranks(control, STATUS, run, ranks, RankStatus)
     sizes = run.sizes
     return {
         rank: status
-        for rank, status in found.items()
+        for rank, status in written.items()
         if all(place < getattr(sizes, axis) for axis, place in status.coords.items())
     }
 
@@ -162,12 +162,14 @@ def read_of_ranks(
     by_folder: dict[tuple[str, ...], list[int]] = {}
     for rank in ranks:
         by_folder.setdefault(folder_of(what, rank, run.world), []).append(rank)
-    found: list[tuple[int, OfRank | None]] = []
+    read: list[tuple[int, OfRank | None]] = []
     for names, members in by_folder.items():
         with suppress(OSError, Unsafe), folder(control, *names) as opened:
             opened.names(1)  # a network file system asks its server again
-            found += zip(members, _read_all(opened, members, kind), strict=True)
-    return {rank: each for rank, each in found if each is not None and (each.run, each.rank) == (run.run, rank)}
+            read += zip(members, _read_all(opened, members, kind), strict=True)
+    return {
+        rank: record for rank, record in read if record is not None and (record.run, record.rank) == (run.run, rank)
+    }
 
 
 def _read_all(opened: Directory, ranks: list[int], kind: type[OfRank]) -> list[OfRank | None]:

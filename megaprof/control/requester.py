@@ -181,7 +181,7 @@ class Requester:
         if self._unfinished:
             self._check_that_it_stands(control)
         if self.request.first is None:
-            failed = next(((rank, each) for rank, each in self._answers.items() if each.state in FINAL), None)
+            failed = next(((rank, state) for rank, state in self._answers.items() if state.state in FINAL), None)
             if failed is not None:
                 raise Refused(f"rank {failed[0]}: {failed[1].reason}")
             if not self.missing:

@@ -80,14 +80,14 @@ def _kept(called: Iterable[Entry]) -> list[Entry]:
     """Returns what has not ended, and the last collective of each group, in the order of the calls."""
     last: dict[str, int] = {}
     pending = []
-    own = list(called)
-    for place, entry in enumerate(own):
+    entries = list(called)
+    for place, entry in enumerate(entries):
         entry.record_id = place  # two rings count by themselves
         if not entry.is_p2p:
             last[entry.process_group[0]] = place
         if not entry.ended:
             pending.append(place)
-    kept = [own[place] for place in sorted({*pending[:_MOST], *last.values()})]
+    kept = [entries[place] for place in sorted({*pending[:_MOST], *last.values()})]
     for entry in kept:
         entry.input_sizes, entry.input_dtypes = entry.input_sizes[:_SHAPES], entry.input_dtypes[:_SHAPES]
     return kept

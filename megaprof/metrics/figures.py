@@ -112,12 +112,12 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)
     compute = {pp: _usual(members) for pp, members in of_stage.items()}
-    known = {pp: value for pp, value in compute.items() if value is not None}
+    known_ms = {pp: value for pp, value in compute.items() if value is not None}
     # A mean over some stages is not the mean of all.
-    mean = statistics.fmean(known.values()) if len(known) == run.sizes.pp and any(known.values()) else None
+    mean = statistics.fmean(known_ms.values()) if len(known_ms) == run.sizes.pp and any(known_ms.values()) else None
     stages = tuple(_stage(pp, of_stage[pp], compute[pp], mean) for pp in sorted(of_stage))
     everyone = [status for members in of_stage.values() for status in members]
-    slowest = max(known, key=lambda pp: known[pp]) if mean is not None else None
+    slowest = max(known_ms, key=lambda pp: known_ms[pp]) if mean is not None else None
     step_ms = max((stage.step_ms for stage in stages if stage.step_ms is not None), default=None)
     straggler, ratio = _straggler(of_stage.values())
     steps = [step for status in everyone if (step := status.last_step()) is not None]
@@ -126,7 +126,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         step=max(steps, default=None),
         stages=stages,
         step_ms=step_ms,
-        imbalance=None if mean is None or slowest is None else known[slowest] / mean,
+        imbalance=None if mean is None or slowest is None else known_ms[slowest] / mean,
         slowest_stage=slowest,
         bubble_fraction=_bubble(stages, step_ms) if mean is not None else None,
         straggler=straggler,
@@ -159,7 +159,7 @@ def _bubble(stages: Sequence[StageFigures], step_ms: float | None) -> float | No
     if not busy or not step_ms:
         return None
     # Medians of the parts of steps may come to more than the median of the steps.
-    return statistics.fmean(max(0.0, 1 - each / step_ms) for each in busy)
+    return statistics.fmean(max(0.0, 1 - busy_ms / step_ms) for busy_ms in busy)
 
 
 def slow_ranks(statuses: Iterable[RankStatus]) -> list[SlowRanks]:
@@ -189,7 +189,7 @@ def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
     """Returns the ranks whose training threads wait for a processor core, starting with the one that waits longest, and
     the part of the time that each waits."""
     waits = {status.rank: status.waits for status in statuses if status.waits is not None and status.waits > WAITS}
-    return dict(sorted(waits.items(), key=lambda each: (-each[1], each[0])))
+    return dict(sorted(waits.items(), key=lambda rank_and_part: (-rank_and_part[1], rank_and_part[0])))
 
 
 def _straggler(stages: Iterable[Sequence[RankStatus]]) -> tuple[int | None, float | None]:
@@ -231,5 +231,5 @@ def _slow(members: Sequence[RankStatus]) -> dict[int, float]:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None

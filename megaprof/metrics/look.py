@@ -61,7 +61,7 @@ class View:
             return "died"
         if self.blame.still:
             return "hangs"
-        return "runs" if any(each.calls for each in self.statuses.values()) else "starts"
+        return "runs" if any(status.calls for status in self.statuses.values()) else "starts"
 
     @property
     def awaited(self) -> tuple[Standing, ...]:
@@ -83,7 +83,7 @@ class View:
     @property
     def heard(self) -> list[int]:
         """The ranks that give signs of life, ascending."""
-        return sorted(rank for rank, each in self.statuses.items() if not each.late(self.now))
+        return sorted(rank for rank, status in self.statuses.items() if not status.late(self.now))
 
 
 def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool = True) -> View:
@@ -154,11 +154,11 @@ def slower(slow: SlowRanks) -> str:
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
 
 
-def waiting_for_cores(found: Mapping[int, float]) -> str:
+def waiting_for_cores(waits: Mapping[int, float]) -> str:
     """Returns a sentence about ranks that wait for a processor core."""
-    first, most = next(iter(found.items()))
+    first, most = next(iter(waits.items()))
     # As in the report: one that waits far less than the longest is not what to look at.
-    named = [rank for rank, part in found.items() if part >= most / 2]
+    named = [rank for rank, part in waits.items() if part >= most / 2]
     several = len(named) > 1
     longest = f"rank {first} " if several else ""
     who = f"Rank{'s' * several} {few(sorted(named))} wait{'s' * (not several)}"

@@ -42,7 +42,7 @@ FIGURES = {
 def _values(summary: Summary, figure: str) -> Iterator[tuple[dict[str, int], float]]:
     """Yields the values of a figure that are known, each with its stage where the figure is one of stages."""
     if figure == "compute_ms":
-        yield from (({"stage": each.pp}, each.compute_ms) for each in summary.stages if each.compute_ms is not None)
+        yield from (({"stage": stage.pp}, stage.compute_ms) for stage in summary.stages if stage.compute_ms is not None)
     elif (value := getattr(summary, figure)) is not None:
         yield {}, value
 
@@ -98,7 +98,7 @@ class Prometheus:
         summary = self._summary
         if summary is None:
             return
-        own = _labels(summary, self._role)
+        labels = _labels(summary, self._role)
         figures = [
             (name, help, [(which, value / 1e3 if unit == "ms" else value) for which, value in _values(summary, figure)])
             for figure, (name, _, unit, help) in FIGURES.items()
@@ -109,9 +109,9 @@ class Prometheus:
         figures.append(("updated_timestamp_seconds", "When this was written", [({}, time.time())]))
         for name, help, values in figures:
             if values:
-                family = GaugeMetricFamily(f"megaprof_{name}", help, labels=[*own, *values[0][0]])
+                family = GaugeMetricFamily(f"megaprof_{name}", help, labels=[*labels, *values[0][0]])
                 for which, value in values:
-                    family.add_metric([*own.values(), *map(str, which.values())], value)
+                    family.add_metric([*labels.values(), *map(str, which.values())], value)
                 yield family
 
 
@@ -156,8 +156,8 @@ class OpenTelemetry:
         summary = self._last
         if summary is None:
             return []
-        own = _labels(summary, self._role)
-        return [self._observation(value, {**own, **which}) for which, value in _values(summary, figure)]
+        labels = _labels(summary, self._role)
+        return [self._observation(value, {**labels, **which}) for which, value in _values(summary, figure)]
 
 
 def meter() -> Any | None:
@@ -173,5 +173,5 @@ def meter() -> Any | None:
         return registry.writers().meter
     provider = metrics.get_meter_provider()
     # The API's own providers do nothing.
-    own = type(provider).__module__.startswith("opentelemetry.metrics")
-    return registry.writers().meter if own else provider.get_meter("megaprof")
+    does_nothing = type(provider).__module__.startswith("opentelemetry.metrics")
+    return registry.writers().meter if does_nothing else provider.get_meter("megaprof")

@@ -136,7 +136,7 @@ class KeptCaptures:
             read = self._reads[identity] = asyncio.create_task(self._read(identity, place.path, links, standstill))
             read.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen even if no one waits
         self._reads.move_to_end(identity)
-        for old in [key for key, each in self._reads.items() if each.done()][:-MOST_KEPT]:
+        for old in [key for key, task in self._reads.items() if task.done()][:-MOST_KEPT]:
             del self._reads[old]
         return await asyncio.shield(read)
 

@@ -133,12 +133,12 @@ def _key() -> bytes | None:
             with os.fdopen(written, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            found = os.fstat(file.fileno())
+            stat = os.fstat(file.fileno())
             key = file.read(_KEY_BYTES)
     except OSError:
         return None
-    own = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return key if own and len(key) >= _LEAST_KEY else None
+    private = stat.st_uid == os.getuid() and not stat.st_mode & 0o077
+    return key if private and len(key) >= _LEAST_KEY else None
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
@@ -148,13 +148,13 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 def _name_of(host: str) -> str | None:
     """Returns the name of a host: ``127.0.0.1`` for ``127.0.0.1:8000``. None if ``host`` is not a valid host."""
     try:
-        found = urlsplit(f"//{host}")
-        _ = found.port
+        address = urlsplit(f"//{host}")
+        _ = address.port
     except ValueError:
         return None
-    if found.username is not None or found.path or found.query or found.fragment:
+    if address.username is not None or address.path or address.query or address.fragment:
         return None
-    name = found.hostname or ""
+    name = address.hostname or ""
     return f"[{name}]" if ":" in name else name
 
 

@@ -116,8 +116,8 @@ class LiveJob:
 
     async def now(self) -> Now:
         """Returns a look that is as fresh as the job's statuses, or the previous one if looking takes long."""
-        found = await self._looks.get(PATIENCE) or Now(time.time(), "unseen")
-        return replace(found, history=tuple(self._history), capture=self._told)
+        now = await self._looks.get(PATIENCE) or Now(time.time(), "unseen")
+        return replace(now, history=tuple(self._history), capture=self._told)
 
     def _look(self) -> Now:
         at = time.time()

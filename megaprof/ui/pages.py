@@ -93,7 +93,7 @@ def bars(target: Any) -> list[Bar]:
         return None if compute is None else (compute, bubble or 0.0)
 
     rows = [(stage.pp, parts(stage, "before"), parts(stage, "after")) for stage in target.stages]
-    longest = max((sum(each) for _, *both in rows for each in both if each), default=0.0)
+    longest = max((sum(part) for _, *both in rows for part in both if part), default=0.0)
     if not longest:
         return []
 
@@ -107,11 +107,11 @@ def on_one_axis(key: tuple[str, str | None], captures: Sequence[Capture]) -> lis
     """Returns the drawn steps of one target in several captures, on an axis as long as the longest; None if a capture
     has no such step."""
     drawn = [capture.drawn.get(key) for capture in captures]
-    known = [each for each in drawn if each is not None]
-    if len(known) < len(drawn):
+    steps = [step for step in drawn if step is not None]
+    if len(steps) < len(drawn):
         return None
-    end = max(row["span"][1] for each in known for row in each["rows"])
-    return [each | {"end": end} for each in known]
+    end = max(row["span"][1] for step in steps for row in step["rows"])
+    return [step | {"end": end} for step in steps]
 
 
 def compared(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
@@ -155,10 +155,10 @@ class Track:
 def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:
     """Returns the curve of a field of ``points``; None if fewer than two values are known, or none is above
     ``bottom``."""
-    known = [value for point in points if (value := getattr(point, field)) is not None]
-    if len(known) < 2 or max(known) <= bottom:
+    numbers = [value for point in points if (value := getattr(point, field)) is not None]
+    if len(numbers) < 2 or max(numbers) <= bottom:
         return None
-    top, begin = max(known), points[0].at
+    top, begin = max(numbers), points[0].at
     span = max(points[-1].at - begin, 1e-3)
     stretches: list[list[str]] = [[]]
     run = points[0].run
@@ -171,7 +171,7 @@ def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: flo
             high = (1 - (value - bottom) / (top - bottom)) * (HEIGHT - 10) + 5
             stretches[-1].append(f"{(point.at - begin) / span * WIDTH:.1f},{high:.1f}")
     lines = tuple(" ".join(stretch) for stretch in stretches if stretch)
-    return Track(name, unit, lines, top, bottom, known[-1], span)
+    return Track(name, unit, lines, top, bottom, numbers[-1], span)
 
 
 def now_shown(now: Now, place: Place) -> str:
@@ -180,7 +180,7 @@ def now_shown(now: Now, place: Place) -> str:
         track("step time", "ms", now.history, "step_ms"),
         track("imbalance", "", now.history, "imbalance", bottom=1.0),
     ]
-    return render("now.html", now=now, place=place, tracks=[each for each in tracks if each is not None])
+    return render("now.html", now=now, place=place, tracks=[curve for curve in tracks if curve is not None])
 
 
 def _date(seconds: float) -> str:

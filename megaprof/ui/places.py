@@ -76,13 +76,13 @@ class Place:
         if kind is None or entry.name.startswith("."):
             return
         try:
-            found = entry.stat(follow_symlinks=False)
+            stat = entry.stat(follow_symlinks=False)
         except OSError:
             return
         self.files[kind] = self.files.get(kind, 0) + 1
-        self.newest = max(self.newest, found.st_mtime)
-        self.bytes += found.st_size
-        self._seen.append((entry.path, found.st_size, found.st_mtime_ns))
+        self.newest = max(self.newest, stat.st_mtime)
+        self.bytes += stat.st_size
+        self._seen.append((entry.path, stat.st_size, stat.st_mtime_ns))
         if (named := parse_artifact_name(entry.name)) is not None:
             self.targets.add(named.target if named.role is None else f"{named.target} ({named.role})")
             if kind != _KINDS[TIMELINE]:
@@ -125,20 +125,20 @@ def look_below(top: Path) -> Listing:
             if entry.is_dir(follow_symlinks=False):
                 below = Path(entry.path)
                 place.job = place.job or (entry.name == CONTROL and folder == owner and _has_run(below))
-                own = entry.name == CONTROL or entry.name.startswith(".") or is_shard(entry.name)
-                waiting.append((below, owner if own else below))
+                part_of_it = entry.name == CONTROL or entry.name.startswith(".") or is_shard(entry.name)
+                waiting.append((below, owner if part_of_it else below))
             else:
                 place.add(entry, top)
-    found = [place for place in places.values() if place.files or place.job]
-    for place, seen, outside in [(each, tuple(each._seen), each.outside) for each in places.values()]:
+    listed = [place for place in places.values() if place.files or place.job]
+    for place, seen, outside in [(place, tuple(place._seen), place.outside) for place in places.values()]:
         for above in place.path.parents:  # reading a place also reads everything below it
             if above in places:
                 places[above].contain(seen, outside)
-    found.sort(key=lambda place: (-place.newest, place.name))
-    shown = tuple(found[:MOST_PLACES])
+    listed.sort(key=lambda place: (-place.newest, place.name))
+    shown = tuple(listed[:MOST_PLACES])
     for place in shown:
         _ = place.id, place.identity  # computed and kept here, where no one waits for it
-    return Listing(shown, left <= 0 or len(found) > MOST_PLACES)
+    return Listing(shown, left <= 0 or len(listed) > MOST_PLACES)
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -52,7 +52,7 @@ class Pages:
         self._directory, self._allow_trigger = directory, allow_trigger
         self._captures = KeptCaptures()
         self._jobs: dict[tuple[Path, str | None], LiveJob] = {}
-        self._listing = Kept(lambda: look_below(directory), lambda found: _LISTED)
+        self._listing = Kept(lambda: look_below(directory), lambda listing: _LISTED)
 
     def routes(self) -> list[Route]:
         """Returns every address with its handler."""
@@ -114,13 +114,13 @@ class Pages:
             return capture
         targets = capture.report.targets
         number, target = _chosen(request, capture.report)
-        known = None if target is None else capture.report.by_hand[number]
+        changeable = None if target is None else capture.report.by_hand[number]
         shared: dict[str, Any] = {"place": place, "targets": targets, "number": number, "target": target}
-        if target is None or known is None:
+        if target is None or changeable is None:
             return _page("what_if.html", **shared, answer=None, data=None)
-        found = await run_in_threadpool(answer, known, target.measured, request.query_params)
-        options = host_options(target, found.now.prediction)
-        return _page("what_if.html", **shared, answer=found, options=options, data=pages.data_of([found.boxes]))
+        answered = await run_in_threadpool(answer, changeable, target.measured, request.query_params)
+        options = host_options(target, answered.now.prediction)
+        return _page("what_if.html", **shared, answer=answered, options=options, data=pages.data_of([answered.boxes]))
 
     async def tried(self, request: Request) -> Response:
         """Answers the script with the parts of the page that change."""
@@ -130,23 +130,23 @@ class Pages:
         except Unreadable as fault:
             return JSONResponse({"fault": str(fault)})
         number, target = _chosen(request, capture.report)
-        known = None if target is None else capture.report.by_hand[number]
-        if target is None or known is None:
+        changeable = None if target is None else capture.report.by_hand[number]
+        if target is None or changeable is None:
             raise _Missing
 
         def try_it() -> dict[str, object]:
-            found = answer(known, target.measured, request.query_params)
-            if found.fault is not None:
-                return {"fault": found.fault}
+            answered = answer(changeable, target.measured, request.query_params)
+            if answered.fault is not None:
+                return {"fault": answered.fault}
             shown = pages.render(
                 "tried.html",
                 place=place,
                 number=number,
                 target=target,
-                answer=found,
-                options=host_options(target, found.now.prediction),
+                answer=answered,
+                options=host_options(target, answered.now.prediction),
             )
-            return {"fault": None, "html": shown, "query": found.query(number), "boxes": found.boxes}
+            return {"fault": None, "html": shown, "query": answered.query(number), "boxes": answered.boxes}
 
         return JSONResponse(await run_in_threadpool(try_it))
 
@@ -312,17 +312,17 @@ def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None]
     text, targets = request.query_params.get("t", ""), report.targets
     if text.isascii() and text.isdecimal() and int(text[:6]) < len(targets):
         return int(text[:6]), targets[int(text[:6])]
-    able = next((place for place, each in enumerate(report.by_hand) if each is not None), 0)
+    able = next((place for place, changeable in enumerate(report.by_hand) if changeable is not None), 0)
     return able, targets[able] if targets else None
 
 
 def _roles(directory: Path) -> list[str]:
     """Returns the roles of a job that have their own part of its directory."""
     try:
-        found = parts_with_a_run(directory)
+        parts = parts_with_a_run(directory)
     except Unsafe:
         return []
-    return [part.removeprefix("role-") for part in found if part is not None]
+    return [part.removeprefix("role-") for part in parts if part is not None]
 
 
 def _role(request: Request, roles: list[str]) -> str | None:

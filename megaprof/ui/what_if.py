@@ -106,7 +106,7 @@ class WhatIfPage:
     def rows(self) -> list[StageRow]:
         """The rows of all stages."""
         pieces = self.now.setting.pieces
-        longest = max((each.compute_ms or 0.0 for each in self.after.stages), default=0.0) or 1.0
+        longest = max((stage.compute_ms or 0.0 for stage in self.after.stages), default=0.0) or 1.0
         return [
             StageRow(
                 stage.pp,

@@ -179,21 +179,21 @@ def answer(view: View) -> StatusAnswer:
         sizes=run.sizes,
         running_s=round(now - run.started, 3),
         heard=tuple(view.heard),
-        off=tuple(sorted(each.rank for each in statuses.values() if each.off)),
+        off=tuple(sorted(status.rank for status in statuses.values() if status.off)),
         now=summarise(run, statuses.values()),
         still_s=round(view.blame.still, 3),
         stuck=view.blame.stuck,
         culprits=tuple(
-            WaitedFor(each.rank, each.silent, gone(each), each.waiting, round(each.seconds, 3))
-            for each in view.blame.culprits
+            WaitedFor(culprit.rank, culprit.silent, gone(culprit), culprit.waiting, round(culprit.seconds, 3))
+            for culprit in view.blame.culprits
         ),
         collectives=None if hang is None else replace(hang, warnings=told(hang.warnings)),
         standstills=standstills(view),
         slow=view.slow,
         waits=dict(view.waits),
         status=tuple(
-            RankNow(**msgspec.structs.asdict(each), step=each.last_step(), still_s=round(each.stuck(now), 3))
-            for _, each in sorted(statuses.items())
+            RankNow(**msgspec.structs.asdict(status), step=status.last_step(), still_s=round(status.stuck(now), 3))
+            for _, status in sorted(statuses.items())
         ),
     )
 
@@ -229,18 +229,18 @@ def _headline(view: View) -> Iterator[str]:
     heard = "all" if count == run.world else f"{count}" if count else "none"
     since = ago(view.now - run.started)
     yield f"{counted(run.world, 'rank')} ({shape}){role}, running for {since}, {heard} of them answering"
-    for target, of_role in dict.fromkeys((c.target, c.role) for each in statuses.values() for c in each.calls):
-        numbers = [step for each in statuses.values() if (step := each.step_of(target, of_role)) is not None]
+    for target, of_role in dict.fromkeys((c.target, c.role) for status in statuses.values() for c in status.calls):
+        numbers = [step for status in statuses.values() if (step := status.step_of(target, of_role)) is not None]
         if numbers:
             some = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
             whose = "" if of_role is None else f" of {of_role}"
             yield f"{target}{whose}: step {some}{_pace(target, of_role, statuses)}"
-    if not any(each.calls for each in statuses.values()):
+    if not any(status.calls for status in statuses.values()):
         yield "no step has begun yet"
-    capture = next((each.capture for each in statuses.values() if each.capture is not None), None)
+    capture = next((status.capture for status in statuses.values() if status.capture is not None), None)
     if capture is not None and capture.state not in FINAL:
         yield f"capture {capture.request}: {capture.state}"
-    off = {each.rank: each.why for each in statuses.values() if each.off}
+    off = {status.rank: status.why for status in statuses.values() if status.off}
     if off:
         yield f"! profiling is off on rank {few(sorted(off))}: {next(filter(None, off.values()), 'the log says why')}"
 
@@ -274,7 +274,7 @@ def _longest_stage(milliseconds: Iterable[tuple[int, float]]) -> float | None:
 
 def _said(view: View) -> Iterator[str]:
     whole = verdict(view)
-    lines = [*([] if whole is None else [whole]), *(f"! {each}" for each in waited_for(view))]
+    lines = [*([] if whole is None else [whole]), *(f"! {clause}" for clause in waited_for(view))]
     hang = _collectives(view)
     if hang is not None and (hang.culprits or hang.unended):
         lines += of_hang.sentences(hang)
@@ -298,7 +298,7 @@ def _table(view: View) -> Iterator[str]:
     numbered, beside = ("rank", "stage") if by_rank else ("stage", "rank count")
     rows = [(numbered, beside, "step", "step ms", "compute ms", "where")]
     for number, members in sorted(groups.items())[:_LINES]:
-        steps = [step for each in members if (step := each.last_step()) is not None]
+        steps = [step for status in members if (step := status.last_step()) is not None]
         rows.append(
             (
                 str(number),
@@ -316,15 +316,15 @@ def _table(view: View) -> Iterator[str]:
         yield "  ".join((*cells, row[5]))[:160]
     if len(groups) > _LINES:
         yield f"... and {len(groups) - _LINES} more stages"
-    if any(each.step_ms is not None for each in view.statuses.values()):
+    if any(status.step_ms is not None for status in view.statuses.values()):
         yield "Times are medians of each rank's last steps."
 
 
 def _where(members: list[RankStatus], now: float) -> str:
     """Returns where most of the ranks are, and since when."""
-    places = Counter(_place(each, now) for each in members)
+    places = Counter(_place(status, now) for status in members)
     (most, count), *others = places.most_common()
-    still = min(each.stuck(now) for each in members)
+    still = min(status.stuck(now) for status in members)
     since = f", {ago(still)}" if still >= 5 else ""
     if not others:
         return most + since
@@ -338,5 +338,5 @@ def _place(status: RankStatus, now: float) -> str:
 
 
 def _median(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.median(known):.1f}" if known else "-"
+    numbers = [value for value in values if value is not None]
+    return f"{statistics.median(numbers):.1f}" if numbers else "-"
