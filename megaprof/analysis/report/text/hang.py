@@ -27,7 +27,8 @@ def sentences(hang: Hang) -> Iterator[str]:
             f"the network between them. {_since(awaited)}"
         )
     if hang.culprits and hang.behind:
-        yield f"{counted(hang.behind, 'other rank')} cannot go on, for they wait for them or for each other."
+        they = "it waits for them" if hang.behind == 1 else "they wait for them or for each other"
+        yield f"{counted(hang.behind, 'other rank')} cannot go on, because {they}."
     if not hang.culprits and not hang.unended:
         waiting = f"{counted(hang.behind, 'rank')} had something in flight" if hang.behind else "nothing was in flight"
         yield f"No rank keeps another waiting in a collective: {waiting} when the dumps were written."

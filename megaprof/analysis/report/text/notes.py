@@ -31,7 +31,7 @@ _NAMING_STAGES = frozenset(
         "stage_contradicts",
     )
 )
-_UNTOLD = "no stages are told"
+_UNTOLD = "no stages are shown"
 
 
 def told(notes: Iterable[Note]) -> tuple[Note, ...]:
@@ -166,10 +166,11 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "timelines_damaged": lambda n: f"{n.count} more timelines could not be read to their end",
     "timelines_cut": _timelines_cut,
     "timelines_of_host": lambda n: (
-        f"Timelines were skipped whose clock is the host's, which gave work to a device: {n.said}"
+        "Timelines with the host's clock were skipped, because they show when work was given to the device, not when "
+        f"it ran: {n.said}"
     ),
     "timelines_without_times": (
-        "Timelines were skipped that hold no times: the GPU was not done in time, or used streams out of step"
+        "Timelines that hold no times were skipped: the GPU was not done in time, or used streams out of step"
     ),
     # kernels and passes of a call that are missing
     "kernels_not_asked": "the model ran on a GPU, and --profile-activities asked for none of its kernels",
@@ -191,7 +192,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "communication of process groups that bear none of Megatron's names took time and is counted for no group"
     ),
     "groups_not_apart": lambda n: (
-        f"exposed {_joined(n)} are not told apart: the collectives of a CPU trace name no process group"
+        f"exposed {_joined(n)} cannot be told apart: the collectives of a CPU trace name no process group"
     ),
     "groups_in_compute": lambda n: (
         f"exposed {_joined(n)} {'is' if len(n.names) == 1 else 'are'} in compute: no collectives inside microbatches "
@@ -233,8 +234,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"the stages' steps were aligned on the GPU's clock by which phase waits for which, to {n.ms[0]:.2g} ms"
     ),
     "not_aligned_on_gpu": (
-        "the stages' times are on the GPU's clock and laid beside each other by the hosts' clocks at the start of the "
-        "step"
+        "the stages' times are on the GPU's clock, and compared by the hosts' clocks at the start of the step"
     ),
     "host_unnamed": lambda n: (
         f"no host is named for {stages(n.stages)}, so nothing says whether the stages share a clock; {_NO_CLOCK}"
@@ -280,7 +280,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "later one counts"
     ),
     "step_left_out": lambda n: f"{_left_out(n)}: {f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}",
-    "step_disturbed": lambda n: f"of {steps(n.steps)} only what passes take is told: {_why(n)} ({_FIRST})",
+    "step_disturbed": lambda n: f"only the times of passes are shown of {steps(n.steps)}: {_why(n)} ({_FIRST})",
     "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
     "first_steps": lambda n: f"{_left_out(n)}: the first recorded steps take longer than the others",
     "opened_by_nsys": lambda n: (
@@ -348,10 +348,10 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"stage costs, so its speedup is uncertain by {n.factor:.0%} more"
     ),
     # recordings that megaprof did not make
-    "sends_not_apart": ("send-receive kernels without an annotation of torch's are not told from all-to-all"),
+    "sends_not_apart": ("send-receive kernels without an annotation of torch's cannot be told from all-to-all"),
     "group_unnamed": "some communication names no process group",
     "sizes_do_not_fit": lambda n: (
-        f"the given sizes do not fit the {n.count} ranks that the recordings tell of: {n.said}"
+        f"the given sizes do not fit the {n.count} ranks that the recordings are from: {n.said}"
     ),
     "not_1f1b": lambda n: f"the exchanges of {ranks(n.ranks)}'s pipeline group do not follow 1F1B: {_UNTOLD}",
     "pipelines_differ": lambda n: f"pipelines or steps of different sizes are recorded together: {_UNTOLD}",

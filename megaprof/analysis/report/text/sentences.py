@@ -23,13 +23,13 @@ _FEW = 3
 #: What recordings without our ranges lack, and how to record it next time.
 _TO_SEE = "record with --profile-target train_actor --profile-select per-stage"
 FOREIGN = (
-    "These recordings hold no ranges of megaprof's: no stages, microbatches or bubbles can be told from them, and no "
-    f"layout can be predicted. To see them, {_TO_SEE}"
+    "These recordings hold no ranges of megaprof's: they show no stages, microbatches or bubbles, and no layout can be "
+    f"predicted. To see them, {_TO_SEE}"
 )
 FOREIGN_STAGES = (
-    "These recordings hold no ranges of megaprof's. Stages and microbatches are told from the exchanges of the "
-    "pipeline group, whose order is that of 1F1B; work before the first exchange of a step and behind the last one "
-    f"does not count, and no layout can be predicted. To see more, {_TO_SEE}"
+    "These recordings hold no ranges of megaprof's. Stages and microbatches follow from the exchanges of the pipeline "
+    "group, whose order is that of 1F1B; work before the first exchange of a step and after the last one does not "
+    f"count, and no layout can be predicted. To see more, {_TO_SEE}"
 )
 FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 #: How a step was timed.

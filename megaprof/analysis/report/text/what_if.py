@@ -35,7 +35,7 @@ _PACKINGS = {
 }
 _ASSUMED: dict[Assumption, str] = {
     "kinds_alike": "all kinds of layers take the same time",
-    "ends_hidden": "no chunk holds layers alone, so what layers, embedding and loss take is not told apart for certain",
+    "ends_hidden": "no chunk holds layers alone, so how layers, embedding and loss share this time is not certain",
     "mtp_like_layer": "an MTP layer takes as long as a decoder layer",
 }
 
