@@ -219,7 +219,7 @@ def test_what_if_shows_before_and_after(tmp_path):
     assert text.count(flags) == 2  # above, and in the table
     assert "<td class=left>4+4 layers" in text
     assert "off by -1.4%" in text
-    assert "-31%" in text
+    assert "<td>1.40<small class=error> (1.30 to 1.50)</small></td>" in text
     assert "7+1 layers" not in text
 
 
