@@ -27,20 +27,25 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
     ``context``: the number of ranks over which a sequence is divided. The shapes that a model sees cover only one
     rank's part. ``fetch``: None if the device cannot be asked.
     """
-    found: dict[int, Work] = {}
-    for position, *told in given:
-        number = codes.microbatch_of(position)
-        if number is None or number in found:
+    works: dict[int, Work] = {}
+    last_shape: Sequence[int] = ()
+    work_of_shape: Work | None = None
+    for position, *inputs in given:
+        microbatch = codes.microbatch_of(position)
+        if microbatch is None or microbatch in works:
             continue
-        if len(told) == 1:
-            own = _of_shape(told[0], context)
+        if len(inputs) == 1:
+            (shape,) = inputs
+            if shape != last_shape:  # most jobs have only one shape, and their microbatches share one Work
+                last_shape, work_of_shape = shape, _of_shape(shape, context)
+            work = work_of_shape
         else:
-            first, second, third = told
+            first, second, third = inputs
             by_name = isinstance(first, str)
-            own = _told(first, second, third, fetch) if by_name else _packed(first, second, third, fetch)
-        if own is not None:
-            found[number] = own
-    return found
+            work = _of_mask_or_positions(first, second, third, fetch) if by_name else _packed(*inputs, fetch)
+        if work is not None:
+            works[microbatch] = work
+    return works
 
 
 def _of_shape(shape: Sequence[int], context: int) -> Work | None:
@@ -64,10 +69,10 @@ def _packed(boundaries: Any, padded: Any, version: int | None, fetch: Fetch | No
     return Work(max(with_padding[-1] if with_padding else 0, ends[-1]), lengths, PACKED)
 
 
-def _told(source: str, told: Any, tokens: int, fetch: Fetch | None) -> Work | None:
-    """Returns the lengths from a mask, or from the places where positions start again. Those places are in order, and
-    the list is filled up with ``tokens``."""
-    numbers = _numbers(told, fetch)
+def _of_mask_or_positions(source: str, tensor: Any, tokens: int, fetch: Fetch | None) -> Work | None:
+    """Returns the lengths from the sums of a mask, or from the places where positions start again. Those places are in
+    order, and the list is filled up with ``tokens``."""
+    numbers = _numbers(tensor, fetch)
     if numbers is None:
         return None
     if source == MASK:
@@ -76,8 +81,8 @@ def _told(source: str, told: Any, tokens: int, fetch: Fetch | None) -> Work | No
     begins = [number for number in numbers if number < tokens]
     if len(begins) > MOST_SEQUENCES:
         return None
-    found = _between([*begins, tokens])
-    return None if found is None else Work(tokens, found, source)
+    between = _between([*begins, tokens])
+    return None if between is None else Work(tokens, between, source)
 
 
 def _between(ends: Sequence[int]) -> tuple[int, ...] | None:

@@ -61,7 +61,10 @@ def wait(handle: str) -> int:
 
 def microbatch_of(position: int | None) -> int | None:
     """Returns the microbatch in a part of a code; None if it is not known."""
-    return None if position is None else place(position)[0]
+    if position is None:
+        return None
+    microbatch = (position >> _MICROBATCH) & _MICROBATCH_MASK
+    return microbatch - 1 if microbatch else None
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,19 +34,22 @@ class Work:
         """The sum of the squares of the lengths, to which the cost of attention is proportional."""
         return sum(length * length for length in self.lengths)
 
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """The microbatch as it is in a file. Microbatches that share this object are packed only once."""
+        return _MICROBATCH.pack(min(self.tokens, _MOST), min(len(self.lengths), _MOST), self.squares)
+
 
 def pack_work(works: Mapping[int, Work]) -> bytes:
-    """Returns 16 bytes for each microbatch, after one byte for the least exact source. ``works``: the work of each
-    microbatch, by its number. Empty if nothing is known."""
+    """Returns one byte for the least exact source, and 16 for each microbatch up to the last one whose work is known.
+    Returns nothing if the work of none is known."""
     if not works:
         return b""
-    rows = []
-    for number in range(max(works) + 1):
-        work = works.get(number)
-        fields = (0, 0, 0) if work is None else (min(work.tokens, _MOST), min(len(work.lengths), _MOST), work.squares)
-        rows.append(_MICROBATCH.pack(*fields))
-    source = max(SOURCES.index(work.source) for work in works.values())
-    return b"".join((bytes((source + 1,)), *rows))
+    rows = [bytes(_MICROBATCH.size)] * (max(works) + 1)
+    for microbatch, work in works.items():
+        rows[microbatch] = work.packed
+    least_exact = max(map(SOURCES.index, {work.source for work in works.values()}))
+    return b"".join((bytes((least_exact + 1,)), *rows))
 
 
 def unpack_work(payload: bytes) -> tuple[str, npt.NDArray[np.float64]] | None:
