@@ -191,6 +191,13 @@ class Wish:
     owed: deque[int] = field(default_factory=deque)
     """Wanted steps in which another window was open, oldest first: each takes the next free call instead."""
 
+    def runs(self, number: int) -> None:
+        """Counts a step, whose number is ``number``."""
+        if self.ran == 0:
+            self.first = number
+        self.last = number
+        self.ran += 1
+
     def asks(self, step: CountedStep) -> int | None:
         """Returns the wanted step that ``step`` can be captured for: itself, or else one that is owed. Returns None if
         there is neither.
@@ -215,8 +222,7 @@ class Agenda:
         self.role = role
         #: The wishes by target and role. There is one once such a step ran, or once somebody asked for the wish.
         self.wishes: dict[tuple[str, str | None], Wish] = {}
-        #: The number of calls that have begun, by target and role. Read by the background thread.
-        self.calls: dict[tuple[str, str | None], int] = {}
+        self._planned = False  # whether any of them has a plan
         self._host_step: CountedStep | None = None  # the last one that the host numbered
 
     def begins(self, call: Call, opened: PlannedWindow | None = None, demand: Demand | None = None) -> Decision:
@@ -225,26 +231,34 @@ class Agenda:
         ``opened``: the session's open window, if it can be closed now. ``demand``: the capture on demand, if any.
         """
         steps = self._count(call)
-        last = None if opened is None else opened.last
-        closes = opened is not None and not self._stays_open(opened, steps)
-        joins = opened.last if opened is not None and opened.last is not last else None
-        return Decision(steps, closes, joins, self._wanted(steps, demand))
+        closes, joins = False, None
+        if opened is not None:
+            last = opened.last
+            closes = not self._stays_open(opened, steps)
+            joins = opened.last if opened.last is not last else None
+        opens = self._wanted(steps, demand) if self._planned or demand is not None else []
+        return Decision(steps, closes, joins, opens)
 
     def _count(self, call: Call) -> tuple[CountedStep, ...]:
         target, role, number, host_number = call
-        index = self.calls.get((target, role), 0)
-        self.calls[target, role] = index + 1
-        hosts = number is not None and number >= 0
-        step = CountedStep(target, role, int(number) if hosts and number is not None else index, index, hosts)
+        wish = self.wish(target, role)
+        index = wish.ran
+        if number is not None and number >= 0:
+            step = CountedStep(target, role, int(number), index, True)
+        else:
+            step = CountedStep(target, role, index, index, False)
         host_step = self._host_step_of(step, host_number)
-        steps = (step,) if host_step is None else (host_step, step)
-        for begun in steps:
-            wish = self.wish(begun.target, begun.role)
-            if not wish.ran:
-                wish.first = begun.number
-            wish.last = begun.number
-            wish.ran += 1
-        return steps
+        wish.runs(step.number)
+        if host_step is None:
+            return (step,)
+        self.wish(TRAIN_OVERALL, role).runs(host_step.number)
+        return host_step, step
+
+    @property
+    def calls(self) -> dict[tuple[str, str | None], int]:
+        """The number of calls that have begun, by target and role. Any thread may read it."""
+        wishes = list(self.wishes.items())
+        return {key: wish.ran for key, wish in wishes if wish.ran and key[0] != TRAIN_OVERALL}
 
     def _host_step_of(self, step: CountedStep, number: int | None) -> CountedStep | None:
         """Returns the host's step that begins with ``step``; None if none does.
@@ -388,6 +402,7 @@ class Agenda:
         wish = self.wishes.get((target, role))
         if wish is None:
             wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
+            self._planned = self._planned or wish.plan is not None
         return wish
 
     def plan_of(self, target: str, role: str | None) -> Plan | None:

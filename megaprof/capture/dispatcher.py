@@ -38,6 +38,8 @@ class Dispatcher:
         a CUDA graph wrapper calls the schedule."""
         self.of_this_call = Patches()
         """The patches that stay until the recorded call ends."""
+        self.models: tuple[Any, ...] = ()
+        """The models inside the wrappers of the recorded call's chunks. Empty between calls."""
         self.finalize: tuple[Any, Any] | None = None
         """The function that finalises the gradients, as the last call found it, and our hook on it."""
         self.close_modules: Callable[[], object] | None = None
@@ -45,19 +47,19 @@ class Dispatcher:
         self._recording: tuple[Session, RecordedCall] | None = None
         self._leaving: list[Callable[[], None]] = []
         self._dropped: list[Session] = []
-        self._found: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
-        """The last call's model, if it is a single chunk; the model inside its wrappers; and its session. They are kept
-        because unwrapping is slow: a torch module takes long to find that it lacks an attribute."""
+        self._last_model: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
+        """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
+        kept because unwrapping is slow: a torch module takes long to find that it lacks an attribute."""
 
     def add(self, session: Session) -> None:
         """Routes calls that run any model of ``session`` to it. A session without models gets the calls that no other
         session takes."""
-        self._found = None
+        self._last_model = None
         self.sessions.append(session)
 
     def remove(self, session: Session) -> None:
         """Stops routing calls to ``session``."""
-        self._found = None
+        self._last_model = None
         if session in self.sessions:
             self.sessions.remove(session)
 
@@ -69,10 +71,11 @@ class Dispatcher:
 
     def _now(self, call: RecordedCall | None) -> None:
         """Makes ``call`` the one that is being recorded; None: no call is recorded from now on."""
+        gate = self.gate
         self.call = call
-        self.gate.tape = call.tape if call is not None and call.timed else None
+        gate.tape = None if call is None or not call.timed else call.tape
         # An open window needs ranges, or at least a check whether host memory runs out, which closes it early.
-        self.gate.slow = (call is not None and call.ranged) or process.window is not None
+        gate.slow = process.window is not None or (call is not None and call.ranged)
 
     def _clock_failed(self, fault: BaseException) -> None:
         """Contains ``fault``, which the clock of a tape raised. Raises it again if it belongs to the host."""
@@ -83,17 +86,19 @@ class Dispatcher:
         """Begins a call. Returns it if it is recorded, else None. ``end`` must follow in either case."""
         if process.urgent:
             self.settle()
-        session = self._session_of(facts.chunks)
+        session, models = self._route(facts.chunks)
         call = None if session is None else session.begin(facts)
         if session is not None and call is not None:
             self._recording = session, call
-            self._now(call if call.ranged or call.timed else None)
+            self.models = models
+            self._now(call if call.timed or call.ranged else None)
         return call
 
     def end(self, *, failed: bool) -> None:
         """Ends a call, recorded or not. ``failed``: it ended with an exception of the host's."""
         self._now(None)
         self.put_back()
+        self.models = ()
         if self._dropped:
             self._abandon()
         if self._recording is not None:
@@ -150,8 +155,8 @@ class Dispatcher:
     def forget(self) -> None:
         """Forgets the call in progress, in a forked child: its sessions are the parent's."""
         self._now(None)
-        self._recording = self.inside = None
-        self._leaving, self._dropped, self._found = [], [], None
+        self._recording = self.inside = self._last_model = None
+        self._leaving, self._dropped, self.models = [], [], ()
 
     def drop(self) -> None:
         """Switches off the sessions that a fault in a hook may have touched. Can be run twice.
@@ -175,28 +180,25 @@ class Dispatcher:
         in_full(None if outermost is None else outermost.close, *(session.abandon for session in self._dropped))
         self._recording, self._dropped = None, []
 
-    def unwrapped(self, chunk: Any) -> Any:
-        """Returns the model inside the wrappers of ``chunk``."""
-        found = self._found
-        known = found[1]() if found is not None and found[0]() is chunk else None
-        return innermost(chunk) if known is None else known
-
-    def _session_of(self, chunks: tuple[Any, ...]) -> Session | None:
-        found = self._found
-        if found is not None and len(chunks) == 1 and found[0]() is chunks[0]:
-            return found[2]
-        session = self._look_up(chunks)
-        if session is not None and len(chunks) == 1 and chunks[0] is not None:
+    def _route(self, chunks: tuple[Any, ...]) -> tuple[Session | None, tuple[Any, ...]]:
+        """Returns the session that takes a call of ``chunks``, or None, and the models inside their wrappers."""
+        if self._last_model is not None and len(chunks) == 1:
+            chunk, model, session = self._last_model
+            if chunk() is chunks[0] and (unwrapped := model()) is not None:
+                return session, (unwrapped,)
+        models = tuple(map(innermost, chunks))
+        taker = self._session_of(models)
+        if taker is not None and len(chunks) == 1 and chunks[0] is not None:
             with suppress(TypeError):  # a model without weak references is looked up every time
-                self._found = weakref.ref(chunks[0]), weakref.ref(innermost(chunks[0])), session
-        return session
+                self._last_model = weakref.ref(chunks[0]), weakref.ref(models[0]), taker
+        return taker, models
 
-    def _look_up(self, chunks: tuple[Any, ...]) -> Session | None:
-        models = [innermost(chunk) for chunk in chunks]
-        fallback = None
+    def _session_of(self, models: tuple[Any, ...]) -> Session | None:
+        """Returns the session of ``models``, or else the session that takes any model; None if there is neither."""
+        takes_any = None
         for session in self.sessions:
             if session.models is None:
-                fallback = session
+                takes_any = session
             elif any(reference() is model for reference in session.models for model in models):
                 return session
-        return fallback
+        return takes_any

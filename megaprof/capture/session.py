@@ -119,7 +119,7 @@ class Session:
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
-        """The number of calls that have begun, by target and role. Read by the background thread."""
+        """The number of calls that have begun, by target and role. Any thread may read it."""
         return self.agenda.calls
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
@@ -130,11 +130,15 @@ class Session:
         try:
             if facts.graph is None and capturing():  # something other than Megatron's own wrapper captures it
                 facts = facts._replace(graph="capture")
-            role = self.role if (own := current().role) is None else own
+            role = current().role
+            if role is None:
+                role = self.role
             if role not in self._roles:
                 self._meet(role)
-            opened = self._own_window
-            decision = self._begins(facts.target, role, None if opened is None or capturing() else opened.planned)
+            target = facts.target
+            opened = None if process.window is None else self._own_window
+            planned = None if opened is None or capturing() else opened.planned
+            decision = self.agenda.begins(Call(target, role, *self._numbers(target)), planned, self.demand)
             windowed = self.recorders or self.demand is not None
             self._coming = self._needed_next(decision.steps) if windowed else ()
             if opened is not None or decision.opens or process.prepared is not None:
@@ -144,7 +148,7 @@ class Session:
                     self._open_first(decision.opens, facts)
                     if facts.graph != "capture":  # nothing may be synchronised while a graph is captured
                         self._leave_prepared()
-            elif self._termination.armed:
+            elif self._termination.handler is not None:
                 self._termination.settle()  # the last window's files may be written by now
             return self._record(facts, decision.steps[-1])
         except BaseException as fault:
@@ -160,7 +164,8 @@ class Session:
                 self.timeline.end(call.tape, failed=failed)
             if call.outermost is not None:
                 call.outermost.close()
-            opened, coming = self._own_window, self._coming
+            opened = None if process.window is None else self._own_window
+            coming = self._coming
             if opened is None and not coming:
                 return
             with self._termination:
@@ -183,7 +188,7 @@ class Session:
         if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
             with Contained("opening a window", self.abandon), self._termination:
                 self._meet(role)
-                decision = self._begins(ANNOTATED, role)
+                decision = self.agenda.begins(Call(ANNOTATED, role, *self._numbers(ANNOTATED)), None, self.demand)
                 free = process.window is None and not capturing()
                 if free and self._offloading.refusal(()) is None:
                     self._open_first(decision.opens, NO_CALL)
@@ -288,10 +293,6 @@ class Session:
         self._coming = ()
         if process.prepared is not None and process.prepared.owner is self:
             process.prepared = None
-
-    def _begins(self, target: str, role: str | None, opened: PlannedWindow | None = None) -> Decision:
-        """Returns what the call that begins changes. ``opened``: the session's open window, if it can be closed now."""
-        return self.agenda.begins(Call(target, role, *self._numbers(target)), opened, self.demand)
 
     def _needed_next(self, steps: Sequence[CountedStep]) -> Sequence[Recorder]:
         """Returns the recorders for the next call, if that is expected to be the step after one of ``steps`` and should

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats.steps import codes
@@ -12,14 +11,14 @@ from megaprof.hooks.dispatch import always, ranged
 _FINALIZE = "finalize_model_grads_func"
 
 
-def patch_finalize(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Hooks ``config.finalize_model_grads_func`` of the model that a call runs.
+def patch_finalize(dispatcher: Dispatcher) -> None:
+    """Hooks ``config.finalize_model_grads_func`` of the model that the call runs.
 
     Hosts set it on the config, possibly after the hooks were installed, or anew for every ``train()``. The schedules
     read it from there at the end of a step (0.12 to 0.19). So it is hooked for each recorded call, and put back when
     the call ends.
     """
-    config = getattr(dispatcher.unwrapped(chunks[0]), "config", None) if chunks else None
+    config = getattr(dispatcher.models[0], "config", None) if dispatcher.models else None
     original = getattr(config, "__dict__", {}).get(_FINALIZE)
     if original is None:
         return

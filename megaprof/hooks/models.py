@@ -1,4 +1,4 @@
-"""Hooks on models, which note the lengths of the sequences that the models get in a recorded call."""
+"""Hooks on models, which note the lengths of the sequences that the models were given in a recorded call."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _PACKED, _TOKENS = "packed_seq_params", "input_ids"
 def patch_models(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     """Notes what the models of ``chunks`` get, until the call ends. Leaves out models that torch.compile compiles,
     because a replaced ``forward`` would be compiled again."""
-    for chunk in chunks:
-        model = dispatcher.unwrapped(chunk)
+    for chunk, model in zip(chunks, dispatcher.models, strict=True):
         if is_compiled(model) or (chunk is not model and is_compiled(chunk)) or not hasattr(model, "__dict__"):
             continue
         for method in _METHODS:
@@ -41,6 +40,7 @@ def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[.
     (packed, _), (tokens, _) = places
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         if (call := dispatcher.call) is not None:
             try:
                 call.tape.takes(
@@ -50,7 +50,7 @@ def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[.
             except BaseException as fault:
                 if not contained("looking at a microbatch", dispatcher.drop, fault):
                     raise
-        return original(*args, **kwargs)
+        return result
 
     return watched if Hook is None else Hook(dispatcher.gate, original, watched, codes.MODEL, *places)
 

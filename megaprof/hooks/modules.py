@@ -209,11 +209,13 @@ def compiled_in(chunk: Any) -> set[int]:
 
 def is_compiled(module: Any) -> bool:
     """Returns whether torch.compile compiles this module, or its ``forward``."""
-    own = getattr(module, "__dict__", {})
+    attributes = getattr(module, "__dict__", {})
+    # Every step asks this. A bound method would take long to find that its function lacks an attribute.
+    forward = attributes.get("forward") or getattr(type(module), "forward", None)
     return (
-        own.get("_compiled_call_impl") is not None  # module.compile()
-        or "_orig_mod" in own.get("_modules", {})  # torch.compile(module)
-        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")  # torch.compile(module.forward)
+        attributes.get("_compiled_call_impl") is not None  # module.compile()
+        or "_orig_mod" in attributes.get("_modules", {})  # torch.compile(module)
+        or hasattr(forward, "_torchdynamo_orig_callable")  # torch.compile(module.forward)
     )
 
 

@@ -80,7 +80,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
 
     def prepare(call: RecordedCall) -> None:
         chunks = call.facts.chunks
-        patch_finalize(dispatcher, chunks)
+        patch_finalize(dispatcher)
         patch_models(dispatcher, chunks)
         if call.ranged:
             if dispatcher.level in ("layer", "module"):
@@ -94,20 +94,27 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Returns the facts of a call. The schedules take only keyword arguments (0.12 to 0.19). So does the graph
     wrapper, after itself."""
     model = kwargs.get("model")
+    chunks = tuple(model) if isinstance(model, (list, tuple)) else (model,)
     forward_only = bool(kwargs.get("forward_only", False))
-    caller = _caller() if forward_only else None
+    evaluation = training = False
+    if forward_only:
+        caller, evaluation = _caller(), evaluating()
+        training = caller == _TRAINING and not evaluation
+        evaluation = evaluation or caller in _EVALUATIONS
     graph = None
     if label is None:
         (graph_wrapper,) = args
         label = SCHEDULES.get(getattr(graph_wrapper.forward_backward_func, "__name__", ""), "unknown")
         graph = _graph_phase(graph_wrapper, "validation" if forward_only else "training")
-    chunks = tuple(model) if isinstance(model, (list, tuple)) else (model,)
+    microbatches = kwargs.get("num_microbatches")
+    if label == "no_pipelining" and _runs_sub_samples(chunks[0]):
+        microbatches = None
     return CallFacts(
         schedule=label,
         forward_only=forward_only,
-        evaluation=forward_only and (evaluating() or caller in _EVALUATIONS),
-        training=caller == _TRAINING and not evaluating(),
-        microbatches=None if _sub_samples(label, chunks) else _integer(kwargs.get("num_microbatches")),
+        evaluation=evaluation,
+        training=training,
+        microbatches=_integer(microbatches),
         seq_length=_integer(kwargs.get("seq_length")),
         micro_batch_size=_integer(kwargs.get("micro_batch_size")),
         chunks=chunks,
@@ -115,12 +122,10 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
 
 
-def _sub_samples(label: str, chunks: tuple[Any, ...]) -> bool:
+def _runs_sub_samples(chunk: Any) -> bool:
     """Returns whether every forward runs a sub-sample (hybrid context parallelism, 0.16 to 0.19). How many sub-samples
     a rank has then depends on the step's data, and not on the number of microbatches."""
-    return label == "no_pipelining" and bool(
-        getattr(getattr(innermost(chunks[0]), "config", None), "hybrid_context_parallel", False)
-    )
+    return bool(getattr(getattr(innermost(chunk), "config", None), "hybrid_context_parallel", False))
 
 
 def _graph_phase(wrapper: Any, stage: str) -> str | None:

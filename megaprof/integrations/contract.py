@@ -90,8 +90,8 @@ class Host:
     config: Callable[[], ProfileConfig | None] = lambda: None
     """Returns what its own profiling settings ask of megaprof by name. Raises ValueError for what cannot be
     honoured."""
-    iteration: Callable[[], int | None] = lambda: None
-    """Returns the number of the running training step, for hosts whose hooks do not."""
+    iteration: Callable[[], int | None] | None = None
+    """Returns the number of the running training step; None for a host whose hooks do that."""
     writers: Callable[[], Writers] = Writers
     """Returns where it writes its scalars now."""
 

@@ -23,7 +23,7 @@ def _iteration() -> int | None:
     """Returns the number of the running training iteration, which ``train()`` keeps in ``args.curr_iteration``; None
     outside ``train()``. It continues across a resume, like the numbers of --profile-step-start.
     """
-    value = getattr(_arguments(), "curr_iteration", None)
+    value = getattr(_global("_GLOBAL_ARGS"), "curr_iteration", None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

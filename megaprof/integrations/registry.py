@@ -23,6 +23,8 @@ HOSTS: tuple[Host, ...] = (
     megatron_bridge.HOST,
     megatron_lm.HOST,
 )
+#: The functions that return the iteration of a host whose hooks do not.
+_ITERATIONS = tuple(host.iteration for host in HOSTS if host.iteration is not None)
 HOOKS = tuple(hook for host in HOSTS for hook in host.hooks)
 MODULES = frozenset(hook.module for hook in HOOKS)
 
@@ -50,17 +52,20 @@ def config() -> ProfileConfig | None:
 def iteration() -> int | None:
     """Returns the number of the training step that the caller is in, whichever host it is, or None."""
     number = contract.iteration()
-    if number is not None:
-        return number
-    return next((found for host in HOSTS if (found := host.iteration()) is not None), None)
+    if number is None:
+        for ask in _ITERATIONS:
+            number = ask()
+            if number is not None:
+                break
+    return number
 
 
 def numbers(target: str, given: Callable[[], int | None] | None = None) -> tuple[int | None, int | None]:
-    """Returns the host's number of a call of ``target`` that begins, and that of the host's step that the call is in;
-    None: unknown, negative: it has none.
+    """Returns the host's number of a call of ``target`` that begins, and its number of the step that the call is in. A
+    number is None if it is unknown, and negative if the host has none.
 
-    ``given`` returns the number of the running step in the place of what hosts say. A host numbers its iterations, not
-    its forward-only passes: several log-prob passes share a number, and only the first of them can be captured.
+    ``given`` returns the number of the running step; without it, the hosts are asked. A host numbers its iterations,
+    but not its forward-only passes: several log-prob passes share a number, and only the first of them can be captured.
     """
     step_number = given or iteration
     trains = target in (TRAIN_ACTOR, ANNOTATED)

@@ -1,9 +1,12 @@
-/* The hot part of the timeline in C: what every microbatch of an always-on run pays. See tape.py, which does the same in
- * Python where there is no compiler, and which says what each thing is for. Tests run both.
+/* The part of the timeline that runs for every microbatch. tape.py does the same in Python, for machines without a
+ * compiler, and explains what each class is for. The tests run both.
  *
- * Why C: between two phases the training computes for a millisecond and evicts everything that a few Python frames need,
- * so a hook in Python costs 3 to 8 us there although a loop measures 0.5 us. No handler of a signal runs inside this
- * file except within a call that it makes, so no exception of the host's can be taken for one of ours.
+ * Why it is in C: between two passes the training computes for a millisecond, which evicts everything that a few Python
+ * frames need from the caches. There a hook in Python takes 3 to 8 us, although it takes 0.5 us in a loop. For the same
+ * reason the structures below begin with the fields that every event touches, so that these share a cache line.
+ *
+ * Python runs signal handlers only inside the calls that this file makes. So an exception of the host's is never taken
+ * for one of ours.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -12,7 +15,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* The layout of a code, as in megaprof.formats.steps.codes; a test compares both. */
+/* The layout of a code, as in megaprof.formats.steps.codes. A test compares both. */
 #define FORWARD 1
 #define BACKWARD 2
 #define MODEL 15
@@ -23,40 +26,42 @@
 
 typedef struct {
     PyObject_HEAD
-    int64_t *events; /* code, start and end in turns */
-    Py_ssize_t count, room; /* in events */
-    Py_ssize_t exports;
-    int64_t now, forward;
+    PyObject *clock; /* NULL: the host's clock */
+    int64_t now;
+    int64_t *events; /* code, start and end of each event in turn */
+    Py_ssize_t count, room; /* numbers of events */
+    int64_t forward; /* -1: None */
     char ran_forward, forward_only;
-    void **chunks; /* identities only: a tape that waits to be written must not keep a model alive */
+    void **chunks; /* only identities: a tape that waits to be written must not keep a model alive */
     Py_ssize_t chunk_count;
-    struct { void *output; int64_t position; } *pending;
+    struct { void *output; int64_t position; } *pending; /* forwards whose backward has not begun */
     Py_ssize_t pending_count, pending_room;
-    PyObject *clock; /* NULL: the host's */
-    PyObject *marks; /* with a clock: its answers, start and end in turns */
-    PyObject *given; /* what models were given */
+    Py_ssize_t exports; /* the number of buffers that are held */
+    PyObject *marks; /* with a clock: the start and end of each event in turn, as the clock returned them */
+    PyObject *given; /* the inputs of models */
 } Tape;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tape; /* a Tape, or NULL: nothing is recorded */
-    PyObject *on_fault;
+    PyObject *tape; /* the Tape that takes events; NULL: nothing is recorded */
     char slow;
+    PyObject *on_fault;
 } Gate;
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *dict;
-    PyObject *original, *slow, *overlap;
     Gate *gate;
-    int kind;
+    PyObject *original;
+    PyObject *overlap; /* NULL: no argument leads to the hook in Python */
     int64_t code;
+    int kind; /* FORWARD, BACKWARD or MODEL if the hook reads arguments, else 0 */
     Py_ssize_t first_index, second_index;
     PyObject *first_name, *second_name;
+    PyObject *slow, *dict;
 } Hook;
 
-/* Of the GPU's runtime: what `cuStreamIsCapturing` and `cuEventRecord` are. */
+/* The types of `cuStreamIsCapturing` and `cuEventRecord`, functions of the GPU's runtime. */
 typedef int (*is_capturing)(void *stream, int *status);
 typedef int (*record)(void *event, void *stream);
 
@@ -69,7 +74,7 @@ typedef struct {
 } Marker;
 
 static PyTypeObject TapeType, GateType, HookType, MarkerType;
-static PyObject *handle_name; /* the attribute of torch's event that the runtime knows it by */
+static PyObject *handle_name; /* the attribute of torch's event that holds the event of the GPU's runtime */
 static PyObject *boundaries_name, *padded_name, *version_name, *shape_name, *wrapped_name;
 
 static int64_t
@@ -173,7 +178,7 @@ static int64_t
 tape_consumed(Tape *self, PyObject *output)
 {
     void *wanted = identity(output);
-    /* The latest first: an identity may be reused after its tensor is gone. */
+    /* From the latest on: an earlier tensor may be gone, and its identity reused. */
     for (Py_ssize_t i = self->pending_count - 1; i >= 0; i--)
         if (self->pending[i].output == wanted) {
             int64_t position = self->pending[i].position;
@@ -183,17 +188,18 @@ tape_consumed(Tape *self, PyObject *output)
     return 0;
 }
 
-/* A new reference to an attribute, or to None where there is none. NULL: Python code ran and raised, which may be a
- * handler of the host's; what C code raises, as for the version of an inference tensor, has no traceback. */
+/* Returns a new reference to an attribute, or to None if there is no such attribute. Returns NULL if Python code ran
+ * and raised, because that may have been a signal handler of the host's. An exception of C code, such as that for the
+ * version of an inference tensor, has no traceback, and counts as no attribute. */
 static PyObject *
-attribute(PyObject *of, PyObject *name)
+attribute(PyObject *owner, PyObject *name)
 {
-    PyObject *found, *type, *value, *traceback;
-    if (of == NULL || of == Py_None)
+    PyObject *answer, *type, *value, *traceback;
+    if (owner == NULL || owner == Py_None)
         return Py_NewRef(Py_None);
-    found = PyObject_GetAttr(of, name);
-    if (found != NULL)
-        return found;
+    answer = PyObject_GetAttr(owner, name);
+    if (answer != NULL)
+        return answer;
     PyErr_Fetch(&type, &value, &traceback);
     if (traceback != NULL && !PyErr_GivenExceptionMatches(type, PyExc_AttributeError)) {
         PyErr_Restore(type, value, traceback);
@@ -205,24 +211,35 @@ attribute(PyObject *of, PyObject *name)
     return Py_NewRef(Py_None);
 }
 
-/* -1: an exception is set. */
+/* Returns a new tuple of a position and a shape. */
+static PyObject *
+placed(int64_t position, PyObject *shape)
+{
+    PyObject *number = PyLong_FromLongLong(position);
+    PyObject *pair = number == NULL ? NULL : PyTuple_Pack(2, number, shape);
+    Py_XDECREF(number);
+    return pair;
+}
+
+/* Returns -1 if an exception is set. */
 static int
 tape_takes(Tape *self, PyObject *packed, PyObject *tokens)
 {
     if (self->forward < 0)
         return 0;
-    PyObject *item = NULL, *padded = NULL, *version = NULL, *shape = NULL, *first = attribute(packed, boundaries_name);
-    if (first != NULL && first != Py_None) {
+    PyObject *item = NULL, *padded = NULL, *version = NULL, *shape = NULL;
+    PyObject *boundaries = attribute(packed, boundaries_name);
+    if (boundaries != NULL && boundaries != Py_None) {
         padded = attribute(packed, padded_name);
-        version = padded == NULL ? NULL : attribute(first, version_name);
+        version = padded == NULL ? NULL : attribute(boundaries, version_name);
         if (version != NULL)
-            item = Py_BuildValue("(LOOO)", (long long)self->forward, first, padded, version);
+            item = Py_BuildValue("(LOOO)", (long long)self->forward, boundaries, padded, version);
     }
-    else if (first != NULL && (shape = attribute(tokens, shape_name)) != NULL)
-        item = shape == Py_None ? Py_NewRef(Py_None) : Py_BuildValue("(LO)", (long long)self->forward, shape);
+    else if (boundaries != NULL && (shape = attribute(tokens, shape_name)) != NULL)
+        item = shape == Py_None ? Py_NewRef(Py_None) : placed(self->forward, shape);
     int failed = item == NULL || (item != Py_None && PyList_Append(self->given, item));
     Py_XDECREF(item);
-    Py_XDECREF(first);
+    Py_XDECREF(boundaries);
     Py_XDECREF(padded);
     Py_XDECREF(version);
     Py_XDECREF(shape);
@@ -316,7 +333,7 @@ tape_add(Tape *self, PyObject *const *args, Py_ssize_t count)
         if (PyErr_Occurred())
             return NULL;
     }
-    else if (args[1] == Py_None || args[2] == Py_None) /* the clock did not say: no event */
+    else if (args[1] == Py_None || args[2] == Py_None) /* the clock could not tell: there is no event */
         Py_RETURN_NONE;
     else if (PyList_Append(self->marks, args[1]) || PyList_Append(self->marks, args[2]))
         return NULL;
@@ -407,25 +424,28 @@ tape_set_forward(Tape *self, PyObject *value, void *unused)
 }
 
 static PyMethodDef tape_methods[] = {
-    {"mark", (PyCFunction)tape_mark, METH_NOARGS, "The time now, on the tape's clock."},
-    {"add", (PyCFunction)(void (*)(void))tape_add, METH_FASTCALL, "Note one event."},
-    {"position", (PyCFunction)(void (*)(void))tape_py_position, METH_FASTCALL, "A forward of this chunk starts."},
-    {"produced", (PyCFunction)tape_py_produced, METH_O, "The result of that forward."},
-    {"consumed", (PyCFunction)tape_py_consumed, METH_O, "The position of the forward that made this output."},
-    {"takes", (PyCFunction)(void (*)(void))tape_py_takes, METH_FASTCALL, "A model is called in that forward."},
+    {"mark", (PyCFunction)tape_mark, METH_NOARGS, "Returns the time now, on this tape's clock."},
+    {"add", (PyCFunction)(void (*)(void))tape_add, METH_FASTCALL, "Notes one event."},
+    {"position", (PyCFunction)(void (*)(void))tape_py_position, METH_FASTCALL,
+     "Notes that a forward starts, and returns its part of a code."},
+    {"produced", (PyCFunction)tape_py_produced, METH_O, "Notes what the last forward returned, and returns it."},
+    {"consumed", (PyCFunction)tape_py_consumed, METH_O, "Returns the position of the forward that made an output."},
+    {"takes", (PyCFunction)(void (*)(void))tape_py_takes, METH_FASTCALL,
+     "Notes what a model was given in the forward that runs."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef tape_members[] = {
-    {"now", T_LONGLONG, offsetof(Tape, now), 0, "The code of the event that is open; 0: none."},
-    {"ran_forward", T_BOOL, offsetof(Tape, ran_forward), READONLY, "Whether any forward has ended."},
-    {"marks", T_OBJECT, offsetof(Tape, marks), READONLY, "The answers of a clock of its own, else None."},
-    {"given", T_OBJECT, offsetof(Tape, given), READONLY, "What models were given."},
+    {"now", T_LONGLONG, offsetof(Tape, now), 0, "The code of the event that is open; 0 if none is."},
+    {"ran_forward", T_BOOL, offsetof(Tape, ran_forward), READONLY, "True once a forward has returned."},
+    {"marks", T_OBJECT, offsetof(Tape, marks), READONLY,
+     "Start and end of each event in turn, as the clock returned them. None: the host's clock is used."},
+    {"given", T_OBJECT, offsetof(Tape, given), READONLY, "The inputs of models."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef tape_getset[] = {
-    {"forward", (getter)tape_get_forward, (setter)tape_set_forward, "Position of the last forward, or None.", NULL},
+    {"forward", (getter)tape_get_forward, (setter)tape_set_forward, "The position of the last forward, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -437,7 +457,7 @@ static PyTypeObject TapeType = {
     .tp_name = "megaprof.recorders._tape.Tape",
     .tp_basicsize = sizeof(Tape),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .tp_doc = "The events of one step while it is recorded.",
+    .tp_doc = "Takes the events of one step while it is recorded.",
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)tape_init,
     .tp_dealloc = (destructor)tape_dealloc,
@@ -511,12 +531,12 @@ gate_set_tape(Gate *self, PyObject *value, void *unused)
 }
 
 static PyMemberDef gate_members[] = {
-    {"slow", T_BOOL, offsetof(Gate, slow), 0, "True: hooks take the way in Python, which also writes ranges."},
+    {"slow", T_BOOL, offsetof(Gate, slow), 0, "True: hooks call their part in Python, which also writes ranges."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef gate_getset[] = {
-    {"tape", (getter)gate_get_tape, (setter)gate_set_tape, "Where events go; None: nowhere.", NULL},
+    {"tape", (getter)gate_get_tape, (setter)gate_set_tape, "The tape that takes events; None: no call is recorded.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -525,7 +545,7 @@ static PyTypeObject GateType = {
     .tp_name = "megaprof.recorders._tape.Gate",
     .tp_basicsize = sizeof(Gate),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "What all hooks of a process look at first.",
+    .tp_doc = "The object that all hooks of a process look at first.",
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)gate_init,
     .tp_dealloc = (destructor)gate_dealloc,
@@ -537,22 +557,27 @@ static PyTypeObject GateType = {
 
 /* ---- Hook ---- */
 
+/* Returns a borrowed reference to the argument at `index`, or else to the one called `name`. Returns NULL if there is
+ * neither. `name` is interned, or NULL. */
 static PyObject *
 argument(PyObject *const *args, Py_ssize_t count, PyObject *kwnames, Py_ssize_t index, PyObject *name)
 {
     if (index >= 0 && index < count)
         return args[index];
-    Py_ssize_t named = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    Py_ssize_t named = kwnames == NULL || name == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
     for (Py_ssize_t i = 0; i < named; i++)
         if (PyTuple_GET_ITEM(kwnames, i) == name)
             return args[count + i];
-    for (Py_ssize_t i = 0; i < named; i++)
-        if (PyUnicode_Compare(PyTuple_GET_ITEM(kwnames, i), name) == 0)
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *keyword = PyTuple_GET_ITEM(kwnames, i); /* if it is interned, it is another name */
+        if (!PyUnicode_CHECK_INTERNED(keyword) && PyUnicode_Compare(keyword, name) == 0)
             return args[count + i];
+    }
     return NULL;
 }
 
-/* An exception of the clock's is set: `on_fault` takes it, or raises what belongs to the host. */
+/* Hands the exception that is set, which the clock of a tape raised, to `on_fault`. Returns -1 if that raises it again,
+ * because it belongs to the host. */
 static int
 fault(Gate *gate)
 {
@@ -569,6 +594,72 @@ fault(Gate *gate)
     return answer == NULL ? -1 : 0;
 }
 
+/* Calls the original, and notes its start and end on the tape's own clock. */
+static PyObject *
+call_on_clock(Hook *self, Tape *tape, int64_t code, PyObject *const *args, size_t flags, PyObject *kwnames)
+{
+    tape->now = code;
+    PyObject *began = PyObject_CallNoArgs(tape->clock), *ended, *result;
+    if (began == NULL && fault(self->gate)) {
+        tape->now = 0;
+        return NULL;
+    }
+    result = PyObject_Vectorcall(self->original, args, flags, kwnames);
+    tape->now = 0;
+    if (began == NULL)
+        return result;
+    int failed = 0;
+    PyObject *type, *value, *traceback; /* an exception of the original is kept as it is */
+    PyErr_Fetch(&type, &value, &traceback);
+    ended = PyObject_CallNoArgs(tape->clock);
+    if (ended == NULL)
+        failed = fault(self->gate);
+    else if (began != Py_None && ended != Py_None && /* else the clock could not tell: there is no event */
+             (PyList_Append(tape->marks, began) || PyList_Append(tape->marks, ended) || tape_append(tape, code, 0, 0)))
+        failed = fault(self->gate);
+    Py_DECREF(began);
+    Py_XDECREF(ended);
+    if (result == NULL) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    else if (failed)
+        Py_CLEAR(result);
+    return result;
+}
+
+/* Calls the original, and notes its start and end on the host's clock. */
+static PyObject *
+call_timed(Hook *self, Tape *tape, int64_t code, PyObject *const *args, size_t flags, PyObject *kwnames)
+{
+    tape->now = code;
+    int64_t start = nanoseconds();
+    PyObject *result = PyObject_Vectorcall(self->original, args, flags, kwnames);
+    int64_t end = nanoseconds();
+    tape->now = 0;
+    if (tape_append(tape, code, start, end) && result != NULL)
+        PyErr_Clear(); /* there is no memory: only the event is lost */
+    return result;
+}
+
+/* Calls a model, and notes what it was given. It does so afterwards, because the model has torch's code in the caches:
+ * before the call, reading a shape takes several times as long. */
+static PyObject *
+call_model(Hook *self, Tape *tape, PyObject *const *args, size_t flags, PyObject *kwnames)
+{
+    Py_INCREF(tape);
+    PyObject *result = PyObject_Vectorcall(self->original, args, flags, kwnames);
+    if (result != NULL) {
+        Py_ssize_t count = PyVectorcall_NARGS(flags);
+        PyObject *packed = argument(args, count, kwnames, self->first_index, self->first_name);
+        PyObject *tokens = argument(args, count, kwnames, self->second_index, self->second_name);
+        if (tape_takes(tape, packed, tokens) && fault(self->gate))
+            Py_CLEAR(result);
+    }
+    Py_DECREF(tape);
+    return result;
+}
+
 static PyObject *
 hook_call(Hook *self, PyObject *const *args, size_t flags, PyObject *kwnames)
 {
@@ -579,71 +670,37 @@ hook_call(Hook *self, PyObject *const *args, size_t flags, PyObject *kwnames)
     if (tape == NULL)
         return PyObject_Vectorcall(self->original, args, flags, kwnames);
     Py_ssize_t count = PyVectorcall_NARGS(flags);
-    if (self->overlap != Py_None) {
+    if (self->overlap != NULL) {
         PyObject *overlap = argument(args, count, kwnames, -1, self->overlap);
-        if (overlap != NULL && overlap != Py_False) /* its handles are to be ranged */
+        if (overlap != NULL && overlap != Py_False) /* the hook in Python wraps the handles that the call returns */
             return PyObject_Vectorcall(self->slow, args, flags, kwnames);
     }
+    if (self->kind == MODEL)
+        return call_model(self, tape, args, flags, kwnames);
     int64_t code = self->code;
-    if (self->kind == MODEL) {
-        Py_INCREF(tape);
-        int failed = tape_takes(tape, argument(args, count, kwnames, self->first_index, self->first_name),
-                                argument(args, count, kwnames, self->second_index, self->second_name)) && fault(gate);
-        Py_DECREF(tape);
-        if (failed)
-            return NULL;
-        return PyObject_Vectorcall(self->original, args, flags, kwnames);
-    }
     if (self->kind == FORWARD)
         code |= tape_position(tape, argument(args, count, kwnames, self->first_index, self->first_name),
                               argument(args, count, kwnames, self->second_index, self->second_name));
     else if (self->kind == BACKWARD)
         code |= tape_consumed(tape, argument(args, count, kwnames, self->first_index, self->first_name));
     Py_INCREF(tape);
-    PyObject *began = NULL, *result, *ended = NULL;
-    int64_t start = 0, end = 0;
-    tape->now = code;
-    if (tape->clock == NULL)
-        start = nanoseconds();
-    else if ((began = PyObject_CallNoArgs(tape->clock)) == NULL && fault(gate)) {
-        tape->now = 0;
-        Py_DECREF(tape);
-        return NULL;
-    }
-    result = PyObject_Vectorcall(self->original, args, flags, kwnames);
-    tape->now = 0;
-    int failed = 0;
-    if (tape->clock == NULL) {
-        end = nanoseconds();
-        if (tape_append(tape, code, start, end)) { /* no memory: the event is lost, and nothing else */
-            if (result != NULL)
-                PyErr_Clear();
-        }
-    }
-    else if (began != NULL) {
-        PyObject *type, *value, *traceback; /* an exception of the host's stays what it is */
-        PyErr_Fetch(&type, &value, &traceback);
-        ended = PyObject_CallNoArgs(tape->clock);
-        if (ended == NULL)
-            failed = fault(gate);
-        else if (began != Py_None && ended != Py_None && /* else the clock did not say: no event */
-                 (PyList_Append(tape->marks, began) || PyList_Append(tape->marks, ended) ||
-                  tape_append(tape, code, 0, 0)))
-            failed = fault(gate);
-        if (result == NULL) {
-            PyErr_Clear();
-            failed = 0;
-            PyErr_Restore(type, value, traceback);
-        }
-    }
-    if (result != NULL && !failed && self->kind == FORWARD && tape_produced(tape, result))
+    PyObject *result = tape->clock == NULL ? call_timed(self, tape, code, args, flags, kwnames)
+                                           : call_on_clock(self, tape, code, args, flags, kwnames);
+    if (result != NULL && self->kind == FORWARD && tape_produced(tape, result))
         PyErr_Clear();
-    Py_XDECREF(began);
-    Py_XDECREF(ended);
     Py_DECREF(tape);
-    if (failed)
-        Py_CLEAR(result);
     return result;
+}
+
+/* Returns a new reference to the interned name of an argument; NULL for None. */
+static PyObject *
+name_of(PyObject *name)
+{
+    if (!PyUnicode_CheckExact(name))
+        return NULL;
+    Py_INCREF(name);
+    PyUnicode_InternInPlace(&name);
+    return name;
 }
 
 static int
@@ -668,9 +725,9 @@ hook_init(Hook *self, PyObject *args, PyObject *kwargs)
     self->kind = first_name == Py_None ? 0 : (int)(code & 15);
     self->first_index = first;
     self->second_index = second;
-    self->first_name = Py_NewRef(first_name);
-    self->second_name = Py_NewRef(second_name);
-    self->overlap = Py_NewRef(overlap);
+    self->first_name = name_of(first_name);
+    self->second_name = name_of(second_name);
+    self->overlap = name_of(overlap);
     return 0;
 }
 
@@ -713,15 +770,17 @@ hook_bind(PyObject *self, PyObject *instance, PyObject *owner)
     return PyMethod_New(self, instance);
 }
 
-/* Whatever else is asked of a hook, its original answers: a hook looks like the function that it stands for, and needs
- * no functools.wraps, which takes longer than all else that is done to put one in. */
+/* A hook has the attributes of the function that it stands for. So it needs no functools.wraps, which would take longer
+ * than everything else that is done to install a hook. */
 static PyObject *
 hook_getattro(Hook *self, PyObject *name)
 {
+    if (name == wrapped_name && self->original != NULL) /* every step asks for it */
+        return Py_NewRef(self->original);
     PyObject *value = PyObject_GenericGetAttr((PyObject *)self, name);
     if (value != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
         return value;
-    if (self->original == NULL) /* it is being freed */
+    if (self->original == NULL) /* the hook is being freed */
         return NULL;
     PyErr_Clear();
     return PyUnicode_Compare(name, wrapped_name) == 0 ? Py_NewRef(self->original)
@@ -763,7 +822,7 @@ marker_call(Marker *self, PyObject *const *args, size_t flags, PyObject *kwnames
     Py_DECREF(number);
     if (stream == NULL && PyErr_Occurred())
         return NULL;
-    /* Whatever it answers but no: where a capture elsewhere forbids the question, it forbids the event as well. */
+    /* An error counts as a capture, too: if a capture elsewhere forbids the question, it also forbids the event. */
     int capturing = 0, status;
     if (self->capturing(stream, &capturing) || capturing)
         Py_RETURN_NONE;
@@ -784,7 +843,7 @@ marker_call(Marker *self, PyObject *const *args, size_t flags, PyObject *kwnames
         Py_DECREF(event);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS /* it waits where the GPU's queue is full; on a GPU that hangs, for ever */
+    Py_BEGIN_ALLOW_THREADS /* the call waits while the GPU's queue is full: for ever on a GPU that hangs */
     status = self->record(handle, stream);
     Py_END_ALLOW_THREADS
     if (status) {
@@ -853,7 +912,7 @@ static PyTypeObject MarkerType = {
     .tp_name = "megaprof.recorders._tape.Marker",
     .tp_basicsize = sizeof(Marker),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_doc = "The clock of a GPU: an event of the pool, recorded on the current stream.",
+    .tp_doc = "The clock of a GPU. It records an event of the pool on the current stream, and returns it.",
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)marker_init,
     .tp_dealloc = (destructor)marker_dealloc,
@@ -870,7 +929,7 @@ typedef struct {
     Py_ssize_t place;
 } Event;
 
-/* As Python divides: towards minus infinity. */
+/* Rounds down, as Python's division does. */
 static int64_t
 microseconds(int64_t nanoseconds)
 {
@@ -878,7 +937,7 @@ microseconds(int64_t nanoseconds)
     return nanoseconds % 1000 < 0 ? whole - 1 : whole;
 }
 
-/* By start; what encloses another comes before it; else as they were noted. */
+/* Orders events by start. An event that encloses another one comes before it; otherwise they stay as they were noted. */
 static int
 in_order(const void *one, const void *other)
 {
@@ -898,11 +957,11 @@ put_short(unsigned char *at, int64_t number)
     return at + 2;
 }
 
-/* What megaprof.recorders.timeline.packing.in_python does. */
+/* Does the same as megaprof.recorders.timeline.packing.in_python. */
 static PyObject *
 pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    static const int kinds[16] = {[1] = 1, [2] = 2, [3] = 3, [4] = 4, [5] = 5, [6] = 5}; /* a wait is an exchange */
+    static const int kinds[16] = {[1] = 1, [2] = 2, [3] = 3, [4] = 4, [5] = 5, [6] = 5}; /* a wait counts as an exchange */
     if (nargs != 2) {
         PyErr_SetString(PyExc_TypeError, "pack(events, zero)");
         return NULL;
@@ -951,7 +1010,7 @@ pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     int unit = 0;
     while (longest >> unit > 65535)
         unit++;
-    if (unit && longest >> unit == 65535) /* rounding may add one */
+    if (unit && longest >> unit == 65535) /* because rounding may add one */
         unit++;
     codes = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
     times = PyBytes_FromStringAndSize(NULL, count ? 1 + 4 * count : 0);
@@ -978,14 +1037,14 @@ done:
 }
 
 static PyMethodDef functions[] = {
-    {"pack", (PyCFunction)(void (*)(void))pack, METH_FASTCALL, "The events of a step as a timeline file has them."},
+    {"pack", (PyCFunction)(void (*)(void))pack, METH_FASTCALL, "Returns the events of a step as they are in a timeline file."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "megaprof.recorders._tape",
-    .m_doc = "The hot part of the timeline; see megaprof.recorders.tape.",
+    .m_doc = "The part of the timeline that runs for every microbatch; see megaprof.recorders.tape.",
     .m_size = -1,
     .m_methods = functions,
 };

@@ -98,7 +98,7 @@ class PythonTape:
         return result
 
     def takes(self, packed: Any, tokens: Any) -> None:
-        """Notes what a model is given in the forward that runs. ``packed``: its ``PackedSeqParams``, or None;
+        """Notes what a model was given in the forward that runs. ``packed``: its ``PackedSeqParams``, or None;
         ``tokens``: its input. Boundaries are a few numbers, and are not copied here: their version shows a later reader
         whether they have changed since."""
         if self.forward is None:
@@ -148,7 +148,7 @@ Gate: Any = PythonGate if _c is None else _c.Gate
 #: ``Hook(gate, original, slow, code, first, second, overlap)``: a hooked function in C. None without the C part.
 #: ``code``: the event. For a forward it is the kind of event, and ``first`` and ``second`` are the place and name of
 #: the arguments with the model chunk and the microbatch. For a backward it is the kind, too, and ``first`` is that of
-#: the output. `codes.MODEL` is no event: the hook notes what a model is given (`PythonTape.takes`), and ``first`` and
+#: the output. `codes.MODEL` is no event: the hook notes what a model was given (`PythonTape.takes`), and ``first`` and
 #: ``second`` are those of its ``PackedSeqParams`` and its input. ``overlap``: the name of an argument; if it is true,
 #: the hook in Python is called.
 Hook: Any = None if _c is None else _c.Hook

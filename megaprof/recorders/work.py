@@ -41,8 +41,8 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
             work = work_of_shape
         else:
             first, second, third = inputs
-            by_name = isinstance(first, str)
-            work = _of_mask_or_positions(first, second, third, fetch) if by_name else _packed(*inputs, fetch)
+            read = _of_mask_or_positions if isinstance(first, str) else _packed
+            work = read(first, second, third, fetch)
         if work is not None:
             works[microbatch] = work
     return works

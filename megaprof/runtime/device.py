@@ -20,8 +20,8 @@ _LOOK_SECONDS = 0.1
 def capturing() -> bool:
     """Returns whether this thread's current stream is being captured into a CUDA graph. Then nobody may wait for
     the device: that would end the capture with an error in the host."""
-    cuda = _cuda()
-    return cuda is not None and bool(cuda.is_current_stream_capturing())
+    torch = sys.modules.get("torch")  # every step asks this, so it does not go through `_cuda`
+    return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
 
 class DeviceWait:

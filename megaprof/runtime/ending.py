@@ -40,17 +40,13 @@ class Termination:
         """``save(last)`` finishes what is unsaved; with ``last``, the process ends when that is done."""
         self._save = save
         self._unsaved = unsaved
-        self._handler: Callable[[int, FrameType | None], None] | None = None
+        self.handler: Callable[[int, FrameType | None], None] | None = None
+        """The handler while something is unsaved, even if the host has installed one of its own since; else None."""
         self._previous: Any = signal.SIG_DFL
         self._holding: FrameType | None = None
         self.due = False
         """True while a SIGTERM waits for the end of a held block."""
         self._ending = False
-
-    @property
-    def armed(self) -> bool:
-        """True while the handler is installed, or while the host's own handler has taken its place."""
-        return self._handler is not None
 
     def __enter__(self) -> None:
         """Enters a block that must not be interrupted half-way (``with termination:``): a SIGTERM acts when the block
@@ -87,25 +83,25 @@ class Termination:
             return
         if not self._unsaved():
             self._disarm()
-        elif self._handler is None or signal.getsignal(signal.SIGTERM) is not self._handler:
+        elif self.handler is None or signal.getsignal(signal.SIGTERM) is not self.handler:
             self._arm()
 
     def _arm(self) -> None:
         previous = signal.getsignal(signal.SIGTERM)
         if previous is signal.SIG_DFL or callable(previous):  # else ignored, or a handler in C
             # A new handler each time: the host's handler may have kept an older one, and call it.
-            self._previous, self._handler = previous, functools.partial(self._handle, previous)
-            signal.signal(signal.SIGTERM, self._handler)
+            self._previous, self.handler = previous, functools.partial(self._handle, previous)
+            signal.signal(signal.SIGTERM, self.handler)
 
     def _disarm(self) -> None:
-        handler = self._handler
+        handler = self.handler
         if handler is not None and signal.getsignal(signal.SIGTERM) is handler:  # else the host has installed its own
             signal.signal(signal.SIGTERM, self._previous)
-        self._handler = None  # last: if the host interrupts this call, the next one begins again
+        self.handler = None  # last: if the host interrupts this call, the next one begins again
 
     def _handle(self, previous: Any, number: int, frame: FrameType | None) -> None:
         is_held = self._holding is not None and self._held_by(frame)
-        if previous is not self._previous or signal.getsignal(signal.SIGTERM) is not self._handler:
+        if previous is not self._previous or signal.getsignal(signal.SIGTERM) is not self.handler:
             # The host's handler has called this one, and ends the process as it likes.
             if not is_held:
                 self._keep(previous, number, frame)

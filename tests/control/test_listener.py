@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.capture.agenda import Demand
+from megaprof.capture.agenda import Demand, Wish
 from megaprof.capture.profiler import profiler
 from megaprof.config import tools
 from megaprof.control.job import RunningJob
@@ -432,7 +432,7 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
 @pytest.mark.parametrize("role", ["策略" * 50, "🙂" * 40, "a" * 500, "x\n"])
 def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     for number in range(8):
-        job.handle._session.calls["train_actor", f"{number}" + role] = 7
+        job.handle._session.agenda.wishes["train_actor", f"{number}" + role] = Wish(None, ran=7)
     inside = Position("train_actor", 1 << 40, "send_forward_backward_recv_forward_backward", 999, 99, time.time(), role)
     recent = Recent("train_actor", 32, *[123456.789012] * 6, role)
     timeline = SimpleNamespace(

@@ -140,7 +140,8 @@ class TimelineRecorder:
             step.flags |= format.INCOMPLETE
         self._running = None
         calls, waiting = step.description.calls, self._waiting
-        calls.finished = step.number, 1 if calls.finished is None else calls.finished[1] + 1
+        calls.count += 1
+        calls.finished = step.number, calls.count
         waiting.append(step)
         if len(waiting) > WAITING_STEPS:
             waiting.popleft()

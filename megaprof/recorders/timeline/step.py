@@ -11,7 +11,7 @@ from megaprof.recorders.tape import Tape
 class Calls:
     """The calls of one target and role so far."""
 
-    __slots__ = ("descriptions", "finished", "index", "lengths", "number", "role", "target")
+    __slots__ = ("count", "descriptions", "finished", "index", "lengths", "number", "role", "target")
 
     def __init__(self, target: str, role: str | None) -> None:
         self.target = target
@@ -22,6 +22,8 @@ class Calls:
         """The step number of the last call that began."""
         self.index = 0
         """The number of calls with that step number that began before it."""
+        self.count = 0
+        """The number of finished calls."""
         self.finished: tuple[int, int] | None = None
         """The step number of the last call that finished, and the number of finished calls."""
         self.lengths: tuple[int | None, int | None] | None = None
