@@ -150,4 +150,4 @@ def _caller() -> str | None:
 
 
 def _integer(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int else None  # a bool is no number of anything

@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.formats.steps import codes
+from megaprof.hooks import models
 from megaprof.recorders import tape
 from megaprof.recorders.tape import Gate, Hook, PythonTape, Tape, raw
 from megaprof.runtime.patching import Patches
@@ -119,7 +121,30 @@ def test_what_models_are_given_is_kept_as_it_is() -> None:
     ):
         assert call() == call()
     assert made.given == [(codes.of_microbatch(0), (2, 7))] * 6
+    hook(**{"".join(("i", "d", "s")): tokens})  # the name is not interned
+    assert len(made.given) == 7
     assert seen == []
+
+
+def test_what_a_model_is_given_is_noted_when_it_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(input_ids: Any, *, fails: bool = False) -> Any:
+        assert made.given == []
+        if fails:
+            raise TimeoutError
+        return input_ids
+
+    gate, dispatcher, tokens = Gate(never), SimpleNamespace(call=SimpleNamespace()), torch.zeros(2, 7)
+    monkeypatch.setattr(models, "Hook", None)
+    in_python: Any = models._watched(dispatcher, model)  # type: ignore[arg-type]
+    in_c = Hook(gate, model, in_python, codes.MODEL, (1, "packed_seq_params"), (0, "input_ids"))
+    for hook in (in_c, in_python):
+        gate.tape = dispatcher.call.tape = made = Tape()
+        made.position(None, 3)
+        with pytest.raises(TimeoutError):
+            hook(tokens, fails=True)
+        assert made.given == []
+        assert hook(tokens) is tokens
+        assert made.given == [(codes.of_microbatch(3), (2, 7))]
 
 
 def test_an_exception_of_the_hosts_passes_what_models_are_given() -> None:
