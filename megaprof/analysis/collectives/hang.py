@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -147,7 +147,7 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
     waits = {rank: operations for rank, operations in job.waits().items() if rank not in culprit_ranks}
     behind = {rank: other_ranks for rank, other_ranks in job.behind().items() if rank not in culprit_ranks}
     common_operations = job.common_operations()
-    sinks = dict(_sinks(waits, behind))
+    sinks = dict(_sinks(waits, behind, culprit_ranks))
     undecided_operations = {
         rank: common_operations[rank] for rank in sinks if rank in common_operations and rank not in stuck_devices
     }
@@ -386,11 +386,13 @@ def _differing(job: _Job) -> Iterator[Culprit]:
                 )
 
 
-def _sinks(waits: Mapping[int, Mapping[int, Operation]], behind: Mapping[int, set[int]]) -> Iterator[tuple[int, Why]]:
+def _sinks(
+    waits: Mapping[int, Mapping[int, Operation]], behind: Mapping[int, set[int]], culprits: Set[int]
+) -> Iterator[tuple[int, Why]]:
     """Yields the ranks that others wait for and that wait for no one. If the waiting of some ranks leads to none of
     these, yields those that wait for each other in a circle. ``behind`` (see `_Job.behind`) says which ranks a rank's
-    device waits for; its host need not wait for them."""
-    waits_for = {rank: set(operations) for rank, operations in waits.items()}
+    device waits for; its host need not wait for them, unless they are among the ``culprits`` that are already known."""
+    waits_for = {rank: set(operations) | behind.get(rank, set()) & culprits for rank, operations in waits.items()}
     waits_for |= {rank: other_ranks for rank, other_ranks in behind.items() if rank not in waits}
     waiters_of: defaultdict[int, set[int]] = defaultdict(set)
     for rank, other_ranks in waits_for.items():

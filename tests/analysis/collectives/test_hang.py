@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megaprof.analysis.collectives.dumps import BadDump, read_dump
@@ -71,6 +71,8 @@ def who(hang: Hang) -> list[tuple[int, str]]:
     return sorted((culprit.rank, culprit.why) for culprit in hang.culprits)
 
 
+# Rank 2 waits for rank 3, whose device is stuck, before it waits for rank 0.
+@example(calls=list("222223113"), culprit=3, after=3, ahead=3, active=False, device=True, leaves=False)
 @given(
     calls=st.lists(st.sampled_from(sorted(GROUPS)), min_size=4, max_size=30),
     culprit=st.integers(0, 3),
