@@ -203,7 +203,7 @@ def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]
     """Returns the run with its sequences packed as ``wanted``, and the prediction of that. Raises ValueError."""
     packing, count, sequences = wanted.packing or "", wanted.microbatches, run.sequences
     if sequences is None:
-        alike = "all microbatches have as many tokens in sequences as long"
+        alike = "all microbatches have equally many tokens in equally long sequences, so any packing is the same"
         why = alike if run.alike else "the lengths of the sequences were not captured"
         raise NotCaptured(f"packing={packing}: {why}")
     laid = plan(sequences, packing, None if count == run.microbatches else count)

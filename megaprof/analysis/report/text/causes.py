@@ -174,7 +174,7 @@ def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
     """Returns a line that says in which steps causes are priced, for when the tables show other steps."""
     step, closed = milliseconds(diagnosis.step_ms), milliseconds(diagnosis.closing_ms)
     if not captured:
-        return f"causes are from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
+        return f"causes and predictions are from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
     closing = f"the {closed} in which megaprof closed the previous window"
     return f"causes and predictions are about an average step of {step}, without {closing}"
 
