@@ -52,3 +52,12 @@ def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     (stood,) = target["fleet"]["standstills"]
     assert (stood["step"], stood["waited_for"][0]["rank"], stood["waiting"]) == (4, 1, 1)
     assert 4 not in target["steps"]
+    for command, code in (("status", 1), ("hang", 3)):
+        ended = as_a_user(command, job.directory)
+        assert ended.returncode == code, command
+        assert "The job stood still in step 4 for " in ended.stdout + ended.stderr, command
+        assert ": rank 1 (stage 1) stood in forward of microbatch 2; 1 rank waited" in ended.stdout + ended.stderr
+    ended_as_data = json.loads(as_a_user("status", job.directory, "--json").stdout)
+    assert ended_as_data["standstills"] == [stood]
+    slowest = max(status["recent"]["step_ms"] for status in ended_as_data["status"])
+    assert slowest < 1e3 * stood["seconds"] / 2, "the step counts for no time"
