@@ -11,6 +11,8 @@ communicated inside a microbatch.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, averaged over the stages: the part of a step in which
   a stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
 - straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
+- slow stage: the slowest stage, if it computes more than `SLOW` times as long as the average one, even if all its waits
+  for a processor core were part of that.
 - slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, even if all their waits
   for a processor core were part of it, and that are about as slow as the slowest of them. Of ranks that communicate
   with each other inside a microbatch, one makes all slow.
@@ -97,13 +99,11 @@ class Summary:
     """Rank that computes longest compared with its peers, the other ranks of its stage."""
     straggler_ratio: float | None
     """Compute of that rank / median of its peers."""
-    recent: int | None = None
+    slow_stage: int | None
+    """The slowest stage if it computes more than 1.1 times as long as the average one, even if all its waits for a
+    processor core were part of that; otherwise None."""
+    recent: int | None
     """Number of steps behind these medians, the last ones of every rank."""
-
-    @property
-    def slow_stage(self) -> int | None:
-        """The slowest stage if it computes more than `SLOW` times as long as the average one, else None."""
-        return self.slowest_stage if (self.imbalance or 0.0) > SLOW else None
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
@@ -111,13 +111,14 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     of_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)
-    compute = {pp: _usual(members) for pp, members in of_stage.items()}
+    compute = {pp: _median(status.compute_ms for status in _not_slow(members)) for pp, members in of_stage.items()}
     known_ms = {pp: value for pp, value in compute.items() if value is not None}
     # A mean over some stages is not the mean of all.
     mean = statistics.fmean(known_ms.values()) if len(known_ms) == run.sizes.pp and any(known_ms.values()) else None
     stages = tuple(_stage(pp, of_stage[pp], compute[pp], mean) for pp in sorted(of_stage))
     everyone = [status for members in of_stage.values() for status in members]
     slowest = max(known_ms, key=lambda pp: known_ms[pp]) if mean is not None else None
+    undisturbed = None if slowest is None else _median(map(_undisturbed_ms, _not_slow(of_stage[slowest])))
     step_ms = max((stage.step_ms for stage in stages if stage.step_ms is not None), default=None)
     straggler, ratio = _straggler(of_stage.values())
     steps = [step for status in everyone if (step := status.last_step()) is not None]
@@ -131,6 +132,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         bubble_fraction=_bubble(stages, step_ms) if mean is not None else None,
         straggler=straggler,
         straggler_ratio=ratio,
+        slow_stage=slowest if mean and undisturbed is not None and undisturbed / mean > SLOW else None,
         recent=max((status.recent.steps for status in everyone if status.recent is not None), default=None),
     )
 
@@ -211,23 +213,29 @@ def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
     return {rank: ms / timed[middle + (place <= middle)][0] for place, (ms, rank) in enumerate(timed)}
 
 
-def _least_undisturbed(status: RankStatus) -> float:
-    """Returns the least part of a rank's compute that was not a wait for a processor core. Its status does not say how
-    much of its waits fell into its passes, so all of them may have."""
-    compute_ms, step_ms = status.compute_ms or 0.0, status.step_ms or 0.0
-    return max(0.0, 1 - (status.waits or 0.0) * step_ms / compute_ms) if compute_ms else 0.0
+def _undisturbed_ms(status: RankStatus) -> float | None:
+    """Returns the least compute of a rank without its waits for a processor core. Its status does not say how much of
+    these fell into its passes, so all of them may have."""
+    compute_ms, step_ms = status.compute_ms, status.step_ms
+    return None if compute_ms is None or step_ms is None else max(0.0, compute_ms - (status.waits or 0.0) * step_ms)
 
 
-def _usual(members: Sequence[RankStatus]) -> float | None:
-    """Returns the compute of a stage: the median of its ranks that are not slow, as in the report."""
+def _not_slow(members: Sequence[RankStatus]) -> list[RankStatus]:
+    """Returns the ranks of a stage that show how long it computes, as in the report."""
     slow = _slow(members)
-    return _median([status.compute_ms for status in members if status.rank not in slow])
+    return [status for status in members if status.rank not in slow]
 
 
 def _slow(members: Sequence[RankStatus]) -> dict[int, float]:
     """Returns the slow ranks of a stage, and the factor of each over its peers."""
-    least = {status.rank: _least_undisturbed(status) for status in members}
-    return {rank: ratio for rank, ratio in _above_peers(members).items() if ratio * least[rank] > SLOW}
+    above = _above_peers(members)
+    return {
+        status.rank: above[status.rank]
+        for status in members
+        if status.rank in above
+        and status.compute_ms
+        and above[status.rank] * (_undisturbed_ms(status) or 0.0) / status.compute_ms > SLOW
+    }
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -93,6 +93,7 @@ def test_of_two_ranks_that_wait_for_a_core_most_of_the_time_none_is_slow() -> No
     ]
     slow = [replace(status(2, 1182.0, 1977.0), waits=0.416), replace(status(3, 1642.0, 1946.0), waits=0.119)]
     assert [each.ranks for each in slow_ranks(waiting + slow)] == [(3,)]
+    assert summarise(RUN, waiting + slow).slow_stage is None, "nor is a stage that waits"
     assert summarise(RUN, waiting + slow).stages[0].compute_ms == pytest.approx((898.4 + 803.3) / 2)
 
 
@@ -239,7 +240,7 @@ def seen():
     scopes = [] if data is None else data.resource_metrics[0].scope_metrics
     return {m.name: [(dict(p.attributes), p.value) for p in m.data.data_points] for s in scopes for m in s.metrics}
 assert not any(seen().values()), seen()
-sink(Summary("train_actor", 7, stages, 100.0, 1.25, 1, 0.3, None, None))
+sink(Summary("train_actor", 7, stages, 100.0, 1.25, 1, 0.3, None, None, 1, 32))
 found = seen()
 who = {"role": "actor", "target": "train_actor"}
 assert found["megaprof.step"] == [(who, 100.0)], found
