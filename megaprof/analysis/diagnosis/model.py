@@ -106,8 +106,9 @@ def divided(
     """Divides ``content`` [..., s, c, k] into layers, ends, stages and chunks, with as much as possible in layers.
     ``known`` [s, c, k]: the ends, if ranges measured them. Then a chunk whose layers take longer is slow.
 
-    With two stages of one chunk each and different numbers of layers, many divisions fit: the time of an embedding may
-    as well be that of layers. ``free`` draws from these: an embedding that takes up to one layer.
+    With different numbers of layers, many divisions fit. ``free`` draws from these. With two stages of one chunk each,
+    the time of an embedding may as well be that of layers: one of up to one layer is drawn. A stage with few layers may
+    be slow, or all passes may take some time beside their layers, which is more for each of few: some of it is drawn.
     """
     s, c = content.shape[-3:-1]
     held = np.where(np.isfinite(layers).all(), layers, 1.0)
@@ -124,7 +125,12 @@ def divided(
         unit = flat.min(axis=-2)
         if s * c == 2 and known is None and free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
-    layers_ms = np.maximum(held * unit[..., None, None, :], 1e-9)
+    layers_ms = held * unit[..., None, None, :]
+    if free is not None:
+        fixed = free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] * _in_every_pass(content - layers_ms, unit, held)
+        unit = np.maximum(unit - fixed / held.max(), 0.0)
+        layers_ms = fixed[..., None, None, :] + held * unit[..., None, None, :]
+    layers_ms = np.maximum(layers_ms, 1e-9)
     stage, ends = np.ones_like(content), np.zeros_like(content)
     if c > 1 or known is not None:
         # An excess that all chunks of a stage have belongs to the stage.
@@ -141,6 +147,18 @@ def divided(
         ends[..., -1, -1, :] = over[..., -1, -1, :]
     rest = np.maximum(content / stage / (layers_ms + ends), 1.0)
     return Content(content, unit, ends, *((stage, rest) if c > 1 else (stage * rest, np.ones_like(rest))))
+
+
+def _in_every_pass(over: Floats, unit: Floats, held: Floats) -> Floats:
+    """Returns how long passes may take beside their layers on all stages, [..., k]: at most one layer, taken from the
+    layers of the chunks that hold most. Chunks without ends that hold fewer layers show it, by what they take ``over``
+    these [..., s, c, k]; the least of it may not be slowness."""
+    most = held.max()
+    fewer = 1.0 - held / most
+    shared = np.where(fewer > 0, over / np.maximum(fewer, 1e-9), np.inf)
+    shared = shared.reshape(*over.shape[:-3], -1, over.shape[-1])[..., 1:-1, :]
+    least = shared.min(axis=-2, initial=np.inf)
+    return np.where(np.isfinite(least), np.clip(least, 0.0, unit * most / (most + 1.0)), 0.0)
 
 
 def _ends(table: Table) -> Floats | None:
