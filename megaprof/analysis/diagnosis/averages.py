@@ -35,10 +35,11 @@ _SPENT = (*INSIDE, "unknown", "dp", "pp", "host_bound")
 
 
 def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int] = ()) -> TargetStages:
-    """Returns the stages, each measured on one of its ranks. These ranks are from the pipeline with the fewest
-    ``suspects``, so that no slow machine distorts the picture of the layout. ``slow``: ranks to show beside them."""
+    """Returns the stages, each measured on one of its ranks. These ranks are from the pipeline with the fewest ``slow``
+    ranks, and of these the one with the fewest ``suspects``, so that no slow machine distorts the picture of the
+    layout. Slow ranks of other pipelines are shown beside them."""
     first = next(each for each in table.metadata if each is not None)
-    place = _shown(table, suspects)
+    place = _shown(table, slow, suspects)
     recorded = [stage for stage, each in enumerate(table.metadata) if each is not None]
     stages = tuple(_stage((place[0], stage, place[1]), first.sizes, table) for stage in recorded)
     notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings)))
@@ -182,11 +183,13 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     yield from without_ranges(each for own in table.metadata if own is not None for each in own.ranges.without)
 
 
-def _shown(table: Table, suspects: Collection[int]) -> tuple[int, int]:
-    """Returns the replica and the peer that have the fewest suspects, over all stages."""
+def _shown(table: Table, slow: Collection[int], suspects: Collection[int]) -> tuple[int, int]:
+    """Returns the replica and the peer that have the fewest slow ranks over all stages, and of these the fewest
+    suspects."""
     known = table.ranks[..., : table.compute.shape[3]]
-    suspected = np.isin(known, list(suspects)).sum(axis=1)  # [d, p]
-    replica, peer = np.unravel_index(int(suspected.argmin()), suspected.shape)
+    of_slow, suspected = (np.isin(known, list(ranks)).sum(axis=1) for ranks in (slow, suspects))  # [d, p]
+    first = np.lexsort((suspected.ravel(), of_slow.ravel()))[0]
+    replica, peer = np.unravel_index(int(first), suspected.shape)
     return int(replica), int(peer)
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from megaprof.analysis.diagnosis.averages import averages
 from megaprof.analysis.report.report import NothingToReport, TargetReport, analyze
+from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import kinds, pipeline
+from tests.analysis.tables import tables_in
 from tests.analysis.telling import notes
 
 #: Before the first backward of each stage, less its forwards.
@@ -242,3 +245,13 @@ def test_all_slow_ranks_are_named(tmp_path: Path, tp: int) -> None:
     named = [rank for cause in causes if cause.kind == "slow_rank" for rank in cause.ranks]
     assert set(ranks) <= set(named)
     assert len(named) == 2 * tp
+
+
+def test_a_pipeline_without_slow_ranks_is_shown_even_if_more_of_its_ranks_have_other_causes(tmp_path: Path) -> None:
+    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(8, pp=4)), steps=8, microbatches=8, noise=0.0)
+    (table,) = tables_in(tmp_path).values()
+    assert isinstance(table, Table)
+    (slow, *_), waiting = table.ranks[1, :, 0].tolist(), table.ranks[0, 1:3, 0].tolist()
+    found = averages(table, [slow], [slow, *waiting])
+    assert [stage.ranks[0] for stage in found.stages] == table.ranks[0, :, 0].tolist()
+    assert [each.ranks for each in found.slow_ranks] == [(slow,)]
