@@ -17,7 +17,7 @@ from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
 
-#: The reason of ``processor_wait`` if a rank waits in every pass, or before every step.
+#: The reason of ``processor_wait`` if a rank waits in every pass.
 ALWAYS = "always"
 
 
@@ -63,14 +63,16 @@ class Cause:
     others; ``late_ms`` of a late entry; ``longest_ms`` of garbage collection; ``waited_ms`` for a processor core by
     the rank that waited longest and, for ``layers``, ``usual_waited_ms`` by the others. These two are per step, inside
     passes and between them, averaged over all steps."""
+    alone_ms: float = 0.0
+    """Milliseconds that a step would gain, on average, if this cause alone were fixed; 0 if it is only possible."""
     more_steps: int = 0
     """Number of further steps that would show whether it costs `policy.LEAST`; 0 if it certainly does, or if that would
     take too many."""
     reason: str | None = None
     """Why microbatches or replicas differ: ``data`` (the lengths of their sequences) or ``machine`` (not explained by
     these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts) or ``machine``. For
-    ``processor_wait``: ``always`` if a rank waits in every pass or before every step, so that no file shows how long
-    its passes take otherwise. For ``layers``: ``processor_wait`` if their stage also waits longer for a processor core
+    ``processor_wait``: ``always`` if a rank waits in every pass, so that no file shows how long its passes take
+    otherwise. For ``layers``: ``processor_wait`` if their stage also waits longer for a processor core
     than the others. None if not known."""
 
 
@@ -109,29 +111,31 @@ def diagnose(run: Examined) -> Diagnosis:
     causes: list[Cause] = []
     perhaps: list[Cause] = []
     # Terms that gain enough only together. They become causes as soon as another term gains enough without them.
-    hiding: list[Cause] = []
-    beside = run
+    hiding: list[Term] = []
     while True:
-        found, doubtful = _dearest(beside, left)
+        beside = run.mended(*hiding)
+        others = [term for term in left if term not in hiding]
+        found, doubtful = _dearest(beside, others)
         if found is not None:
-            told = _told(hiding, found[1])
+            hiding = _needed(run, hiding, found[0])
+            told = _told(run, hiding, found[0]) if hiding else [found[1]]
             if told[-1].price.low <= LEAST * run.step_ms:
                 perhaps = _unsure(told, run)
                 break
-            causes += told
-            hiding = []
+            fixed = [*hiding, found[0]]
+            alone = [float(asked.gain(term).mean()) if causes or hiding else told[0].price.ms for term in fixed]
+            causes += (replace(cause, alone_ms=ms) for cause, ms in zip(told, alone, strict=True))
+            left = [term for term in left if term not in fixed]
+            run, hiding = run.mended(*fixed), []
         else:
             perhaps = perhaps if hiding else doubtful
-            found = _masked(beside, left)
-            if found is None:
+            masked = _masked(beside, others)
+            if masked is None:
                 break
-            hiding.append(found[1])
-        left = [term for term in left if term is not found[0]]
-        beside = beside.mended(found[0])
-        run = run if hiding else beside
+            hiding.append(masked)
     filling = _filling(run)
     if filling is not None:
-        causes.insert(sum(each.price.ms >= filling.price.ms for each in causes), filling)
+        causes.append(replace(filling, alone_ms=float(_gain_of_filling(asked).mean())))
     causes, perhaps = ([_by_experts(asked, each) for each in some] for some in (causes, perhaps))
     of_lengths = fit(asked)
     clocks = run.table.clocks or run.table.schedule.stages == 1
@@ -149,7 +153,7 @@ def diagnose(run: Examined) -> Diagnosis:
         clocks=clocks,
         sure=not perhaps
         and clocks
-        and all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(left)),
+        and all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(others)),
     )
 
 
@@ -179,7 +183,7 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
         ranks=waiting(table),
         fitted=any(each.fitted for each in slow),
         once=True,
-        always=any(run.price(each, run.gain(each))[0].low > least for each in slow),
+        always=any(each.fitted or each.kind == "slow_rank" for each in slow),
     )
     return [whole, *(each for each in every if not any(each is part for part in parts))]
 
@@ -217,13 +221,35 @@ def _by_experts(run: Examined, cause: Cause) -> Cause:
 _Found = tuple[Term, Cause]
 
 
-def _told(hiding: list[Cause], last: Cause) -> list[Cause]:
+def _needed(run: Examined, hiding: list[Term], last: Term) -> list[Term]:
+    """Returns, of the terms that were mended to find the ``last`` one, those without which it would not certainly cost
+    enough."""
+    needed = hiding
+    for term in hiding:
+        others = [each for each in needed if each is not term]
+        beside = run.mended(*others)
+        if beside.price(last, beside.gain(last))[0].low > LEAST * run.step_ms:
+            needed = others
+    return needed
+
+
+def _told(run: Examined, hiding: list[Term], last: Term) -> list[Cause]:
     """Returns causes that gain enough only together. If mending one of them alone makes the step longer, its price is
     0, and that loss is subtracted from the price of the last one."""
-    debt = sum(min(each.price.ms, 0.0) for each in hiding)
-    kept = [replace(each, price=Price(*(max(ms, 0.0) for ms in astuple(each.price)))) for each in hiding]
-    price = Price(*(ms + debt for ms in astuple(last.price)))
-    return [*kept, replace(last, price=price, while_ms=last.while_ms + debt)]
+    found, debt = [], 0.0
+    for term in (*hiding, last):
+        gain = run.gain(term)
+        price, lost = run.price(term, gain)[0], 0.0
+        if term is last:
+            lost = debt
+            price = Price(*(ms + debt for ms in astuple(price)))
+        else:
+            debt += min(price.ms, 0.0)
+            price = Price(*(max(ms, 0.0) for ms in astuple(price)))
+        cause = _cause(run, term, price, gain)
+        found.append(replace(cause, while_ms=cause.while_ms + lost))
+        run = run.mended(term)
+    return found
 
 
 def _unsure(told: list[Cause], run: Examined) -> list[Cause]:
@@ -253,7 +279,7 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause
 _TOGETHER = 6
 
 
-def _masked(run: Examined, left: list[Term]) -> _Found | None:
+def _masked(run: Examined, left: list[Term]) -> Term | None:
     """Returns, of the terms that cost enough only if others are mended, the one that gains most by itself.
 
     If two stages are equally slow, mending one of them gains nothing, and mending the other one then gains everything.
@@ -262,17 +288,10 @@ def _masked(run: Examined, left: list[Term]) -> _Found | None:
     chosen = [left[place] for most, place in worth if most >= LEAST * run.step_ms]
     hidden: list[Term] = []
     for term in chosen if len(chosen) > 1 else ():
-        beside = run
-        for other in chosen:
-            beside = beside.mended(other) if other is not term else beside
+        beside = run.mended(*(other for other in chosen if other is not term))
         if any(beside.price(term, gain)[0].low > LEAST * run.step_ms for _, gain in beside.gains([term])):
             hidden.append(term)
-    if not hidden:
-        return None
-    gains = [run.gain(term) for term in hidden]
-    first = max(range(len(hidden)), key=lambda place: float(gains[place].mean()))
-    term, gain = hidden[first], gains[first]
-    return term, _cause(run, term, run.price(term, gain)[0], gain)
+    return max(hidden, key=lambda term: float(run.gain(term).mean()), default=None)
 
 
 def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
@@ -316,6 +335,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         term.link,
         term.group,
         {**parts, **waits},
+        0.0,
         more,
         (ALWAYS if term.always else None) if kind == WAIT else WAIT if waits else None,
     )
@@ -384,21 +404,28 @@ def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
 
 
 def _filling(run: Examined) -> Cause | None:
-    """Returns the cost of filling and draining as a cause, compared with a pipeline that has enough microbatches. None
-    if there are enough, or if it does not certainly cost `policy.LEAST`."""
+    """Returns the cost of filling and draining as a cause, with all other causes fixed. None if there are enough
+    microbatches, or if it does not certainly cost `policy.LEAST`."""
+    gain = _gain_of_filling(run)
+    price, mean = run.of_replay(gain), float(gain.mean())
+    return Cause("few_microbatches", price, 1.0, mean, len(gain), None) if price.low > LEAST * run.step_ms else None
+
+
+def _gain_of_filling(run: Examined) -> Floats:
+    """Returns how many milliseconds shorter every step would be, with as much work, in a pipeline that has enough
+    microbatches, [step]; 0 if this one has."""
     own = run.table.schedule
     wanted = -(-FILLED * own.stages // own.chunks)
     if own.stages == 1 or own.microbatches >= wanted:
-        return None
+        return np.zeros(len(run.table.steps))
     if own.name == "interleaved":
         wanted = -(-wanted // own.group_size) * own.group_size
     longer = compiled(own._replace(microbatches=wanted), run.replay.rendezvous, run.replay.in_turn)
     state = run.view.state
     passes = np.resize(np.moveaxis(state.passes, -1, 0), (wanted, *state.passes.shape[:-1]))
     many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=state.entry, link=state.link).max(axis=1)
-    gain = run.view.pipelines_ms(run.replay).max(axis=1) - many * own.microbatches / wanted
-    price, mean = run.of_replay(gain), float(gain.mean())
-    return Cause("few_microbatches", price, 1.0, mean, len(gain), None) if price.low > LEAST * run.step_ms else None
+    gain: Floats = run.view.pipelines_ms(run.replay).max(axis=1) - many * own.microbatches / wanted
+    return gain
 
 
 def _rest(run: Examined) -> float:

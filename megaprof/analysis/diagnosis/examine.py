@@ -68,9 +68,12 @@ class Examined:
         """The fraction by which the replay misses the average step."""
         return abs(self.replayed_ms / self.step_ms - 1.0)
 
-    def mended(self, term: Term) -> Examined:
-        """Returns the job without a cause."""
-        return replace(self, view=mended(term, self.view), drawn=mended(term, self.drawn))
+    def mended(self, *terms: Term) -> Examined:
+        """Returns the job without some terms."""
+        view, drawn = self.view, self.drawn
+        for term in terms:
+            view, drawn = mended(term, view), mended(term, drawn)
+        return replace(self, view=view, drawn=drawn)
 
     def gain(self, term: Term) -> Floats:
         """Returns how many milliseconds shorter every step is without a term, [step]."""
@@ -96,8 +99,9 @@ class Examined:
             other = _gain(term, self.drawn, _alone(term, self.drawn), self.replay, base)
             of_content = float(np.sqrt(np.mean((other - gain[self.rows]) ** 2)))
         mean = float(gain.mean())
-        # What appears once, in a single step, may be chance.
-        of_one = 0.5 * mean * (term.once and len(gain) == 1)
+        # A single step does not show whether what appears once in a step is there in others, too. Gradients, the only
+        # communication that appears once, are reduced in all of them.
+        of_one = mean * (term.once and term.group is None and len(gain) == 1)
         # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
         price, error = self._within(gains, len(gain), mean, of_one**2 + of_content**2)

@@ -102,7 +102,7 @@ class TargetReport(TargetStages):
                 *causes.findings(measured, diagnosis, withheld, asked),
                 *text.of_packing(what_if, measured.framework, measured.sizes.cp),
             ),
-            advice=text.advised(what_if, measured.framework),
+            advice=text.advised(what_if, diagnosis, measured.framework),
             capture=causes.to_tell(measured, diagnosis, what_if, asked) if captured else None,
             ends=() if fleet is None else sentences.ends(fleet),
             changes=() if fleet is None else sentences.changes(fleet, job),

@@ -113,7 +113,8 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     sequences = sequences_of(run) if differ else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
-    for cause in diagnosis.causes:
+    always = (cause for cause in diagnosis.perhaps if cause.reason == ALWAYS)
+    for cause in (*diagnosis.causes, *always):
         if cause.reason in (WAIT, ALWAYS):
             stages = () if cause.stage is None or cause.ranks else (cause.stage,)
             return replace(replayed, warnings=(Note("waits_for_rank", ranks=cause.ranks, stages=stages),)), None

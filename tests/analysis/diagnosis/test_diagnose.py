@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, diagnose
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _needed, diagnose
 from megaprof.analysis.diagnosis.examine import _reach, examine
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL
+from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.table.table import Table, Unfit
 from tests.analysis.tables import tables_in
 from tests.analysis.truth.files import write
@@ -154,6 +155,19 @@ def test_a_rank_that_shares_its_core_waits_and_is_not_slow(pipeline, fault, slow
 
 
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
+def test_contents_that_hold_waits_are_known_whether_they_cost_anything_alone_or_not(recording, tmp_path):
+    # Stage 0 holds the step back, and the waits of stage 2 are behind that.
+    layers, waits = Fault("layers", 2, stage=0), replace(SHARED, replica=0, size=1.15)
+    pipeline = with_layers(
+        replace(CPU, recording=recording, load=0.3, burst_ms=60.0, steps=8, counted=True), 6, 4, 4, 4
+    )
+    cause, *_ = diagnosis_of(replace(pipeline, faults=(layers, waits)), tmp_path / "waits").causes
+    assert (cause.kind, cause.reason) == ("processor_wait", "always")
+    cause, *_ = diagnosis_of(replace(pipeline, faults=(layers,)), tmp_path / "none").causes
+    assert (cause.kind, cause.reason) == ("processor_wait", None)
+
+
+@pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
 def test_what_ranks_wait_for_a_core_is_one_cause(recording, tmp_path):
     """One shares its core with somebody all the time, and everybody's cores are shared now and then."""
     pipeline = replace(REPLICAS, recording=recording, load=0.3, burst_ms=60.0, steps=12, counted=True, faults=(SHARED,))
@@ -239,6 +253,51 @@ def test_what_is_slow_is_slow_for_work_that_it_is_given(tmp_path):
     first, second = found.causes
     assert first.price.ms == pytest.approx(priced.price(loss).mean(), rel=0.02)
     assert second.price.ms == pytest.approx(priced.price(slow, [loss]).mean(), rel=0.02)
+
+
+def test_a_stage_of_few_layers_is_not_certainly_slow_if_all_passes_may_take_as_long_beside_their_layers(tmp_path):
+    # Were it slow, it would be so for each layer that it is given. What a pass takes beside its layers is given once.
+    slow = Fault("slow_stage", 1.3, stage=1)
+    few = replace(HEALTHY, stages=3, layers=((6,), (1,), (1,)), faults=(Fault("layers", 5, stage=0), slow))
+    found = diagnosis_of(few, tmp_path / "few")
+    assert [cause.kind for cause in found.causes] == ["layers"]
+    (perhaps,) = found.perhaps
+    assert (perhaps.kind, perhaps.stage) == ("unexplained", 1)
+    recorded = 0.3 * 3.0 * (1.0 + few.ratio) * few.microbatches
+    assert perhaps.price.low < recorded < perhaps.price.ms
+    # Beyond what a layer takes, it is slow.
+    (slower, *_) = diagnosis_of(replace(few, faults=(few.faults[0], replace(slow, size=2.5))), tmp_path / "slow").causes
+    assert (slower.kind, slower.stage) == ("unexplained", 1)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_single_step_does_not_tell_what_happens_once_in_every_step(steps, tmp_path):
+    pipeline = replace(CPU, steps=steps, faults=(Fault("late_entry", 200.0, stage=2, replica=0),))
+    found = diagnosis_of(pipeline, tmp_path)
+    (cause,) = found.perhaps if steps == 1 else found.causes
+    assert (cause.kind, cause.ranks) == ("late_entry", (2,))
+    assert (cause.more_steps > 0) == (steps == 1)
+
+
+def test_of_causes_that_hide_each_other_only_those_are_named_that_the_last_one_needs(tmp_path):
+    slow = (Fault("slow_stage", 1.3, stage=1), Fault("slow_stage", 1.3, stage=2))
+    six = replace(HEALTHY, stages=6, layers=((4,),) * 6, noise=0.0, microbatches=40, faults=slow)
+    run = examine(table_of(six, tmp_path))
+    by_stage = {term.stage: term for term in terms(run.table, run.view, run.step_ms) if term.kind == "stage"}
+    assert _needed(run, [by_stage[0], by_stage[1]], by_stage[2]) == [by_stage[1]]
+    first, second = diagnose(run).causes
+    assert first.price.ms == pytest.approx(first.alone_ms)
+    assert second.price.low > LEAST * run.step_ms
+    # Each of them alone gains nothing but the filling of the pipeline.
+    assert second.alone_ms < first.alone_ms < 0.2 * second.price.ms
+
+
+def test_filling_the_pipeline_is_priced_and_named_after_all_other_causes(tmp_path):
+    pipeline = replace(HEALTHY, microbatches=6, faults=(Fault("slow_link", 2.0, stage=1),))
+    found = diagnosis_of(pipeline, tmp_path)
+    first, second = found.causes
+    assert (first.kind, second.kind) == ("slow_link", "few_microbatches")
+    assert second.price.ms > first.price.ms
 
 
 def test_a_wait_for_data_is_no_part_of_what_a_stage_holds(tmp_path):

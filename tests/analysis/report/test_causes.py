@@ -211,7 +211,7 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     # One command for all that is open: what a run is started with, or what a running job is asked with.
     open_ = diagnosis(perhaps=(few, replace(few, more_steps=3), many))
     for predicted, job, command in (
-        (WhatIf(), None, "--profile-steps train_actor=5:13"),
+        (WhatIf(), None, "--profile-steps train_actor=7:15"),
         (WhatIf(more_steps=9), Path("/d"), "megaprof trigger /d --target train_actor --steps 11 --select per-stage"),
     ):
         told = causes.to_tell(MEASURED, open_, predicted, job)
@@ -250,7 +250,29 @@ def test_what_gains_little_by_itself_has_no_price_that_looks_sure() -> None:
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms", first.text)] == [13.0]
     assert "With the causes above fixed, this costs 40.0 ms" in second.text
     brief = causes.in_brief(diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
-    assert brief.text == "layers of stage 0 (up to 13.0 ms), slow rank 3 (40.0 ms)", "as the sentence has it"
+    assert brief.text == "layers of stage 0 (up to 13.0 ms), then slow rank 3 (40.0 ms)", "as the sentence has it"
+
+
+def test_a_cause_that_costs_more_than_one_above_it_says_why_it_stands_below() -> None:
+    first = cause("processor_wait", ranks=(1,), price=Price(12.0, 9.0, 15.0), while_ms=12.0, alone_ms=12.0)
+    for alone_ms, why in (
+        (4.2, "Fixing it alone gains only 4.20 ms, so the causes above come first."),
+        (-3.0, "Fixing it alone gains nothing, so the causes above come first."),
+        (20.0, "Fixing it alone may gain 20.0 ms; it stands here because that is less certain."),
+    ):
+        found = diagnosis(first, cause("layers", stage=0, alone_ms=alone_ms))
+        assert causes.findings(MEASURED, found, None)[-1].text.endswith(why)
+        assert causes.in_brief(found, None).text.endswith(", then layers of stage 0 (40.0 ms)")
+    cheaper = cause("layers", stage=0, price=Price(9.0, 8.1, 10.0), while_ms=9.0)
+    assert "alone" not in causes.findings(MEASURED, diagnosis(first, cheaper), None)[-1].text
+
+
+def test_a_step_that_may_have_been_warming_up_is_not_asked_for_again() -> None:
+    few = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=3)
+    for steps, wanted in (((0,), "1:6"), ((0, 1), "2:7"), ((2, 3, 4), "2:7")):
+        told = causes.to_tell(replace(MEASURED, steps=steps), diagnosis(perhaps=(few,)), WhatIf(), None)
+        assert told is not None
+        assert told.command == f"--profile-steps train_actor={wanted}"
 
 
 def test_only_the_most_expensive_cause_is_priced_with_nothing_fixed_before_it() -> None:

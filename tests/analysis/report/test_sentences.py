@@ -8,6 +8,8 @@ from typing import get_args
 import pytest
 
 from megaprof.analysis.diagnosis.averages import _NOTHING
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
+from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.text import sentences, what_if
 from megaprof.analysis.what_if.changes import Prediction
@@ -30,24 +32,59 @@ def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
 
 def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> None:
     best = replace(BEST, flags=("--pipeline-model-parallel-layout", "Et*4|t*4L"))
-    said = what_if.advised(WhatIf(best=best, advice="change", measured_ms=700.0))
+    said = what_if.advised(WhatIf(best=best, advice="change", measured_ms=700.0), None)
     assert said is not None
     assert said.text.startswith("4+4 layers: 1.4")
     assert said.command == "--pipeline-model-parallel-layout 'Et*4|t*4L'"
     assert said.plain == f"{said.text} `{said.command}`"
-    assert what_if.advised(WhatIf()) is None
+    assert what_if.advised(WhatIf(), None) is None
 
 
 @pytest.mark.parametrize("advice", get_args(Advice))
 def test_every_advice_has_a_sentence_of_its_own(advice: Advice) -> None:
     first = replace(BEST, needed=(9 << 30, 5 << 30), fits=False)
     found = WhatIf(candidates=(first,), quickest=first, advice=advice, allowed=(8 << 30,) * 2, allocated=(7 << 30,) * 2)
-    said = what_if.advised(replace(found, best=first) if advice == "change" else found)
-    others = [what_if.advised(replace(found, advice=each)) for each in get_args(Advice) if each != advice]
+    said = what_if.advised(replace(found, best=first) if advice == "change" else found, None)
+    others = [what_if.advised(replace(found, advice=each), None) for each in get_args(Advice) if each != advice]
     assert said is not None
     assert said not in others
     assert "None" not in said.text
     assert ("8.0 GiB" in said.text) == (advice == "none_fits")
+
+
+def test_other_chunks_or_microbatches_that_certainly_gain_more_stand_beside_the_advice() -> None:
+    chunks = Prediction("chunks", 460.0, 1.5, 1.4, 1.6, chunks=2, layers=(4, 4))
+    half = Prediction("microbatches", 450.0, 1.55, 1.01, 1.7, microbatches=4, tokens=2.0)
+    found = WhatIf(candidates=(BEST, chunks, half), best=BEST, advice="change", measured_ms=700.0)
+    named = "2 model chunks per stage, 4+4 layers: 1.50 (1.40 to 1.60) times as fast."
+    for each, said in (
+        (found, f" Faster still may be {named}"),
+        (replace(found, best=None, quickest=BEST, advice="unsure"), " Certainly faster: " + named.replace(":", ",")),
+        (replace(found, candidates=(BEST, replace(chunks, low=1.01), half)), None),
+        (replace(found, candidates=(BEST, replace(chunks, speedup=1.3))), None),
+        (replace(found, candidates=(BEST, replace(chunks, fits=False))), None),
+    ):
+        told = what_if.advised(each, None)
+        assert told is not None
+        assert told.text.endswith(said) if said else "model chunks per stage" not in told.text
+
+
+def test_what_must_be_fixed_before_layouts_are_compared_is_said_beside_them() -> None:
+    found = WhatIf(candidates=(BEST,), quickest=BEST, advice="unsure", measured_ms=700.0)
+    one = Price(40.0, 30.0, 50.0)
+    layers, waits = (Cause(kind, one, 1.0, 40.0, 6, None, stage=0) for kind in ("layers", "late_entry"))
+    for named, said in (
+        (
+            (waits, layers),
+            "Fix late entry of stage 0 first: the price of layers of stage 0 is without it, and layouts "
+            "are compared with it.",
+        ),
+        ((layers, waits), None),
+        ((waits,), None),
+    ):
+        told = what_if.advised(found, Diagnosis(400.0, 6, 400.0, named, (), 0.0))
+        assert told is not None
+        assert told.text.endswith(said) if said else "first" not in told.text
 
 
 def test_predictions_that_are_noise_are_left_out_and_counted() -> None:

@@ -182,7 +182,7 @@ PAIRS = [
         "loss and exposed ep", {"communication:ep": 30.0, "embedding_or_loss:3": 12.1}, loss=8.0, exposed={"ep": 0.3}
     ),
     Scenario(
-        "layers and few microbatches", {"few_microbatches": 19.7, "layers:0": 3.3}, layers=(6, 4, 4, 4), microbatches=6
+        "layers and few microbatches", {"layers:0": 3.3, "few_microbatches": 19.7}, layers=(6, 4, 4, 4), microbatches=6
     ),
     Scenario(
         "uneven microbatches and layers",

@@ -91,8 +91,8 @@ def in_brief(
         return Finding("in_brief", "slow", f"{text} step {standstill.step}")
     told = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
     # In milliseconds, not percent: the step time beside it includes the time that megaprof itself took; prices do not.
-    causes = diagnosis.causes if diagnosis is not None else ()
-    told += [f"{name_of(cause)} ({_amount(cause, diagnosis)})" for cause in causes if diagnosis is not None]
+    if diagnosis is not None:
+        told += [_with_amount(cause, diagnosis) for cause in diagnosis.causes]
     named = {name_of(cause) for cause in surely_in.causes} if surely_in is not None else set()
     unsure = [each for each in diagnosis.perhaps if name_of(each) in named] if diagnosis is not None else []
     possible = [f"perhaps {name_of(each)} ({milliseconds(each.price.ms)})" for each in unsure if each.price.ms > 0.0]
@@ -132,6 +132,34 @@ def _hides(cause: Cause, diagnosis: Diagnosis) -> bool:
     """Returns whether fixing this cause alone may gain almost nothing, because the next one holds the step back as
     much."""
     return cause.price.low <= LEAST * diagnosis.step_ms
+
+
+def _cheaper_above(cause: Cause, diagnosis: Diagnosis) -> Cause | None:
+    """Returns the first of the causes above this one that has a lower price; None without one."""
+    above = diagnosis.causes[: next(place for place, each in enumerate(diagnosis.causes) if each is cause)]
+    return next((each for each in above if each.price.ms < cause.price.ms), None)
+
+
+def _order(cause: Cause, diagnosis: Diagnosis) -> str:
+    """Returns a sentence that says why a cause stands below a cheaper one; empty if it does not."""
+    cheaper = _cheaper_above(cause, diagnosis)
+    if cheaper is None:
+        return ""
+    if cause.alone_ms > cheaper.price.ms:
+        # Filling is priced with all else fixed, because a replay of more microbatches is not that of the recorded ones.
+        why = (
+            "all other prices are of these microbatches" if cause.kind == "few_microbatches" else "that is less certain"
+        )
+        return f" Fixing it alone may gain {milliseconds(cause.alone_ms)}; it stands here because {why}."
+    alone = f"only {milliseconds(cause.alone_ms)}" if cause.alone_ms > 0.0 else "nothing"
+    return f" Fixing it alone gains {alone}, so the causes above come first."
+
+
+def _with_amount(cause: Cause, diagnosis: Diagnosis) -> str:
+    """Returns a cause with its price in a few words; ``then`` says that it costs more than one above it once that is
+    fixed."""
+    then = "then " if _cheaper_above(cause, diagnosis) else ""
+    return f"{then}{name_of(cause)} ({_amount(cause, diagnosis)})"
 
 
 def _amount(cause: Cause, diagnosis: Diagnosis) -> str:
@@ -180,7 +208,7 @@ def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
 
 
 def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
-    costs = price(cause, diagnosis, first=cause is diagnosis.causes[0])
+    costs = price(cause, diagnosis, first=cause is diagnosis.causes[0]) + _order(cause, diagnosis)
     text, command = f"{evidence(cause, measured)} {costs}", None
     if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
         text += " While the job runs, a capture shows which of them it is:"
@@ -238,7 +266,9 @@ def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: What
     """
     if diagnosis is None or not measured.steps or not (more := more_steps(diagnosis, predicted)):
         return None
-    wanted, begin = diagnosis.steps + more, measured.steps[0]
+    wanted = diagnosis.steps + more
+    # Fewer than three steps do not show whether the first one was still warming up.
+    begin = measured.steps[0] if len(measured.steps) > 2 else measured.steps[-1] + 1
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
     why = both([each for each, _ in _open(diagnosis, predicted)])
     text = f"To find out {why}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"

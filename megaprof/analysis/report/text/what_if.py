@@ -5,9 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 
+from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.report.text.causes import OF_A_STAGE
+from megaprof.analysis.report.text.causes import name_of as cause_in_words
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.report.text.words import counted, number, percent, sentence, speedup
+from megaprof.analysis.report.text.words import both, counted, number, percent, sentence, speedup
 from megaprof.analysis.table.modules import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import Assumption, CostFit
@@ -168,16 +171,41 @@ def _needed(change: Prediction, found: WhatIf) -> str | None:
     )
 
 
-def advised(found: WhatIf, framework: str | None = None) -> Finding | None:
+def advised(found: WhatIf, diagnosis: Diagnosis | None, framework: str | None = None) -> Finding | None:
     """Returns which layout to change to, with its flags and the options of ``framework``, or says that no layout is
     better. None if nothing was predicted."""
     if found.advice is None:
         return None
-    text = sentence(_advice(found))
+    text = " ".join(sentence(each) for each in (_advice(found), *_beside_layouts(found), *_before_layouts(diagnosis)))
     if found.best is None:
         return Finding("layout", "open", text)
     told = None if found.host_options is None else f"{framework}: {shlex.join(found.host_options)}"
     return Finding("layout", "fine", text, shlex.join(found.best.flags), told)
+
+
+def _beside_layouts(found: WhatIf) -> Iterator[str]:
+    """Yields the fastest other number of model chunks or microbatches that certainly gains, if it is faster than the
+    advised layout."""
+    gaining = [
+        each for each in worth_showing(found) if each.kind in ("chunks", "microbatches") and each.fits is not False
+    ]
+    first = max(gaining, key=lambda each: each.speedup, default=None)
+    if first is None:
+        return
+    if found.best is None:
+        yield f"certainly faster: {name_of(first, found)}, {fast(first)}"
+    elif first.speedup > found.best.speedup:
+        yield f"faster still may be {name_of(first, found)}: {fast(first)}"
+
+
+def _before_layouts(diagnosis: Diagnosis | None) -> Iterator[str]:
+    """Yields what to fix before layouts are compared, if the price of what a stage holds assumes that it is fixed."""
+    causes = () if diagnosis is None else diagnosis.causes
+    first = next((place for place, cause in enumerate(causes) if cause.kind in OF_A_STAGE), 0)
+    if first:
+        above, them = both([cause_in_words(cause) for cause in causes[:first]]), "it" if first == 1 else "them"
+        price = f"the price of {cause_in_words(causes[first])} is without {them}"
+        yield f"fix {above} first: {price}, and layouts are compared with {them}"
 
 
 def _advice(found: WhatIf) -> str:
