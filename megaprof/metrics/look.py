@@ -18,6 +18,7 @@ from megaprof.formats.phrases import ago, counted
 from megaprof.metrics.figures import SlowRanks, slow_ranks, waiting_ranks
 
 _CULPRITS = 4
+_OUTSIDE = "outside of the schedule (optimizer, data, checkpoint, ...)"
 
 State = Literal["starts", "runs", "hangs", "died", "ended"]
 
@@ -202,17 +203,24 @@ def _who(culprit: Culprit) -> str:
 
 
 def _silence(culprit: Culprit) -> str:
+    last = "" if culprit.status is None else f"; it was last seen {_place(culprit.status)}"
     if gone(culprit):
-        return "is gone: the process does not exist any more"
-    return f"has given no sign of life for {ago(culprit.seconds)}"
+        return f"is gone: the process does not exist any more{last}"
+    return f"has given no sign of life for {ago(culprit.seconds)}{last}"
 
 
 def _doing(status: RankStatus | None) -> str:
     if status is None or status.place is None:
-        return "has been outside of the schedule (optimizer, data, checkpoint, ...)"
+        return f"has been {_OUTSIDE}"
+    return f"has been {_place(status)},"
+
+
+def _place(status: RankStatus) -> str:
     place = status.place
+    if place is None:
+        return _OUTSIDE
     whose = "" if place.role is None else f" of {place.role}"
-    return f"has been in {place}, {place.target}{whose} step {place.step},"
+    return f"in {place}, {place.target}{whose} step {place.step}"
 
 
 def _waiting(culprit: Culprit) -> str:

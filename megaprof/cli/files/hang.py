@@ -72,7 +72,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     the report say it: torch does not record exchanges of gloo, and a rank may stand still in its own work.
     """
     from megaprof.analysis.collectives.hang import Hang, hang_of_job
-    from megaprof.cli.jobs.status import standstills, stood_still
+    from megaprof.cli.jobs.status import how_it_ended, standstills
     from megaprof.metrics.look import look_at, waited_for
 
     job = find_job(directory, role)
@@ -85,7 +85,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     if view.silence is None:
         hang, lines = replace(hang, outside=view.awaited), [f"! {clause}" for clause in waited_for(view)]
     else:
-        lines = [f"! {sentence}" for sentence in stood_still(view)]
+        lines = [f"! {sentence}" for sentence in how_it_ended(view)]
     if in_collectives is None and not lines:
         if view.silence is None:
             raise CommandError(f"no rank of the job in {directory} has reported that it stands still")

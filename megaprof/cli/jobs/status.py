@@ -19,6 +19,7 @@ from megaprof.analysis.fleet.fleet import stood_still_in
 from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.notes import told
 from megaprof.analysis.report.text.sentences import of_standstills
+from megaprof.analysis.report.text.words import sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill
@@ -204,8 +205,15 @@ def in_words(view: View) -> list[str]:
 
 
 def silence(view: View) -> str:
-    """Returns why a job does not answer any more, and where it stood still."""
-    return ". ".join((str(view.silence), *stood_still(view)))
+    """Returns why a job does not answer any more, and how it ended."""
+    sentences = how_it_ended(view)
+    return " ".join((f"{view.silence}.", *sentences)) if sentences else str(view.silence)
+
+
+def how_it_ended(view: View) -> list[str]:
+    """Returns sentences about where a job stood still, and about the ranks that died before it ended."""
+    died = waited_for(view) if view.state == "ended" else ()
+    return [*stood_still(view), *map(sentence, died)]
 
 
 def standstills(view: View) -> tuple[Standstill, ...]:

@@ -173,6 +173,24 @@ def test_a_job_that_has_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> N
     assert "ago, and its files show no step in which it stood still" in capsys.readouterr().err
 
 
+def test_a_rank_that_died_before_its_job_ended_is_named(
+    job: Job, dead_pid: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others ended as they should: with the exception of an exchange that failed."""
+    place = {"target": "train_actor", "step": 4, "phase": "forward", "microbatch": 3, "chunk": 0, "since": time.time()}
+    job.status(0, pid=dead_pid, ended=True)
+    job.status(1, pid=dead_pid, position=place)
+    job.run = replace(job.run, pid=dead_pid, ended=time.time() - 5)
+    job.write_run()
+    died = f"Rank 1 (stage 1, here, process {dead_pid}) is gone: the process does not exist any more; it was last seen "
+    died += "in forward of microbatch 3, train_actor step 4"
+    for command, code in (("status", 1), ("watch", 1), ("hang", 3)):
+        assert main([command, str(job.directory)]) == code, command
+        said = "".join(capsys.readouterr())
+        assert died in said, command
+        assert "ank 0" not in said, command
+
+
 def test_what_stood_still_is_the_same_in_every_command_after_the_job_ended(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
