@@ -267,6 +267,13 @@ def test_a_cause_that_costs_more_than_one_above_it_says_why_it_stands_below() ->
     assert "alone" not in causes.findings(MEASURED, diagnosis(first, cheaper), None)[-1].text
 
 
+def test_what_may_be_a_cause_is_priced_with_as_many_microbatches_as_there_are() -> None:
+    perhaps, few = cause("late_entry", ranks=(1,)), cause("few_microbatches")
+    for above, fixed in (((), False), ((few,), False), ((cause("layers", stage=0), few), True)):
+        said = causes.findings(MEASURED, diagnosis(*above, perhaps=(perhaps,)), None)[-1]
+        assert ("with the causes above fixed" in said.text) == fixed
+
+
 def test_a_step_that_may_have_been_warming_up_is_not_asked_for_again() -> None:
     few = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=3)
     for steps, wanted in (((0,), "1:6"), ((0, 1), "2:7"), ((2, 3, 4), "2:7")):

@@ -230,7 +230,9 @@ def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
     costs = f"{_average(cause, whole)}{_interval(at.low, at.high)}"
     if at.ms <= 0.0:
         costs = f"up to {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
-    fixed = "with the causes above fixed, " if diagnosis.causes else ""
+    # Few microbatches are fixed in no price: all are of the recorded ones.
+    above = any(each.kind != "few_microbatches" for each in diagnosis.causes)
+    fixed = "with the causes above fixed, " if above else ""
     text = f"Perhaps {name_of(cause)}{when(cause)}: {fixed}this may cost {costs}"
     # It is not known here whether the job still runs, so the sentence holds for any run like it.
     if _asks(cause, diagnosis):
