@@ -14,25 +14,26 @@ from megaprof.formats.steps import codes
 from megaprof.formats.steps.work import MASK, POSITIONS
 from megaprof.hooks.modules import is_compiled
 from megaprof.parallel.chunks import innermost
+from megaprof.recorders.call import CallFacts
 from megaprof.recorders.tape import Hook
 from megaprof.recorders.work import MOST_SEQUENCES
 from megaprof.runtime.device import capturing
 from megaprof.runtime.isolation import contained
 
-#: The methods that run a model forward. In the combined 1F1B schedule, one plans it, and the schedule calls its parts.
-_METHODS = "forward", "build_schedule_plan"
 _PACKED, _TOKENS = "packed_seq_params", "input_ids"
 
 
-def patch_models(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Notes what the models of ``chunks`` get, until the call ends. Leaves out models that torch.compile compiles,
-    because a replaced ``forward`` would be compiled again."""
-    for chunk, model in zip(chunks, dispatcher.models, strict=True):
+def patch_models(dispatcher: Dispatcher, facts: CallFacts) -> None:
+    """Notes what the models of a call get, until the call ends. Leaves out models that torch.compile compiles, because
+    a replaced ``forward`` would be compiled again."""
+    for chunk, model in zip(facts.chunks, dispatcher.models, strict=True):
         if is_compiled(model) or (chunk is not model and is_compiled(chunk)) or not hasattr(model, "__dict__"):
             continue
-        for method in _METHODS:
-            if hasattr(type(model), method):  # `torch.nn.Module.__getattr__` is slow for attributes that do not exist
-                dispatcher.of_this_call.shadow(model, method, partial(_watched, dispatcher))
+        # The combined 1F1B schedule has a model plan its forward, and calls the parts of the plan (0.14 to 0.19).
+        combined = getattr(getattr(model, "config", None), "overlap_moe_expert_parallel_comm", False)
+        method = "build_schedule_plan" if combined and not facts.forward_only else "forward"
+        if hasattr(type(model), method):  # `torch.nn.Module.__getattr__` is slow for attributes that do not exist
+            dispatcher.of_this_call.shadow(model, method, partial(_watched, dispatcher))
 
 
 def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:

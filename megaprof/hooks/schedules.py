@@ -81,7 +81,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
     def prepare(call: RecordedCall) -> None:
         chunks = call.facts.chunks
         patch_finalize(dispatcher)
-        patch_models(dispatcher, chunks)
+        patch_models(dispatcher, call.facts)
         if call.ranged:
             if dispatcher.level in ("layer", "module"):
                 patch_modules(dispatcher, chunks)
