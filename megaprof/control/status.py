@@ -47,7 +47,7 @@ class Reporter:
         """Returns the seconds from one call of a target and role to the next, lately; None before there were two."""
         timeline = self._session.timeline
         # Looks are too coarse for a few steps; a timeline knows the same steps that it says the length of.
-        if timeline is not None and timeline.tally.recent(*key) is not None:
+        if timeline is not None and key in timeline.tally:
             return timeline.tally.seconds(key)
         looks = self._seen.get(key)
         if looks is None or len(looks) < 2:

@@ -18,6 +18,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.ranges import COMBINED as COMBINED_PASS
 from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, Place, parse
 from megaprof.formats.steps import codes
+from megaprof.formats.steps.work import unpack_work
 from megaprof.formats.timeline import Timeline, read_timeline
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
@@ -317,3 +318,6 @@ def test_combined_1f1b_names_both_microbatches(workload: GPTWorkload, tmp_path: 
         assert kinds["forward"] + kinds["combined"] == kinds["backward"] + kinds["combined"] == each
         assert all(None not in where for label, where, _, _ in here if label == "combined")
         assert timeline.steps[0]["combined"] > 0
+        work = unpack_work(timeline.facts(format.WORK)[0])
+        assert work is not None, "the hook on the model did not see its plan"
+        assert (work[1][:, 0] == workload.seq_length * workload.micro_batch_size).all()

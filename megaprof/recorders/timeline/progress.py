@@ -53,6 +53,10 @@ class Tally:
         self._latest = key
         self._since_reading += 1
 
+    def __contains__(self, key: Key) -> bool:
+        """Returns whether a step of this target and role was added."""
+        return key in self._steps
+
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
         """Returns the medians of `target` and `role`; without a target those of the training steps, or if there are
         none, of what ran last."""
