@@ -34,9 +34,9 @@ class Pace:
         do, nobody knows which is the last."""
         now = time.perf_counter_ns()
         self._between, self._began = now - self._began, now
-        before = [(each.target, each.role, each.number) for each in self._before]
+        before = [(step.target, step.role, step.number) for step in self._before]
         self._before = steps
-        return tuple(each for each in steps if (each.target, each.role, each.number - 1) in before)
+        return tuple(step for step in steps if (step.target, step.role, step.number - 1) in before)
 
     def ends(self) -> bool:
         """Returns whether the next call is expected at once: the call that ends took at least half as long as the time
@@ -69,4 +69,4 @@ class Prepared:
 
     def leave(self, used: Sequence[Recorder]) -> None:
         """Discards the prepared recorders that are not among those ``used`` now."""
-        in_full(*(each.discard for each in self._recorders if all(each is not other for other in used)))
+        in_full(*(one.discard for one in self._recorders if all(one is not other for other in used)))

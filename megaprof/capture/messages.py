@@ -108,11 +108,11 @@ def note_in_span(window: Window) -> None:
     if trace is None:
         return
     facts = {"target": window.target, "role": window.role, "step": window.step, "file": window.stem.rstrip(".")}
-    known = {f"megaprof.{name}": value for name, value in facts.items() if value is not None}
+    attributes = {f"megaprof.{name}": value for name, value in facts.items() if value is not None}
     with Suppressed(Exception):  # the capture is complete even if the event fails
         span = trace.get_current_span()
         if span.is_recording():
-            span.add_event("megaprof.capture", known)
+            span.add_event("megaprof.capture", attributes)
 
 
 def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:

@@ -69,8 +69,8 @@ def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
         call = dispatcher.call
         if call is not None and call.tape.forward is not None:
             try:
-                if not capturing() and (told := _told(*args[:1], **kwargs)) is not None:
-                    call.tape.given.append((call.tape.forward, *told))
+                if not capturing() and (inputs := _told(*args[:1], **kwargs)) is not None:
+                    call.tape.given.append((call.tape.forward, *inputs))
             except BaseException as fault:
                 if not contained("looking at a microbatch", dispatcher.drop, fault):
                     raise
@@ -105,6 +105,6 @@ def _places(function: Callable[..., Any]) -> tuple[tuple[int, str], tuple[int, s
     """Returns the positions and names of the packed sequences and the tokens among a bound method's arguments. A
     position is impossible if there is no such argument."""
     names = [*inspect.signature(function).parameters]
-    own = names[1:] if names[:1] == ["self"] else names
-    packed, tokens = (own.index(name) if name in own else sys.maxsize for name in (_PACKED, _TOKENS))
+    passed = names[1:] if names[:1] == ["self"] else names
+    packed, tokens = (passed.index(name) if name in passed else sys.maxsize for name in (_PACKED, _TOKENS))
     return (packed, _PACKED), (tokens, _TOKENS)

@@ -41,12 +41,12 @@ def framework() -> str | None:
 
 def arguments() -> Any | None:
     """Returns the parsed command line of the host that is loaded, or None."""
-    return next((found for host in HOSTS if (found := host.arguments()) is not None), None)
+    return next((parsed for host in HOSTS if (parsed := host.arguments()) is not None), None)
 
 
 def config() -> ProfileConfig | None:
     """Returns the configuration that a host's own settings ask for, or None. Raises ValueError for a wrong setting."""
-    return next((found for host in HOSTS if (found := host.config()) is not None), None)
+    return next((asked for host in HOSTS if (asked := host.config()) is not None), None)
 
 
 def iteration() -> int | None:
@@ -80,9 +80,9 @@ def numbers(target: str, given: Callable[[], int | None] | None = None) -> tuple
 
 def writers() -> Writers:
     """Returns the writers to which the host that is loaded sends scalars on this rank."""
-    found = [host.writers() for host in HOSTS]
+    of_hosts = [host.writers() for host in HOSTS]
     return Writers(
-        tensorboard=next((w.tensorboard for w in found if w.tensorboard is not None), None),
-        wandb=next((w.wandb for w in found if w.wandb is not None), None),
-        meter=next((w.meter for w in found if w.meter is not None), None),
+        tensorboard=next((w.tensorboard for w in of_hosts if w.tensorboard is not None), None),
+        wandb=next((w.wandb for w in of_hosts if w.wandb is not None), None),
+        meter=next((w.meter for w in of_hosts if w.meter is not None), None),
     )

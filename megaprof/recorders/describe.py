@@ -61,9 +61,9 @@ def describe(
         microbatch_group_size=getattr(model_config, group, None),
         seq_length=facts.seq_length,
         micro_batch_size=facts.micro_batch_size,
-        tokens=_each(count, {number: own.tokens for number, own in work.items()}),
-        lengths=_each(count, {number: own.lengths for number, own in work.items()}),
-        lengths_from=max((own.source for own in work.values()), key=SOURCES.index, default=None),
+        tokens=_each(count, {number: microbatch.tokens for number, microbatch in work.items()}),
+        lengths=_each(count, {number: microbatch.lengths for number, microbatch in work.items()}),
+        lengths_from=max((microbatch.source for microbatch in work.values()), key=SOURCES.index, default=None),
         expert_tokens=None if truncated is not None else _expert_tokens(call.experts),
         chunks=tuple(ModelChunk(**describe_chunk(chunk)) for chunk in facts.chunks),
         p2p={

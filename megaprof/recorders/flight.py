@@ -63,7 +63,7 @@ def keep(arguments: Sequence[str], env: MutableMapping[str, str]) -> str | None:
 
     Must be called before the first process group is made. Returns the name of the variable that it sets in ``env``;
     None if it sets nothing."""
-    if any(name in env for name in (SIZE, _OLD_SIZE, *_DUMPS)) or any(each.startswith(_OPTION) for each in arguments):
+    if any(name in env for name in (SIZE, _OLD_SIZE, *_DUMPS)) or any(word.startswith(_OPTION) for word in arguments):
         return None
     name = SIZE if hasattr(_module(), _RINGS[-1][1]) else _OLD_SIZE
     env[name] = str(USUAL)
@@ -75,33 +75,33 @@ def groups() -> dict[str, GroupConfig]:
     because gloo's ring does not list them."""
     table = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     names, ranks = dict(getattr(table, "pg_names", {})), dict(getattr(table, "pg_group_ranks", {}))
-    found = {}
+    configs = {}
     for group, name in names.items():
         places = ranks.get(group)
         if places:
-            own = sorted(places, key=places.__getitem__)
-            found[str(name)] = GroupConfig(str(getattr(group, "group_desc", "")), str(own))
-    return found
+            members = sorted(places, key=places.__getitem__)
+            configs[str(name)] = GroupConfig(str(getattr(group, "group_desc", "")), str(members))
+    return configs
 
 
 def _read(decode: Callable[[bytes], _Ring[_C]]) -> list[_C]:
     try:
-        found = [ring.entries for ring in map(decode, _rings()) if ring.entries]
+        rings = [ring.entries for ring in map(decode, _rings()) if ring.entries]
     except msgspec.MsgspecError as fault:
         raise NoFlightRecorder(f"torch's flight recorder has another format: {fault}") from None
-    if len(found) < 2:
-        return found[0] if found else []
-    return sorted((entry for each in found for entry in each), key=lambda entry: entry.time_created_ns)
+    if len(rings) < 2:
+        return rings[0] if rings else []
+    return sorted((entry for ring in rings for entry in ring), key=lambda entry: entry.time_created_ns)
 
 
 def _rings() -> Iterator[bytes]:
-    own = _module()
-    known = [(handler, getattr(own, name)) for handler, name in _RINGS if hasattr(own, name)]
-    if not known:
+    module = _module()
+    readers = [(handler, getattr(module, name)) for handler, name in _RINGS if hasattr(module, name)]
+    if not readers:
         version = getattr(sys.modules.get("torch"), "__version__", "")
         raise NoFlightRecorder(f"torch {version} has no flight recorder that can be read")
-    for handler, function in known:
-        yield _handled(own, handler) or _called(function)
+    for handler, function in readers:
+        yield _handled(module, handler) or _called(function)
 
 
 def _module() -> Any:
@@ -115,12 +115,12 @@ def _called(function: Callable[[bool, bool], bytes]) -> bytes:
         raise NoFlightRecorder(f"torch's flight recorder cannot be read: {fault}") from None
 
 
-def _handled(own: Any, name: str) -> bytes | None:
+def _handled(module: Any, name: str) -> bytes | None:
     """Returns the answer of the handler ``name``. None if torch has no such handler, or it cannot be called."""
-    if not (hasattr(own, "_get_handler") and hasattr(own, "_Request") and hasattr(own, "_Response")):
+    if not (hasattr(module, "_get_handler") and hasattr(module, "_Request") and hasattr(module, "_Response")):
         return None
 
-    class Request(own._Request):  # type: ignore[misc]
+    class Request(module._Request):  # type: ignore[misc]
         def body(self) -> bytes:
             return b""
 
@@ -130,7 +130,7 @@ def _handled(own: Any, name: str) -> bytes | None:
         def params(self) -> dict[str, str]:
             return {}
 
-    class Response(own._Response):  # type: ignore[misc]
+    class Response(module._Response):  # type: ignore[misc]
         content: bytes | str | None = None
 
         def set_content(self, content: bytes | str, content_type: str) -> None:
@@ -141,7 +141,7 @@ def _handled(own: Any, name: str) -> bytes | None:
 
     response = Response()
     try:
-        own._get_handler(name)(Request(), response)
+        module._get_handler(name)(Request(), response)
     except Exception:  # this torch does not know the name, or expects another kind of request
         return None
     content = response.content

@@ -78,10 +78,10 @@ class Reading:
             return []
         if not entries:
             self._tell(f"torch keeps no collectives: set {flight.SIZE}={flight.USUAL} before the first process group")
-        found = list(self._facts(entries))
+        facts = list(self._facts(entries))
         self.took = time.thread_time() - began
         self._plan(oldest, newest)
-        return found
+        return facts
 
     def _plan(self, oldest: Written, newest: Written) -> None:
         """Sets when the next reading is due, by the cost of the last one."""
@@ -102,11 +102,11 @@ class Reading:
             if step.start_ns < since:
                 continue
             whole += 1
-            own = collectives[np.searchsorted(times, step.start_ns) : np.searchsorted(times, step.end_ns)]
-            if not all(entry.ended for entry in own):
+            called = collectives[np.searchsorted(times, step.start_ns) : np.searchsorted(times, step.end_ns)]
+            if not all(entry.ended for entry in called):
                 waiting.append(step)
                 continue
-            groups = list(self._grouped(step, own))
+            groups = list(self._grouped(step, called))
             if groups:
                 yield from self._described_in(step.place, groups)
                 yield step.place, format.COLLECTIVES, pack_arrivals(groups)
@@ -118,12 +118,12 @@ class Reading:
         self._written = deque(waiting, _STEPS)
 
     def _parallel(self, entry: Call) -> bool:
-        known = self._groups.get(entry.process_group[0])
-        return known is not None and "," in known.ranks
+        group = self._groups.get(entry.process_group[0])
+        return group is not None and "," in group.ranks
 
-    def _grouped(self, step: Written, own: Sequence[Call]) -> Iterator[Arrivals]:
+    def _grouped(self, step: Written, called: Sequence[Call]) -> Iterator[Arrivals]:
         by_group: dict[str, list[Call]] = defaultdict(list)
-        for entry in own:
+        for entry in called:
             by_group[entry.process_group[0]].append(entry)
         for name, members in sorted(by_group.items()):
             numbers = np.array([entry.collective_seq_id for entry in members], dtype=np.int64)
@@ -139,7 +139,7 @@ class Reading:
             yield Arrivals(name, not host, 0, numbers, values[first])
 
     def _described_in(self, place: Place, groups: Sequence[Arrivals]) -> Iterator[tuple[Place, int, bytes]]:
-        new = {each.group for each in groups} - self._described[place.file]
+        new = {arrivals.group for arrivals in groups} - self._described[place.file]
         if new:
             self._described[place.file] |= new
             yield place, format.GROUPS, pack_groups({name: self._groups[name] for name in sorted(new)})

@@ -58,8 +58,8 @@ def device_memory() -> Callable[[], Memory] | None:
     device = cuda.current_device()
 
     def read() -> Memory:
-        found = cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-        return Memory(found["current"], found["peak"], capacity)
+        allocated = cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+        return Memory(allocated["current"], allocated["peak"], capacity)
 
     try:
         capacity = cuda.get_device_properties(device).total_memory
@@ -103,7 +103,7 @@ class DeviceClock:
         `torch.cuda.current_stream` would make a new object every time."""
         current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         if Marker is not None and current_stream is not None:
-            addresses = (ctypes.cast(each, ctypes.c_void_p).value for each in (is_capturing, record))
+            addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in (is_capturing, record))
             self.mark = Marker(self._pool, self._new, current_stream, self._device, *addresses)
 
     def _mark(self) -> Any:

@@ -286,12 +286,12 @@ class TimelineRecorder:
         """Returns what is written next to a step: the work of its microbatches, its memory, and the garbage collections
         since the step before. Tensors of a step that the GPU may not have finished are not read."""
         fetch = None if self._device is None or step.flags & format.INCOMPLETE else self._device.numbers
-        found = read_work(step.given, self._coords.sizes.cp, fetch)
-        facts = [(format.WORK, pack_work(found))]
+        work = read_work(step.given, self._coords.sizes.cp, fetch)
+        facts = [(format.WORK, pack_work(work))]
         if step.memory is not None:
             facts.append((format.MEMORY, step.memory.pack()))
         if collected := self._collections.until(step.end_ns):
-            times = ((each.start, each.end) for each in collected)
+            times = ((collection.start, collection.end) for collection in collected)
             facts.append((format.COLLECTIONS, pack_collections(times, step.start_ns)))
         return tuple(facts)
 
