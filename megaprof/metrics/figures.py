@@ -1,7 +1,7 @@
 """The figures of a running job, computed from its status files (docs/on-demand.md lists every figure).
 
-Each rank's figures are medians over its last steps. compute = forward + backward + combined passes, with whatever is
-communicated inside a microbatch.
+Each rank's figures are medians over its last steps. compute = forward + backward + combined passes of a step, with
+whatever is communicated inside a microbatch; its median is not the sum of the medians of these passes.
 
 - compute of a stage: the median of its ranks that are not slow. A slow rank is named by itself; it does not make its
   stage one that computes longer than the others.

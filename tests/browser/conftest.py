@@ -29,6 +29,7 @@ RECENT = {
     "forward_ms": 20.0,
     "backward_ms": 40.0,
     "combined_ms": 0.0,
+    "compute_ms": 60.0,
     "finalize_ms": 5.0,
     "p2p_ms": 10.0,
 }
@@ -62,7 +63,9 @@ class Living:
     def _write(self, look: int) -> None:
         for rank in (0, 1):
             took = self.step_ms + 3 * (look % 5) + 10 * rank
-            self.job.status(rank, recent=RECENT | {"step_ms": took, "forward_ms": 20.0 + 15 * rank + look % 3})
+            forward_ms = 20.0 + 15 * rank + look % 3
+            passes = {"forward_ms": forward_ms, "compute_ms": forward_ms + RECENT["backward_ms"]}
+            self.job.status(rank, recent=RECENT | {"step_ms": took} | passes)
 
     def _go_on(self) -> None:
         look = 0

@@ -42,7 +42,9 @@ def plain(record: records.Record) -> dict[str, Any]:
 
 RUN = RunRecord.new(LAYOUT.coords(0), LAYOUT, ("train_actor",), None, 1.0)
 PLACE = {"target": "train_actor", "step": 7, "phase": "recv_forward", "microbatch": 1, "chunk": 0, "since": 1e9}
-RECENT = dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "combined_ms", "finalize_ms", "p2p_ms"), 1.5)
+RECENT = dict.fromkeys(
+    ("step_ms", "forward_ms", "backward_ms", "combined_ms", "compute_ms", "finalize_ms", "p2p_ms"), 1.5
+)
 STATUS: dict[str, Any] = {
     "run": RUN.run,
     "rank": 0,

@@ -441,7 +441,7 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
     for number in range(8):
         job.handle._session.agenda.wishes["train_actor", f"{number}" + role] = Wish(None, ran=7)
     inside = Position("train_actor", 1 << 40, "send_forward_backward_recv_forward_backward", 999, 99, time.time(), role)
-    recent = Recent("train_actor", 32, *[123456.789012] * 6, role)
+    recent = Recent("train_actor", 32, *[123456.789012] * 7, role)
     timeline = SimpleNamespace(
         position=lambda: inside,
         device_position=lambda: inside,

@@ -34,7 +34,8 @@ def status(rank: int, compute: float | None, step_ms: float = 100.0) -> RankStat
     recent = None
     if compute is not None:
         recent = {"target": "train_actor", "steps": 32, "step_ms": step_ms, "forward_ms": compute / 4}
-        recent |= {"backward_ms": compute * 3 / 4, "combined_ms": 0.0, "finalize_ms": 10.0, "p2p_ms": None}
+        recent |= {"backward_ms": compute * 3 / 4, "combined_ms": 0.0, "compute_ms": compute}
+        recent |= {"finalize_ms": 10.0, "p2p_ms": None}
     return msgspec.convert(
         {
             "run": RUN.run,

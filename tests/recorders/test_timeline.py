@@ -75,6 +75,18 @@ def test_a_step_comes_no_more_often_than_steps_last() -> None:
     assert (recent.step_ms, tally.seconds(key)) == (1100, pytest.approx(1.15))
 
 
+def test_compute_is_the_median_of_the_compute_of_each_step() -> None:
+    """A disturbance makes the forward of one step long and the backward of another, so the sum of both medians is the
+    compute of no step."""
+    tally, key = Tally(), ("train_actor", None)
+    for forward, backward, combined in ((100, 300, 0), (300, 100, 0), (100, 250, 60), (250, 100, 60), (110, 260, 0)):
+        tally.add(key, tuple(1000 * ms for ms in (600, forward, backward, combined, 10, 20)), 0)
+    recent = tally.recent(*key)
+    assert recent is not None
+    assert (recent.forward_ms, recent.backward_ms, recent.combined_ms) == (110, 250, 0)
+    assert recent.compute_ms == 400
+
+
 def test_a_step_that_stood_still_counts_for_no_time() -> None:
     """As in the report on the same steps. Steps that stay long count, for they are what a step takes now."""
     tally, key, start = Tally(), ("train_actor", None), 0

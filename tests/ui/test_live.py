@@ -38,6 +38,7 @@ RECENT = {
     "forward_ms": 20.0,
     "backward_ms": 40.0,
     "combined_ms": 0.0,
+    "compute_ms": 60.0,
     "finalize_ms": 5.0,
     "p2p_ms": 10.0,
 }
@@ -61,7 +62,7 @@ def looks(client: TestClient, top: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_the_page_shows_stages_and_their_times(job: Job, tmp_path: Path) -> None:
-    job.status(1, recent=RECENT | {"forward_ms": 50.0})
+    job.status(1, recent=RECENT | {"forward_ms": 50.0, "compute_ms": 90.0})
     with browsing(tmp_path) as client:
         shown = page(client, f"/live/{address(tmp_path, 'job')}")
     assert "The job runs: 2 ranks" in shown.text
@@ -264,7 +265,7 @@ def test_a_real_job_captures_what_the_page_asks_for(tmp_path: Path) -> None:
 
 def status(layout: WorldLayout, rank: int, compute: float) -> RankStatus:
     coords = layout.coords(rank)
-    recent = Recent("train_actor", 8, 100.0, compute / 3, 2 * compute / 3, 0.0, 5.0, 10.0)
+    recent = Recent("train_actor", 8, 100.0, compute / 3, 2 * compute / 3, 0.0, compute, 5.0, 10.0)
     return RankStatus(
         "run",
         rank,

@@ -88,6 +88,8 @@ class Recent(msgspec.Struct, frozen=True):
     """All backward passes of a step."""
     combined_ms: Milliseconds
     """All passes in which a forward and a backward overlap."""
+    compute_ms: Milliseconds
+    """Forward, backward and combined passes of a step together. This is no sum of their medians."""
     finalize_ms: Milliseconds
     """The reduction of gradients."""
     p2p_ms: Milliseconds | None
@@ -181,8 +183,7 @@ class RankStatus(Record, frozen=True):
     @property
     def compute_ms(self) -> float | None:
         """Forward, backward and combined passes of a step together, in milliseconds."""
-        recent = self.recent
-        return None if recent is None else recent.forward_ms + recent.backward_ms + recent.combined_ms
+        return None if self.recent is None else self.recent.compute_ms
 
     @property
     def step_ms(self) -> float | None:

@@ -67,7 +67,9 @@ class Tally:
         step, forward, backward, combined, finalize, p2p = (
             statistics.median(times) / 1e3 for times in zip(*steps, strict=True)
         )
-        return Recent(chosen[0], len(steps), step, forward, backward, combined, finalize, p2p, chosen[1])
+        # A long forward and a long backward need not be in the same step, so medians cannot be added.
+        compute = statistics.median(sum(times[1:4]) for times in steps) / 1e3
+        return Recent(chosen[0], len(steps), step, forward, backward, combined, compute, finalize, p2p, chosen[1])
 
     def seconds(self, key: Key) -> float | None:
         """Returns the seconds from one step to the next: the median step plus the median pause behind it, of the same

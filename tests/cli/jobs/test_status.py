@@ -96,7 +96,7 @@ def test_a_step_takes_as_long_as_on_its_longest_stage_wherever_it_is_shown(
 ) -> None:
     for rank, step_ms in ((0, 900.0), (1, 1000.0)):
         recent = {"target": "train_actor", "steps": 5, "step_ms": step_ms, "p2p_ms": None}
-        recent |= dict.fromkeys(("forward_ms", "backward_ms", "combined_ms", "finalize_ms"), 1.0)
+        recent |= dict.fromkeys(("forward_ms", "backward_ms", "combined_ms", "compute_ms", "finalize_ms"), 1.0)
         calls = [{"target": "train_actor", "begun": 5, "seconds": step_ms / 1e3 + 0.05}]
         job.status(rank, recent=recent, calls=calls)
     assert status(job) == 0
@@ -311,7 +311,8 @@ def test_where_people_read_there_is_no_trainer(job: Job, command: list[str], sho
 def test_one_look_as_json(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     recent = {"target": "train_actor", "steps": 5, "step_ms": 50.0, "forward_ms": 10.0, "combined_ms": 0.0}
     for rank, backward in ((0, 30.0), (1, 20.0)):
-        job.status(rank, recent={**recent, "backward_ms": backward, "finalize_ms": 1.0, "p2p_ms": 2.0})
+        of_rank = {"backward_ms": backward, "compute_ms": 10.0 + backward, "finalize_ms": 1.0, "p2p_ms": 2.0}
+        job.status(rank, recent=recent | of_rank)
     assert main(["status", str(job.directory), "--json"]) == 0
     look = json.loads(capsys.readouterr().out)
     check("status", look)
