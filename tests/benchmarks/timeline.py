@@ -1,24 +1,28 @@
-"""What it costs to leave the timeline on: real steps of a real job, in alternating blocks with and without it.
+"""What it costs to leave the timeline on: real steps of a real job, alternately with and without it.
 
     python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100] [--busy] [--collectives 4]
 
 Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included; with ``--collectives``, so many
-of both stages end each step, in both halves of a pair, and their arrivals are recorded, too. What gloo takes for them
-is more than all that is measured, and scatters, so it is left out of all figures; torch's ring is full of others, which
-are read as well.
+of both stages end each step, whether it is recorded or not, and their arrivals are recorded, too. What gloo takes for
+them is more than all that is measured, and scatters, so it is left out of all figures; torch's ring is full of others,
+which are read as well.
 In place of layers a stage sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine,
-two ranks do not disturb each other, and hooks run in caches that have gone cold. In every other block of steps all
-hooks are out, because a job without megaprof has none: a call through a hook that records nothing has its price, too.
-Which block of a pair comes first changes from pair to pair, so that a drift of the machine cancels out. Ranks run at
-real-time priority where that is permitted (as root), background thread included: 200 sleeps make a step, and the
-ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for the same reason, by
-processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is that of the whole process,
-background thread included, of the rank that pays more. gloo's threads are a part of that, and scatter: so the training
-thread and the background thread are also looked at by themselves, with clocks of their own.
+two ranks do not disturb each other, and hooks run in caches that have gone cold. Steps come in groups of four: one with
+the recorder, two without, one with it, or the other way round. Without it, all hooks are out, because a job without
+megaprof has none: a call through a hook that records nothing has its price, too. Steps of a group are 0.5 s apart, so
+that a drift of the machine cancels out: alternating blocks of 8 steps need ten times as many steps for the same error.
+What a group recorded is written while it runs, five times as often as in a job, where one round of the background
+thread a second writes ten steps. Ranks run at real-time priority where that is permitted (as root), background thread
+included: 200 sleeps make a step, and the ordinary scheduler wakes each of them a little too late, which is noise. Cores
+are kept awake for the same reason, by processes that run when nothing else wants to. Wall time is that of the pipeline;
+CPU time is that of the whole process, background thread included, of the rank that pays more. gloo's threads are a part
+of that, and scatter: so the training thread and the background thread are also looked at by themselves, with clocks of
+their own. What the background thread does once a second whether steps are recorded or not, above all writing the rank's
+status, is in no difference.
 
 The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more,
 as fractions of a step of 100 ms; ``_error``: the standard error. ``overhead_threads``: the CPU time of the two threads
-alone, and of readings of torch's ring, which are too rare for the pairs: one takes ``reading_ms``, all of them
+alone, and of readings of torch's ring, which are too rare for the groups: one takes ``reading_ms``, all of them
 ``reading_share`` of the time. ``lock_ms``: for how long one holds the interpreter's lock in one go. ``stall_ms``: the
 most CPU time that one round of the background thread took, a reading included, an upper bound of how long the training
 thread waits for the interpreter's lock; Python's switch interval is another one. ``bytes_per_rank_step``: what the
@@ -57,8 +61,6 @@ from tests.benchmarks.cores import awake, one_busy, real_time
 
 STEP_US = 100e3
 WIDTH = 16
-#: Steps of a block, behind one in which it settles.
-BLOCK = 8
 
 
 def _config(directory: str, collectives: int) -> ProfileConfig:
@@ -120,9 +122,9 @@ def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[
 
 @dataclass(frozen=True)
 class Cost:
-    """What the timeline adds to a step: medians over pairs of blocks, each with its standard error."""
+    """What the timeline adds to a step: medians over groups of four steps, each with its standard error."""
 
-    pairs: int
+    groups: int
     step_us: float
     wall_us: float
     wall_error_us: float
@@ -156,23 +158,23 @@ def _put_hooks(*, back_in: bool) -> None:
         setattr(owner, name, replacement if back_in else original)
 
 
-def _pairs(step: Callable[[], object], steps: int) -> Cost:
-    """Alternate blocks with and without the recorder in about so many ``steps``."""
+def _groups(step: Callable[[], object], steps: int) -> Cost:
+    """Alternate single steps with and without the recorder in about so many ``steps``."""
     more, without = [], []
-    for pair in range(max(3, steps // (2 * BLOCK + 2))):
-        spent = {}
-        for recorded in (bool(pair % 2), not pair % 2):
+    for group in range(max(3, steps // 4)):
+        first = bool(group % 2)
+        spent = np.zeros(4)
+        for number, recorded in enumerate((first, not first, not first, first)):
             _put_hooks(back_in=recorded)
-            profiler.background.wake()  # what is left over belongs to neither block
-            step()
+            if recorded and number >= 2:
+                profiler.background.wake()  # the steps of a group are written in the next recorded step
             began = _clocks() - _met
-            for number in range(BLOCK):
-                if recorded and number == BLOCK - 1:
-                    profiler.background.wake()  # what is recorded in a block is written in it
-                step()
-            spent[recorded] = (_clocks() - began - _met) / BLOCK
-        more.append(spent[True] - spent[False])
-        without.append(float(spent[False][0]))
+            step()
+            took = _clocks() - began - _met
+            spent += took if recorded else -took
+            if not recorded:
+                without.append(float(took[0]))
+        more.append(spent / 2)
     _put_hooks(back_in=True)
     figures = [figure for clock in np.array(more).T.tolist() for figure in _median(clock)]
     return Cost(len(more), statistics.median(without), *figures)
@@ -180,7 +182,7 @@ def _pairs(step: Callable[[], object], steps: int) -> Cost:
 
 def _median(values: list[float]) -> tuple[float, float]:
     """Median and its standard error, from what lies half a root of their number above and below it in rank: one
-    disturbed block changes little."""
+    disturbed step changes little."""
     ordered, middle, off = sorted(values), (len(values) - 1) / 2, math.sqrt(len(values)) / 2
     low, high = ordered[max(0, round(middle - off))], ordered[min(len(values) - 1, round(middle + off))]
     return statistics.median(values), (high - low) / 2
@@ -228,7 +230,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
             for _ in range(20):
                 step()
             profiler.background.longest = 0.0
-            found = _pairs(step, steps)
+            found = _groups(step, steps)
             stall = profiler.background.longest
             recorded = timeline.calls()["train_actor", None][1]
             reading = timeline._collectives
@@ -274,7 +276,7 @@ def main() -> None:
             f"rank {number}: wall {c.wall_us:+.0f} ± {c.wall_error_us:.0f} us a step, "
             f"CPU {c.cpu_us:+.0f} ± {c.cpu_error_us:.0f} us, of which the training thread {c.training_us:+.0f} ± "
             f"{c.training_error_us:.0f} us and the background thread {c.background_us:+.0f} ± "
-            f"{c.background_error_us:.0f} us, {c.pairs} pairs"
+            f"{c.background_error_us:.0f} us, {c.groups} groups"
         )
     wall = max((rank["cost"] for rank in ranks), key=lambda c: c.wall_us)
     cpu = max((rank["cost"] for rank in ranks), key=lambda c: c.cpu_us)
@@ -294,7 +296,7 @@ def main() -> None:
                 "lock_ms": round(reading["lock"], 2),
                 "stall_ms": round(max(rank["stall"] for rank in ranks), 3),
                 "bytes_per_rank_step": round(max(rank["bytes"] for rank in ranks)),
-                "pairs": wall.pairs,
+                "groups": wall.groups,
                 "busy": args.busy,
                 "collectives": args.collectives,
                 "realtime": all(rank["realtime"] for rank in ranks),
