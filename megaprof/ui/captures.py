@@ -116,6 +116,9 @@ class KeptCaptures:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
         self._reads: OrderedDict[str, asyncio.Task[Capture]] = OrderedDict()
+        #: Reads that nobody has been shown yet, by directory. The files of a running job may change faster than they
+        #: are read, so what was read is shown once even if they have changed since.
+        self._awaited: dict[Path, asyncio.Task[Capture]] = {}
         self._briefs: dict[str, tuple[Brief, ...] | str] = {}
 
     def brief(self, place: Place) -> tuple[Brief, ...] | str | None:
@@ -131,14 +134,18 @@ class KeptCaptures:
         identity = place.identity if standstill is None else f"{place.identity} {replace(standstill, seconds=0.0)}"
         if isinstance(why := self._briefs.get(identity), str):
             raise Unreadable(why)
-        read = self._reads.get(identity)
+        read = self._reads.get(identity) or self._awaited.get(place.path)
         if read is None:
             read = self._reads[identity] = asyncio.create_task(self._read(identity, place.path, links, standstill))
             read.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen even if no one waits
-        self._reads.move_to_end(identity)
+        if identity in self._reads:
+            self._reads.move_to_end(identity)
         for old in [key for key, task in self._reads.items() if task.done()][:-MOST_KEPT]:
             del self._reads[old]
-        return await asyncio.shield(read)
+        self._awaited[place.path] = read
+        await asyncio.wait({read})  # a request that gives up leaves it to the next one
+        self._awaited.pop(place.path, None)
+        return read.result()
 
     async def _read(
         self, identity: str, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None

@@ -168,8 +168,8 @@ def test_it_stops() -> None:
     asked = proposal("5+3", 80, 2)
     first = trial(1, 100, "6+2", asked)
     there = Path("nowhere")
-    for unsure, reason in (((), "layouts are not compared"), ((proposal("5+3", 99, 9),), None)):
-        alone = replace(trial(1, 100, "6+2", *unsure), says="layouts are not compared")
+    for unsure, reason in (((), "no change is predicted"), ((proposal("5+3", 99, 9),), None)):
+        alone = replace(trial(1, 100, "6+2", *unsure), says="no change is predicted")
         found = upcoming(tuning(alone), there)
         assert (found.stopped, found.reason) == ("nothing_left", reason), "why nothing was predicted, if nothing was"
     assert upcoming(replace(tuning(first), most_trials=1), there).stopped == "trials_spent"

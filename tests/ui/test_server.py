@@ -268,6 +268,30 @@ def test_one_page_never_waits_for_anothers_files(tmp_path: Path, monkeypatch: py
         assert asked == [tmp_path / "slow"], "what is being read is not read again"
 
 
+def test_files_that_change_while_they_are_read_are_shown_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Future[Capture]] = []
+
+    def slowly(self: KeptCaptures, path: Path, links: Any, standstill: Any) -> Future[Capture]:
+        reads.append(Future())
+        return reads[-1]
+
+    monkeypatch.setattr(KeptCaptures, "_submit", slowly)
+    monkeypatch.setattr(server, "_LISTED", 0.0)
+    monkeypatch.setattr(server, "_PATIENCE", 0.2)
+    with browsing(tmp_path) as client:
+        for number in range(3):  # as a running job's do
+            pipeline(tmp_path / "run", [number + 1, 1])
+            time.sleep(0.01)
+            assert "Reading 2 files" in client.get(f"/capture/{address(tmp_path, 'run')}").text
+        assert len(reads) == 1
+        reads[0].set_result(captures.read(tmp_path / "run", (), None))
+        assert "train_actor" in client.get(f"/capture/{address(tmp_path, 'run')}").text
+        assert "Reading 2 files" in client.get(f"/capture/{address(tmp_path, 'run')}").text
+        assert len(reads) == 2
+
+
 def test_what_was_read_is_kept_until_its_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted: list[Path] = []
     submit = KeptCaptures._submit

@@ -68,7 +68,7 @@ class WhatIf:
     costs: CostFit | None = None
     """Cost of each kind of layer."""
     candidates: tuple[Prediction, ...] = ()
-    """All predictions."""
+    """Predictions: other layouts that are faster than the recorded one, and all other changes."""
     best: Prediction | None = None
     """Candidate to change to, whose speedup is certainly above 2 % (by the lower end); None without one."""
     quickest: Prediction | None = None

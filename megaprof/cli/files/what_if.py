@@ -130,6 +130,7 @@ def predicted(
         ),
         caveats=(
             *beside(choice.prediction, target_report.what_if),
+            *(note.text for note in target_report.what_if.warnings),
             *([] if target_report.basis is None else [sentence(target_report.basis)]),
         ),
     )
@@ -166,7 +167,7 @@ def in_words(answer: WhatIfAnswer) -> list[str]:
     if answer.what == AS_CAPTURED:
         step = f"{measured}; nothing is changed"
     elif not prediction.tells:
-        step += ", so it may be slower, too"
+        step += f", so it may be {'slower' if prediction.speedup > 1.0 else 'faster'}, too"
     imbalance = "" if answer.imbalance is None else f", imbalance {answer.imbalance:.2f}"
     lines = [
         f"{title(answer.target, answer.role)}: {answer.what}",

@@ -18,7 +18,8 @@ def of_causes(target: TargetDiff) -> str:
 def of_machine(layer: Difference | None) -> str:
     """Returns a clause that says whether the machine is the same. ``layer``: the times of an undisturbed layer."""
     if layer is None:
-        return "whether the machine changed is not known: not both captures show how long an undisturbed layer takes"
+        missing = "at least one capture does not show how long an undisturbed layer takes"
+        return f"whether the machine changed is not known: {missing}"
     took = f"{words.number(layer.before)} → {words.number(layer.after)} ms"
     return (
         f"undisturbed, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}); the machine, "

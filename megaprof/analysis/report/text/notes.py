@@ -320,9 +320,9 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     # what is not predicted
     "not_replayed": lambda n: f"not replayed: {_why(n)}",
     "waits_for_rank": lambda n: (
-        f"layouts are not compared, because {ranks(n.ranks) if n.ranks else stages(n.stages)} "
-        f"{'waits' if len(n.ranks or n.stages) == 1 else 'wait'} for a processor core, and another layout would change "
-        "who waits"
+        f"no change is predicted, because {ranks(n.ranks) if n.ranks else stages(n.stages)} "
+        f"{'waits' if len(n.ranks or n.stages) == 1 else 'wait'} for a processor core in every pass, and a change "
+        "would change who waits"
     ),
     "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
     "nothing_to_change": (

@@ -115,7 +115,7 @@ def assumptions(change: Prediction) -> Iterator[str]:
         if change.p2p_ms is None and len(change.layers) != 1:
             yield f"an exchange takes anything from as long as now to {_times(change.tokens)} as long"
     if change.chunks is not None:
-        overlapped = "" if change.chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"
+        overlapped = "" if change.chunks == 1 else ", and exchanges overlap with compute, as by Megatron-LM's default"
         yield f"a chunk costs what its layers cost{overlapped}"
 
 
