@@ -56,10 +56,12 @@ def test_other_chunks_or_microbatches_that_certainly_gain_more_stand_beside_the_
     chunks = Prediction("chunks", 460.0, 1.5, 1.4, 1.6, chunks=2, layers=(4, 4))
     half = Prediction("microbatches", 450.0, 1.55, 1.01, 1.7, microbatches=4, tokens=2.0)
     found = WhatIf(candidates=(BEST, chunks, half), best=BEST, advice="change", measured_ms=700.0)
-    named = "2 model chunks per stage, 4+4 layers: 1.50 (1.40 to 1.60) times as fast."
+    named = "2 model chunks per stage, 4+4 layers, 1.50 (1.40 to 1.60) times as fast"
+    needs = replace(chunks, in_flight=(9, 4))
     for each, said in (
-        (found, f" Faster still may be {named}"),
-        (replace(found, best=None, quickest=BEST, advice="unsure"), " Certainly faster: " + named.replace(":", ",")),
+        (found, f" Faster still, if the assumptions below hold: {named}."),
+        (replace(found, best=None, advice="unsure"), f" Faster, if the assumptions below hold: {named}."),
+        (replace(found, candidates=(needs,), in_flight=(8, 4)), "than any stage held (9 against 8)."),
         (replace(found, candidates=(BEST, replace(chunks, low=1.01), half)), None),
         (replace(found, candidates=(BEST, replace(chunks, speedup=1.3))), None),
         (replace(found, candidates=(BEST, replace(chunks, fits=False))), None),

@@ -192,10 +192,13 @@ def _beside_layouts(found: WhatIf) -> Iterator[str]:
     first = max(gaining, key=lambda each: each.speedup, default=None)
     if first is None:
         return
-    if found.best is None:
-        yield f"certainly faster: {name_of(first, found)}, {fast(first)}"
-    elif first.speedup > found.best.speedup:
-        yield f"faster still may be {name_of(first, found)}: {fast(first)}"
+    if found.best is None or first.speedup > found.best.speedup:
+        faster = "faster" if found.best is None else "faster still"
+        needs = memory(first, found)
+        yield (
+            f"{faster}, if the assumptions below hold: {name_of(first, found)}, {fast(first)}"
+            + ("" if needs is None else f"; {needs}")
+        )
 
 
 def _before_layouts(diagnosis: Diagnosis | None) -> Iterator[str]:
