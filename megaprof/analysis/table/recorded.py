@@ -72,7 +72,7 @@ class _Plan(NamedTuple):
     numbers: npt.NDArray[np.int64]
     """Numbers of the steps, with their calls in the lowest `CALLS` bits."""
     cold: tuple[int, ...]
-    """Steps at the beginning that are left out because everything takes longer in them."""
+    """Steps at the beginning that are left out because they take longer than the others."""
     arrival_steps: npt.NDArray[np.int64]
     """Steps with known arrivals of a rank at its collectives."""
     origin: int
@@ -204,11 +204,10 @@ def _plan(key: Key, files: Sequence[Path], left_out_steps: AbstractSet[int]) -> 
 
 
 def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """Returns the numbers of the steps after the beginning, in which everything takes longer. The first of several
-    steps is always left out, because caches are cold."""
+    """Returns the numbers of the steps without the first ones that take longer than the rest."""
     numbers, first = np.unique(_numbers(steps), return_index=True)
     warm_numbers: npt.NDArray[np.int64] = numbers[warming_up(steps["duration"][first].tolist()) :]
-    return warm_numbers[1:] if len(warm_numbers) > 3 else warm_numbers
+    return warm_numbers
 
 
 def _shape(metadata: Metadata) -> tuple[object, ...]:
@@ -384,7 +383,8 @@ def _waiting(rank: RankSteps, waits: Mapping[tuple[int, int, int], Mapping[int, 
     waits_by_axis = {number: waits.get(key, {}).get(rank.names[0][0], {}) for number, key in keys.items()}
     working_fraction = _working_fraction(rank, np.array([sum(by_axis.values()) for by_axis in waits_by_axis.values()]))
     axis_ms = {axis: np.array([by_axis.get(axis, np.nan) for by_axis in waits_by_axis.values()]) for axis in INSIDE}
-    known_ms = {f"{axis}_waiting": ms for axis, ms in axis_ms.items() if np.isfinite(ms).all()}
+    # Steps in which a peer recorded nothing are not in the table, so their waiting need not be known.
+    known_ms = {f"{axis}_waiting": ms for axis, ms in axis_ms.items() if np.isfinite(ms).any()}
     return replace(rank, spent={**rank.spent, **known_ms}, compute=rank.compute * working_fraction[:, None, None, None])
 
 

@@ -32,8 +32,7 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
     target = report_of(tmp_path, forward_ms=[10, 10, 20, 10], backward_ms=[20, 20, 40, 20], chunk_layers=[4, 4, 8, 4])
     measured = target.measured
     # The steps that its causes are priced in, and the same time of a step.
-    assert measured.steps == tuple(range(1, 40))
-    assert [each.steps for each in measured.warnings if each.kind == "first_steps"] == [(0,)]
+    assert measured.steps == tuple(range(40))
     assert target.diagnosis is not None
     assert measured.step_ms == pytest.approx(target.diagnosis.step_ms)
     assert target.basis is None
@@ -129,7 +128,17 @@ def test_without_times_of_events_the_step_is_known(tmp_path: Path) -> None:
 
 def test_only_steps_that_every_stage_has(tmp_path: Path) -> None:
     measured = report_of(tmp_path, last_step={2: 30}).measured
-    assert measured.steps == tuple(range(1, 31))
+    assert measured.steps == tuple(range(31))
+
+
+@pytest.mark.parametrize(("cold", "left_out"), [(None, []), (0, [(0,)]), (1, [(0, 1)])])
+def test_first_steps_are_left_out_only_if_they_are_longer(
+    tmp_path: Path, cold: int | None, left_out: list[tuple[int, ...]]
+) -> None:
+    slow = [] if cold is None else [Slow(until_step=cold, factor=1.5)]
+    measured = report_of(tmp_path, steps=8, noise=0.05, slow=slow).measured
+    assert [each.steps for each in measured.warnings if each.kind == "first_steps"] == left_out
+    assert measured.steps == tuple(range(0 if cold is None else cold + 1, 8))
 
 
 def test_the_pipeline_without_the_slow_rank_is_shown_and_the_slow_rank_is_a_cause(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_a_rank_that_ended_early_takes_away_its_replica_alone(tmp_path: Path) ->
     write_timelines(tmp_path, LAYOUT, steps=40, last_step={1: 4})
     table = table_in(tmp_path)
     assert 1 not in table.ranks
-    assert (table.ranks.shape, len(table.steps)) == ((3, 2, 1), 39)
+    assert (table.ranks.shape, len(table.steps)) == ((3, 2, 1), 40)
 
 
 def test_steps_of_a_beginning_in_which_all_is_longer_are_none_of_them(tmp_path: Path) -> None:
