@@ -154,7 +154,7 @@ def _held(needs: Sequence[float], held: Sequence[int]) -> str | None:
         if held[stage]
     ]
     more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
-    return f"activations at their peak, in layers x microbatches in flight: {', '.join(each)}{more}"
+    return f"activations at their peak, in layers x microbatches of the captured size: {', '.join(each)}{more}"
 
 
 def _needed(change: Prediction, found: WhatIf) -> str | None:
