@@ -36,10 +36,15 @@ class Culprit:
     """Its last status; None if it never wrote one."""
     silent: bool
     """True if it gives no sign of life."""
-    waiting: int
-    """How many ranks wait for it, directly or through other ranks."""
+    waiters: frozenset[int]
+    """The ranks that wait for it, directly or through other ranks."""
     seconds: float
     """How long ago it last moved or, if it is silent, was last heard of."""
+
+    @property
+    def waiting(self) -> int:
+        """How many ranks wait for it."""
+        return len(self.waiters)
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,11 @@ class Blame:
     """The silent ranks first, then those that most others wait for."""
     still: float
     """Seconds since any rank moved; 0 if some rank still moves."""
+
+    @property
+    def waits_for(self) -> dict[int, int]:
+        """The first culprit that a rank waits for, directly or through other ranks, by the rank that waits."""
+        return {waiter: culprit.rank for culprit in reversed(self.culprits) for waiter in culprit.waiters}
 
 
 def find_culprits(
@@ -95,7 +105,7 @@ def find_culprits(
             rank,
             statuses.get(rank),
             rank in silent,
-            len(_all_waiting(rank, waiters)),
+            frozenset(_all_waiting(rank, waiters)),
             _seconds(statuses.get(rank), rank in silent, now),
         )
         for rank in silent | idle

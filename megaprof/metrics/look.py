@@ -77,9 +77,19 @@ class View:
             return None
         if self.silence is None:
             return _standstill(self.statuses, self.blame, "lasts") if self.blame.still else None
-        unended = {rank: status for rank, status in self.statuses.items() if not status.ended}
-        last = max((status.time for status in unended.values()), default=0.0)
-        return _standstill(unended, find_culprits(self.job.run, unended, last, afterwards=True), "unfinished")
+        return _standstill(self._unended, self.last_blame, "unfinished")
+
+    @cached_property
+    def last_blame(self) -> Blame:
+        """The ranks that keep it waiting or, once it is gone, that kept it waiting at its last moment."""
+        if self.silence is None:
+            return self.blame
+        last = max((status.time for status in self._unended.values()), default=0.0)
+        return find_culprits(self.job.run, self._unended, last, afterwards=True)
+
+    @property
+    def _unended(self) -> dict[int, RankStatus]:
+        return {rank: status for rank, status in self.statuses.items() if not status.ended}
 
     @property
     def heard(self) -> list[int]:

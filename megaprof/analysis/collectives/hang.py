@@ -73,6 +73,23 @@ class Culprit:
 
 
 @dataclass(frozen=True)
+class HeldUp:
+    """A rank that did not call what others called, because it waits for another rank itself. Its status says that; the
+    dumps do not have the exchanges of gloo."""
+
+    rank: int
+    """Global rank."""
+    stage: int | None
+    """Position in its pipeline group; None if the dumps do not say."""
+    waits_for: int
+    """Rank that it waits for, directly or through other ranks."""
+    awaited: Awaited
+    """First operation in which others wait for this rank."""
+    waiting: tuple[int, ...]
+    """Ranks that wait for this rank, in this operation or in another."""
+
+
+@dataclass(frozen=True)
 class Hang:
     """The findings from the dumps of a job. This is the JSON of `megaprof hang`."""
 
@@ -85,12 +102,16 @@ class Hang:
     culprits: tuple[Culprit, ...]
     """Ranks that keep the job waiting, starting with the one that others have waited for longest."""
     behind: int
-    """Number of other ranks with an operation that does not end."""
+    """Number of other ranks with an operation that does not end, which `culprits`, `held_up` and `unended` do not
+    name."""
     unended: tuple[Awaited, ...]
     """Operations that do not end, although all ranks of their group have called them and have nothing to finish before
     them. Then the device of one of the ranks, or the network between them, is at fault."""
     warnings: tuple[Note, ...]
     """Notes about the dumps."""
+    held_up: tuple[HeldUp, ...] = ()
+    """Ranks that others wait for, but that wait for another rank themselves, by the statuses of a running job. They are
+    no culprits."""
     outside: tuple[Standing, ...] = ()
     """Ranks that others wait for outside of collectives, from the statuses of a running job; only if no collective
     keeps anyone waiting."""
@@ -124,20 +145,21 @@ def hang_of(paths: Iterable[Path]) -> Hang:
     return hang(dumps, warnings)
 
 
-def hang_of_job(flights: Mapping[int, Flight]) -> Hang | None:
+def hang_of_job(flights: Mapping[int, Flight], waits_for: Mapping[int, int]) -> Hang | None:
     """Returns who keeps a running job waiting, from the flight recorders that its stuck ranks have written, by rank;
-    None if no rank has written one that can be read."""
+    None if no rank has written one that can be read. ``waits_for``: the rank that a rank waits for by their
+    statuses."""
     dumps, warnings = {}, []
     for rank, flight in sorted(flights.items()):
         try:
             dumps[rank] = dump_of(rank, flight)
         except BadDump as fault:
             warnings.append(Note("in_flight_unreadable", ranks=(rank,), said=str(fault)))
-    return hang(dumps, warnings) if dumps else None
+    return hang(dumps, warnings, waits_for) if dumps else None
 
 
-def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
-    """Returns who keeps the ranks of ``dumps``, by rank, waiting."""
+def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = (), waits_for: Mapping[int, int] | None = None) -> Hang:
+    """Returns who keeps the ranks of ``dumps``, by rank, waiting. ``waits_for``: see `hang_of_job`."""
     job = _Job(dumps)
     missing_ranks = tuple(sorted({rank for ranks in job.members.values() for rank in ranks} - dumps.keys()))
     culprits = list(_differing(job))
@@ -152,10 +174,17 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
         rank: common_operations[rank] for rank in sinks if rank in common_operations and rank not in stuck_devices
     }
     reasons = {rank: why for rank, why in sinks.items() if rank not in undecided_operations}
+    held_up = []
     for rank, why in {**reasons, **stuck_devices}.items():
-        if all(rank != culprit.rank for culprit in culprits):
-            culprits.append(job.culprit(rank, why if rank in dumps else "no_dump", waits))
-    named_ranks = {culprit.rank for culprit in culprits}
+        if any(rank == culprit.rank for culprit in culprits):
+            continue
+        culprit = job.culprit(rank, why if rank in dumps else "no_dump", waits)
+        awaited_rank = (waits_for or {}).get(rank)
+        # If the dumps show that the other rank waits, they know better than the statuses who waits for whom.
+        if why == "absent" and awaited_rank is not None and awaited_rank not in waits:
+            held_up.append(HeldUp(rank, culprit.stage, awaited_rank, culprit.awaited, culprit.waiting))
+        else:
+            culprits.append(culprit)
     unended = {
         (
             operation.group,
@@ -163,17 +192,23 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
             frozenset(() if operation.peer is None else (rank, operation.peer)),
         ): operation
         for rank, operation in sorted(
-            (undecided_operations or ({} if culprits else common_operations)).items(), key=lambda item: -item[1].called
+            (undecided_operations or ({} if culprits or held_up else common_operations)).items(),
+            key=lambda item: -item[1].called,
         )
     }
+    awaited_operations = tuple(job.awaited(operation) for operation in unended.values())
+    named_ranks = {rank for culprit in culprits for rank in (culprit.rank, *culprit.waiting)}
+    named_ranks |= {rank for held in held_up for rank in (held.rank, *held.waiting)}
+    named_ranks |= {rank for awaited in awaited_operations for rank in awaited.ranks}
     return Hang(
         1,
         tuple(sorted(dumps)),
         missing_ranks,
         tuple(sorted(culprits, key=lambda culprit: (culprit.awaited.since, culprit.rank))),
         sum(bool(dump.pending) for rank, dump in dumps.items() if rank not in named_ranks),
-        tuple(job.awaited(operation) for operation in unended.values()),
+        awaited_operations,
         (*warnings, *job.disagreements()),
+        tuple(sorted(held_up, key=lambda held: (held.awaited.since, held.rank))),
     )
 
 

@@ -4,7 +4,6 @@ recorders. It reads dumps, or the files that the ranks of a job wrote themselves
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,19 +70,18 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     If their collectives show no culprit, the lines say where the job stands or stood still, as `megaprof status` and
     the report say it: torch does not record exchanges of gloo, and a rank may stand still in its own work.
     """
-    from megaprof.analysis.collectives.hang import Hang, hang_of_job
-    from megaprof.cli.jobs.status import how_it_ended, standstills
+    from megaprof.analysis.collectives.hang import Hang
+    from megaprof.cli.jobs.status import collectives, how_it_ended, with_statuses
     from megaprof.metrics.look import look_at, waited_for
 
     job = find_job(directory, role)
     view = look_at(job)
-    in_collectives = hang_of_job(job.in_flight())
-    hang = in_collectives or Hang(1, (), (), (), 0, (), ())
-    hang = replace(hang, standstills=standstills(view))
+    in_collectives = collectives(view)
+    hang = in_collectives or with_statuses(Hang(1, (), (), (), 0, (), ()), view)
     if hang.culprits or hang.unended:
         return hang, []
     if view.silence is None:
-        hang, lines = replace(hang, outside=view.awaited), [f"! {clause}" for clause in waited_for(view)]
+        lines = [f"! {clause}" for clause in waited_for(view)]
     else:
         lines = [f"! {sentence}" for sentence in how_it_ended(view)]
     if in_collectives is None and not lines:

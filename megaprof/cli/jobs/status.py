@@ -284,7 +284,7 @@ def _said(view: View) -> Iterator[str]:
     whole = verdict(view)
     lines = [*([] if whole is None else [whole]), *(f"! {clause}" for clause in waited_for(view))]
     hang = _collectives(view)
-    if hang is not None and (hang.culprits or hang.unended):
+    if hang is not None and (hang.culprits or hang.held_up or hang.unended):
         lines += of_hang.sentences(hang)
     if view.state == "died":
         lines += stood_still(view)
@@ -294,7 +294,20 @@ def _said(view: View) -> Iterator[str]:
 
 def _collectives(view: View) -> Hang | None:
     """Returns the collectives that the job waits in; None if it runs, or if its ranks have not written them."""
-    return hang_of_job(view.job.in_flight()) if view.state in ("hangs", "died") or view.blame.stuck else None
+    return collectives(view) if view.state in ("hangs", "died") or view.blame.stuck else None
+
+
+def collectives(view: View) -> Hang | None:
+    """Returns who keeps the job waiting by what its ranks have in flight; None if they have not written that."""
+    hang = hang_of_job(view.job.in_flight(), view.last_blame.waits_for)
+    return None if hang is None else with_statuses(hang, view)
+
+
+def with_statuses(hang: Hang, view: View) -> Hang:
+    """Returns `hang` with what the statuses say: where the job stands or stood still, and, unless a collective shows
+    that or the job is gone, whom its ranks wait for."""
+    known = hang.culprits or hang.unended or view.silence is not None
+    return replace(hang, outside=() if known else view.awaited, standstills=standstills(view))
 
 
 def _table(view: View) -> Iterator[str]:

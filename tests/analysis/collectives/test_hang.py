@@ -172,6 +172,23 @@ def test_a_kernel_that_only_some_have_begun(tmp_path: Path) -> None:
     assert who(hang_in(tmp_path, dumps)) == [(1, "not_begun")]
 
 
+def test_a_rank_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 waits for rank 1, and the first sentence says so. Rank 2 waits for rank 0 and is another one."""
+    dumps = {
+        0: dump(0, [entry("1", 1, 0, True), entry("1", 2, 1, False)]),
+        1: dump(1, [entry("1", 1, 0, False)]),
+        2: dump(2, [entry("3", 1, 0, False)]),
+    }
+    found = hang_in(tmp_path, dumps)
+    assert who(found) == [(1, "stuck")]
+    assert found.culprits[0].waiting == (0,)
+    assert found.behind == 1
+    main(["hang", str(tmp_path)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "which others of the group have finished: look at its GPU. Rank 0 waits for it." in said
+    assert "1 other rank cannot go on" in said
+
+
 def test_exchanges(tmp_path: Path) -> None:
     """Stage 1 never receives: its tensor-parallel peers have no part in it."""
 

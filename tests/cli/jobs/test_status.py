@@ -236,6 +236,102 @@ def test_what_stood_still_is_the_same_in_every_command_after_the_job_was_killed(
     assert stood in capsys.readouterr().err
 
 
+PAIRS = {"1": (0, 1), "2": (2, 3)}
+
+
+def in_flight(job: Job, called: dict[int, int]) -> None:
+    """Writes what ranks of two stages with two replicas have in flight: a pair's all_reduce 6, or nothing. ``called``:
+    the number of the last one that each rank called."""
+    for rank, number in called.items():
+        group = "1" if rank < 2 else "2"
+        reduction = {
+            "process_group": (group, "DATA_PARALLEL_GROUP_WITH_CP"),
+            "collective_seq_id": number,
+            "profiling_name": "gloo:all_reduce",
+            "time_created_ns": (1_800_000_000 + rank) * 10**9,
+            "state": "scheduled",
+            "retired": number < 6,
+            "record_id": 0,
+            "input_sizes": [[8]],
+        }
+        config = {group: {"desc": "DATA_PARALLEL_GROUP_WITH_CP", "ranks": json.dumps(PAIRS[group])}}
+        path = job.paths.root / "collectives" / f"rank{rank:05}.json"
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        record = {"version": 2, "run": job.run.run, "rank": rank, "entries": [reduction], "pg_config": config}
+        path.write_text(json.dumps(record))
+
+
+def replicas(directory: Path, dead_pid: int | None = None) -> Job:
+    """A job that stands still: replica 1 of stage 1 computes, and everybody waits for it."""
+    job = Job(directory, WorldLayout(ParallelSizes(pp=2, dp=2)))
+    if dead_pid is not None:
+        job.run = replace(job.run, pid=dead_pid)
+    job.begin()
+    since = time.time() - 40
+    phases = {0: "finalize_grads", 1: "send_forward_recv_backward", 2: "finalize_grads", 3: "forward"}
+    for rank, phase in phases.items():
+        place = {"target": "train_actor", "step": 5, "phase": phase, "microbatch": None, "chunk": None, "since": since}
+        job.status(rank, since=since, position=place, **({} if dead_pid is None else {"pid": dead_pid}))
+    return job
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_rank_that_waits_in_an_exchange_that_no_dump_shows_is_no_culprit(
+    tmp_path: Path, dead_pid: int, lives: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gloo's exchanges are not in the dumps: in these, ranks 1 and 3 have nothing in flight."""
+    job = replicas(tmp_path, None if lives else dead_pid)
+    in_flight(job, {0: 6, 1: 5, 2: 6, 3: 5})
+    assert main(["hang", str(tmp_path), "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    check("hang", found)
+    assert [(each["rank"], each["waiting"]) for each in found["culprits"]] == [(3, [2])]
+    assert [(each["rank"], each["waits_for"], each["waiting"]) for each in found["held_up"]] == [(1, 3, [0])]
+    assert found["behind"] == 0, "each rank is named once"
+    code, status_now = as_json(job, capsys)
+    assert code == 3
+    assert status_now["collectives"]["standstills"] == status_now["standstills"]
+    for of_one in (found, status_now["collectives"]):
+        for standstill in of_one["standstills"]:
+            standstill["seconds"] = round(standstill["seconds"])
+    assert status_now["collectives"] == found
+    for command in ("hang", "status"):
+        assert main([command, str(tmp_path)]) == 3
+        said = " ".join(capsys.readouterr().out.split())
+        assert "Rank 3 did not come to all_reduce 6 (8) of the dp group of ranks 2-3. Rank 2 waits" in said
+        assert "Rank 1 did not come to all_reduce 6 (8) of the dp group of ranks 0-1, because it waits" in said
+        assert "because it waits for rank 3. Rank 0 waits for it." in said
+        assert "cannot go on" not in said
+
+
+def test_where_no_collective_shows_it_the_statuses_name_the_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = replicas(tmp_path)
+    in_flight(job, {0: 6, 1: 5, 2: 5, 3: 5})
+    assert main(["hang", str(tmp_path)]) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "because it waits for rank 3. Rank 0 waits for it." in said
+    assert "! rank 3 (stage 1, " in said
+    assert "No rank keeps" not in said
+    in_flight(job, {0: 5})
+    assert main(["hang", str(tmp_path)]) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No rank keeps another waiting in a collective: the dumps show nothing in flight. ! rank 3" in said
+    _, status_now = as_json(job, capsys)
+    assert [standing["rank"] for standing in status_now["collectives"]["outside"]] == [3]
+
+
+def test_what_the_dumps_show_counts_more_than_the_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its status rank 1 waits for rank 3, but rank 3 waits for rank 2 in a collective."""
+    job = replicas(tmp_path)
+    in_flight(job, {0: 6, 1: 5, 2: 5, 3: 6})
+    assert main(["hang", str(tmp_path), "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(each["rank"] for each in found["culprits"]) == [1, 2]
+    assert found["held_up"] == []
+
+
 @pytest.mark.parametrize("options", [("--wait", "-1"), ("--hang-after", "0"), ("--wait", "nan")])
 def test_arguments_that_make_no_sense(job: Job, options: tuple[str, str]) -> None:
     assert status(job, *options) == 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang
+from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, HeldUp
 from megaprof.analysis.report.text.notes import clause, told
 from megaprof.analysis.report.text.words import sentence
 from megaprof.analysis.trace.groups import axis_of
@@ -21,17 +21,19 @@ def sentences(hang: Hang) -> Iterator[str]:
     """Yields which ranks keep the job waiting, and in which operations; then notes about the dumps."""
     for culprit in hang.culprits:
         yield _culprit(culprit)
+    for held in hang.held_up:
+        yield _held_up(held)
     for awaited in hang.unended:
         yield (
             f"{_ranks(awaited.ranks)} all called {_operation(awaited)}, and it does not end: look at their GPUs and at "
             f"the network between them. {_since(awaited)}"
         )
-    if hang.culprits and hang.behind:
+    if (hang.culprits or hang.held_up) and hang.behind:
         they = "it waits for them" if hang.behind == 1 else "they wait for them or for each other"
         yield f"{counted(hang.behind, 'other rank')} cannot go on, because {they}."
-    if not hang.culprits and not hang.unended:
-        waiting = f"{counted(hang.behind, 'rank')} had something in flight" if hang.behind else "nothing was in flight"
-        yield f"No rank keeps another waiting in a collective: {waiting} when the dumps were written."
+    if not hang.culprits and not hang.held_up and not hang.unended:
+        waiting = f"{counted(hang.behind, 'rank')} with something in flight" if hang.behind else "nothing in flight"
+        yield f"No rank keeps another waiting in a collective: the dumps show {waiting}."
     if hang.missing and not any(culprit.why == "no_dump" for culprit in hang.culprits):
         yield f"No dump of {_ranks(hang.missing).lower()} is here."
     yield from (sentence(clause(note)) for note in hang.warnings)
@@ -43,15 +45,19 @@ def plain(hang: Hang) -> dict[str, Any]:
     return told_of
 
 
+def _held_up(held: HeldUp) -> str:
+    who = _who(held.rank, held.stage)
+    why = f"because it waits for rank {held.waits_for}"
+    return f"{who} did not {_come_to(held.awaited)}, {why}. {_wait(held.waiting)} for it. {_since(held.awaited)}"
+
+
 def _culprit(culprit: Culprit) -> str:
-    place = "" if culprit.stage is None else f" (stage {culprit.stage})"
-    who, awaited = f"Rank {culprit.rank}{place}", culprit.awaited
+    who, awaited = _who(culprit.rank, culprit.stage), culprit.awaited
     operation = _operation(awaited)
     waiting = _ranks(culprit.waiting)
-    waits = f"{waiting} {'wait' if len(culprit.waiting) > 1 else 'waits'}"
+    waits = _wait(culprit.waiting)
     if culprit.why == "absent":
-        did = "come to" if awaited.number is not None else "answer"
-        said = f"{who} did not {did} {operation}. {waits} for it."
+        said = f"{who} did not {_come_to(awaited)}. {waits} for it."
     elif culprit.why == "no_dump":
         said = f"{who} left no dump: it has died, or its file is not here. {waits} for it in {operation}."
     elif culprit.why == "stuck":
@@ -62,7 +68,21 @@ def _culprit(culprit: Culprit) -> str:
         said = f"{waits} for {who.lower()} in {operation}, while it waits for them in another group."
     else:
         said = f"{who} called {culprit.instead} where {waiting.lower()} called {operation}."
+    if culprit.why in ("stuck", "not_begun") and culprit.waiting:
+        said = f"{said} {waits} for it."
     return f"{said} {_since(awaited)}"
+
+
+def _who(rank: int, stage: int | None) -> str:
+    return f"Rank {rank}" if stage is None else f"Rank {rank} (stage {stage})"
+
+
+def _wait(ranks: tuple[int, ...]) -> str:
+    return f"{_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'}"
+
+
+def _come_to(awaited: Awaited) -> str:
+    return f"{'come to' if awaited.number is not None else 'answer'} {_operation(awaited)}"
 
 
 def _operation(awaited: Awaited) -> str:
