@@ -162,10 +162,10 @@ def in_words(answer: WhatIfAnswer) -> list[str]:
     from megaprof.analysis.report.text.words import number, percent, title, within
 
     prediction = answer.prediction
-    measured = f"measured {number(answer.measured_ms)} ms"
-    step = f"{within(prediction.step_ms, prediction.reach_ms)} ms, {measured}: {fast(prediction)}"
+    now = f"{number(answer.measured_ms)} ms"
+    step = f"{within(prediction.step_ms, prediction.reach_ms)} ms instead of {now}: {fast(prediction)}"
     if answer.what == AS_CAPTURED:
-        step = f"{measured}; nothing is changed"
+        step = f"{now}; nothing is changed"
     elif not prediction.tells:
         step += f", so it may be {'slower' if prediction.speedup > 1.0 else 'faster'}, too"
     imbalance = "" if answer.imbalance is None else f", imbalance {answer.imbalance:.2f}"

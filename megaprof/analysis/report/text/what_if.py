@@ -273,7 +273,8 @@ def worth_showing(found: WhatIf) -> list[Prediction]:
 
 def left_out(found: WhatIf) -> str | None:
     """Returns how many predictions are not shown because their gain is not certain; None if all are shown."""
-    count = len(_gaining(found)) - len(worth_showing(found))
+    shown = [*worth_showing(found), found.quickest]  # the advice names the fastest layout
+    count = sum(each not in shown for each in _gaining(found))
     if not count:
         return None
     which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
