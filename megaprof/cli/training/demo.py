@@ -293,7 +293,8 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
     phase begins."""
     if not sys.stderr.isatty():
         print("  starting the ranks", file=sys.stderr, flush=True)
-        yield lambda line: print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
+        # One write for a line: ranks write to the same file.
+        yield lambda line: print(f"  {line.rstrip()}\n", end="", file=sys.stderr, flush=True)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
