@@ -107,12 +107,13 @@ def _table(view: View) -> RenderableType:
             style="bold red" if stage.pp == summary.slow_stage else None,
         )
     heard = len(view.statuses)
-    parts = [
-        counted(job.run.world, "rank") + ("" if heard == job.run.world else f", {heard} of them answering"),
-        f"step {_number(summary.step_ms)} ms",
-        f"imbalance {_number(summary.imbalance, 2)}",
-        f"bubble {_percent(summary.bubble_fraction)}",
-    ]
+    parts = [counted(job.run.world, "rank") + ("" if heard == job.run.world else f", {heard} of them answering")]
+    if summary.step_ms is None:
+        parts.append("no step has been timed yet")
+    else:
+        parts.append(f"step {_number(summary.step_ms)} ms")
+        parts.append(f"imbalance {_number(summary.imbalance, 2)}")
+        parts.append(f"bubble {_percent(summary.bubble_fraction)}")
     if summary.recent:
         parts.append(f"medians of the last {counted(summary.recent, 'step')}")
     if len(summary.stages) > _LINES:

@@ -105,6 +105,13 @@ def test_a_step_takes_as_long_as_on_its_longest_stage_wherever_it_is_shown(
     assert "step 1000.0 ms" in capsys.readouterr().out
 
 
+def test_before_the_first_step_there_are_no_figures(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        job.status(rank, calls=[{"target": "train_actor", "begun": 1}])
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2 ranks, no step has been timed yet"
+
+
 def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(tmp_path, WorldLayout(ParallelSizes.of(1)))
     job.begin()
