@@ -297,15 +297,16 @@ def _masked(run: Examined, left: list[Term]) -> Term | None:
 def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
     table, kind = run.table, term.kind
     own = _sizes(term, run.view)
-    size = _LARGE[kind](own) if kind in _LARGE else gain
-    there = np.ones(len(gain), dtype=bool)
+    there, begins = np.ones(len(gain), dtype=bool), None
     if kind in _LARGE or term.once or term.ranks:
-        there = active(size if kind in _LARGE else gain / table.length)
-    begins = began(there)
-    if begins:
-        there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
-    if not there.all() and size[~there].mean() > QUARTILE * size[there].mean():
-        there, begins = np.ones(len(gain), dtype=bool), None  # it is present in the other steps too, only smaller
+        # Not its gain, which also depends on what else happened in a step.
+        size = _LARGE[kind](own) if kind in _LARGE else _taken_ms(run, term)
+        there = active(size)
+        begins = began(there)
+        if begins:
+            there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
+        if not there.all() and size[~there].mean() > QUARTILE * size[there].mean():
+            there, begins = np.ones(len(gain), dtype=bool), None  # it is present in the other steps too, only smaller
     waits = _waits(run, term, there) if kind in (WAIT, "layers") else {}
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
@@ -361,12 +362,24 @@ def _sizes(term: Term, view: View) -> dict[str, Floats]:
     return {"factor": ratio.max(axis=-1)}
 
 
-#: The size of a cause in every step, measured directly: its price in a step also depends on what else happened there.
+#: The size of a cause in every step, by its parts.
 _LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
     **dict.fromkeys(("slow_rank", "unequal_replicas"), lambda own: own["factor"] - 1.0),
     "slow_link": lambda own: own["transfer_ms"] - own["usual_ms"],
     "late_entry": lambda own: own["late_ms"],
 }
+
+
+def _taken_ms(run: Examined, term: Term) -> Floats:
+    """Returns how many milliseconds a term takes in every step, [t], whether the step waits for them or not: what its
+    ranks wait for a processor core, or by how much it makes passes and the gradient reduction longer."""
+    if term.kind == WAIT:
+        waited_ms: Floats = np.broadcast_to(run.table.waited, (len(run.table.steps), *run.table.ranks.shape))
+        of_ranks: Floats = waited_ms[:, np.isin(run.table.ranks, term.ranks)].mean(axis=1)
+        return of_ranks
+    before, after = run.view.state, term.change(run.view).state
+    taken_ms: Floats = (before.passes - after.passes).sum(axis=(1, 2, 3, 4, 5)) + before.tail - after.tail
+    return taken_ms
 
 
 def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _needed, diagnose
-from megaprof.analysis.diagnosis.examine import _reach, examine
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _needed, diagnose
+from megaprof.analysis.diagnosis.examine import Price, _reach, examine
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL
-from megaprof.analysis.diagnosis.terms import terms
-from megaprof.analysis.table.table import Table, Unfit
+from megaprof.analysis.diagnosis.terms import Term, terms
+from megaprof.analysis.table.table import WAIT, Table, Unfit
 from tests.analysis.tables import tables_in
 from tests.analysis.truth.files import write
 from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
@@ -384,6 +384,16 @@ def test_what_a_cause_costs_does_not_tell_when_it_is_there(tmp_path):
     longer = replace(table, **busy, length=table.length * hides)
     (cause,) = (each for each in diagnose(examine(longer)).causes if each.ranks == (5,))
     assert (cause.kind, cause.since) == ("slow_rank", 10)
+
+
+def test_a_rank_that_waits_equally_long_in_all_steps_waits_in_all_of_them(tmp_path):
+    """Elsewhere the step is held back nearly as much in most steps, so that the waits cost little there."""
+    fault = Fault("processor_wait", 1.6, stage=1, replica=2)
+    run = examine(table_of(replace(REPLICAS, recording="cpu trace", counted=True, faults=(fault,)), tmp_path))
+    gain = np.array([4.0, 2.0, 300.0, 5.0, 3.0, 4.0])
+    cause = _cause(run, Term(WAIT, lambda view: view, ranks=(5,), once=True), Price(53.0, 9.0, 97.0), gain)
+    assert (cause.share, cause.since) == (1.0, None)
+    assert cause.while_ms == pytest.approx(cause.price.ms)
 
 
 def test_a_link_says_since_when_it_is_slow_and_how_slow_it_is_then(tmp_path):
