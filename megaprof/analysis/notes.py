@@ -26,7 +26,7 @@ Kind = Literal[
     "stages_apart", "no_pipeline", "exchanges_unseen", "arrows_backwards",
     # what does not belong together
     "other_sizes", "other_jobs", "other_layers", "other_schedules", "kernels_in_some", "stages_missing",
-    "stages_missing_in_step", "no_common_step", "stages_differ", "microbatches_differ",
+    "stages_missing_in_step", "replicas_missing", "no_common_step", "stages_differ", "microbatches_differ",
     # steps that are left out, or disturbed
     "twice", "first_steps", "opened_by_nsys", "entered_apart",
     "entered_apart_by_nsys", "step_left_out", "step_disturbed", "file_left_out",

@@ -169,6 +169,8 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     missing = tuple(stage for stage, each in enumerate(table.metadata) if each is None)
     if missing:
         yield Note("stages_missing", stages=missing, count=sizes.pp - len(missing), of=sizes.pp)
+    if "backward" in table.schedule.kinds and len(table.ranks) < sizes.dp:
+        yield Note("replicas_missing", count=len(table.ranks), of=sizes.dp)
     if table.aligned_ms is not None:
         yield Note("aligned_on_gpu" if table.device else "clocks_aligned", ms=(table.aligned_ms,))
     elif not table.clocks and not missing:

@@ -264,3 +264,14 @@ def test_a_pipeline_without_slow_ranks_is_shown_even_if_more_of_its_ranks_have_o
     found = averages(table, [slow], [slow, *waiting])
     assert [stage.ranks[0] for stage in found.stages] == table.ranks[0, :, 0].tolist()
     assert [each.ranks for each in found.slow_ranks] == [(slow,)]
+
+
+@pytest.mark.parametrize("captured", [1, 2])
+def test_where_a_replica_was_not_captured_waiting_for_it_is_not_told_apart(captured: int, tmp_path: Path) -> None:
+    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(8, pp=4)), steps=8, microbatches=8, noise=0.0)
+    for path in tmp_path.rglob("*-dp1.*") if captured == 1 else ():
+        path.unlink()
+    (table,) = tables_in(tmp_path).values()
+    assert isinstance(table, Table)
+    told = [(note.count, note.of) for note in averages(table).warnings if note.kind == "replicas_missing"]
+    assert told == ([(1, 2)] if captured == 1 else [])

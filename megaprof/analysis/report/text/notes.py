@@ -202,6 +202,10 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
+    "replicas_missing": lambda n: (
+        f"{n.count} of {n.of} data-parallel replicas {'was' if n.count == 1 else 'were'} captured: exposed dp and the "
+        "gradients include waiting for the others"
+    ),
     "pp_unknown": (
         "the tables do not show exposed pp: waiting for a neighbour and the transfer itself were recorded as one, and "
         "the bubble contains both"
