@@ -73,6 +73,8 @@ Anything = TypeVar("Anything")
 #: The longest single value, such as an event, that is read.
 _LONGEST = 16 << 20
 _SPACE = re.compile(rb"\s*")
+#: Matches where a number that has been read may go on in the next piece: ``0`` is one, and so is ``0.5``.
+_MAY_GO_ON = re.compile(rb"[0-9.eE+-]*\Z")
 _BORDER = re.compile(rb'\}\s*,\s*\{\s*"')
 #: Finds the end of a value in text of one character per byte; numbers of any length are left as they are.
 _value_in = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
@@ -275,8 +277,7 @@ class _Text:
         if self.peek() is None:
             raise _Truncated
         end = self._end()
-        # A number at the end of the text may go on in the next piece.
-        while (end is None or end == len(self.data)) and self._twice_as_much():
+        while (end is None or _MAY_GO_ON.match(self.data, end)) and self._twice_as_much():
             end = self._end()
         if end is None:
             raise _Truncated

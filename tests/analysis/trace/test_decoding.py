@@ -116,6 +116,18 @@ def test_pieces_of_any_size_give_what_the_whole_gives(
         assert bare or msgspec.json.decode(document.top["baseTimeNanoseconds"]) == 7
 
 
+@pytest.mark.parametrize("number", ["0.5", "-12.25", "1e5", "2.5E-3", "7"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_number_that_is_cut_anywhere_is_one_value(number: str, size: int) -> None:
+    text = f'{{"before": {number}, "traceEvents": [{number}, {{"ph": "X"}}, {number}], "after": {number}}}'
+    found, document = streamed(text.encode(), size, top=("before", "after"))
+    assert [event.ph for event in found] == ["X"]
+    assert (document.unreadable, document.cut) == (2, None)
+    assert {name: bytes(value) for name, value in document.top.items()} == dict.fromkeys(
+        ("before", "after"), number.encode()
+    )
+
+
 @given(EVENTS, st.sampled_from(LAYOUTS), st.integers(1, 100), st.data())
 def test_a_file_that_ends_anywhere_gives_the_events_before(
     events: list[Any], layout: Callable[[list[Any]], str], size: int, data: st.DataObject
