@@ -6,8 +6,7 @@ whatever is communicated inside a microbatch; its median is not the sum of the m
 - compute of a stage: the median of its ranks that are not slow. A slow rank is named by itself; it does not make its
   stage one that computes longer than the others.
 - imbalance: the slowest stage's compute over the mean of all stages'.
-- step: that of the stage that takes longest, each stage being the median of its ranks. Other stages enter
-  later or leave earlier.
+- step: that of the stage that takes longest (`longest_stage`). Other stages enter later or leave earlier.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, averaged over the stages: the part of a step in which
   a stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
 - straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
@@ -119,7 +118,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     everyone = [status for members in of_stage.values() for status in members]
     slowest = max(known_ms, key=lambda pp: known_ms[pp]) if mean is not None else None
     undisturbed = None if slowest is None else _median(map(_undisturbed_ms, _not_slow(of_stage[slowest])))
-    step_ms = max((stage.step_ms for stage in stages if stage.step_ms is not None), default=None)
+    step_ms = longest_stage((status.coords["pp"], status.step_ms) for status in everyone)
     straggler, ratio = _straggler(of_stage.values())
     steps = [step for status in everyone if (step := status.last_step()) is not None]
     return Summary(
@@ -135,6 +134,16 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         slow_stage=slowest if mean and undisturbed is not None and undisturbed / mean > SLOW else None,
         recent=max((status.recent.steps for status in everyone if status.recent is not None), default=None),
     )
+
+
+def longest_stage(times: Iterable[tuple[int, float | None]]) -> float | None:
+    """Returns the time of the stage that takes longest, each stage being the median of its ranks; None if no time is
+    known. ``times``: the stage of each rank, and its time."""
+    of_stage: dict[int, list[float | None]] = {}
+    for stage, time in times:
+        of_stage.setdefault(stage, []).append(time)
+    medians = (_median(members) for members in of_stage.values())
+    return max((median for median in medians if median is not None), default=None)
 
 
 def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: float | None) -> StageFigures:

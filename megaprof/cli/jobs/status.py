@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,18 +18,19 @@ from megaprof.analysis.fleet.fleet import stood_still_in
 from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.notes import told
 from megaprof.analysis.report.text.sentences import of_standstills
-from megaprof.analysis.report.text.words import sentence
+from megaprof.analysis.report.text.words import ABSENT, number, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
-from megaprof.metrics.figures import SlowRanks, Summary, summarise
+from megaprof.metrics.figures import SlowRanks, Summary, longest_stage, summarise
 from megaprof.metrics.look import State, View, few, gone, look_at, verdict, waited_for
 from megaprof.parallel.topology import ParallelSizes
 
 #: The most lines of the table: everything fits on one screen, however many ranks there are.
 _LINES = 28
+_COLUMNS = ("step", "step ms", "compute ms", "where")
 _WAIT_SECONDS = 5.0
 
 EXAMPLES = (
@@ -256,28 +256,19 @@ def _headline(view: View) -> Iterator[str]:
 def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:
     """Returns how long a step takes and how often one begins, as medians. A step is one call of the schedule; between
     two calls come the optimizer, data, ..."""
-    takes = _longest_stage(
+    takes = longest_stage(
         (status.coords["pp"], status.recent.step_ms)
         for status in statuses.values()
         if status.recent is not None and (status.recent.target, status.recent.role) == (target, role)
     )
-    every = _longest_stage(
-        (status.coords["pp"], 1e3 * call.seconds)
+    every = longest_stage(
+        (status.coords["pp"], None if call.seconds is None else 1e3 * call.seconds)
         for status in statuses.values()
         for call in status.calls
-        if (call.target, call.role) == (target, role) and call.seconds is not None
+        if (call.target, call.role) == (target, role)
     )
-    clauses = [f"{verb} {ms:.1f} ms" for verb, ms in (("takes", takes), ("one every", every)) if ms is not None]
+    clauses = [f"{verb} {number(ms)} ms" for verb, ms in (("takes", takes), ("one every", every)) if ms is not None]
     return f", {', '.join(clauses)} (medians)" if clauses else ""
-
-
-def _longest_stage(milliseconds: Iterable[tuple[int, float]]) -> float | None:
-    """Returns the time of the stage that takes longest, each being the median of its ranks, as in `figures`; None
-    without any. ``milliseconds``: of single ranks, each after its stage."""
-    of_stage: dict[int, list[float]] = {}
-    for stage, ms in milliseconds:
-        of_stage.setdefault(stage, []).append(ms)
-    return max(map(statistics.median, of_stage.values()), default=None)
 
 
 def _said(view: View) -> Iterator[str]:
@@ -313,32 +304,35 @@ def with_statuses(hang: Hang, view: View) -> Hang:
 def _table(view: View) -> Iterator[str]:
     """Yields a line per rank, or per stage if there are too many ranks."""
     by_rank = view.job.run.world <= _LINES
-    groups: dict[int, list[RankStatus]] = {}
-    for rank, status in sorted(view.statuses.items()):
-        groups.setdefault(rank if by_rank else status.coords["pp"], []).append(status)
-    numbered, beside = ("rank", "stage") if by_rank else ("stage", "rank count")
-    rows = [(numbered, beside, "step", "step ms", "compute ms", "where")]
-    for number, members in sorted(groups.items())[:_LINES]:
-        steps = [step for status in members if (step := status.last_step()) is not None]
-        rows.append(
-            (
-                str(number),
-                str(members[0].coords["pp"] if by_rank else len(members)),
-                "-" if not steps else str(min(steps)) if min(steps) == max(steps) else f"{min(steps)}-{max(steps)}",
-                _median([status.step_ms for status in members]),
-                _median([status.compute_ms for status in members]),
-                _where(members, view.now),
-            )
-        )
+    rows = list(_ranks(view) if by_rank else _stages(view))
+    shown = [("rank" if by_rank else "stage", "stage" if by_rank else "rank count", *_COLUMNS), *rows[:_LINES]]
     yield ""
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
+    widths = [max(len(row[column]) for row in shown) for column in range(5)]
+    for row in shown:
         cells = [cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True)]
         yield "  ".join((*cells, row[5]))[:160]
-    if len(groups) > _LINES:
-        yield f"... and {len(groups) - _LINES} more stages"
+    if len(rows) > _LINES:
+        yield f"... and {len(rows) - _LINES} more stages"
     if any(status.step_ms is not None for status in view.statuses.values()):
         yield "Times are medians of each rank's last steps."
+
+
+def _ranks(view: View) -> Iterator[tuple[str, ...]]:
+    for rank, status in sorted(view.statuses.items()):
+        step = status.last_step()
+        shown = ABSENT if step is None else str(step)
+        times = number(status.step_ms), number(status.compute_ms)
+        yield str(rank), str(status.coords["pp"]), shown, *times, _where([status], view.now)
+
+
+def _stages(view: View) -> Iterator[tuple[str, ...]]:
+    """Yields a row per stage, with the figures that every other view of the job shows (`metrics.figures`)."""
+    for stage in summarise(view.job.run, view.statuses.values()).stages:
+        members = [status for status in view.statuses.values() if status.coords["pp"] == stage.pp]
+        steps = [step for status in members if (step := status.last_step()) is not None]
+        shown = ABSENT if not steps else str(steps[0]) if len({*steps}) == 1 else f"{min(steps)}-{max(steps)}"
+        times = number(stage.step_ms), number(stage.compute_ms)
+        yield str(stage.pp), str(stage.ranks), shown, *times, _where(members, view.now)
 
 
 def _where(members: list[RankStatus], now: float) -> str:
@@ -356,8 +350,3 @@ def _place(status: RankStatus, now: float) -> str:
     if status.late(now):
         return "not heard of any more"
     return "outside of the schedule" if status.place is None else str(status.place)
-
-
-def _median(values: list[float | None]) -> str:
-    numbers = [value for value in values if value is not None]
-    return f"{statistics.median(numbers):.1f}" if numbers else "-"

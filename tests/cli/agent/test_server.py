@@ -188,7 +188,7 @@ def test_status_of_a_job_and_of_one_of_its_ranks(job: Job) -> None:
         summary = await call(client, "status", directory=str(job.directory))
         first, second = summary["headline"]
         assert first.startswith("2 ranks (tp1 pp2 cp1 ep1 dp1 vpp1), running for ")
-        assert second == "train_actor: step 4, one every 200.0 ms (medians)"
+        assert second == "train_actor: step 4, one every 200 ms (medians)"
         assert (summary["state"], summary["heard"]) == ("runs", [0, 1])
         assert summary["status"]["part"] == "status"
         assert (await call(client, "status", directory=str(job.directory), part="status/rank=1"))["rank"] == 1

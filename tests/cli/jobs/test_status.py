@@ -82,7 +82,7 @@ def test_a_job_that_runs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(job) == 0
     shown = capsys.readouterr().out
     assert "all of them answering" in shown
-    assert "train_actor: step 4, one every 200.0 ms" in shown
+    assert "train_actor: step 4, one every 200 ms" in shown
     job.status(0)
     job.status(1)
     code, found = as_json(job, capsys)
@@ -100,9 +100,30 @@ def test_a_step_takes_as_long_as_on_its_longest_stage_wherever_it_is_shown(
         calls = [{"target": "train_actor", "begun": 5, "seconds": step_ms / 1e3 + 0.05}]
         job.status(rank, recent=recent, calls=calls)
     assert status(job) == 0
-    assert "takes 1000.0 ms, one every 1050.0 ms (medians)" in capsys.readouterr().out
+    assert "takes 1000 ms, one every 1050 ms (medians)" in capsys.readouterr().out
     assert main(["watch", str(job.directory), "--once"]) == 0
     assert "step 1000.0 ms" in capsys.readouterr().out
+
+
+def recent(step_ms: float, compute_ms: float, finalize_ms: float = 1.0) -> dict[str, Any]:
+    times = {"step_ms": step_ms, "compute_ms": compute_ms, "finalize_ms": finalize_ms, "p2p_ms": None}
+    return {"target": "train_actor", "steps": 5} | dict.fromkeys(("forward_ms", "backward_ms", "combined_ms"), 1) | times
+
+
+def test_a_line_of_a_stage_shows_the_figures_of_the_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow ranks do not count, as everywhere else."""
+    job = Job(tmp_path, WorldLayout(ParallelSizes(pp=2, dp=16)))
+    job.begin()
+    for rank in range(32):
+        slow = rank >= 24
+        job.status(rank, recent=recent(step_ms=700.0, compute_ms=600.0 if slow else 200.0 + rank))
+    _, found = as_json(job, capsys)
+    assert [stage["compute_ms"] for stage in found["now"]["stages"]] == [207.5, 219.5]
+    assert status(job) == 0
+    shown = capsys.readouterr().out.splitlines()
+    header = next(place for place, line in enumerate(shown) if line.startswith("stage  rank count"))
+    rows = [line.split()[:5] for line in shown[header + 1 : header + 3]]
+    assert rows == [["0", "16", "4", "700", "208"], ["1", "16", "4", "700", "220"]]
 
 
 def test_before_the_first_step_there_are_no_figures(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
