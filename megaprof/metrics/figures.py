@@ -3,8 +3,8 @@
 Each rank's figures are medians over its last steps. compute = forward + backward + combined passes of a step, with
 whatever is communicated inside a microbatch; its median is not the sum of the medians of these passes.
 
-- compute of a stage: the median of its ranks that are not slow. A slow rank is named by itself; it does not make its
-  stage one that computes longer than the others.
+- compute and gradients of a stage: the medians of its ranks that are not slow, which together with the bubble make a
+  step. A slow rank is named by itself; it does not make its stage one that computes longer than the others.
 - imbalance: the slowest stage's compute over the mean of all stages'.
 - step: that of the stage that takes longest (`longest_stage`). Other stages enter later or leave earlier.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, averaged over the stages: the part of a step in which
@@ -65,7 +65,8 @@ class StageFigures:
     compute_ms: float | None
     """Compute per step in milliseconds: median of its ranks, without slow ones."""
     gradients_ms: float | None
-    """Time per step to finalise gradients, including waiting for other ranks, in milliseconds: median of its ranks."""
+    """Time per step to finalise gradients, including waiting for other ranks, in milliseconds: median of its ranks,
+    without slow ones."""
     imbalance: float | None
     """Compute of this stage / mean of all stages."""
     slowest_rank: int | None
@@ -157,7 +158,7 @@ def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: 
         step=max(steps, default=None),
         step_ms=_median([status.step_ms for status in members]),
         compute_ms=compute,
-        gradients_ms=_median([status.recent.finalize_ms for status in members if status.recent is not None]),
+        gradients_ms=_median(status.recent.finalize_ms for status in _not_slow(members) if status.recent is not None),
         imbalance=None if compute is None or mean is None else compute / mean,
         slowest_rank=slowest,
         slowest_ms=slowest_ms,

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
+from megaprof.analysis.report.text.words import ABSENT, number, percent
 from megaprof.cli import UsageError
 from megaprof.cli.jobs.status import silence
 from megaprof.control.job import NoJob, find_job
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _LINES = 32
+#: Broken where a terminal of 80 columns would otherwise cut words.
+_COLUMNS = (
+    "stage",
+    "rank\ncount",
+    "step",
+    "step\nms",
+    "compute\nms",
+    "gradients\nms",
+    "imbalance",
+    "slowest\nrank",
+    "its\nms",
+)
 EXAMPLES = (
     "megaprof watch traces",
     "megaprof watch traces --once",
@@ -81,29 +94,19 @@ def _table(view: View) -> RenderableType:
 
     job, summary = view.job, summarise(view.job.run, view.statuses.values())
     table = Table(box=None, header_style="bold")
-    for name in (
-        "stage",
-        "rank count",
-        "step",
-        "step ms",
-        "compute ms",
-        "gradients ms",
-        "imbalance",
-        "slowest rank",
-        "its ms",
-    ):
+    for name in _COLUMNS:
         table.add_column(name, justify="right")
     for stage in summary.stages[:_LINES]:
         table.add_row(
             str(stage.pp),
             str(stage.ranks),
-            "-" if stage.step is None else str(stage.step),
-            _number(stage.step_ms),
-            _number(stage.compute_ms),
-            _number(stage.gradients_ms),
-            _number(stage.imbalance, 2),
-            "-" if stage.slowest_rank is None else str(stage.slowest_rank),
-            _number(stage.slowest_ms),
+            ABSENT if stage.step is None else str(stage.step),
+            number(stage.step_ms),
+            number(stage.compute_ms),
+            number(stage.gradients_ms),
+            _ratio(stage.imbalance),
+            ABSENT if stage.slowest_rank is None else str(stage.slowest_rank),
+            number(stage.slowest_ms),
             style="bold red" if stage.pp == summary.slow_stage else None,
         )
     heard = len(view.statuses)
@@ -111,9 +114,9 @@ def _table(view: View) -> RenderableType:
     if summary.step_ms is None:
         parts.append("no step has been timed yet")
     else:
-        parts.append(f"step {_number(summary.step_ms)} ms")
-        parts.append(f"imbalance {_number(summary.imbalance, 2)}")
-        parts.append(f"bubble {_percent(summary.bubble_fraction)}")
+        parts.append(f"step {number(summary.step_ms)} ms")
+        parts.append(f"imbalance {_ratio(summary.imbalance)}")
+        parts.append(f"bubble {percent(summary.bubble_fraction)}")
     if summary.recent:
         parts.append(f"medians of the last {counted(summary.recent, 'step')}")
     if len(summary.stages) > _LINES:
@@ -126,9 +129,5 @@ def _table(view: View) -> RenderableType:
     return Group(*lines)
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2g} %"
+def _ratio(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.2f}"

@@ -91,23 +91,22 @@ def test_a_job_that_runs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["sizes"]["pp"] == 2
 
 
+def recent(step_ms: float, compute_ms: float, finalize_ms: float = 1.0) -> dict[str, Any]:
+    passes = dict.fromkeys(("forward_ms", "backward_ms", "combined_ms"), 1.0)
+    times = {"step_ms": step_ms, "compute_ms": compute_ms, "finalize_ms": finalize_ms, "p2p_ms": None}
+    return {"target": "train_actor", "steps": 5, **passes, **times}
+
+
 def test_a_step_takes_as_long_as_on_its_longest_stage_wherever_it_is_shown(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank, step_ms in ((0, 900.0), (1, 1000.0)):
-        recent = {"target": "train_actor", "steps": 5, "step_ms": step_ms, "p2p_ms": None}
-        recent |= dict.fromkeys(("forward_ms", "backward_ms", "combined_ms", "compute_ms", "finalize_ms"), 1.0)
         calls = [{"target": "train_actor", "begun": 5, "seconds": step_ms / 1e3 + 0.05}]
-        job.status(rank, recent=recent, calls=calls)
+        job.status(rank, recent=recent(step_ms, 1.0), calls=calls)
     assert status(job) == 0
     assert "takes 1000 ms, one every 1050 ms (medians)" in capsys.readouterr().out
     assert main(["watch", str(job.directory), "--once"]) == 0
-    assert "step 1000.0 ms" in capsys.readouterr().out
-
-
-def recent(step_ms: float, compute_ms: float, finalize_ms: float = 1.0) -> dict[str, Any]:
-    times = {"step_ms": step_ms, "compute_ms": compute_ms, "finalize_ms": finalize_ms, "p2p_ms": None}
-    return {"target": "train_actor", "steps": 5} | dict.fromkeys(("forward_ms", "backward_ms", "combined_ms"), 1) | times
+    assert "step 1000 ms" in capsys.readouterr().out
 
 
 def test_a_line_of_a_stage_shows_the_figures_of_the_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +123,28 @@ def test_a_line_of_a_stage_shows_the_figures_of_the_stage(tmp_path: Path, capsys
     header = next(place for place, line in enumerate(shown) if line.startswith("stage  rank count"))
     rows = [line.split()[:5] for line in shown[header + 1 : header + 3]]
     assert rows == [["0", "16", "4", "700", "208"], ["1", "16", "4", "700", "220"]]
+
+
+def test_watch_fits_80_columns_and_a_row_is_of_ranks_that_are_not_slow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer of a slow rank waits for it in the gradients. With its compute and the bubble that is its step, as in a
+    row of a report; the mean of both would be nobody's."""
+    monkeypatch.setenv("COLUMNS", "80")
+    job = Job(tmp_path, WorldLayout(ParallelSizes(pp=2, dp=2)))
+    job.begin()
+    for rank, (compute_ms, finalize_ms) in enumerate(((9000, 7000), (9000, 7000), (4000, 12000), (15000, 1000))):
+        job.status(rank, recent=recent(16000.0, float(compute_ms), float(finalize_ms)))
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    table = [line.split() for line in shown.splitlines()]
+    assert ["rank", "step", "compute", "gradients", "slowest", "its"] in table
+    assert ["stage", "count", "step", "ms", "ms", "ms", "imbalance", "rank", "ms"] in table
+    assert ["1", "2", "4", "16000", "4000", "12000", "0.62", "3", "15000"] in table
+    assert "step 16000 ms, imbalance 1.38, bubble 0.0%" in shown
+    _, found = as_json(job, capsys)
+    assert found["now"]["stages"][1]["gradients_ms"] == 12000
 
 
 def test_before_the_first_step_there_are_no_figures(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -493,7 +514,7 @@ def test_watch_writes_every_look_into_a_pipe_at_once(job: Job) -> None:
         assert watching.stdout is not None
         headings = 0
         while headings < 2:  # the second look comes while the command still runs
-            headings += "slowest rank" in watching.stdout.readline() and watching.poll() is None
+            headings += "imbalance" in watching.stdout.readline() and watching.poll() is None
         watching.send_signal(signal.SIGINT)
         _, said = watching.communicate(timeout=30)
     assert (watching.returncode, said) == (0, "\n")
