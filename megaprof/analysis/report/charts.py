@@ -72,15 +72,15 @@ class Scatter:
     """Longest time in milliseconds; it is drawn near the top."""
 
 
-def scatter(found: Lengths) -> Scatter:
-    """Returns the scatter plot of ``found``, in the units of `WIDTH` and `HEIGHT`."""
-    widest = max(squares for squares, _, _ in found.drawn)
-    longest = max(max(measured, by_work) for _, measured, by_work in found.drawn)
+def scatter(lengths: Lengths) -> Scatter:
+    """Returns the scatter plot of ``lengths``, in the units of `WIDTH` and `HEIGHT`."""
+    widest = max(squares for squares, _, _ in lengths.drawn)
+    longest = max(max(measured, by_work) for _, measured, by_work in lengths.drawn)
 
     def top(ms: float) -> float:
         return HEIGHT * (1.0 - 0.95 * ms / longest)
 
-    dots = tuple((0.98 * WIDTH * squares / widest, top(ms), top(by_work)) for squares, ms, by_work in found.drawn)
+    dots = tuple((0.98 * WIDTH * squares / widest, top(ms), top(by_work)) for squares, ms, by_work in lengths.drawn)
     return Scatter(dots, widest, longest)
 
 
@@ -190,19 +190,20 @@ class StepBar:
     """The prediction; None for a step as it is."""
 
 
-def changes(found: WhatIf) -> list[StepBar]:
+def changes(predictions: WhatIf) -> list[StepBar]:
     """Returns the measured step, its replay, and the predictions worth showing; empty without a replay."""
-    if found.measured_ms is None or found.replay_ms is None or found.replay_error is None:
+    if predictions.measured_ms is None or predictions.replay_ms is None or predictions.replay_error is None:
         return []
-    off = f"off by {percent(found.replay_ms / found.measured_ms - 1.0, sign=True)}"
+    off = f"off by {percent(predictions.replay_ms / predictions.measured_ms - 1.0, sign=True)}"
     rows: list[tuple[str, str, float, Prediction | None]] = [
-        ("before", "as captured", found.measured_ms, None),
-        ("before", f"replayed, {off}", found.replay_ms, None),
+        ("before", "as captured", predictions.measured_ms, None),
+        ("before", f"replayed, {off}", predictions.replay_ms, None),
     ]
-    for each in worth_showing(found):
-        rows.append(("best" if each == found.best else "after", name_of(each, found), each.step_ms, each))
+    for change in worth_showing(predictions):
+        kind = "best" if change == predictions.best else "after"
+        rows.append((kind, name_of(change, predictions), change.step_ms, change))
     longest = max(ms for _, _, ms, _ in rows)
-    return [StepBar(kind, what, ms, 100 * ms / longest, each) for kind, what, ms, each in rows]
+    return [StepBar(kind, what, ms, 100 * ms / longest, prediction) for kind, what, ms, prediction in rows]
 
 
 @dataclass(frozen=True)
@@ -220,10 +221,10 @@ class Curve:
 def curve(fleet: Fleet, causes: Iterable[Cause]) -> Curve | None:
     """Returns the step time over the run, with a mark where something became slow; None if fewer than two points are
     known."""
-    known = [ms for ms in fleet.times.step_ms if ms is not None]
-    if len(known) < 2 or max(known) <= 0:
+    times = [ms for ms in fleet.times.step_ms if ms is not None]
+    if len(times) < 2 or max(times) <= 0:
         return None
-    top, begin = max(known), fleet.buckets[0]
+    top, begin = max(times), fleet.buckets[0]
     span = max(fleet.buckets[-1] - begin, 1)
     stretches: list[list[str]] = [[]]
     for step, ms in zip(fleet.buckets, fleet.times.step_ms, strict=True):

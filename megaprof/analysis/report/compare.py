@@ -68,10 +68,10 @@ def _side(report: Document, unpaired: Iterable[_Key]) -> Side:
 
 
 def _by_key(report: Document) -> dict[_Key, TargetReport]:
-    found: dict[_Key, TargetReport] = {}
+    by_key: dict[_Key, TargetReport] = {}
     for target in report.targets:
-        found.setdefault(target.key, target)  # if there are several sizes, the first one counts
-    return found
+        by_key.setdefault(target.key, target)  # if there are several sizes, the first one counts
+    return by_key
 
 
 def _names(keys: Iterable[_Key]) -> str:
@@ -110,7 +110,7 @@ def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
 
 
 def _layer(before: TargetReport, after: TargetReport) -> Difference | None:
-    old, new = (_of_a_layer(each) for each in (before, after))
+    old, new = (_of_a_layer(target) for target in (before, after))
     return None if not old or not new else Difference(old, new, new / old - 1.0, None)
 
 
@@ -119,8 +119,8 @@ def _of_a_layer(target: TargetReport) -> float | None:
     fitted = target.what_if.costs
     if fitted is None or not fitted.kinds:
         return None
-    each = [fitted.by_kind[kind] for kind in fitted.kinds if kind in fitted.by_kind]
-    return sum(cost.forward_ms + cost.backward_ms for cost in each) / len(fitted.kinds)
+    costs = [fitted.by_kind[kind] for kind in fitted.kinds if kind in fitted.by_kind]
+    return sum(cost.forward_ms + cost.backward_ms for cost in costs) / len(fitted.kinds)
 
 
 def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
@@ -133,21 +133,21 @@ def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -
     if not old.step_ms or not new.step_ms:  # a report that was read from JSON may have none
         return None
     layout = format_layout(pieces)
-    for each in before.what_if.candidates:
-        if each.layout == layout:
-            expected, uncertain = _expected(each, old, new, layer)
-            judged = each.tells and uncertain is not None and uncertain < abs(old.step_ms - each.step_ms)
+    for prediction in before.what_if.candidates:
+        if prediction.layout == layout:
+            expected, uncertain = _expected(prediction, old, new, layer)
+            judged = prediction.tells and uncertain is not None and uncertain < abs(old.step_ms - prediction.step_ms)
             return Kept(
-                what=name_of(each, before.what_if),
+                what=name_of(prediction, before.what_if),
                 layout=layout,
-                predicted_ms=each.step_ms,
+                predicted_ms=prediction.step_ms,
                 expected_ms=expected,
                 uncertain_ms=uncertain,
                 measured_ms=new.step_ms,
                 before_ms=old.step_ms,
-                predicted=each.speedup,
-                low=each.low,
-                high=each.high,
+                predicted=prediction.speedup,
+                low=prediction.low,
+                high=prediction.high,
                 measured=old.step_ms / new.step_ms,
                 error=None if expected is None else expected / new.step_ms - 1.0,
                 inside=abs(expected - new.step_ms) <= uncertain if judged and expected and uncertain else None,
@@ -156,7 +156,7 @@ def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -
 
 
 def _expected(
-    each: Prediction, old: Diagnosis, new: Diagnosis, layer: Difference | None
+    prediction: Prediction, old: Diagnosis, new: Diagnosis, layer: Difference | None
 ) -> tuple[float | None, float | None]:
     """Returns what a prediction amounts to on another machine, in milliseconds, and how far that may be off.
 
@@ -168,16 +168,18 @@ def _expected(
         return None, None
     slower = layer.after / layer.before
     (first, of_first), (second, of_second) = _disturbed(old), _disturbed(new)
-    reach = (each.step_ms * (each.speedup / end - 1.0) for end in (each.low, each.high) if end > 0.0)
+    reach = (
+        prediction.step_ms * (prediction.speedup / end - 1.0) for end in (prediction.low, prediction.high) if end > 0.0
+    )
     of_layout = max(map(abs, reach), default=math.inf)
-    expected = (each.step_ms - first) * slower + second
+    expected = (prediction.step_ms - first) * slower + second
     return expected, math.hypot(of_layout * slower, of_first * slower, of_second)
 
 
-def _disturbed(found: Diagnosis) -> tuple[float, float]:
+def _disturbed(diagnosis: Diagnosis) -> tuple[float, float]:
     """Returns the milliseconds of a step that are lost to causes from the machine, and half of their interval."""
-    prices = [cause.price for cause in found.causes if cause.kind in _OF_MACHINE]
-    return sum(each.ms for each in prices) + found.rest_ms, math.hypot(*((p.high - p.low) / 2 for p in prices))
+    prices = [cause.price for cause in diagnosis.causes if cause.kind in _OF_MACHINE]
+    return sum(price.ms for price in prices) + diagnosis.rest_ms, math.hypot(*((p.high - p.low) / 2 for p in prices))
 
 
 def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> StageDiff:

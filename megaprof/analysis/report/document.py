@@ -129,7 +129,7 @@ class TargetReport(TargetStages):
         first = next(iter(self.causes), None)
         if first is None:
             return False
-        if any(set(each.ranks) & set(first.ranks) for each in self.slow_ranks):
+        if any(set(slow_rank.ranks) & set(first.ranks) for slow_rank in self.slow_ranks):
             return row in self.slow_ranks and bool(set(row.ranks) & set(first.ranks))
         return row.pp in (first.stages or first.link or (first.stage,)) and row in self.stages
 
@@ -204,12 +204,12 @@ class Report(Document):
 
     def steps(self) -> dict[tuple[str, str | None], StepTimeline]:
         """Returns the last step of each target for pages, by target and role. Steps without rows are left out."""
-        found = {key: draw() for key, draw in self.drawn.items()}
-        return {key: step for key, step in found.items() if step.rows}
+        drawn_steps = {key: draw() for key, draw in self.drawn.items()}
+        return {key: step for key, step in drawn_steps.items() if step.rows}
 
     def json(self) -> bytes:
         """Returns the document as JSON."""
-        document = Document(**{each.name: getattr(self, each.name) for each in fields(Document)})
+        document = Document(**{entry.name: getattr(self, entry.name) for entry in fields(Document)})
         return msgspec.json.encode(document, enc_hook=plain_number)
 
     def to_json(self) -> dict[str, Any]:

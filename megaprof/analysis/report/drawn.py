@@ -55,15 +55,15 @@ class StepTimeline:
     @property
     def kinds(self) -> list[str]:
         """Returns the kinds of boxes in the step, in the order of a legend."""
-        there = {_kind(each.kind) for row in self.rows for each in row.passes}
+        there = {_kind(box.kind) for row in self.rows for box in row.passes}
         return [kind for kind in _KINDS if kind in there]
 
 
-def of_calls(calls: Iterable[Call], told: TargetStages) -> StepTimeline:
-    """Returns the first call of the last step in ``told``, on the first rank of every stage. The clocks are aligned by
-    the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
-    ranks = {rank for stage in told.stages for rank in stage.ranks}
-    last = [call for call in calls if call.rank in ranks and call.step == told.steps[-1]]
+def of_calls(calls: Iterable[Call], measured: TargetStages) -> StepTimeline:
+    """Returns the first call of the last step in ``measured``, on the first rank of every stage. The clocks are
+    aligned by the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
+    ranks = {rank for stage in measured.stages for rank in stage.ranks}
+    last = [call for call in calls if call.rank in ranks and call.step == measured.steps[-1]]
     stages = grouped(sorted(last, key=lambda call: (call.index, call.rank)), lambda call: call.stage)
     chosen = [stages[pp][0] for pp in sorted(stages)]
     alignment = aligned(chosen)
@@ -83,12 +83,12 @@ def of_table(table: Table, stages: Iterable[Stage], key: Key, files: Mapping[int
     last = int(np.searchsorted(table.steps, table.steps[-1]))
     rows = []
     for stage in stages:
-        found = call_of(key, files[stage.ranks[0]], int(table.steps[-1]))
-        if not found:
+        call = call_of(key, files[stage.ranks[0]], int(table.steps[-1]))
+        if not call:
             continue  # the file has gone since the table was made
-        whole, *passes = found
+        whole, *passes = call
         replica = int(np.argwhere(table.ranks == stage.ranks[0])[0, 0])
-        first = min((each.start for each in passes if each.kind in ranges.PASSES), default=whole.start)
+        first = min((box.start for box in passes if box.kind in ranges.PASSES), default=whole.start)
         offset = round(1e6 * float(table.start[last, replica, stage.pp].min())) - first
         rows.append(Row(stage.pp, stage.ranks[0], (whole.start, whole.end), passes, offset))
     clock = table.aligned_ms
@@ -110,16 +110,16 @@ def boxes(step: StepTimeline) -> dict[str, Any]:
 def boxes_of(replayed: Simulation) -> dict[str, Any]:
     """Returns a simulated step in the form of `boxes`. Its rows belong to no rank."""
     stages: list[list[Pass[float]]] = [[] for _ in range(replayed.schedule.stages)]
-    for each in replayed.events:
-        stages[each.stage].append(each)
+    for box in replayed.events:
+        stages[box.stage].append(box)
     whole = (0.0, 1e6 * replayed.step_ms)
-    return _packed([(stage, None, whole, own, 0) for stage, own in enumerate(stages)], replayed.schedule.chunks)
+    return _packed([(stage, None, whole, events, 0) for stage, events in enumerate(stages)], replayed.schedule.chunks)
 
 
 def _packed(rows: Sequence[tuple[int, int | None, Sequence[float], Sequence[Any], int]], chunks: int) -> dict[str, Any]:
     """Packs rows for the script. ``rows``: stage, rank, start and end in nanoseconds, passes, and nanoseconds to add to
     all times."""
-    names = sorted({each.kind for _, _, _, passes, _ in rows for each in passes})
+    names = sorted({box.kind for _, _, _, passes, _ in rows for box in passes})
     numbers = {name: number for number, name in enumerate(names)}
     packed = []
     for stage, rank, extent, passes, shift in rows:

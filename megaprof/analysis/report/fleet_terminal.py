@@ -53,10 +53,10 @@ def sparkline(values: Sequence[float | None]) -> str:
     size = max(1, math.ceil(len(values) / _WIDTH))
     parts = [[v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size)]
     middles = [sorted(part)[len(part) // 2] if part else None for part in parts]
-    known = [v for v in middles if v is not None]
-    if not known:
+    numbers = [v for v in middles if v is not None]
+    if not numbers:
         return ""
-    low, high = min(known), max(known)
+    low, high = min(numbers), max(numbers)
     span = max(high - low, 0.1 * high, 1e-9)
     return "".join(" " if v is None else _TICKS[round((v - low) / span * (len(_TICKS) - 1))] for v in middles)
 

@@ -38,14 +38,14 @@ def _show_stages(foreign: Foreign, console: Console) -> None:
     number_columns(
         made, "microbatches", "forward", "backward", "both, per microbatch", "a step", "exchanges", "of a step"
     )
-    for each in foreign.stages[:_MOST_ROWS]:
-        times = (each.forward_ms, each.backward_ms, each.microbatch_ms, each.step_ms, each.exchange_ms)
+    for stage in foreign.stages[:_MOST_ROWS]:
+        times = (stage.forward_ms, stage.backward_ms, stage.microbatch_ms, stage.step_ms, stage.exchange_ms)
         made.add_row(
-            text(f"{each.stage} of {each.stages}"),
-            some(each.ranks),
-            str(each.microbatches),
+            text(f"{stage.stage} of {stage.stages}"),
+            some(stage.ranks),
+            str(stage.microbatches),
             *map(number, times),
-            percent(each.exchange_ms / each.step_ms if each.step_ms else None),
+            percent(stage.exchange_ms / stage.step_ms if stage.step_ms else None),
         )
     console.print(made)
 
@@ -63,8 +63,8 @@ def _show_exposed(foreign: Foreign, console: Console) -> None:
         return
     made = table(f"exposed communication of rank {called(worst)}", left=["operation", "group"])
     number_columns(made, "kernels", "ms", "of recorded")
-    for each in worst.exposed[:_MOST_ROWS]:
-        group = f"{each.axis}: {each.group}" if each.axis else each.group
-        share = percent(each.ms / worst.span_ms if worst.span_ms else None)
-        made.add_row(text(each.operation), text(group), str(each.calls), number(each.ms), share)
+    for operation in worst.exposed[:_MOST_ROWS]:
+        group = f"{operation.axis}: {operation.group}" if operation.axis else operation.group
+        share = percent(operation.ms / worst.span_ms if worst.span_ms else None)
+        made.add_row(text(operation.operation), text(group), str(operation.calls), number(operation.ms), share)
     console.print(made)

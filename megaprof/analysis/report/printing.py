@@ -41,8 +41,8 @@ def show_finding(console: Console, finding: Finding, *, quiet: bool = False) -> 
 
 
 def show_warnings(console: Console, warnings: Iterable[Note | str]) -> None:
-    for each in warnings:
-        console.print(text(f"! {each if isinstance(each, str) else each.text}", "yellow"))
+    for warning in warnings:
+        console.print(text(f"! {warning if isinstance(warning, str) else warning.text}", "yellow"))
 
 
 def table(title: str | None = None, left: Sequence[str] = ()) -> Table:

@@ -92,40 +92,42 @@ def analyze(
     read = tuple(reading.path for reading in of_run if reading.calls)
     warnings = [warning for reading in of_run for warning in reading.warnings]
     skipped = [reading.skipped for reading in readings if reading.skipped is not None]
-    fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
-    warnings = [*of_files([*skipped, *fleet.skipped]), *warnings, *fleet.warnings_of_files()]
-    fleets = survey(fleet)
-    captured = {Key(*each.target): each for each in counted(calls)}
-    traced = {key: table_of_calls(each) for key, each in captured.items()}
-    tabled = tables(traced, fleet, fleets, workers)
-    found = {key: _diagnosed(table) for key, table in tabled.items()}
+    fleet_reading = read_fleet(
+        timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs
+    )
+    warnings = [*of_files([*skipped, *fleet_reading.skipped]), *warnings, *fleet_reading.warnings_of_files()]
+    fleets = survey(fleet_reading)
+    captured = {Key(*counted_calls.target): counted_calls for counted_calls in counted(calls)}
+    traced = {key: table_of_calls(counted_calls) for key, counted_calls in captured.items()}
+    tabled = tables(traced, fleet_reading, fleets, workers)
+    diagnosed = {key: _diagnosed(table) for key, table in tabled.items()}
     if not calls and not fleets and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign
     if not calls and not fleets:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(told(warnings))))
     job = (path.parent if path.is_file() else path).absolute()
     targets = []
-    for key, each in captured.items():
-        own = next((fleet for fleet in fleets if fleet.key == key), None)
-        measured = _measured(traced[key], found[key], partial(averages.of_calls, each))
-        draw = partial(drawn.of_calls, each.calls, measured)
-        targets.append(_reported(measured, found[key], draw, own, job, memory_limit, traced=True))
-    known = {each.report.key for each in targets}
-    for own in fleets:
-        if (own.target, own.role) not in known:
-            targets.append(_recorded(own, fleet, tabled[own.key], found[own.key], job, memory_limit))
-    targets.sort(key=lambda each: order(each.report))
+    for key, counted_calls in captured.items():
+        fleet = next((fleet for fleet in fleets if fleet.key == key), None)
+        measured = _measured(traced[key], diagnosed[key], partial(averages.of_calls, counted_calls))
+        draw = partial(drawn.of_calls, counted_calls.calls, measured)
+        targets.append(_reported(measured, diagnosed[key], draw, fleet, job, memory_limit, traced=True))
+    reported = {target.report.key for target in targets}
+    for fleet in fleets:
+        if (fleet.target, fleet.role) not in reported:
+            targets.append(_recorded(fleet, fleet_reading, tabled[fleet.key], diagnosed[fleet.key], job, memory_limit))
+    targets.sort(key=lambda target: order(target.report))
     return Report(
         path=path,
         source=str(path),
         traces=read,
-        timelines=tuple(fleet.read),
-        targets=tuple(each.report for each in targets),
+        timelines=tuple(fleet_reading.read),
+        targets=tuple(target.report for target in targets),
         warnings=told(dict.fromkeys(warnings)),
         run=runs.chosen + 1,
         runs=runs.count,
-        drawn={each.report.key: each.draw for each in targets if each.draw is not None},
-        by_hand=tuple(each.by_hand for each in targets),
+        drawn={target.report.key: target.draw for target in targets if target.draw is not None},
+        by_hand=tuple(target.by_hand for target in targets),
     )
 
 
@@ -192,33 +194,38 @@ class _Target(NamedTuple):
     draw: _Draw | None
 
 
-def _slow(found: _Diagnosed, *, every: bool = False) -> set[int]:
+def _slow(diagnosed: _Diagnosed, *, every: bool = False) -> set[int]:
     """Returns the slow ranks of a job; with ``every``, the ranks of all other causes as well."""
-    causes = () if isinstance(found, Unfit) else found[1].causes
+    causes = () if isinstance(diagnosed, Unfit) else diagnosed[1].causes
     return {rank for cause in causes if every or cause.kind == "slow_rank" for rank in cause.ranks}
 
 
-def _measured(table: Table | Unfit, found: _Diagnosed, otherwise: Callable[[Note], TargetStages]) -> TargetStages:
+def _measured(table: Table | Unfit, diagnosed: _Diagnosed, otherwise: Callable[[Note], TargetStages]) -> TargetStages:
     """Returns the stages of a table. If there is no table, ``otherwise`` makes them; it is given the reason."""
     if isinstance(table, Unfit):
         return otherwise(table.note)
-    return averages.averages(table, _slow(found), _slow(found, every=True))
+    return averages.averages(table, _slow(diagnosed), _slow(diagnosed, every=True))
 
 
 def _recorded(
-    fleet: Fleet, reading: FleetReading, table: Table | Unfit, found: _Diagnosed, job: Path, memory_limit: int | None
+    fleet: Fleet,
+    reading: FleetReading,
+    table: Table | Unfit,
+    diagnosed: _Diagnosed,
+    job: Path,
+    memory_limit: int | None,
 ) -> _Target:
     """Reports on a target that has timelines but no traces."""
     key, draw = fleet.key, None
-    measured = _measured(table, found, partial(averages.of_series, reading.series[key]))
+    measured = _measured(table, diagnosed, partial(averages.of_series, reading.series[key]))
     if isinstance(table, Table):
         draw = partial(drawn.of_table, table, measured.stages, key, reading.files[key])
-    return _reported(measured, found, draw, fleet, job, memory_limit, traced=False)
+    return _reported(measured, diagnosed, draw, fleet, job, memory_limit, traced=False)
 
 
 def _reported(
     measured: TargetStages,
-    found: _Diagnosed,
+    diagnosed: _Diagnosed,
     draw: _Draw | None,
     fleet: Fleet | None,
     job: Path,
@@ -227,10 +234,10 @@ def _reported(
     traced: bool,
 ) -> _Target:
     """Reports on one target. ``job``: the directory that the job writes to."""
-    if isinstance(found, Unfit):
-        why = measured.unjudgeable or found.note
+    if isinstance(diagnosed, Unfit):
+        why = measured.unjudgeable or diagnosed.note
         return _Target(TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None, draw)
-    examined, diagnosis = found
+    examined, diagnosis = diagnosed
     captured = traced and set(examined.table.steps.tolist()) <= set(measured.steps)
     predicted, by_hand = what_if(examined, diagnosis, memory_limit)
     report = TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=captured)

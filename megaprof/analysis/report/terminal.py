@@ -97,8 +97,8 @@ def _show_target(target: TargetReport, console: Console) -> None:
         console.print(waiting)
     if any(s.forward_per_microbatch_ms or s.backward_per_microbatch_ms for s in measured.stages):
         console.print(_per_microbatch_table(measured))
-    if (told := causes.lengths(target.diagnosis)) is not None:
-        console.print(text(told))
+    if (lengths := causes.lengths(target.diagnosis)) is not None:
+        console.print(text(lengths))
     with_modules = [stage for stage in measured.stages if stage.modules_ms]
     if with_modules:
         console.print(_modules_table(max(with_modules, key=lambda s: s.compute_ms.mean if s.compute_ms else 0.0)))
@@ -124,52 +124,56 @@ def _show_overview(report: Report, console: Console) -> None:
 
 
 def _show_verdict(target: TargetReport, console: Console) -> None:
-    measured, found = target.measured, target.what_if
+    measured, predictions = target.measured, target.what_if
     if measured.imbalance is not None:
         console.print(text(f"imbalance {measured.imbalance:.2f} (slowest stage / average stage, compute only)"))
     first, *others = target.findings
     show_finding(console, first)
-    for each in others:
-        show_finding(console, each, quiet=True)
+    for finding in others:
+        show_finding(console, finding, quiet=True)
     if target.advice is not None:
         show_finding(console, target.advice)
-        if found.best and (held := what_if.activations(found.best, found)):
+        if predictions.best and (held := what_if.activations(predictions.best, predictions)):
             console.print(text(sentence(held)))
     if target.capture is not None:
         show_finding(console, target.capture)
 
 
-def _show_what_if(found: WhatIf, console: Console) -> None:
-    if found.replay_error is None or found.measured_ms is None or found.replay_ms is None:
+def _show_what_if(predictions: WhatIf, console: Console) -> None:
+    if predictions.replay_error is None or predictions.measured_ms is None or predictions.replay_ms is None:
         return
     console.print()
-    off = percent(found.replay_ms / found.measured_ms - 1.0, sign=True)
-    if found.replay_error.count > 1:
-        low, high = (percent(each, sign=True) for each in (found.replay_error.min, found.replay_error.max))
+    off = percent(predictions.replay_ms / predictions.measured_ms - 1.0, sign=True)
+    if predictions.replay_error.count > 1:
+        low, high = (
+            percent(error, sign=True) for error in (predictions.replay_error.min, predictions.replay_error.max)
+        )
         off += f"; single steps {low} to {high}"
     console.print(
         text(
-            f"What if: replayed, the step takes {number(found.replay_ms)} ms instead of {number(found.measured_ms)} ms "
-            f"({off})"
+            f"What if: replayed, the step takes {number(predictions.replay_ms)} ms instead of "
+            f"{number(predictions.measured_ms)} ms ({off})"
         )
     )
-    if shown := what_if.worth_showing(found):
+    if shown := what_if.worth_showing(predictions):
         predicted = table(left=["predicted"])
         number_columns(predicted, "step, ms", "speedup")
-        for each in shown:
-            name = text(what_if.name_of(each, found))
-            predicted.add_row(name, within(each.step_ms, each.reach_ms), speedup(each.speedup, each.reach))
+        for change in shown:
+            name = text(what_if.name_of(change, predictions))
+            predicted.add_row(name, within(change.step_ms, change.reach_ms), speedup(change.speedup, change.reach))
         console.print(predicted)
-        for each in shown:
-            if each.flags and each != found.best:  # the flags of the best one are in the advice
-                console.print(text(f"{what_if.name_of(each, found)}: {shlex.join(each.flags)}"), soft_wrap=True)
-        for caveat in what_if.caveats(found):
+        for change in shown:
+            if change.flags and change != predictions.best:  # the flags of the best one are in the advice
+                console.print(
+                    text(f"{what_if.name_of(change, predictions)}: {shlex.join(change.flags)}"), soft_wrap=True
+                )
+        for caveat in what_if.caveats(predictions):
             console.print(text(caveat, "dim"))
-    if (withheld := what_if.left_out(found)) is not None:
+    if (withheld := what_if.left_out(predictions)) is not None:
         console.print(text(withheld, "dim"))
-    if found.costs:
-        console.print(text(what_if.of_costs(found.costs), "dim"))
-    show_warnings(console, found.warnings)
+    if predictions.costs:
+        console.print(text(what_if.of_costs(predictions.costs), "dim"))
+    show_warnings(console, predictions.warnings)
 
 
 def _summary(target: TargetReport) -> list[str]:

@@ -56,22 +56,22 @@ def findings(
                 f"No cause of lost time is named: {withheld.text if withheld else 'nothing was recorded'}.",
             ),
         )
-    found = [_finding(cause, measured, diagnosis, job) for cause in diagnosis.causes]
-    of_cores = [place for place, each in enumerate(diagnosis.causes) if WAIT in (each.kind, each.reason)]
+    statements = [_finding(cause, measured, diagnosis, job) for cause in diagnosis.causes]
+    of_cores = [place for place, cause in enumerate(diagnosis.causes) if WAIT in (cause.kind, cause.reason)]
     if of_cores:
-        found.insert(of_cores[0] + 1, Finding("cores", "open", _SHARED))
-    if not found:
+        statements.insert(of_cores[0] + 1, Finding("cores", "open", _SHARED))
+    if not statements:
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
         if not diagnosis.sure and not diagnosis.perhaps:
             text += " The steps differ too much to rule one out." if diagnosis.clocks else _NO_CLOCKS
-        found.append(Finding("no_cause", "fine" if diagnosis.sure else "open", text))
-    found += [_perhaps(cause, diagnosis) for cause in diagnosis.perhaps]
+        statements.append(Finding("no_cause", "fine" if diagnosis.sure else "open", text))
+    statements += [_perhaps(cause, diagnosis) for cause in diagnosis.perhaps]
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
         lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
         text = f"{lost} is lost to single passes that took longer than usual, now here and now there."
-        found.append(Finding("rest", "open", text))
-    return tuple(found)
+        statements.append(Finding("rest", "open", text))
+    return tuple(statements)
 
 
 def in_brief(
@@ -89,16 +89,18 @@ def in_brief(
     if standstill is not None:
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
         return Finding("in_brief", "slow", f"{text} step {standstill.step}")
-    told = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
+    certain = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
     # In milliseconds, not percent: the step time beside it includes the time that megaprof itself took; prices do not.
     if diagnosis is not None:
-        told += [_with_amount(cause, diagnosis) for cause in diagnosis.causes]
+        certain += [_with_amount(cause, diagnosis) for cause in diagnosis.causes]
     named = {name_of(cause) for cause in surely_in.causes} if surely_in is not None else set()
-    unsure = [each for each in diagnosis.perhaps if name_of(each) in named] if diagnosis is not None else []
-    possible = [f"perhaps {name_of(each)} ({milliseconds(each.price.ms)})" for each in unsure if each.price.ms > 0.0]
-    if told or possible:
-        shown = [*([listed(told, _IN_BRIEF)] if told else []), *possible]
-        return Finding("in_brief", "slow" if told else "open", ", ".join(shown))
+    unsure = [cause for cause in diagnosis.perhaps if name_of(cause) in named] if diagnosis is not None else []
+    possible = [
+        f"perhaps {name_of(cause)} ({milliseconds(cause.price.ms)})" for cause in unsure if cause.price.ms > 0.0
+    ]
+    if certain or possible:
+        shown = [*([listed(certain, _IN_BRIEF)] if certain else []), *possible]
+        return Finding("in_brief", "slow" if certain else "open", ", ".join(shown))
     if diagnosis is None:
         return Finding("in_brief", "open", "no verdict")
     surely = "" if diagnosis.sure else " surely"
@@ -136,8 +138,8 @@ def _hides(cause: Cause, diagnosis: Diagnosis) -> bool:
 
 def _cheaper_above(cause: Cause, diagnosis: Diagnosis) -> Cause | None:
     """Returns the first of the causes above this one that has a lower price; None without one."""
-    above = diagnosis.causes[: next(place for place, each in enumerate(diagnosis.causes) if each is cause)]
-    return next((each for each in above if each.price.ms < cause.price.ms), None)
+    above = diagnosis.causes[: next(place for place, other in enumerate(diagnosis.causes) if other is cause)]
+    return next((other for other in above if other.price.ms < cause.price.ms), None)
 
 
 def _order(cause: Cause, diagnosis: Diagnosis) -> str:
@@ -146,7 +148,8 @@ def _order(cause: Cause, diagnosis: Diagnosis) -> str:
     if cheaper is None:
         return ""
     if cause.alone_ms > cheaper.price.ms:
-        # Filling is priced with all else fixed, because a replay of more microbatches is not that of the recorded ones.
+        # The price of few microbatches assumes that all other causes are fixed, because a replay with more microbatches
+        # is no longer a replay of the recorded ones.
         why = (
             "all other prices are of these microbatches" if cause.kind == "few_microbatches" else "that is less certain"
         )
@@ -230,8 +233,8 @@ def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
     costs = f"{_average(cause, whole)}{_interval(at.low, at.high)}"
     if at.ms <= 0.0:
         costs = f"up to {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
-    # Few microbatches are fixed in no price: all are of the recorded ones.
-    above = any(each.kind != "few_microbatches" for each in diagnosis.causes)
+    # No price assumes that there are more microbatches: all prices are of the recorded ones.
+    above = any(other.kind != "few_microbatches" for other in diagnosis.causes)
     fixed = "with the causes above fixed, " if above else ""
     text = f"Perhaps {name_of(cause)}{when(cause)}: {fixed}this may cost {costs}"
     # It is not known here whether the job still runs, so the sentence holds for any run like it.
@@ -255,7 +258,9 @@ def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
 def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
     """Returns the open questions, worded to follow "to find out", each with the number of steps that it takes."""
     asked = [
-        (f"what {name_of(each)} may cost", each.more_steps) for each in diagnosis.perhaps if _asks(each, diagnosis)
+        (f"what {name_of(perhaps)} may cost", perhaps.more_steps)
+        for perhaps in diagnosis.perhaps
+        if _asks(perhaps, diagnosis)
     ]
     return asked + [("which layout is faster", predicted.more_steps)] * (predicted.more_steps > 0)
 
@@ -272,7 +277,7 @@ def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: What
     # Fewer than three steps do not show whether the first one was still warming up.
     begin = measured.steps[0] if len(measured.steps) > 2 else measured.steps[-1] + 1
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
-    why = both([each for each, _ in _open(diagnosis, predicted)])
+    why = both([question for question, _ in _open(diagnosis, predicted)])
     text = f"To find out {why}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
     if job is None:
         return Finding("capture", "open", f"{text}:", command)
@@ -290,14 +295,14 @@ def _interval(low: float, high: float) -> str:
 def lengths(diagnosis: Diagnosis | None) -> str | None:
     """Returns a line about the content of microbatches, and how far their lengths explain their times. None if the
     content is not known, or if all microbatches are alike."""
-    found = None if diagnosis is None else diagnosis.lengths
-    if found is None or max(found.squares, found.tokens_ratio) < _ALIKE:
+    content = None if diagnosis is None else diagnosis.lengths
+    if content is None or max(content.squares, content.tokens_ratio) < _ALIKE:
         return None
-    tokens, sequences = (_from_to(*each) for each in (found.tokens, found.sequences))
-    of = found.explained
+    tokens, sequences = (_from_to(*extremes) for extremes in (content.tokens, content.sequences))
+    of = content.explained
     return (
-        f"microbatches: {tokens} tokens in {sequences} sequences; the longest has {found.squares:.2g} times the mean "
-        f"sum of squared lengths and {found.tokens_ratio:.2g} times the mean tokens; lengths explain "
+        f"microbatches: {tokens} tokens in {sequences} sequences; the longest has {content.squares:.2g} times the mean "
+        f"sum of squared lengths and {content.tokens_ratio:.2g} times the mean tokens; lengths explain "
         f"{percent(of.share)} ({percent(of.low)} to {percent(of.high)}) of how long they take"
     )
 

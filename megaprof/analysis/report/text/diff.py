@@ -49,11 +49,12 @@ def notes(target: TargetDiff) -> Iterator[str]:
     yield from _withheld(target)
     yield from _settings(target)
     first, second = (
-        [*filter(None, [side.basis]), *(each.text for each in side.warnings)] for side in (target.before, target.after)
+        [*filter(None, [side.basis]), *(warning.text for warning in side.warnings)]
+        for side in (target.before, target.after)
     )
-    yield from (f"both captures: {each}" for each in first if each in second)
-    for where, own, other in (("first", first, second), ("second", second, first)):
-        yield from (f"{where} capture: {each}" for each in own if each not in other)
+    yield from (f"both captures: {note}" for note in first if note in second)
+    for where, notes_of_side, other in (("first", first, second), ("second", second, first)):
+        yield from (f"{where} capture: {note}" for note in notes_of_side if note not in other)
 
 
 def warnings(diff: Diff) -> Iterator[str]:
@@ -66,7 +67,7 @@ def warnings(diff: Diff) -> Iterator[str]:
     for where, side in sides:
         if side.of_several is not None:
             yield f"{where} capture: {side.of_several}"
-        yield from (f"{where} capture: {each.text}" for each in side.warnings)
+        yield from (f"{where} capture: {warning.text}" for warning in side.warnings)
 
 
 def _withheld(target: TargetDiff) -> Iterator[str]:
@@ -86,7 +87,7 @@ def _settings(target: TargetDiff) -> Iterator[str]:
     )
     for name in before:
         if before[name] != after[name]:
-            old, new = (words.ABSENT if each[name] is None else str(each[name]) for each in (before, after))
+            old, new = (words.ABSENT if settings[name] is None else str(settings[name]) for settings in (before, after))
             yield f"{name} {old} -> {new}: stages and steps do not do the same work"
     if target.before.step_time_basis != target.after.step_time_basis:
         old, new = (BASES[side.step_time_basis] for side in (target.before, target.after))

@@ -43,8 +43,8 @@ _OVER_REPLICAS = {
 
 def evidence(cause: Cause, measured: TargetStages) -> str:
     """Returns what was measured, and where: a sentence or two."""
-    words = _SENTENCES[cause.kind]
-    return words if isinstance(words, str) else words(cause, measured)
+    sentence = _SENTENCES[cause.kind]
+    return sentence if isinstance(sentence, str) else sentence(cause, measured)
 
 
 def when(cause: Cause) -> str:
@@ -86,22 +86,22 @@ def _layers(cause: Cause, measured: TargetStages) -> str:
 def _uneven_layers(cause: Cause, measured: TargetStages) -> str:
     held = {stage.pp: [c.holds.layers if c.holds else None for c in stage.chunks] for stage in measured.stages}
     most = cause.stages or (() if cause.stage is None else (cause.stage,))
-    whole = {pp: sum(each or 0 for each in own) for pp, own in held.items() if None not in own}
+    whole = {pp: sum(count or 0 for count in layers) for pp, layers in held.items() if None not in layers}
     if not most or len(whole) < len(held) or any(pp not in whole for pp in most):
         return "The layers are not spread evenly over the model chunks."
     others = sorted({count for pp, count in whole.items() if pp not in most})
     who = "the other holds" if len(whole) - len(most) == 1 else "the others hold"
     against = f", and {who} {' to '.join(map(str, dict.fromkeys(others[:1] + others[-1:])))}" * bool(others)
-    hold, each = ("holds", "") if len(most) == 1 else ("hold", " each")
-    return f"{capital(stages(most))} {hold} {counted(whole[most[0]], 'layer')}{each}{against}."
+    hold, apiece = ("holds", "") if len(most) == 1 else ("hold", " each")
+    return f"{capital(stages(most))} {hold} {counted(whole[most[0]], 'layer')}{apiece}{against}."
 
 
 def _ends(cause: Cause, measured: TargetStages) -> str:
-    own = [each for each in _held(measured, cause.stage) if each is not None]
+    contents = [content for content in _held(measured, cause.stage) if content is not None]
     names = {
-        "the embedding": any(each.embedding for each in own),
-        "MTP layers": any(each.mtp for each in own),
-        "the output layer and loss": any(each.loss for each in own),
+        "the embedding": any(content.embedding for content in contents),
+        "MTP layers": any(content.mtp for content in contents),
+        "the output layer and loss": any(content.loss for content in contents),
     }
     held = [name for name, there in names.items() if there] or ["an embedding, or an output layer and loss"]
     return f"Stage {cause.stage} holds {both(held)} beside its layers, which takes {_parts(cause)} of each microbatch."
@@ -109,13 +109,18 @@ def _ends(cause: Cause, measured: TargetStages) -> str:
 
 def _held(measured: TargetStages, stage: int | None = None) -> Iterable[ModelChunk | None]:
     """Returns what each chunk of a stage, or of all stages, holds; None for a chunk if it is not known."""
-    return (chunk.holds for each in measured.stages if stage in (None, each.pp) for chunk in each.chunks)
+    return (
+        chunk.holds
+        for measured_stage in measured.stages
+        if stage in (None, measured_stage.pp)
+        for chunk in measured_stage.chunks
+    )
 
 
 def _one_kind(cause: Cause, measured: TargetStages) -> str:
-    own, other = ("forward", "backward") if cause.kind == "slow_forward" else ("backward", "forward")
+    slow, other = ("forward", "backward") if cause.kind == "slow_forward" else ("backward", "forward")
     return (
-        f"The {own}s of stage {cause.stage} take {_part(cause, f'{own}_ms')} longer for each microbatch than its "
+        f"The {slow}s of stage {cause.stage} take {_part(cause, f'{slow}_ms')} longer for each microbatch than its "
         f"layers need; its {other}s take what they should."
     )
 
@@ -203,7 +208,7 @@ def _because(cause: Cause, measured: TargetStages) -> str:
     share = (
         f"The lengths of their sequences explain {percent(at)} ({percent(low)} to {percent(high)}) of the difference"
     )
-    experts = any(each is None or each.kinds is None or "moe" in each.kinds for each in _held(measured))
+    experts = any(chunk is None or chunk.kinds is None or "moe" in chunk.kinds for chunk in _held(measured))
     why = "a machine, or experts that get more tokens than others" if experts else "a machine"
     if high == 0.0:
         return f"The lengths of their sequences explain nothing of it, so the reason is {why}."
@@ -301,9 +306,9 @@ def _times(factor: float) -> str:
 
 def _parts(cause: Cause) -> str:
     """Returns the forward and backward excess of a cause: ``9.1 ms (3.0 forward, 6.1 backward)``."""
-    known = {kind: cause.parts[f"{kind}_ms"] for kind in ("forward", "backward") if f"{kind}_ms" in cause.parts}
-    text = milliseconds(sum(known.values()))
-    return text if len(known) < 2 else f"{text} ({', '.join(f'{number(ms)} {kind}' for kind, ms in known.items())})"
+    parts = {kind: cause.parts[f"{kind}_ms"] for kind in ("forward", "backward") if f"{kind}_ms" in cause.parts}
+    text = milliseconds(sum(parts.values()))
+    return text if len(parts) < 2 else f"{text} ({', '.join(f'{number(ms)} {kind}' for kind, ms in parts.items())})"
 
 
 def _part(cause: Cause, name: str) -> str:

@@ -31,7 +31,7 @@ _NAMING_STAGES = frozenset(
         "stage_contradicts",
     )
 )
-_UNTOLD = "no stages are shown"
+_NO_STAGES = "no stages are shown"
 
 
 def told(notes: Iterable[Note]) -> tuple[Note, ...]:
@@ -51,8 +51,8 @@ def brief(notes: Iterable[Note]) -> str:
 
 def clause(note: Note) -> str:
     """Returns the clause of a note, with its stages."""
-    words = _CLAUSES[note.kind]
-    text = words if isinstance(words, str) else words(note)
+    wording = _CLAUSES[note.kind]
+    text = wording if isinstance(wording, str) else wording(note)
     return f"{stages(note.stages)}: {text}" if note.stages and note.kind not in _NAMING_STAGES else text
 
 
@@ -141,10 +141,10 @@ def _left_out(note: Note) -> str:
 
 
 def _order(note: Note) -> str:
-    ran, own, schedule = note.names
+    ran, planned, schedule = note.names
     return (
         f"on {stages(note.stages)} the {ran} of microbatch {note.count} ran where Megatron's {schedule} schedule has "
-        f"the {own} of microbatch {note.of}, so another schedule ran"
+        f"the {planned} of microbatch {note.of}, so another schedule ran"
     )
 
 
@@ -357,6 +357,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "sizes_do_not_fit": lambda n: (
         f"the given sizes do not fit the {n.count} ranks that the recordings are from: {n.said}"
     ),
-    "not_1f1b": lambda n: f"the exchanges of {ranks(n.ranks)}'s pipeline group do not follow 1F1B: {_UNTOLD}",
-    "pipelines_differ": lambda n: f"pipelines or steps of different sizes are recorded together: {_UNTOLD}",
+    "not_1f1b": lambda n: f"the exchanges of {ranks(n.ranks)}'s pipeline group do not follow 1F1B: {_NO_STAGES}",
+    "pipelines_differ": lambda n: f"pipelines or steps of different sizes are recorded together: {_NO_STAGES}",
 }

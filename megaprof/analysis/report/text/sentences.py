@@ -86,37 +86,37 @@ def ends(fleet: Fleet) -> tuple[Finding, ...]:
     return (*of_standstills(fleet.standstills), *_ended(fleet))
 
 
-def of_standstills(found: Sequence[Standstill]) -> Iterator[Finding]:
+def of_standstills(standstills: Sequence[Standstill]) -> Iterator[Finding]:
     """Yields the steps in which a job stood still, or in the middle of which it ended.
 
     The longest come first, each in a sentence or two; one more sentence names all others. A report shows these before
     anything else.
     """
-    ordered = sorted(found, key=lambda each: -each.seconds)
-    for each in ordered[:_FEW]:
-        yield Finding("standstill", "slow", _standstill(each))
+    ordered = sorted(standstills, key=lambda standstill: -standstill.seconds)
+    for standstill in ordered[:_FEW]:
+        yield Finding("standstill", "slow", _standstill(standstill))
     if more := ordered[_FEW:]:
-        where = spans(sorted(each.step for each in more), 8)
+        where = spans(sorted(standstill.step for standstill in more), 8)
         yield Finding("standstill", "slow", f"It stood still in {counted(len(more), 'more step')}: {where}.")
 
 
-def _standstill(found: Standstill) -> str:
-    lasts, seconds = found.outcome == "lasts", ago(found.seconds)
+def _standstill(standstill: Standstill) -> str:
+    lasts, seconds = standstill.outcome == "lasts", ago(standstill.seconds)
     text = {
-        "went_on": f"The job stood still in step {found.step} for {seconds}, and then went on",
-        "last": f"The job stood still in step {found.step} for {seconds}, and did no other step after it",
-        "unfinished": f"The job ended in the middle of step {found.step}"
-        + (f", in which it had stood still for {seconds}" if found.seconds else ""),
-        "lasts": f"The job stands still in step {found.step}, for {seconds} by now",
-    }[found.outcome]
-    if found.waited_for:
-        shown = [_standing(each, "stands" if lasts else "stood") for each in found.waited_for[:_FEW]]
-        more = len(found.waited_for) - len(shown)
+        "went_on": f"The job stood still in step {standstill.step} for {seconds}, and then went on",
+        "last": f"The job stood still in step {standstill.step} for {seconds}, and did no other step after it",
+        "unfinished": f"The job ended in the middle of step {standstill.step}"
+        + (f", in which it had stood still for {seconds}" if standstill.seconds else ""),
+        "lasts": f"The job stands still in step {standstill.step}, for {seconds} by now",
+    }[standstill.outcome]
+    if standstill.waited_for:
+        shown = [_standing(rank, "stands" if lasts else "stood") for rank in standstill.waited_for[:_FEW]]
+        more = len(standstill.waited_for) - len(shown)
         text += ": " + "; ".join([*shown, *([f"and {more} more"] if more else [])])
-        if found.waiting:
-            wait = ("waits" if found.waiting == 1 else "wait") if lasts else "waited"
-            for_whom = "it" if len(found.waited_for) == 1 else "them"
-            text += f"; {counted(found.waiting, 'rank')} {wait} for {for_whom}"
+        if standstill.waiting:
+            wait = ("waits" if standstill.waiting == 1 else "wait") if lasts else "waited"
+            for_whom = "it" if len(standstill.waited_for) == 1 else "them"
+            text += f"; {counted(standstill.waiting, 'rank')} {wait} for {for_whom}"
     return f"{text}. This step counts for no time."
 
 
@@ -134,8 +134,8 @@ def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
 
     These are measurements, which do not say why. ``job``: the directory in which a capture can be requested.
     """
-    told = [*_slower_stages(fleet, job), *_synchronisation(fleet, job), *_steps(fleet)]
-    return tuple(finding for _, finding in sorted(told, key=lambda each: each[0]))
+    keyed = [*_slower_stages(fleet, job), *_synchronisation(fleet, job), *_steps(fleet)]
+    return tuple(finding for _, finding in sorted(keyed, key=lambda entry: entry[0]))
 
 
 _Ordered = tuple[tuple[bool, float], Finding]

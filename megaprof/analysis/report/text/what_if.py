@@ -43,44 +43,44 @@ _ASSUMED: dict[Assumption, str] = {
 }
 
 
-def name_of(change: Prediction, found: WhatIf) -> str:
+def name_of(change: Prediction, predictions: WhatIf) -> str:
     """Returns a change of the run in a few words: ``5+3 layers``."""
-    return _NAMES[change.kind](change, found)
+    return _NAMES[change.kind](change, predictions)
 
 
-def _layers(change: Prediction, found: WhatIf) -> str:
+def _layers(change: Prediction, predictions: WhatIf) -> str:
     return f"{'+'.join(map(str, change.layers))} layers"
 
 
-def _chunks(change: Prediction, found: WhatIf) -> str:
-    return f"{counted(change.chunks or 1, 'model chunk')} per stage, {_layers(change, found)}"
+def _chunks(change: Prediction, predictions: WhatIf) -> str:
+    return f"{counted(change.chunks or 1, 'model chunk')} per stage, {_layers(change, predictions)}"
 
 
-def _depth(change: Prediction, found: WhatIf) -> str:
-    return f"{counted(len(change.layers), 'stage')}, {_layers(change, found)}"
+def _depth(change: Prediction, predictions: WhatIf) -> str:
+    return f"{counted(len(change.layers), 'stage')}, {_layers(change, predictions)}"
 
 
-def _microbatches(change: Prediction, found: WhatIf) -> str:
+def _microbatches(change: Prediction, predictions: WhatIf) -> str:
     return f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size"
 
 
-def _packing(change: Prediction, found: WhatIf) -> str:
+def _packing(change: Prediction, predictions: WhatIf) -> str:
     fewer = "the same sequences" + (f" in {counted(change.microbatches, 'microbatch')}" if change.microbatches else "")
     return _PACKINGS.get(change.packing or "", fewer)
 
 
-def _by_hand(change: Prediction, found: WhatIf) -> str:
+def _by_hand(change: Prediction, predictions: WhatIf) -> str:
     other = change.packing in _PACKINGS or change.packing is None  # else the packing names them
     layout = change.layout or ""
-    # Of a stage with one chunk, its number of layers says all, unless there are MTP layers somewhere.
+    # For stages with one chunk each, the numbers of layers say everything, unless there are MTP layers somewhere.
     plain = "m" not in layout and layout.count("|") < len(change.layers)
     parts = (
-        (_layers(change, found) if plain else layout) if change.layout != found.layout else None,
+        (_layers(change, predictions) if plain else layout) if change.layout != predictions.layout else None,
         f"{counted(change.chunks, 'model chunk')} per stage" if change.chunks else None,
         counted(change.microbatches, "microbatch") if change.microbatches and other else None,
         f"{_times(change.step_tokens)} the tokens in a step" if change.step_tokens != 1.0 else None,
         f"transfers of {change.p2p_ms:.3g} ms" if change.p2p_ms is not None else None,
-        _packing(change, found) if change.packing else None,
+        _packing(change, predictions) if change.packing else None,
     )
     return ", ".join(filter(None, parts)) or AS_CAPTURED
 
@@ -89,10 +89,10 @@ _NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {
     "layout": _layers,
     "chunks": _chunks,
     "depth": _depth,
-    "balanced": lambda change, found: "the measured work spread evenly over the stages",
+    "balanced": lambda change, predictions: "the measured work spread evenly over the stages",
     "microbatches": _microbatches,
     "packing": _packing,
-    "even_packing": lambda change, found: "all microbatches and replicas take equally long",
+    "even_packing": lambda change, predictions: "all microbatches and replicas take equally long",
     "by_hand": _by_hand,
 }
 
@@ -119,13 +119,13 @@ def assumptions(change: Prediction) -> Iterator[str]:
         yield f"a chunk costs what its layers cost{overlapped}"
 
 
-def memory(change: Prediction, found: WhatIf) -> str | None:
+def memory(change: Prediction, predictions: WhatIf) -> str | None:
     """Returns a clause that says why a change may need more memory than there is; None if nothing suggests that."""
     if change.fits is False:
-        return f"does not fit: {_needed(change, found)}"
+        return f"does not fit: {_needed(change, predictions)}"
     if change.activations > 1.0:
         return f"every microbatch holds {_times(change.activations)} the activations"
-    needs, held = change.in_flight or (), found.in_flight or ()
+    needs, held = change.in_flight or (), predictions.in_flight or ()
     if not change.exceeds(held):
         return None
     return (
@@ -134,11 +134,11 @@ def memory(change: Prediction, found: WhatIf) -> str | None:
     )
 
 
-def activations(change: Prediction, found: WhatIf) -> str | None:
+def activations(change: Prediction, predictions: WhatIf) -> str | None:
     """Returns a clause about what stages hold after a change; None if that stays the same and was not measured."""
-    needs = [each * change.activations for each in change.in_flight or ()]
-    held = _held(needs, found.in_flight or ())
-    return "; ".join(filter(None, (held, _needed(change, found) if change.fits else None))) or None
+    needs = [layers_held * change.activations for layers_held in change.in_flight or ()]
+    held = _held(needs, predictions.in_flight or ())
+    return "; ".join(filter(None, (held, _needed(change, predictions) if change.fits else None))) or None
 
 
 def _held(needs: Sequence[float], held: Sequence[int]) -> str | None:
@@ -148,22 +148,26 @@ def _held(needs: Sequence[float], held: Sequence[int]) -> str | None:
     if not changed:
         return None
     shown = changed if len(changed) <= _MOST_STAGES else [changed[0], changed[-1]]
-    each = [
+    by_stage = [
         f"stage {stage} {percent(needs[stage] / held[stage] - 1, sign=True)} ({held[stage]} -> {needs[stage]:g})"
         for stage in shown
         if held[stage]
     ]
     more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
-    return f"activations at their peak, in layers x microbatches of the captured size: {', '.join(each)}{more}"
+    return f"activations at their peak, in layers x microbatches of the captured size: {', '.join(by_stage)}{more}"
 
 
-def _needed(change: Prediction, found: WhatIf) -> str | None:
+def _needed(change: Prediction, predictions: WhatIf) -> str | None:
     """Returns the memory need of the stage that is closest to its limit, or furthest above it; None if memory was not
     measured."""
-    if change.needed is None or found.allowed is None or found.allocated is None:
+    if change.needed is None or predictions.allowed is None or predictions.allocated is None:
         return None
-    (_, stage) = max((n / a, stage) for stage, (n, a) in enumerate(zip(change.needed, found.allowed, strict=True)))
-    needed, allowed, measured = (each[stage] / _GIB for each in (change.needed, found.allowed, found.allocated))
+    (_, stage) = max(
+        (n / a, stage) for stage, (n, a) in enumerate(zip(change.needed, predictions.allowed, strict=True))
+    )
+    needed, allowed, measured = (
+        by_stage[stage] / _GIB for by_stage in (change.needed, predictions.allowed, predictions.allocated)
+    )
     would = "about" if change.fits else "would need about"
     return (
         f"stage {stage}: {would} {needed:.1f} of the {allowed:.1f} GiB that it may have at its peak, by scaling the "
@@ -171,32 +175,37 @@ def _needed(change: Prediction, found: WhatIf) -> str | None:
     )
 
 
-def advised(found: WhatIf, diagnosis: Diagnosis | None, framework: str | None = None) -> Finding | None:
+def advised(predictions: WhatIf, diagnosis: Diagnosis | None, framework: str | None = None) -> Finding | None:
     """Returns which layout to change to, with its flags and the options of ``framework``, or says that no layout is
     better. None if nothing was predicted."""
-    if found.advice is None:
+    if predictions.advice is None:
         return None
-    text = " ".join(sentence(each) for each in (_advice(found), *_beside_layouts(found), *_before_layouts(diagnosis)))
-    if found.best is None:
+    text = " ".join(
+        sentence(clause)
+        for clause in (_advice(predictions), *_beside_layouts(predictions), *_before_layouts(diagnosis))
+    )
+    if predictions.best is None:
         return Finding("layout", "open", text)
-    told = None if found.host_options is None else f"{framework}: {shlex.join(found.host_options)}"
-    return Finding("layout", "fine", text, shlex.join(found.best.flags), told)
+    host_flags = None if predictions.host_options is None else f"{framework}: {shlex.join(predictions.host_options)}"
+    return Finding("layout", "fine", text, shlex.join(predictions.best.flags), host_flags)
 
 
-def _beside_layouts(found: WhatIf) -> Iterator[str]:
+def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
     """Yields the fastest other number of model chunks or microbatches that certainly gains, if it is faster than the
     advised layout."""
     gaining = [
-        each for each in worth_showing(found) if each.kind in ("chunks", "microbatches") and each.fits is not False
+        change
+        for change in worth_showing(predictions)
+        if change.kind in ("chunks", "microbatches") and change.fits is not False
     ]
-    first = max(gaining, key=lambda each: each.speedup, default=None)
+    first = max(gaining, key=lambda change: change.speedup, default=None)
     if first is None:
         return
-    if found.best is None or first.speedup > found.best.speedup:
-        faster = "faster" if found.best is None else "faster still"
-        needs = memory(first, found)
+    if predictions.best is None or first.speedup > predictions.best.speedup:
+        faster = "faster" if predictions.best is None else "faster still"
+        needs = memory(first, predictions)
         yield (
-            f"{faster}, if the assumptions below hold: {name_of(first, found)}, {fast(first)}"
+            f"{faster}, if the assumptions below hold: {name_of(first, predictions)}, {fast(first)}"
             + ("" if needs is None else f"; {needs}")
         )
 
@@ -211,26 +220,26 @@ def _before_layouts(diagnosis: Diagnosis | None) -> Iterator[str]:
         yield f"fix {above} first: {price}, and layouts are compared with {them}"
 
 
-def _advice(found: WhatIf) -> str:
-    first = found.best or found.quickest or next(iter(found.candidates), None)
-    if found.advice == "no_other" or first is None:
+def _advice(predictions: WhatIf) -> str:
+    first = predictions.best or predictions.quickest or next(iter(predictions.candidates), None)
+    if predictions.advice == "no_other" or first is None:
         return "no other layout of these layers exists with as many stages and chunks"
-    name, times = name_of(first, found), fast(first)
-    if found.advice == "change":
-        instead = f"{number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
-        names = {each.layout: name_of(each, found) for each in found.candidates}
-        alike = " and ".join(names.get(layout, layout) for layout in found.alike)
-        ranged = found.costs is not None and found.costs.from_ranges
+    name, times = name_of(first, predictions), fast(first)
+    if predictions.advice == "change":
+        instead = f"{number(first.step_ms)} ms a step instead of {number(predictions.measured_ms)} ms"
+        names = {change.layout: name_of(change, predictions) for change in predictions.candidates}
+        alike = " and ".join(names.get(layout, layout) for layout in predictions.alike)
+        ranged = predictions.costs is not None and predictions.costs.from_ranges
         tell = "more steps" if ranged else "a capture with --profile-ranges layer"
         as_good = f"; {alike} may turn out faster, which {tell} would show" if alike else ""
         return f"{name}: {times}, {instead}{as_good}"
-    if found.advice == "open":
-        wanted = found.more_steps + (found.replay_error.count if found.replay_error else 0)
+    if predictions.advice == "open":
+        wanted = predictions.more_steps + (predictions.replay_error.count if predictions.replay_error else 0)
         return f"{_UNSURE}, {name}, would be {times}; {wanted} steps would show it"
     would = f"{name} would be {times}"
-    if found.advice == "none_fits":
-        return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
-    if found.advice == "unsure":
+    if predictions.advice == "none_fits":
+        return f"no layout that fits was found to be better: {would}, and {memory(first, predictions)}"
+    if predictions.advice == "unsure":
         if round(first.speedup, 2) <= 1.0:
             return f"no other layout with as many model chunks is expected to be faster: {would}"
         return f"{_UNSURE}, {name}, would be {times} if nothing else changes, and more steps would not settle it"
@@ -238,22 +247,22 @@ def _advice(found: WhatIf) -> str:
     return f"with the same number of model chunks {least}: {would}"
 
 
-def of_packing(found: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
+def of_packing(predictions: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
     """Yields what another packing of the same sequences would gain, and the options of ``framework`` for it.
     ``context``: the number of ranks over which a sequence is divided."""
-    if not found.packings or found.measured_ms is None:
+    if not predictions.packings or predictions.measured_ms is None:
         return
-    first, even = found.packings[0], found.packings[-1]
+    first, even = predictions.packings[0], predictions.packings[-1]
     if first is even or first.low <= 1.0 + LEAST:
         text = f"no other packing of the same sequences surely gains {percent(LEAST)}"
         yield Finding("packing", "open", sentence(f"{text}; perfectly even microbatches would be {fast(even)}"))
         return
-    text = f"{fast(first)}, {number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
+    text = f"{fast(first)}, {number(first.step_ms)} ms a step instead of {number(predictions.measured_ms)} ms"
     if even.speedup > first.speedup:
         text += f"; perfectly even microbatches would be {fast(even)}"
-    own = switch_of(framework, -(-(found.most_tokens or 0) // context))
-    told = None if own is None else f"{framework}: {shlex.join(own)}"
-    yield Finding("packing", "fine", sentence(f"{name_of(first, found)}: {text}"), None, told)
+    switch = switch_of(framework, -(-(predictions.most_tokens or 0) // context))
+    host_flags = None if switch is None else f"{framework}: {shlex.join(switch)}"
+    yield Finding("packing", "fine", sentence(f"{name_of(first, predictions)}: {text}"), None, host_flags)
 
 
 def fast(change: Prediction) -> str:
@@ -266,48 +275,53 @@ def per_token(change: Prediction) -> str:
     return " per token" if change.step_tokens != 1.0 else ""
 
 
-def worth_showing(found: WhatIf) -> list[Prediction]:
+def worth_showing(predictions: WhatIf) -> list[Prediction]:
     """Returns the predictions that certainly gain something, and the best one. The JSON has all predictions."""
-    return [each for each in _gaining(found) if each == found.best or each.low > 1.0 + LEAST]
+    return [change for change in _gaining(predictions) if change == predictions.best or change.low > 1.0 + LEAST]
 
 
-def left_out(found: WhatIf) -> str | None:
+def left_out(predictions: WhatIf) -> str | None:
     """Returns how many predictions are not shown because their gain is not certain; None if all are shown."""
-    shown = [*worth_showing(found), found.quickest]  # the advice names the fastest layout
-    count = sum(each not in shown for each in _gaining(found))
+    shown = [*worth_showing(predictions), predictions.quickest]  # the advice names the fastest layout
+    count = sum(change not in shown for change in _gaining(predictions))
     if not count:
         return None
     which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
     return f"{which} left out: what {gain} is not surely more than {percent(LEAST)}."
 
 
-def _gaining(found: WhatIf) -> list[Prediction]:
-    return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
+def _gaining(predictions: WhatIf) -> list[Prediction]:
+    return [
+        change for change in predictions.candidates if change.speedup >= _WORTH_SHOWING or change == predictions.best
+    ]
 
 
-def caveats(found: WhatIf) -> list[str]:
+def caveats(predictions: WhatIf) -> list[str]:
     """Returns what the shown predictions assume and need. Each caveat appears once, with its predictions."""
     about: dict[str, list[str]] = {}
-    for each in (shown := worth_showing(found)):
-        for caveat in (*(f"on the assumption that {clause}" for clause in assumptions(each)), memory(each, found)):
+    for change in (shown := worth_showing(predictions)):
+        for caveat in (
+            *(f"on the assumption that {clause}" for clause in assumptions(change)),
+            memory(change, predictions),
+        ):
             if caveat is not None:
-                about.setdefault(caveat, []).append(name_of(each, found))
-    letters = any("|" in flag for each in shown for flag in each.flags)
+                about.setdefault(caveat, []).append(name_of(change, predictions))
+    letters = any("|" in flag for change in shown for flag in change.flags)
     return [*(f"{' / '.join(names)}: {caveat}." for caveat, names in about.items()), *([LETTERS] if letters else [])]
 
 
-def beside(change: Prediction, found: WhatIf) -> list[str]:
+def beside(change: Prediction, predictions: WhatIf) -> list[str]:
     """Returns what a change that a person chose assumes, needs, and does to the activations, in sentences."""
     count = "microbatches are the global batch size / (micro batch size x data-parallel size)"
-    letters = any("|" in text for text in (*change.flags, name_of(change, found)))
+    letters = any("|" in text for text in (*change.flags, name_of(change, predictions)))
     clauses = [
         count if change.microbatches is not None else None,
-        *(f"assumes that {each}" for each in assumptions(change)),
-        memory(change, found),
-        activations(change, found),
+        *(f"assumes that {assumption}" for assumption in assumptions(change)),
+        memory(change, predictions),
+        activations(change, predictions),
         LETTERS if letters else None,
     ]
-    return [sentence(each) for each in clauses if each is not None]
+    return [sentence(clause) for clause in clauses if clause is not None]
 
 
 def of_costs(fit: CostFit) -> str:
@@ -320,4 +334,4 @@ def of_costs(fit: CostFit) -> str:
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
     costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
     text = f"Costs of an undisturbed microbatch, exposed communication included, from {source}: {', '.join(costs)}"
-    return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])
+    return "; ".join([text, *(_ASSUMED[assumption] for assumption in fit.assumptions)])

@@ -126,15 +126,15 @@ def layers(chunks: Iterable[ModelChunk | None]) -> str:
 
     Examples: ``emb+6``, ``4``, ``2+loss``.
     """
-    known = [chunk for chunk in chunks if chunk is not None]
-    if not known or any(chunk.layers is None for chunk in known):
+    contents = [chunk for chunk in chunks if chunk is not None]
+    if not contents or any(chunk.layers is None for chunk in contents):
         return "?"
-    parts = [str(sum(chunk.layers or 0 for chunk in known))]
-    if any(chunk.embedding for chunk in known):
+    parts = [str(sum(chunk.layers or 0 for chunk in contents))]
+    if any(chunk.embedding for chunk in contents):
         parts.insert(0, "emb")
-    if mtp := sum(chunk.mtp or 0 for chunk in known):
+    if mtp := sum(chunk.mtp or 0 for chunk in contents):
         parts.append(f"{mtp}mtp")
-    if any(chunk.loss for chunk in known):
+    if any(chunk.loss for chunk in contents):
         parts.append("loss")
     return "+".join(parts)
 
