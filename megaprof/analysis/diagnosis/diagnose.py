@@ -50,7 +50,7 @@ class Cause:
     hosts: tuple[str, ...] = ()
     """Hosts of these ranks."""
     link: tuple[int, int] | None = None
-    """The two stages that exchange."""
+    """The two stages that exchange; None if it is about all links, or about none."""
     group: str | None = None
     """Process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
     parts: Mapping[str, float] = field(default_factory=dict)

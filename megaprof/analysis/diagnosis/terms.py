@@ -181,7 +181,7 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
             usual = np.quantile(v.state.link[..., :count], 0.5, axis=-1, keepdims=True, method="lower")
             return v.waiting(link=np.maximum(v.state.link - usual, 0.0))
 
-        yield Term("communication", at_once, group="pp")
+        yield Term("communication", at_once, group="pp", link=(0, 1) if count == 1 else None)
 
 
 def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:

@@ -311,3 +311,16 @@ def test_without_a_diagnosis_it_says_why() -> None:
     (said,) = causes.findings(MEASURED, None, why)
     assert (said.kind, said.severity) == ("no_verdict", "open")
     assert said.text.endswith(": 1 of 2 stages captured.")
+
+
+@pytest.mark.parametrize(
+    ("layers", "name"),
+    [((4, 4), "exchanges between stages 0 and 1"), ((3, 3, 3), "exchanges between all stages")],
+)
+def test_exchanges_are_said_to_be_between_all_stages_where_there_are_several_links(
+    layers: tuple[int, ...], name: str, tmp_path: Path
+) -> None:
+    slow = dict.fromkeys(range(len(layers) - 1), 12.0)
+    write(Scenario("exchanges", layers=layers, link=slow, gpu=False), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert target.in_brief().text.startswith(name)

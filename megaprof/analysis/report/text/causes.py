@@ -116,10 +116,12 @@ def name_of(cause: Cause) -> str:
         return f"slow {ranks(cause.ranks)}"
     if cause.ranks:
         return f"{kind} of {ranks(cause.ranks)}"
+    if cause.group == "pp":
+        return "exchanges between " + ("all stages" if cause.link is None else "stages {} and {}".format(*cause.link))
     if cause.link is not None:
         return f"{kind} {cause.link[0]}-{cause.link[1]}"
     if cause.group is not None:
-        return "exchanges between all stages" if cause.group == "pp" else f"exposed {cause.group} communication"
+        return f"exposed {cause.group} communication"
     if cause.kind == "embedding_or_loss":
         return f"{'output layer and loss' if cause.stage else 'embedding'} of stage {cause.stage}"
     if cause.kind == "slow_chunk":
