@@ -121,13 +121,19 @@ def plain_stage(
 
 
 def pipeline(
-    directory: Path, layers: list[int], *, per_layer: float = 10.0, loss: float = 0.0, **options: Any
+    directory: Path,
+    layers: list[int],
+    *,
+    per_layer: float = 10.0,
+    loss: float = 0.0,
+    kind: str = "dense",
+    **options: Any,
 ) -> list[Path]:
     """One trace per stage, `layers` on each; a forward takes ``per_layer`` per layer, a backward twice that."""
     paths, last = [], len(layers) - 1
     for pp, n in enumerate(layers):
         extra = loss if pp == last else 0.0
-        holds = chunk(n, embedding=pp == 0, loss=pp == last)
+        holds = chunk(n, embedding=pp == 0, loss=pp == last, kind=kind)
         stage = plain_stage(
             pp,
             len(layers),

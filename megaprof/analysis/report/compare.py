@@ -2,7 +2,8 @@
 
 A change is *beyond the spread* when the means differ by more than `NOISE` standard errors of their difference (Welch).
 The samples are steps. If fewer than `FEWEST` steps were captured, the samples are microbatches, for the quantities that
-are known per microbatch (forward, backward, and compute as their sum). If both are too few, the answer is None.
+are known per microbatch (forward, backward, and compute as their sum). If both are too few, the answer is None. Times
+of models with different layers are shown, and no change of them is computed.
 
 If the second capture ran a layout that the what-if of the first one predicted, the change of the step has three parts:
 the change that the prediction expected from the layout, the change of the machine in between, and the rest, which is
@@ -12,11 +13,23 @@ the error of the prediction.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
-from megaprof.analysis.diagnosis.stages import Stage
-from megaprof.analysis.report.diff import QUANTITIES, Diff, Difference, Kept, Side, StageDiff, TargetDiff, TargetSide
+from megaprof.analysis.diagnosis.stages import Stage, TargetStages
+from megaprof.analysis.report.diff import (
+    QUANTITIES,
+    Diff,
+    Difference,
+    Kept,
+    Side,
+    StageDiff,
+    TargetDiff,
+    TargetSide,
+    same_layers,
+)
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.what_if import name_of
@@ -83,17 +96,42 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     old = {stage.pp: stage for stage in first.stages}
     new = {stage.pp: stage for stage in second.stages}
     alike = first.microbatches is not None and first.microbatches == second.microbatches
-    layer = _layer(before, after)
+    one_model = same_layers(_layers_by_kind(first), _layers_by_kind(second))
+    layer = _layer(before, after) if one_model else None
+    predicted = one_model and alike and first.sizes.pp == second.sizes.pp
+    step_time = _difference(first.step_time_ms, second.step_time_ms, [], [])
+    stages = tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys()))
     return TargetDiff(
         target=first.target,
         role=first.role,
         before=_target_side(before, after),
         after=_target_side(after, before),
-        step_time=_difference(first.step_time_ms, second.step_time_ms, [], []),
-        stages=tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys())),
+        step_time=step_time if one_model else _incomparable(step_time),
+        stages=stages if one_model else tuple(map(_incomparable_stage, stages)),
         layer=layer,
-        prediction=_kept(before, after, layer) if alike and first.sizes.pp == second.sizes.pp else None,
+        prediction=_kept(before, after, layer) if predicted else None,
     )
+
+
+def _layers_by_kind(measured: TargetStages) -> dict[str, int] | None:
+    """Returns how many layers of each kind a model has; None if not all stages say."""
+    chunks = [chunk.holds for stage in measured.stages for chunk in stage.chunks]
+    if len(measured.stages) < measured.sizes.pp or not chunks:
+        return None
+    kinds: Counter[str] = Counter()
+    for holds in chunks:
+        if holds is None or holds.kinds is None:
+            return None
+        kinds.update(holds.kinds)
+    return dict(sorted(kinds.items()))
+
+
+def _incomparable(times: Difference) -> Difference:
+    return replace(times, change=None, beyond_spread=None)
+
+
+def _incomparable_stage(stage: StageDiff) -> StageDiff:
+    return replace(stage, changes={name: _incomparable(times) for name, times in stage.changes.items()})
 
 
 def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
@@ -101,6 +139,7 @@ def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
         verdict=target.in_brief(surely_in=other.diagnosis).text,
         schedule=target.schedule,
         microbatches=target.microbatches,
+        layers=_layers_by_kind(target.measured),
         sizes=target.sizes,
         step_time_basis=target.step_time_basis,
         basis=target.basis,

@@ -20,9 +20,9 @@ class Difference:
     after: float | None
     """Milliseconds per step in the second capture, mean."""
     change: float | None
-    """``after`` / ``before`` - 1."""
+    """``after`` / ``before`` - 1. None if a value is missing, or if the captures are of different models."""
     beyond_spread: bool | None
-    """True if it changed by more than it usually varies; None if there are too few samples."""
+    """True if it changed by more than it usually varies; None if there are too few samples, or no ``change``."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class TargetSide:
     """Megatron's schedule; None if the traces do not say."""
     microbatches: int | None
     """Microbatches per step; None if steps differ or the traces do not say."""
+    layers: dict[str, int] | None
+    """Number of the model's layers by kind (``dense``, ``moe``, ...); None if not all stages say."""
     sizes: ParallelSizes
     """Parallel sizes of the job."""
     step_time_basis: Basis
@@ -95,6 +97,11 @@ class TargetSide:
     """Why no cause is named; None if causes are looked for."""
     warnings: tuple[Note, ...]
     """Warnings of the capture's report."""
+
+
+def same_layers(before: dict[str, int] | None, after: dict[str, int] | None) -> bool:
+    """Returns whether two models have the same layers. True if a capture does not say which it has."""
+    return before is None or after is None or before == after
 
 
 @dataclass(frozen=True)
@@ -115,9 +122,14 @@ class TargetDiff:
     """Stages, by pipeline rank."""
     layer: Difference | None
     """Undisturbed forward and backward of a microbatch in a decoder layer. A layout does not change it; only another
-    machine, load or setting does. None if a capture does not show it."""
+    machine, load or setting does. None if a capture does not show it, or if the captures are of different models."""
     prediction: Kept | None
     """Prediction of the first capture for the layout of the second one; None if it made none."""
+
+    @property
+    def same_model(self) -> bool:
+        """Returns whether the models have the same layers, as far as the captures say."""
+        return same_layers(self.before.layers, self.after.layers)
 
     @property
     def quantities(self) -> tuple[str, ...]:

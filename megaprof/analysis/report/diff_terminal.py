@@ -29,7 +29,7 @@ def _show_target(target: TargetDiff, console: Console) -> None:
     line = f"step time {number(step.before)} → {number(step.after)} ms {_mark(step)}"
     console.print(text(line, _style(step)))
     console.print(text(sentences.of_causes(target)))
-    console.print(text(sentences.of_machine(target.layer)))
+    console.print(text(sentences.of_machine(target)))
     if target.prediction is not None:
         console.print(text(sentences.of_prediction(target.prediction), _KEPT[target.prediction.inside]))
     console.print(_table(target))

@@ -90,6 +90,28 @@ def test_more_microbatches_are_no_slower_stage(tmp_path):
     assert any("microbatches 4 -> 8" in note for note in text.notes(target))
 
 
+def test_times_of_two_models_are_shown_and_not_compared(tmp_path):
+    """A layer of experts takes as long as it takes: no machine, load or setting made it slower than a dense one."""
+    steps = (1, 2, 3)
+    before = report(tmp_path / "a", [6, 2], steps=steps)
+    after = report(tmp_path / "b", [4, 4], steps=steps, per_layer=30.0, kind="moe")
+    diff = compare(before, read(document(after)))
+    target = only(diff)
+    assert (target.before.layers, target.after.layers) == ({"dense": 8}, {"moe": 8})
+    assert (target.layer, target.prediction) == (None, None)
+    changes = [target.step_time, *(each for stage in target.stages for each in stage.changes.values())]
+    assert {(each.change, each.beyond_spread) for each in changes} == {(None, None)}
+    assert (target.step_time.before, target.step_time.after) == (720, 1441)
+    sink = io.StringIO()
+    show_diff(diff, Console(file=sink, width=400))
+    shown = sink.getvalue()
+    assert "step time 720 → 1441 ms" in shown
+    assert "layers 8 dense -> 8 moe: another model, so no time is compared" in shown
+    assert "whether the machine changed is not known: the captures are of different models" in shown
+    assert "not the layout" not in shown
+    assert only(compare(before, report(tmp_path / "c", [4, 4], steps=steps))).same_model
+
+
 def test_stages_of_one_capture_only_are_shown_with_nothing_beside_them(tmp_path):
     target = only(compare(report(tmp_path / "a", [4, 4]), report(tmp_path / "b", [2, 2, 2, 2])))
     third = target.stages[2]

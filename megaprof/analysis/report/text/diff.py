@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from megaprof.analysis.report.diff import Diff, Difference, Kept, TargetDiff
+from megaprof.analysis.report.diff import Diff, Kept, TargetDiff
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import BASES
 
@@ -15,8 +15,11 @@ def of_causes(target: TargetDiff) -> str:
     return f"causes: {target.before.verdict} → {target.after.verdict}"
 
 
-def of_machine(layer: Difference | None) -> str:
-    """Returns a clause that says whether the machine is the same. ``layer``: the times of an undisturbed layer."""
+def of_machine(target: TargetDiff) -> str:
+    """Returns a clause that says whether the machine is the same, from the times of an undisturbed layer."""
+    layer = target.layer
+    if not target.same_model:
+        return "whether the machine changed is not known: the captures are of different models"
     if layer is None:
         missing = "at least one capture does not show how long an undisturbed layer takes"
         return f"whether the machine changed is not known: {missing}"
@@ -85,6 +88,9 @@ def _settings(target: TargetDiff) -> Iterator[str]:
         {"schedule": side.schedule, "microbatches": side.microbatches, **asdict(side.sizes)}
         for side in (target.before, target.after)
     )
+    if not target.same_model:
+        old, new = (_in_words(side.layers or {}) for side in (target.before, target.after))
+        yield f"layers {old} -> {new}: another model, so no time is compared with that of the other capture"
     for name in before:
         if before[name] != after[name]:
             old, new = (words.ABSENT if settings[name] is None else str(settings[name]) for settings in (before, after))
@@ -92,3 +98,7 @@ def _settings(target: TargetDiff) -> Iterator[str]:
     if target.before.step_time_basis != target.after.step_time_basis:
         old, new = (BASES[side.step_time_basis] for side in (target.before, target.after))
         yield f"step times are not measured alike: {old}; {new}"
+
+
+def _in_words(layers: dict[str, int]) -> str:
+    return " + ".join(f"{count} {kind}" for kind, count in layers.items()) or "none"
