@@ -327,9 +327,9 @@ class Agenda:
 
     def _demanded(self, demand: Demand, steps: tuple[CountedStep, ...]) -> CountedStep | None:
         step, counted = steps[-1], (demand.counted, demand.role)
-        own = (step.target, step.role) == counted
-        upcoming = step.index if own else self.calls.get(counted, 0)
-        if not demand.due(upcoming, own=own, begins=len(steps) > 1):
+        is_counted = (step.target, step.role) == counted
+        upcoming = step.index if is_counted else self.calls.get(counted, 0)
+        if not demand.due(upcoming, own=is_counted, begins=len(steps) > 1):
             return None
         return steps[0] if demand.target == TRAIN_OVERALL else step
 

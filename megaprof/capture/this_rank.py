@@ -55,16 +55,16 @@ class ThisRank:
         in this job, `check_role` logs which of its ranks do not exist.
         """
         coords, layout = _place(models, groups, pipeline=pipeline)
-        own = config.selector(role)
-        if own is not None:
-            own.check(coords.sizes, layout, option=config.select_option(role))
+        role_selector = config.selector(role)
+        if role_selector is not None:
+            role_selector.check(coords.sizes, layout, option=config.select_option(role))
         timed = config.timeline_selector
         if timed is not None:
             timed.check(coords.sizes, layout, option=config.named("timeline_select"))
         check_model(config, models or ())
         check_daemon(config, os.environ)
         # A role without ranks of its own has the default ranks. A role with ranks of its own may turn up in any model.
-        selectors = [s for each in (role, *config.roles) if (s := config.selector(each)) is not None]
+        selectors = [s for name in (role, *config.roles) if (s := config.selector(name)) is not None]
         return cls(
             coords=coords,
             layout=layout,

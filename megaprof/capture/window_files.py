@@ -32,8 +32,8 @@ def names_of(folder: str, window: Window) -> list[str]:
     names = list[str]()
     with Suppressed(OSError):
         names = sorted(name for name in os.listdir(folder) if name.startswith(window.stem))
-    found = ((name, parse_artifact_name(name)) for name in names)
-    return [name for name, artifact in found if artifact is not None and artifact.repeat == window.repeat]
+    artifacts = ((name, parse_artifact_name(name)) for name in names)
+    return [name for name, artifact in artifacts if artifact is not None and artifact.repeat == window.repeat]
 
 
 def remove(folder: str, window: Window) -> None:

@@ -34,9 +34,9 @@ def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[.
     position = _position(original, "model", codes.FORWARD)
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        found: int = position(call, args, kwargs)
+        encoded: int = position(call, args, kwargs)
         call.forwards += call.ranged
-        return found
+        return encoded
 
     return ranged(original, dispatcher, code, _produced, fast=(codes.FORWARD, *places))
 

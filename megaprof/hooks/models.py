@@ -69,7 +69,7 @@ def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
         call = dispatcher.call
         if call is not None and call.tape.forward is not None:
             try:
-                if not capturing() and (inputs := _told(*args[:1], **kwargs)) is not None:
+                if not capturing() and (inputs := _inputs_of(*args[:1], **kwargs)) is not None:
                     call.tape.given.append((call.tape.forward, *inputs))
             except BaseException as fault:
                 if not contained("looking at a microbatch", dispatcher.drop, fault):
@@ -79,7 +79,7 @@ def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
     return seen
 
 
-def _told(
+def _inputs_of(
     input_ids: Any = None, *, attention_mask: Any = None, position_ids: Any = None, **others: Any
 ) -> tuple[Any, ...] | None:
     """Returns the tensors and sizes from which `recorders.work` reads the lengths later; None if the arguments show

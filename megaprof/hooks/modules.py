@@ -199,12 +199,12 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
 def compiled_in(chunk: Any) -> set[int]:
     """Returns the ids of the modules that torch.compile compiles, and of their token dispatchers. Shadowing a method
     there would break graphs, fail with ``fullgraph``, and cost two compilations, with the shadow and without it."""
-    found: set[int] = set()
+    compiled_ids: set[int] = set()
     for module in chunk.modules() if hasattr(chunk, "modules") else ():
-        if id(module) not in found and is_compiled(module):
-            found |= {id(inner) for inner in module.modules()}
-            found |= {id(getattr(inner, "token_dispatcher", None)) for inner in module.modules()}
-    return found
+        if id(module) not in compiled_ids and is_compiled(module):
+            compiled_ids |= {id(inner) for inner in module.modules()}
+            compiled_ids |= {id(getattr(inner, "token_dispatcher", None)) for inner in module.modules()}
+    return compiled_ids
 
 
 def is_compiled(module: Any) -> bool:

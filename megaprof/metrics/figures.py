@@ -188,7 +188,7 @@ def slow_ranks(statuses: Iterable[RankStatus]) -> list[SlowRanks]:
         if above and peers:
             usual = statistics.median_low(peers.values())
             peer = min(rank for rank, ms in peers.items() if ms == usual)
-            # What is above its peers by far less than the slowest is not as slow, and may be chance.
+            # A rank that is above its peers by far less than the slowest rank may be so by chance.
             most = max(above.values())
             named = [rank for rank, ratio in above.items() if ratio - 1 > (most - 1) / 2]
             first, *others = sorted(named, key=lambda rank: (-above[rank], rank))
@@ -219,7 +219,7 @@ def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
     timed = sorted((status.compute_ms, status.rank) for status in members if status.compute_ms)
     if len(timed) < 2:
         return {}
-    middle = (len(timed) - 2) // 2  # of the others, by their place among all
+    middle = (len(timed) - 2) // 2  # the median's place among the others
     return {rank: ms / timed[middle + (place <= middle)][0] for place, (ms, rank) in enumerate(timed)}
 
 

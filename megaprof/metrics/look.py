@@ -154,8 +154,8 @@ def verdict(view: View) -> str | None:
     if blame.stuck:
         have = "has" if len(blame.stuck) == 1 else "have"
         return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
-    told = [*([slower(view.slow)] if view.slow else []), *([waiting_for_cores(view.waits)] if view.waits else [])]
-    return " ".join(told) or None
+    complaints = [*([slower(view.slow)] if view.slow else []), *([waiting_for_cores(view.waits)] if view.waits else [])]
+    return " ".join(complaints) or None
 
 
 def slower(slow: SlowRanks) -> str:
@@ -168,7 +168,7 @@ def slower(slow: SlowRanks) -> str:
 def waiting_for_cores(waits: Mapping[int, float]) -> str:
     """Returns a sentence about ranks that wait for a processor core."""
     first, most = next(iter(waits.items()))
-    # As in the report: one that waits far less than the longest is not what to look at.
+    # As in the report: a rank that waits far less than the first one is not worth looking at.
     named = [rank for rank, part in waits.items() if part >= most / 2]
     several = len(named) > 1
     longest = f"rank {first} " if several else ""

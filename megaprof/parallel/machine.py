@@ -50,7 +50,7 @@ def find_bounds(proc: Path = Path("/proc")) -> tuple[Bound, ...]:
 
 def _machine(proc: Path) -> tuple[int, int]:
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
-    kilobytes = {words[0]: int(words[1]) for words in lines if len(words) > 1}
+    kilobytes = {columns[0]: int(columns[1]) for columns in lines if len(columns) > 1}
     total = kilobytes["MemTotal:"]
     return (total - kilobytes["MemAvailable:"]) * 1024, total * 1024
 

@@ -61,8 +61,8 @@ def describe(
         microbatch_group_size=getattr(model_config, group, None),
         seq_length=facts.seq_length,
         micro_batch_size=facts.micro_batch_size,
-        tokens=_each(count, {number: microbatch.tokens for number, microbatch in work.items()}),
-        lengths=_each(count, {number: microbatch.lengths for number, microbatch in work.items()}),
+        tokens=_by_microbatch(count, {number: microbatch.tokens for number, microbatch in work.items()}),
+        lengths=_by_microbatch(count, {number: microbatch.lengths for number, microbatch in work.items()}),
         lengths_from=max((microbatch.source for microbatch in work.values()), key=SOURCES.index, default=None),
         expert_tokens=None if truncated is not None else _expert_tokens(call.experts),
         chunks=tuple(ModelChunk(**describe_chunk(chunk)) for chunk in facts.chunks),
@@ -83,16 +83,16 @@ def describe(
     ).as_dict()
 
 
-def _each(count: int, known: dict[int, Any]) -> tuple[Any, ...] | None:
-    """Returns the known values by microbatch, or None if there are none."""
-    return tuple(map(known.get, range(count))) if known and count else None
+def _by_microbatch(count: int, values: dict[int, Any]) -> tuple[Any, ...] | None:
+    """Returns the values of all microbatches in order, None for those that are missing. None if there are no values."""
+    return tuple(map(values.get, range(count))) if values and count else None
 
 
 def _expert_tokens(passes: Iterable[Any]) -> tuple[int, ...] | None:
     """Returns the tokens of each local expert, summed over all passes. None if there are no passes, or if layers have
     different numbers of experts."""
-    each = [tuple(map(int, counts.tolist())) for counts in passes]
-    return tuple(map(sum, zip(*each, strict=True))) if each and len({*map(len, each)}) == 1 else None
+    by_pass = [tuple(map(int, counts.tolist())) for counts in passes]
+    return tuple(map(sum, zip(*by_pass, strict=True))) if by_pass and len({*map(len, by_pass)}) == 1 else None
 
 
 def _device(chunks: Iterable[Any]) -> str | None:

@@ -33,28 +33,28 @@ class Collections:
     """Keeps the times of collections of the oldest generation, whichever thread Python runs them on."""
 
     def __init__(self) -> None:
-        self.found: deque[Collection] = deque(maxlen=_MOST)
+        self.ended: deque[Collection] = deque(maxlen=_MOST)
         self._began = 0
 
     def start(self) -> None:
         """Forgets earlier collections and begins to record."""
-        self.found.clear()
-        if self._told not in gc.callbacks:
-            gc.callbacks.append(self._told)
+        self.ended.clear()
+        if self._on_collection not in gc.callbacks:
+            gc.callbacks.append(self._on_collection)
 
     def stop(self) -> None:
         """Stops recording. Can be run twice."""
-        if self._told in gc.callbacks:
-            gc.callbacks.remove(self._told)
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
 
     def until(self, moment: int) -> list[Collection]:
         """Removes and returns the collections that began before ``moment``, in nanoseconds since the epoch."""
         taken = []
-        while self.found and self.found[0].start < moment:
-            taken.append(self.found.popleft())
+        while self.ended and self.ended[0].start < moment:
+            taken.append(self.ended.popleft())
         return taken
 
-    def _told(self, phase: str, info: dict[str, Any]) -> None:
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
         """Notes a collection. Python calls this before and after every collection, and prints what it raises."""
         if info["generation"] < _OLDEST:
             return
@@ -62,5 +62,5 @@ class Collections:
         if phase == "start":
             self._began = now
         elif self._began:
-            self.found.append(Collection(self._began, now, threading.get_native_id()))
+            self.ended.append(Collection(self._began, now, threading.get_native_id()))
             self._began = 0

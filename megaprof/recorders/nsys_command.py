@@ -37,8 +37,8 @@ def windows(config: ProfileConfig) -> int | None:
     if config.roles or config.discrete:
         return None
     counts = [config.plan(target).windows(merged=config.merge_steps) for target in config.target]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    limits = [count for count in counts if count is not None]
+    return sum(limits) if len(limits) == len(counts) else None
 
 
 def options(
@@ -115,8 +115,8 @@ def controller_options(config: ProfileConfig, *, output: str | None = None) -> d
 
 def refused(names: Iterable[str]) -> list[str] | None:
     """Returns the options that the nsys on this machine does not know. None if there is no nsys that can be asked."""
-    known = _known()
-    return None if known is None else [name for name in names if len(name) > 1 and name not in known]
+    known_options = _known()
+    return None if known_options is None else [name for name in names if len(name) > 1 and name not in known_options]
 
 
 @functools.cache

@@ -141,7 +141,7 @@ class TorchRecorder:
             _stop(recording)
             recording.export_chrome_trace(str(raw))
             garbage = operation_range(GARBAGE)
-            timed = [*(emit.log or ()), *(emit.LoggedRange(garbage, *each) for each in self._collections.found)]
+            timed = [*(emit.log or ()), *(emit.LoggedRange(garbage, *span) for span in self._collections.ended)]
             if timed and raw.exists():  # it does not exist if the disk is full
                 add_ranges(raw, timed)
         except BaseException:
@@ -250,7 +250,7 @@ class _Prepared:
 
 def _activities(config: ProfileConfig) -> list[ProfilerActivity]:
     """Returns the activities that can be recorded now. A host may begin to use CUDA between two windows."""
-    return [_ACTIVITIES[each] for each in config.activities if each != "cuda" or _cuda()]
+    return [_ACTIVITIES[activity] for activity in config.activities if activity != "cuda" or _cuda()]
 
 
 def _cuda() -> bool:

@@ -81,8 +81,8 @@ def _of_mask_or_positions(source: str, tensor: Any, tokens: int, fetch: Fetch | 
     begins = [number for number in numbers if number < tokens]
     if len(begins) > MOST_SEQUENCES:
         return None
-    between = _between([*begins, tokens])
-    return None if between is None else Work(tokens, between, source)
+    gaps = _between([*begins, tokens])
+    return None if gaps is None else Work(tokens, gaps, source)
 
 
 def _between(ends: Sequence[int]) -> tuple[int, ...] | None:

@@ -72,12 +72,12 @@ def with_layout(
     ``flags`` are Megatron-LM's options for a pipeline of ``stages``. They replace the options that place layers now,
     and every option that both have. They are spelled for ``framework`` and ``role``, as traces name them.
     """
-    words = list(options_of(framework, role, flags, stages) or flags)
-    placing_names = {_name(word) for word in (*PLACING, _OLDER, *filter(_names_an_option, words))}
+    layout_words = list(options_of(framework, role, flags, stages) or flags)
+    placing_names = {_name(word) for word in (*PLACING, _OLDER, *filter(_names_an_option, layout_words))}
     for flag in PLACING:
         spelled = options_of(framework, role, (flag, "t"), 1)  # the value does not matter: only the name is used
         placing_names |= {_name(spelled[0])} if spelled else set()
-    return _without(command, placing_names) + words
+    return _without(command, placing_names) + layout_words
 
 
 def _has(words: Iterable[str], option: str) -> bool:

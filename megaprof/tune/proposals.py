@@ -42,16 +42,16 @@ def as_measured(
     spread = target.measured.step_time_ms
     if spread is None:
         return replace(trial, outcome="failed", why=target.withheld.text if target.withheld else "it has no step time")
-    layout, between = target.what_if.layout, between_ms(directory, runs.TARGET)
+    layout, ms_between = target.what_if.layout, between_ms(directory, runs.TARGET)
     more_between = 0.0
     if first_trial is not None and first_trial.stages not in (None, target.measured.sizes.pp):
-        more_between = (between or 0.0) - (first_trial.between_ms or 0.0)
+        more_between = (ms_between or 0.0) - (first_trial.between_ms or 0.0)
     measured = replace(
         trial,
         layout=layout,
         stages=target.measured.sizes.pp,
         step_ms=_interval(spread).plus(more_between),
-        between_ms=between,
+        between_ms=ms_between,
         steps=spread.count,
         memory=target.what_if.allocated,
         framework=target.measured.framework,
@@ -171,8 +171,8 @@ def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float
     milliseconds; ``more_between``: the milliseconds that were added to it."""
     predicted, is_depth = _predicted(prediction, step_ms).plus(more_between), prediction.kind == "depth"
     if is_depth:
-        between = trial.between_ms or 0.0
-        predicted = Interval(predicted.value + between / 2, predicted.low, predicted.high + between)
+        ms_between = trial.between_ms or 0.0
+        predicted = Interval(predicted.value + ms_between / 2, predicted.low, predicted.high + ms_between)
     return Proposal(
         what=name_of(prediction, what_if),
         layout=prediction.layout or "",

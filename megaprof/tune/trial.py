@@ -159,7 +159,7 @@ def _explained(ended: Ended, log: Path) -> Ended:
     if ended.outcome == "enough":
         return ended
     lines = [line.strip() for line in _CAUGHT.sub("", _log_end(log)).splitlines() if line.strip() and _OURS not in line]
-    memory_line = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+    memory_line = next((line for line in lines if any(phrase in line for phrase in _OUT_OF_MEMORY)), None)
     if memory_line is not None:
         return Ended("out_of_memory", ended.code, memory_line)
     last_line = lines[-1] if lines and ended.outcome == "exited" else None

@@ -35,8 +35,8 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     if pending_trial is not None:
         return tuning.having(replace(pending_trial, directory=_free_name(directory, pending_trial.number)))
     if not tuning.trials:
-        words = tuple(without_saving(tuning.command, tuning.saving_off))
-        return tuning.having(Trial(1, words, _free_name(directory, 1)))
+        command = tuple(without_saving(tuning.command, tuning.saving_off))
+        return tuning.having(Trial(1, command, _free_name(directory, 1)))
     first_trial = tuning.trials[0]
     if first_trial.step_ms is None:
         return replace(tuning, stopped="not_measured", reason=first_trial.why)

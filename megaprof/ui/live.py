@@ -111,13 +111,13 @@ class LiveJob:
         self._directory, self._role = directory, role
         self._history: deque[Point] = deque(maxlen=MOST_POINTS)
         self._looks = Kept(self._look, lambda now: now.every)
-        self._told: CaptureProgress | None = None
+        self._capture: CaptureProgress | None = None
         self._capturing: asyncio.Task[None] | None = None
 
     async def now(self) -> Now:
         """Returns a look that is as fresh as the job's statuses, or the previous one if looking takes long."""
         now = await self._looks.get(PATIENCE) or Now(time.time(), "unseen")
-        return replace(now, history=tuple(self._history), capture=self._told)
+        return replace(now, history=tuple(self._history), capture=self._capture)
 
     def _look(self) -> Now:
         at = time.time()
@@ -155,9 +155,9 @@ class LiveJob:
         what = requester.request.target
         try:
             while (outcome := await run_in_threadpool(requester.advance)) is None:
-                self._told = CaptureProgress(f"{what}: {requester.state}", "open")
+                self._capture = CaptureProgress(f"{what}: {requester.state}", "open")
                 await asyncio.sleep(requester.pause)
-            self._told = _told(what, outcome)
+            self._capture = _ended(what, outcome)
         finally:
             requester.withdraw()
 
@@ -168,7 +168,7 @@ class LiveJob:
             await asyncio.gather(self._capturing, return_exceptions=True)
 
 
-def _told(target: str, outcome: Outcome) -> CaptureProgress:
+def _ended(target: str, outcome: Outcome) -> CaptureProgress:
     if outcome.reason is not None:
         return CaptureProgress(f"{target}: {outcome.reason}", "slow", outcome.files)
     steps = f"step{'' if len(outcome.steps) == 1 else 's'} {', '.join(map(str, outcome.steps))}"

@@ -97,8 +97,8 @@ def bars(target: Any) -> list[Bar]:
     if not longest:
         return []
 
-    def scaled(each: tuple[float, float] | None) -> tuple[float, float] | None:
-        return None if each is None else (100 * each[0] / longest, 100 * each[1] / longest)
+    def scaled(pieces: tuple[float, float] | None) -> tuple[float, float] | None:
+        return None if pieces is None else (100 * pieces[0] / longest, 100 * pieces[1] / longest)
 
     return [Bar(pp, scaled(before), scaled(after)) for pp, before, after in rows]
 

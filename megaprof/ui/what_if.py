@@ -159,18 +159,18 @@ class WhatIfPage:
         )
 
 
-def answer(known: Changeable, measured: TargetStages, query: Mapping[str, str]) -> WhatIfPage:
+def answer(changeable: Changeable, measured: TargetStages, query: Mapping[str, str]) -> WhatIfPage:
     """Returns the page for the change that ``query`` asks for. If that cannot be tried, returns the page of the closest
     setting that can, with the reason. ``measured``: the stages of the report."""
-    captured = now = known.as_captured
+    captured = now = changeable.as_captured
     fault = None
     try:
-        now = chosen(known, query)
+        now = chosen(changeable, query)
         if query.get("move"):
-            now = tried(known, replace(now.setting, pieces=_moved(now.setting, query["move"])))
+            now = tried(changeable, replace(now.setting, pieces=_moved(now.setting, query["move"])))
     except ValueError as mistake:
         fault = str(mistake)
-    return WhatIfPage(known, measured, now, captured, fault)
+    return WhatIfPage(changeable, measured, now, captured, fault)
 
 
 def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...] | None:

@@ -10,7 +10,7 @@ import torch
 
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.work import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
-from megaprof.hooks.models import _told
+from megaprof.hooks.models import _inputs_of
 from megaprof.recorders import work
 from megaprof.recorders.work import read_work
 
@@ -51,14 +51,14 @@ def test_lengths_lie_between_boundaries() -> None:
 def test_masks_and_positions_tell_of_models_without_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, mask = torch.zeros(2, 4), torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [4, 5, 0, 1, 2, 3]])
-    assert read(*(_told(ids, attention_mask=mask) or ())) == Work(8, (3, 2), MASK)
+    assert read(*(_inputs_of(ids, attention_mask=mask) or ())) == Work(8, (3, 2), MASK)
     for given in (positions, torch.stack([positions] * 3)):
-        assert read(*(_told(position_ids=given) or ())) == Work(12, (3, 2, 1, 2, 4), POSITIONS)
-    assert read(*(_told(ids, attention_mask=torch.ones(2, 1, 4, 4)) or ())) == Work(8, (4, 4), SHAPES)
-    assert _told() is None
+        assert read(*(_inputs_of(position_ids=given) or ())) == Work(12, (3, 2, 1, 2, 4), POSITIONS)
+    assert read(*(_inputs_of(ids, attention_mask=torch.ones(2, 1, 4, 4)) or ())) == Work(8, (4, 4), SHAPES)
+    assert _inputs_of() is None
     monkeypatch.setattr("megaprof.hooks.models.MOST_SEQUENCES", 4)
     monkeypatch.setattr(work, "MOST_SEQUENCES", 4)
-    assert read(*(_told(position_ids=positions) or ())) is None, "too many to keep"
+    assert read(*(_inputs_of(position_ids=positions) or ())) is None, "too many to keep"
 
 
 def test_a_timeline_has_the_sums() -> None:

@@ -74,5 +74,5 @@ def _excess(took_ms: Floats, usual_ms: Floats, waited_ms: float, *, least_level:
     order = np.argsort(-took_ms / norm)
     # Taking one that is below the level would lower it, so the highest level is the right one.
     level = ((took_ms[order].cumsum() - waited_ms) / norm[order].cumsum()).max(initial=least_level)
-    excess: Floats = np.maximum(took_ms - level * norm, 0.0)
-    return excess
+    excess_ms: Floats = np.maximum(took_ms - level * norm, 0.0)
+    return excess_ms

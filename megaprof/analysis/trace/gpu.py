@@ -214,14 +214,14 @@ def arranged(
     """Returns the activities in order of their start, each with its launch. The first five arrays have one row per
     activity. ``numbers`` and ``starts`` are the correlations and times of the launching calls. ``node``: None if
     unknown."""
-    launched, known = _launches(correlations, numbers, starts)
+    launched, has_launch = _launches(correlations, numbers, starts)
     order = np.argsort(spans[:, 0], kind="stable")
     node = np.zeros(len(spans), dtype=np.int64) if node is None else node
-    launched = np.where(known, launched, spans[:, 0])
+    launched = np.where(has_launch, launched, spans[:, 0])
     # The clocks of host and GPU differ by microseconds, but all activities of one graph launch stay together.
     launched = np.where(node > 0, launched, np.minimum(launched, spans[:, 0]))
     return Activities(
-        spans[order], launched[order], known[order], use[order], kernel[order], pairwise[order], node[order], order
+        spans[order], launched[order], has_launch[order], use[order], kernel[order], pairwise[order], node[order], order
     )
 
 

@@ -153,16 +153,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) -> RunningJob:
     """Returns the job as soon as it has started. Raises NoJob after ``wait`` seconds."""
-    until, told = time.monotonic() + wait, False
+    until, announced = time.monotonic() + wait, False
     while True:
         try:
             return find_job(directory, role)
         except NoJob:
             if time.monotonic() >= until:
                 raise
-        if not told:
+        if not announced:
             print(f"megaprof status: waiting for a job to start in {printable(str(directory))}", file=sys.stderr)
-            told = True
+            announced = True
         time.sleep(0.1)
 
 
@@ -297,8 +297,8 @@ def collectives(view: View) -> Hang | None:
 def with_statuses(hang: Hang, view: View) -> Hang:
     """Returns `hang` with what the statuses say: where the job stands or stood still, and, unless a collective shows
     that or the job is gone, whom its ranks wait for."""
-    known = hang.culprits or hang.unended or view.silence is not None
-    return replace(hang, outside=() if known else view.awaited, standstills=standstills(view))
+    explained = hang.culprits or hang.unended or view.silence is not None
+    return replace(hang, outside=() if explained else view.awaited, standstills=standstills(view))
 
 
 def _table(view: View) -> Iterator[str]:

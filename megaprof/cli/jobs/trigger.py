@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in fields(ProfileConfig):
         if option.name != "tool" and option.name not in OPTIONS:
             continue
-        told = f"what records: {' | '.join(BUILTIN)} (default: torch)" if option.name == "tool" else None
-        keywords: dict[str, Any] = {"help": (told or option.metadata["help"]).replace("%", "%%")}
+        tools = f"what records: {' | '.join(BUILTIN)} (default: torch)" if option.name == "tool" else None
+        keywords: dict[str, Any] = {"help": (tools or option.metadata["help"]).replace("%", "%%")}
         if isinstance(option.default, bool):
             keywords |= {"action": "store_true"}
         else:
@@ -81,11 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     # SIGTERM (from timeout, or a batch system) withdraws the request, as Ctrl-C does.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    told, ranks = "", counted(len(requester.ranks), "rank")
+    last_phase, ranks = "", counted(len(requester.ranks), "rank")
     try:
         while (outcome := requester.advance()) is None:
-            if requester.phase != told:  # not for every change of a number in the state
-                told = requester.phase
+            if requester.phase != last_phase:  # not for every change of a number in the state
+                last_phase = requester.phase
                 say(f"{arguments.target} on {ranks}: {requester.state}", sys.stderr)
             time.sleep(requester.pause)
     except (KeyboardInterrupt, SystemExit):

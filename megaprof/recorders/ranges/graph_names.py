@@ -67,9 +67,9 @@ class GraphNames:
     def _load(self) -> None:
         if importlib.util.find_spec(_MODULE) is None:
             return
-        found = importlib.import_module(_MODULE)
-        if not found._is_tools_id_unavailable():
-            self._torch, self._off = found, False
+        module = importlib.import_module(_MODULE)
+        if not module._is_tools_id_unavailable():
+            self._torch, self._off = module, False
 
     def _begin(self) -> None:
         self._enabled_before = self._torch._annotations_enabled
@@ -85,19 +85,19 @@ class GraphNames:
         self._torch.resolve_pending_annotations()
 
     def _close(self, graph: Any, failed: bool) -> None:
-        known = self._torch.get_kernel_annotations()
+        annotations = self._torch.get_kernel_annotations()
         try:
             if not failed:
                 self._torch.remap_to_exec_graph(graph)
-                self._take(known)
+                self._take(annotations)
         finally:
-            for node in [node for node, notes in known.items() if any(map(_ours, notes))]:
-                del known[node]  # we keep them in less memory, or their graph does not exist
+            for node in [node for node, notes in annotations.items() if any(map(_ours, notes))]:
+                del annotations[node]  # we keep them in less memory, or their graph does not exist
             if not self._enabled_before:
                 self._torch.disable_annotations()
 
-    def _take(self, known: dict[int, list[Any]]) -> None:
-        for node, notes in known.items():
+    def _take(self, annotations: dict[int, list[Any]]) -> None:
+        for node, notes in annotations.items():
             if stack := [name for note in notes if _ours(note) for name in note.values()]:
                 self._nodes[node] = tuple(reversed(stack))  # torch lists the inner ranges first
         self._text = None

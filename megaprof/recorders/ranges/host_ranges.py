@@ -54,8 +54,8 @@ def _base_time(trace: BinaryIO) -> int:
         if not (chunk := trace.read(_CHUNK)):
             raise ValueError("the trace has no events")
         head += chunk
-    found = _BASE.search(head)
-    return 0 if found is None else int(found[1])
+    base = _BASE.search(head)
+    return 0 if base is None else int(base[1])
 
 
 def _event(logged: LoggedRange, base: int) -> dict[str, object]:
