@@ -113,11 +113,13 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     sequences = sequences_of(run) if differ else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
+    shared = _shared_cores(table)
     always = (cause for cause in diagnosis.perhaps if cause.reason == ALWAYS)
     for cause in (*diagnosis.causes, *always):
         if cause.reason in (WAIT, ALWAYS):
             stages = () if cause.stage is None or cause.ranks else (cause.stage,)
-            return replace(replayed, warnings=(Note("waits_for_rank", ranks=cause.ranks, stages=stages),)), None
+            refused = Note("waits_for_rank", ranks=cause.ranks, stages=stages, why=shared)
+            return replace(replayed, warnings=(refused,)), None
     if table.schedule.stages == 1 and sequences is None:
         return replace(replayed, warnings=(Note("nothing_to_change"),)), None
     warnings = [] if table.clocks else [Note("no_exchange_time")]
@@ -131,7 +133,6 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         unknown = Note("no_layout", why=held)
         return replace(replayed, candidates=tuple(others), warnings=(unknown, *warnings)), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
-    shared = _shared_cores(table)
     changeable = Changeable(
         steps, held, memory, 0.0 if shared is None else _SHARED_CORES, _slower(run, slow), sequences, differ is False
     )

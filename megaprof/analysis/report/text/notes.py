@@ -34,6 +34,11 @@ _NAMING_STAGES = frozenset(
 _NO_STAGES = "no stages are shown"
 
 
+def _shared(n: Note) -> str:
+    """Returns the clause about ranks that share cores."""
+    return f"{n.count} ranks share the {counted(n.of, 'physical core')} of a host"
+
+
 def told(notes: Iterable[Note]) -> tuple[Note, ...]:
     """Returns the notes with their text filled in."""
     return tuple(replace(note, text=clause(note)) for note in notes)
@@ -326,7 +331,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "waits_for_rank": lambda n: (
         f"no change is predicted, because {ranks(n.ranks) if n.ranks else stages(n.stages)} "
         f"{'waits' if len(n.ranks or n.stages) == 1 else 'wait'} for a processor core in every pass, and a change "
-        "would change who waits"
+        f"would change who waits{'' if n.why is None else f' ({_shared(n.why)})'}"
     ),
     "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
     "nothing_to_change": (
@@ -348,8 +353,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"the replay misses the measured step by {n.factor:.1%}, so every prediction is at least as uncertain"
     ),
     "cores_shared": lambda n: (
-        f"{n.count} ranks share the {counted(n.of, 'physical core')} of a host: another layout changes what every "
-        f"stage costs, so its speedup is uncertain by {n.factor:.0%} more"
+        f"{_shared(n)}: another layout changes what every stage costs, so its speedup is uncertain by "
+        f"{n.factor:.0%} more"
     ),
     # recordings that megaprof did not make
     "sends_not_apart": ("send-receive kernels without an annotation of torch's cannot be told from all-to-all"),
