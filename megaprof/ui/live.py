@@ -86,6 +86,11 @@ class Now:
         return max(_LEAST_SECONDS, self.view.job.run.interval if self.view else 0.0)
 
     @property
+    def captures(self) -> bool:
+        """Whether the job can be asked for a capture: it has not ended, and its processes still exist."""
+        return self.state == "unseen" or (self.view is not None and self.view.silence is None)
+
+    @property
     def slowest(self) -> list[SlowRanks]:
         """The slow ranks of the stages where they are furthest above their peers."""
         return self.view.slow_of_stages[:_SLOWEST] if self.view else []

@@ -187,7 +187,7 @@ class Pages:
         role = _role(request, await run_in_threadpool(_roles, place.path))
         now = await self._job(place, role).now()
         shown = await run_in_threadpool(pages.now_shown, now, place)
-        return JSONResponse({"html": shown, "state": now.state, "every": now.every})
+        return JSONResponse({"html": shown, "state": now.state, "captures": now.captures, "every": now.every})
 
     async def trigger(self, request: Request) -> Response:
         if not self._allow_trigger:

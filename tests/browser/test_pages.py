@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megaprof.analysis.report.report import analyze
 from tests.browser.conftest import AXE, sync_api
@@ -149,6 +150,16 @@ def test_the_live_page_follows_its_job(opened: Open, top: Path, living: Any) -> 
     until(page, "document.getElementById('now').innerText.includes('43')")
     page.wait_for_selector(".track polyline", timeout=20_000)
     living.step_ms = 100.0
+    assert page.locator("#capture").is_visible()
+    running = living.job.run
+    living.job.run = replace(running, ended=time.time())
+    living.job.write_run()
+    until(page, "document.getElementById('now').innerText.includes('has ended')")
+    assert page.locator("#capture").is_hidden(), "a job that has ended captures nothing"
+    living.job.run = running
+    living.job.write_run()
+    until(page, "document.getElementById('now').innerText.includes('The job runs')")
+    assert page.locator("#capture").is_visible()
 
 
 def test_the_live_page_survives_a_restart_of_the_server(opened: Open, top: Path, living: Any) -> None:

@@ -84,6 +84,23 @@ def test_where_there_is_no_job_it_says_so(tmp_path: Path) -> None:
     assert "--profile-on-demand" in shown.text
 
 
+def test_a_job_that_has_ended_is_not_offered_to_be_captured(job: Job, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    running = job.run
+    killed, ended = replace(running, pid=process.pid), replace(running, ended=time.time())
+    for run, offered in ((running, True), (killed, False), (ended, False)):
+        job.run = run
+        job.write_run()
+        for rank in (0, 1):
+            job.status(rank, pid=run.pid)
+        with browsing(tmp_path, allow_trigger=True) as client:
+            shown = page(client, f"/live/{address(tmp_path, 'job')}")
+            assert next(looks(client, tmp_path))["captures"] is offered
+        (section,) = [each for each in shown.all("section") if each.get("id") == "to-capture"]
+        assert ("hidden" not in section) is offered
+
+
 def test_a_first_look_that_takes_long_keeps_no_page_waiting(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@
         if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
         const look = await answer.json();
         every = look.every;
+        document.getElementById("to-capture").hidden = !look.captures;
         connection.textContent = "This page updates by itself.";
         if (look.html !== shown) { // a job that has ended stays as it is
           swap(now, shown = look.html);
