@@ -98,7 +98,7 @@ class Scenario:
 
 
 def write(scenario: Scenario, directory: Path) -> None:
-    """The traces of every captured rank."""
+    """The traces of every rank."""
     pipeline = _pipeline(scenario)
     files.write(pipeline, _run(scenario, pipeline), directory)
 
@@ -134,7 +134,6 @@ def _pipeline(scenario: Scenario) -> Pipeline:
         graphed=scenario.graphed,
         known=scenario.counted,
         mtp=bool(scenario.mtp),
-        captured=1,
     )
 
 

@@ -169,8 +169,8 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     missing = tuple(stage for stage, each in enumerate(table.metadata) if each is None)
     if missing:
         yield Note("stages_missing", stages=missing, count=sizes.pp - len(missing), of=sizes.pp)
-    if "backward" in table.schedule.kinds and len(table.ranks) < sizes.dp:
-        yield Note("replicas_missing", count=len(table.ranks), of=sizes.dp)
+    if table.waits_unseen:
+        yield Note("replicas_missing", count=table.captured, of=sizes.dp)
     if table.aligned_ms is not None:
         yield Note("aligned_on_gpu" if table.device else "clocks_aligned", ms=(table.aligned_ms,))
     elif not table.clocks and not missing:
@@ -218,7 +218,8 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
     bubble = np.maximum(length - beside, 0.0) * (sizes.pp > 1 or table.reduces)
     # If the GPU does not show what it computes after all passes, all of that time counts as communication.
     gradients = np.minimum(spent.get("gradients", 0.0), table.reduction) if table.reduces else table.reduction
-    exposed = _exposed(spent, table.reduction - gradients, sizes)
+    tail = np.full_like(table.reduction, np.nan) if table.waits_unseen else table.reduction - gradients
+    exposed = _exposed(spent, tail, sizes)
     metadata = table.metadata[pp]
     return replace(
         _NOTHING,
@@ -234,7 +235,7 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
         forward_per_microbatch_ms=_summed(forward, 1),
         backward_per_microbatch_ms=_summed(backward, 1),
         bubble_split=_split(table, replica, pp, bubble),
-        dp_tail_ms=exposed["dp"] and _spread(table.reduction - gradients),
+        dp_tail_ms=exposed["dp"] and _spread(tail),
         pp_waiting_ms=_known(spent, "pp_waiting"),
         gradients_ms=None if table.reduces and "gradients" not in spent else _spread(gradients),
         host_bound_ms=_known(spent, "host_bound"),

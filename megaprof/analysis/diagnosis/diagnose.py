@@ -270,7 +270,7 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause
         if price.low > LEAST * run.step_ms:
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
-            more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms)
+            more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt_ms)
             doubtful.append(_cause(run, term, price, gain, more))
     return None, doubtful
 

@@ -75,10 +75,11 @@ class Stage:
     """Forwards, backwards and combined passes together, without exposed communication or waiting for the host."""
     exposed_ms: dict[str, Spread | None]
     """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``, and ``unknown`` if the
-    recording does not tell the group. None for a group that the unknown part may belong to."""
+    recording does not tell the group. None for a group that the unknown part may belong to, and for ``dp`` if the
+    gradient reduction may have waited for a replica that was not captured."""
     bubble_ms: Spread | None
-    """Waiting for other stages and for slower replicas: what is left of the step after compute, exposed communication,
-    ``gradients_ms`` and ``host_bound_ms``."""
+    """Waiting for other stages, and for slower replicas that were captured: what is left of the step after compute,
+    exposed communication, ``gradients_ms`` and ``host_bound_ms``."""
     bubble_fraction: float | None
     """Bubble as a fraction of the step, from 0 to 1."""
     forward_per_microbatch_ms: Spread | None
@@ -86,7 +87,7 @@ class Stage:
     backward_per_microbatch_ms: Spread | None
     """Backward of one microbatch on all chunks of the stage, in milliseconds; over microbatches as well as steps."""
     dp_tail_ms: Spread | None
-    """Part of ``exposed_ms.dp`` that comes after the last pass of all stages and replicas."""
+    """Part of ``exposed_ms.dp`` that comes after the last pass of all stages and replicas; None if that is."""
     pp_waiting_ms: Spread | None
     """Part of the time in exchanges that was waiting for the neighbour; included in the bubble."""
     gradients_ms: Spread | None

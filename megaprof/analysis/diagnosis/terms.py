@@ -207,8 +207,13 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
     if view.idle.any():
         yield Term("host_bound", lambda v: v.less(v.idle))
     if table.reduces and view.state.tail.any():
-        yield Term("communication", lambda v: v.waiting(tail=np.zeros_like(v.state.tail)), group="dp", once=True)
-
+        yield Term(
+            "communication",
+            lambda v: v.waiting(tail=np.zeros_like(v.state.tail)),
+            group="dp",
+            once=True,
+            doubt_ms=float(view.state.tail.mean()) if table.waits_unseen else 0.0,
+        )
     yield Term(
         "data_wait",
         lambda v: v.less(v.waited(), first=np.zeros_like(v.first)),

@@ -128,7 +128,8 @@ def _table(
         return table
     # The reduction may have waited for a replica that is not in the table, so only its shortest time is certain.
     reduction = np.minimum(table.reduction, table.reduction.min())
-    return replace(table, reduction=reduction, length=table.length - table.reduction + reduction)
+    length = table.length - table.reduction + reduction
+    return replace(table, reduction=reduction, length=length, captured=len(replicas))
 
 
 def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:

@@ -14,6 +14,7 @@ from megaprof.analysis.trace.calls import ModuleKey
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.parallel.topology import ParallelSizes
 
 Floats = npt.NDArray[np.float64]
 
@@ -97,6 +98,8 @@ class Table:
     length: Floats
     """[t]: the step, from the first rank's entry to the end of the reduction. If replicas do not wait for each other,
     the longest of their steps."""
+    captured: int
+    """Number of replicas that were captured. The table of a large job holds only some of them."""
     clocks: bool
     """True if all stages are on one clock. Otherwise there are no entries and no links."""
     aligned_ms: float | None = None
@@ -127,10 +130,19 @@ class Table:
         return next((metadata.framework for metadata in self.metadata if metadata is not None), None)
 
     @property
+    def sizes(self) -> ParallelSizes:
+        """Parallel sizes of the job."""
+        return next(metadata.sizes for metadata in self.metadata if metadata is not None)
+
+    @property
     def reduces(self) -> bool:
         """True if data-parallel ranks reduce gradients after the passes."""
-        sizes = next(metadata.sizes for metadata in self.metadata if metadata is not None)
-        return "backward" in self.schedule.kinds and sizes.dp * sizes.cp > 1
+        return "backward" in self.schedule.kinds and self.sizes.dp * self.sizes.cp > 1
+
+    @property
+    def waits_unseen(self) -> bool:
+        """True if the reduction of gradients may have waited for a replica that was not captured."""
+        return self.reduces and self.captured < self.sizes.dp
 
     @property
     def waited_beside(self) -> Floats:

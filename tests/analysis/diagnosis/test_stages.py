@@ -85,8 +85,8 @@ class TestNumbers:
         assert (stage.forward_per_microbatch_ms.min, stage.forward_per_microbatch_ms.count) == (13, 2)
 
     def test_gradient_finalisation_is_exposed_dp_and_no_bubble(self, tmp_path):
-        for pp in range(2):
-            trace = plain_stage(pp, 2, 10, 20, sizes={"dp": 2})
+        for dp, pp in np.ndindex(2, 2):
+            trace = plain_stage(pp, 2, 10, 20, sizes={"dp": 2}, coords={"rank": 2 * dp + pp, "dp": dp})
             trace.call(0, 140)
             del trace.events[-2]  # the shorter outermost range
             trace.event("megaprof/finalize_grads", 120, 15)
@@ -97,8 +97,9 @@ class TestNumbers:
     @pytest.mark.parametrize("dp", [1, 2])
     def test_waiting_for_another_stage_in_the_finalisation_is_bubble(self, tmp_path, dp):
         # The passes of stage 0 end at 120, those of stage 1 at 130, and gradients are finalised until 145.
-        for pp in range(2):
-            trace = plain_stage(pp, 2, 10, 20, start=10 * pp, sizes={"dp": dp})
+        for replica, pp in np.ndindex(dp, 2):
+            coords = {"rank": 2 * replica + pp, "dp": replica}
+            trace = plain_stage(pp, 2, 10, 20, start=10 * pp, sizes={"dp": dp}, coords=coords)
             trace.call(0, 145)
             del trace.events[-2]
             trace.event("megaprof/finalize_grads", 120 + 10 * pp, 25 - 10 * pp)
@@ -128,8 +129,9 @@ class TestNumbers:
     @pytest.mark.parametrize("dp", [1, 2])
     def test_the_parts_of_a_step_add_up_to_it(self, tmp_path, dp):
         # Two stages of 120 each, one behind the other by 10; gradients are finalised for 25 behind each.
-        for pp in range(2):
-            trace = plain_stage(pp, 2, 10, 20, start=10 * pp, sizes={"dp": dp})
+        for replica, pp in np.ndindex(dp, 2):
+            coords = {"rank": 2 * replica + pp, "dp": replica}
+            trace = plain_stage(pp, 2, 10, 20, start=10 * pp, sizes={"dp": dp}, coords=coords)
             trace.call(10 * pp, 145)
             del trace.events[-2]
             trace.event("megaprof/finalize_grads", 120 + 10 * pp, 25)

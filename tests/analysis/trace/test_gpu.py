@@ -310,13 +310,19 @@ class TestCommunication:
         assert (call.exposed_ns["tp"], times(call)["forward"]) == (exposed, compute)
         assert (call.exposed_ns["dp"], call.exposed_ns["unknown"]) == (2_000_000, 0)
 
-    def test_the_tail_is_what_follows_the_last_computation(self, step, tmp_path):
-        step.kernel(1, 4)
-        step.nccl(3, 4, group="dp")
-        step.kernel(21, 9)
-        step.trace.event("megaprof/finalize_grads", 31, 10)
-        step.nccl(29, 10, launch=28, group="dp")
-        stage, _ = step.stage(tmp_path)
+    def test_the_tail_is_what_follows_the_last_computation(self, tmp_path):
+        for replica in range(2):
+            gpu = Gpu(microbatches=1, sizes={"tp": 2, "dp": 2}, coords={"rank": 2 * replica, "dp": replica})
+            gpu.trace.call(0, 50)
+            gpu.trace.forward(0, 0, 10)
+            gpu.trace.backward(0, 20, 10)
+            gpu.kernel(1, 4)
+            gpu.nccl(3, 4, group="dp")
+            gpu.kernel(21, 9)
+            gpu.trace.event("megaprof/finalize_grads", 31, 10)
+            gpu.nccl(29, 10, launch=28, group="dp")
+            gpu.trace.write(tmp_path)
+        stage = analyze(tmp_path).targets[0].stages[0]
         assert (stage.exposed_ms["dp"].mean, stage.dp_tail_ms.mean) == (11, 9)
 
 

@@ -103,7 +103,7 @@ class TestTheSameReport:
         assert any(note["kind"] == "pp_unknown" for note in target["warnings"])
 
     def test_no_zero_stands_for_collectives_that_are_not_there(self, tmp_path: Path) -> None:
-        trace = TraceBuilder(sizes={"tp": 2, "dp": 2}, microbatches=1)
+        trace = TraceBuilder(sizes={"tp": 2, "cp": 2}, microbatches=1)
         trace.call(0, 40)
         trace.forward(0, 0, 10)
         trace.backward(0, 10, 20)
@@ -112,7 +112,7 @@ class TestTheSameReport:
         (target,) = analyze(tmp_path).targets
         exposed = target.stages[0].exposed_ms
         assert (exposed["tp"], exposed["dp"].mean, exposed["ep"].mean) == (None, 5, 0)
-        assert [w.names for w in target.warnings if w.kind == "groups_in_compute"] == [("tp",)]
+        assert [w.names for w in target.warnings if w.kind == "groups_in_compute"] == [("tp", "cp")]
 
     def test_diff_and_the_command_line(self, stages: Path, capsys: pytest.CaptureFixture[str]) -> None:
         first = sorted(stages.glob("*.sqlite"))[0]

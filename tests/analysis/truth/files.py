@@ -60,12 +60,12 @@ _READ = 3
 
 
 def write(pipeline: Pipeline, run: Run, directory: Path) -> None:
-    """The files of every captured rank."""
+    """The files of every rank."""
     directory.mkdir(parents=True, exist_ok=True)
     layout = WorldLayout(sizes_of(pipeline))
     # Steps follow each other; a step begins when the optimizer is through with the one before.
     begin = np.concatenate(([0.0], np.cumsum(run.length + BETWEEN)[:-1]))
-    for replica in range(pipeline.captured or pipeline.replicas):
+    for replica in range(pipeline.replicas):
         for stage in range(pipeline.stages):
             for peer in range(pipeline.peers):
                 number = layout.rank_of(tp=peer, dp=replica, pp=stage)

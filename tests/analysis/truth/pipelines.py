@@ -61,7 +61,6 @@ class Pipeline:
     Of the files: ``merged``: all steps in one. ``operators``: False where only the GPU was recorded, as
     ``--profile-activities cuda`` does. ``graphed``: a step is one replay of a full-iteration CUDA graph; not with
     ``merged``. ``known``: False leaves the numbers of layers out. ``mtp``: the last stage has such a layer.
-    ``captured``: of so many replicas, where not of all.
     """
 
     seed: tuple[int, ...]
@@ -94,7 +93,6 @@ class Pipeline:
     graphed: bool = False
     known: bool = True
     mtp: bool = False
-    captured: int | None = None
 
     @property
     def forward_ms(self) -> float:

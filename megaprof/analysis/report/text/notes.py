@@ -208,8 +208,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
     "replicas_missing": lambda n: (
-        f"{n.count} of {n.of} data-parallel replicas {'was' if n.count == 1 else 'were'} captured: exposed dp and the "
-        "gradients include waiting for the others"
+        f"{n.count} of {n.of} data-parallel replicas {'was' if n.count == 1 else 'were'} captured: the tables do not "
+        "show exposed dp and the gradient tail, since waiting for the others cannot be told apart from them"
     ),
     "pp_unknown": (
         "the tables do not show exposed pp: waiting for a neighbour and the transfer itself were recorded as one, and "
