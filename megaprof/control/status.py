@@ -32,6 +32,7 @@ class Reporter:
         """`every`: seconds between two descriptions."""
         self._session = session
         self._every = every
+        self._coords = {axis: getattr(session.coords, axis) for axis in AXES}
         self._seen: dict[Key, deque[tuple[float, int]]] = {}
         self._host_moved, self._device_moved = ChangeClock(), ChangeClock()
 
@@ -72,7 +73,7 @@ class Reporter:
         return RankStatus(
             run=run,
             rank=session.coords.rank,
-            coords={axis: getattr(session.coords, axis) for axis in AXES},
+            coords=self._coords,
             host=host(),
             name=socket.gethostname()[:64],
             pid=os.getpid(),

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from megaprof.formats.names import temporary_path
+from megaprof.formats.names import temporary_name
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: Never follows a link, never waits for the other end of a FIFO, and never gets the terminal of this process.
@@ -50,8 +50,7 @@ class Directory:
     @classmethod
     def inside(cls, parent: Path, name: str) -> Directory:
         """Opens the directory `name` in the directory that the user named. Raises `Unsafe` as `child` does."""
-        path = parent / name
-        return cls(_enter(path, None), path)
+        return cls(_enter(f"{parent}/{name}", None), parent, name)
 
     def child(self, name: str, *, create: int | None = None) -> Directory:
         """Opens the directory `name` in this one; makes it with the permissions `create` if it does not exist. Raises
@@ -107,7 +106,7 @@ class Directory:
     def appearing(self, name: str, *, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
         """Yields a file to write, which replaces `name` when the block ends; after an exception, nothing has changed.
         With `sync`, the file is on the disk by then, and not just on its way there."""
-        temporary = temporary_path(Path(name)).name
+        temporary = temporary_name(name)
         descriptor = self._create(temporary, mode)
         try:
             with open(descriptor, "wb") as file:
@@ -163,8 +162,8 @@ class Directory:
         self.close()
 
 
-def _enter(name: str | Path, parent: Directory | None) -> int:
-    """Returns a descriptor of the directory `name`, in the directory `above` if there is one."""
+def _enter(name: str, parent: Directory | None) -> int:
+    """Returns a descriptor of the directory `name`, in the directory `parent` if there is one."""
     descriptor = None if parent is None else parent._descriptor
     try:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)

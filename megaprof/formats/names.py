@@ -132,12 +132,17 @@ def raw_path(final: Path) -> Path:
     made.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    return _unfinished(final, "raw")
+    return final.with_name(_unfinished(final.name, "raw"))
 
 
 def temporary_path(final: Path) -> Path:
     """Returns the name under which ``final`` grows before it is renamed."""
-    return _unfinished(final, "tmp")
+    return final.with_name(temporary_name(final.name))
+
+
+def temporary_name(name: str) -> str:
+    """Returns the name under which a file called ``name`` grows before it is renamed."""
+    return _unfinished(name, "tmp")
 
 
 def plain_path(final: Path) -> Path:
@@ -153,7 +158,7 @@ def kineto_temporary(raw: Path) -> Path:
 def busy_path(directory: Path) -> Path:
     """Returns the path of a file that exists as long as this process works on files in ``directory``, even between two
     of them."""
-    return _unfinished(directory / "writer", "tmp")
+    return directory / temporary_name("writer")
 
 
 def is_unfinished(name: str) -> bool:
@@ -189,5 +194,5 @@ def host() -> str:
     return f"{sanitise(socket.gethostname() or 'unknown')}-{namespace}"
 
 
-def _unfinished(final: Path, kind: str) -> Path:
-    return final.with_name(f".{final.name}.{host()}.{os.getpid()}.{kind}")
+def _unfinished(name: str, kind: str) -> str:
+    return f".{name}.{host()}.{os.getpid()}.{kind}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from pathlib import Path
 
 from megaprof.formats.timeline import Waited
 from megaprof.runtime.interruption import Suppressed
+
+#: Bytes that the system's answer has at most: three numbers of 64 bits.
+_LONGEST = 64
 
 
 def waited_ns(thread: int) -> int | None:
@@ -15,7 +18,11 @@ def waited_ns(thread: int) -> int | None:
     ``thread``: the system's number of the thread. None if the system does not count it: only Linux does, if it was
     built to (``run_delay`` in Documentation/scheduler/sched-stats.rst)."""
     with Suppressed(OSError):
-        ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+        file = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            ran, waited, _ = os.read(file, _LONGEST).split()
+        finally:
+            os.close(file)
         return int(waited) if int(ran) else None
     return None
 

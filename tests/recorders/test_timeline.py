@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,11 +17,14 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.work import pack_work
 from megaprof.formats.timeline import Waited, read_timeline
 from megaprof.install import Handle
 from megaprof.recorders.timeline import device, recorder
 from megaprof.recorders.timeline.progress import Tally
 from megaprof.recorders.timeline.recorder import STEPS_AT_ONCE, TimelineRecorder
+from megaprof.recorders.work import read_work
 from tests.analysis.tables import tables_in
 
 
@@ -118,6 +122,29 @@ def test_waits_are_of_the_same_steps_as_the_times() -> None:
         seldom.add(key, (2_000_000, 0, 0, 0, 0, 0), 0)
         seldom.add_wait(Waited(0, 2_000_000, 200_000))
     assert seldom.waits == pytest.approx(0.1)
+
+
+class OnDevice:
+    """A tensor on a device that nobody may ask: to compare it would wait for the device."""
+
+    device = SimpleNamespace(type="cuda")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("a tensor is compared")
+
+    def reshape(self, _: int) -> OnDevice:
+        return self
+
+
+def test_the_work_of_a_step_is_of_its_own_shapes(one_rank: Any, tmp_path: Path) -> None:
+    """Although most steps have the shapes of the step before."""
+    first, second = codes.of_microbatch(0), codes.of_microbatch(1)
+    short, long = [(first, (2, 7)), (second, (2, 7))], [(first, (2, 7)), (second, (2, 9))]
+    packed: list[tuple[Any, ...]] = [(first, (2, 7)), (second, OnDevice(), None, None)]
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        for given in (short, [*short], long, short, packed, packed, short, [], short):
+            assert recorded(handle)._work(given, None) == pack_work(read_work(given, 1, None))
 
 
 def test_it_says_how_fast(one_rank: Any, tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from megaprof.formats.job.standstill import limit
@@ -18,12 +22,30 @@ Key = tuple[str, "str | None"]
 """Target and role: what steps are counted by."""
 
 
+@dataclass
+class _LastSteps:
+    """The last steps of one target and role."""
+
+    times: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """Microseconds of each: its length, its time by kind of event, and the sum of its passes."""
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS - 1))
+    """Microseconds between two of them."""
+    end: float | None = None
+    """When the last one ended, in wall-clock microseconds."""
+
+    def counting(self) -> list[tuple[int, ...]]:
+        """Returns the times of the steps that count, the shortest step first. A step in which the rank stood still does
+        not count."""
+        steps = sorted(self.times)
+        longest = 1e6 * limit(_median_length(steps) / 1e6)
+        return steps[: bisect_right(steps, longest, key=itemgetter(0))]
+
+
 class Tally:
     """The times of the last steps of every target and role. Filled and read on the background thread."""
 
     def __init__(self) -> None:
-        self._steps: dict[Key, deque[tuple[int, ...]]] = {}
-        self._starts: dict[Key, deque[int]] = {}
+        self._steps: dict[Key, _LastSteps] = {}
         self._latest: Key | None = None
         self._waits: deque[tuple[Waited, int]] = deque(maxlen=RECENT_STEPS)
         self._since_reading = 0
@@ -48,8 +70,15 @@ class Tally:
     def add(self, key: Key, microseconds: tuple[int, ...], start_ns: int) -> None:
         """Adds a step. `microseconds`: its length, and its time by kind of event, in the order of `codes.KINDS`.
         `start_ns`: when it began, in wall-clock nanoseconds."""
-        self._steps.setdefault(key, deque(maxlen=RECENT_STEPS)).append(microseconds)
-        self._starts.setdefault(key, deque(maxlen=RECENT_STEPS)).append(start_ns)
+        steps = self._steps.get(key)
+        if steps is None:
+            steps = self._steps[key] = _LastSteps()
+        length, forward, backward, combined, *_ = microseconds
+        start = start_ns / 1e3
+        if steps.end is not None:
+            steps.pauses.append(max(0.0, start - steps.end))
+        steps.end = start + length
+        steps.times.append((*microseconds, forward + backward + combined))
         self._latest = key
         self._since_reading += 1
 
@@ -61,36 +90,31 @@ class Tally:
         """Returns the medians of `target` and `role`; without a target those of the training steps, or if there are
         none, of what ran last."""
         chosen = self._main() if target is None else (target, role)
-        steps = self._counting(chosen) if chosen is not None else []
-        if not steps or chosen is None:
+        last = self._steps.get(chosen) if chosen is not None else None
+        if last is None or chosen is None:
             return None
-        step, forward, backward, combined, finalize, p2p = (
+        steps = last.counting()
+        # A long forward and a long backward need not be in the same step, so medians of passes cannot be added.
+        step, forward, backward, combined, finalize, p2p, compute = [
             statistics.median(times) / 1e3 for times in zip(*steps, strict=True)
-        )
-        # A long forward and a long backward need not be in the same step, so medians cannot be added.
-        compute = statistics.median(sum(times[1:4]) for times in steps) / 1e3
+        ]
         return Recent(chosen[0], len(steps), step, forward, backward, combined, compute, finalize, p2p, chosen[1])
 
     def seconds(self, key: Key) -> float | None:
         """Returns the seconds from one step to the next: the median step plus the median pause behind it, of the same
         steps as `recent`. None before the second step."""
-        took = [step[0] for step in list(self._steps.get(key, ()))]
-        starts = list(self._starts.get(key, ()))
-        pauses = [
-            max(0.0, (following - start) / 1e3 - length)
-            for length, start, following in zip(took, starts, starts[1:], strict=False)
-        ]
-        usual = statistics.median(step[0] for step in self._counting(key)) if pauses else 0.0
-        return (usual + statistics.median(pauses)) / 1e6 if pauses else None
-
-    def _counting(self, key: Key) -> list[tuple[int, ...]]:
-        """Returns the steps that count, which are those in which the rank did not stand still."""
-        steps = list(self._steps.get(key, ()))
-        longest = 1e6 * limit(statistics.median(step[0] for step in steps) / 1e6) if steps else 0.0
-        return [step for step in steps if step[0] <= longest]
+        last = self._steps.get(key)
+        if last is None or not last.pauses:
+            return None
+        return (_median_length(last.counting()) + statistics.median(last.pauses)) / 1e6
 
     def _main(self) -> Key | None:
         return next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)
+
+
+def _median_length(steps: Sequence[tuple[int, ...]]) -> float:
+    """Returns the median length of steps that are sorted by length."""
+    return (steps[(len(steps) - 1) // 2][0] + steps[len(steps) // 2][0]) / 2
 
 
 class ChangeClock:
