@@ -8,9 +8,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaprof.analysis.diagnosis.stages import Stage, TargetStages
-from megaprof.analysis.samples import mean_of
-from megaprof.analysis.trace.groups import INSIDE
+from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.what_if.changeable import Changeable, Setting, Tried, tried
 from megaprof.analysis.what_if.layouts import Layout, default_layout, parse_layout
 from megaprof.analysis.what_if.packing import PLANS
@@ -53,10 +51,22 @@ class StagesAfter:
 
 
 def stages_after(measured: TargetStages, run: Changeable, found: Tried) -> StagesAfter:
-    """Returns the stages of the report's tables as the replays change them: the step in proportion to the predicted
-    one, and what a stage computes in proportion to its replayed passes. The rest of the step is bubble."""
+    """Returns the stages of the report's tables as the replays change them.
+
+    What a stage computes changes in proportion to its replayed passes. Its bubble grows by as much as the stage idles
+    longer in the replay, and shrinks in proportion: the tables and the replay need not agree on how long it idles.
+    """
     step = found.prediction.step_ms / run.measured_ms
-    stages = tuple(_after(each, found.longer[each.pp], measured.step_ms, step) for each in measured.stages)
+    idle_now, idle_then = ([ms / run.measured_ms for ms in each.idle_ms] for each in (run.as_captured, found))
+    stages = tuple(
+        StageAfter(
+            None if stage.compute_ms is None else stage.compute_ms.mean * found.longer[stage.pp],
+            None
+            if stage.bubble_fraction is None
+            else _bubble(stage.bubble_fraction, idle_now[stage.pp], idle_then[stage.pp]) / step,
+        )
+        for stage in measured.stages
+    )
     compute = [each.compute_ms for each in stages if each.compute_ms is not None]
     bubbles = [each.bubble for each in stages if each.bubble is not None]
     return StagesAfter(
@@ -66,15 +76,9 @@ def stages_after(measured: TargetStages, run: Changeable, found: Tried) -> Stage
     )
 
 
-def _after(stage: Stage, longer: float, step_ms: float, step: float) -> StageAfter:
-    """``longer``, ``step``: how many times as long the passes of the stage, and the step, take."""
-    computed = None if stage.compute_ms is None else stage.compute_ms.mean * longer
-    if stage.bubble_fraction is None or not step_ms:
-        return StageAfter(computed, None)
-    inside = (stage.compute_ms, stage.host_bound_ms, *(stage.exposed_ms.get(group) for group in (*INSIDE, "unknown")))
-    passes_ms = sum(mean_of(each) or 0.0 for each in inside)
-    bubble_ms = stage.bubble_fraction * step_ms + step_ms * (step - 1.0) - passes_ms * (longer - 1.0)
-    return StageAfter(computed, max(bubble_ms, 0.0) / (step_ms * step))
+def _bubble(bubble: float, idle_now: float, idle_then: float) -> float:
+    """Returns the bubble of a stage that idles for another time. All are fractions of the captured step."""
+    return bubble + idle_then - idle_now if idle_then >= idle_now else bubble * idle_then / idle_now
 
 
 def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:

@@ -143,6 +143,8 @@ class Tried:
     """The replayed pipeline of a captured step of about average length, with the setting."""
     longer: tuple[float, ...]
     """How many times as long the passes of each stage take in a step, averaged over all steps."""
+    idle_ms: tuple[float, ...]
+    """Milliseconds of the replayed step in which each stage runs no pass, averaged over all steps."""
 
 
 def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
@@ -196,7 +198,10 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
     content = run.costs.of(wanted.pieces)
     before = asked.baseline.stages_ms(asked.baseline.content, asked.baseline.as_is)
     longer = run.baseline.stages_ms(content, change) / np.maximum(before, 1e-9)
-    return Tried(wanted, found, run.baseline.simulated(content, change), tuple(longer.tolist()))
+    idle_ms = run.baseline.idle_ms(content, change)
+    return Tried(
+        wanted, found, run.baseline.simulated(content, change), tuple(longer.tolist()), tuple(idle_ms.tolist())
+    )
 
 
 def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]:

@@ -245,6 +245,13 @@ class Baseline:
         whole: Floats = times.sum(axis=(3, 4, 5)).mean(axis=(0, 1))
         return whole
 
+    def idle_ms(self, content: Floats, change: Change) -> Floats:
+        """Returns how long each stage runs no pass in the average step, until the longest pipeline ends, with other
+        contents [s, c, k] and a change, [s]. This is never negative, because a pipeline takes as long as any of its
+        stages."""
+        idle: Floats = (self.pipelines_ms - self.gain(content, change)).mean() - self.stages_ms(content, change)
+        return idle
+
     def simulated(self, content: Floats, change: Change) -> Simulation:
         """Returns the longest pipeline of the step whose replay is nearest to the average one, with other contents
         [s, c, k]."""

@@ -270,3 +270,16 @@ def test_a_run_that_is_not_predicted_cannot_be_changed(tmp_path: Path) -> None:
     report = analyze(tmp_path)
     assert report.by_hand == (None,)
     assert report.targets[0].what_if.warnings
+
+
+def test_the_bubble_without_exchanges_is_about_that_of_a_run_without_them(tmp_path: Path) -> None:
+    """What exchanges take is no bubble in a GPU trace, but a replay without them is shorter by it."""
+    scenario = Scenario("slow exchanges", layers=(4, 4), transfer=15.0, microbatches=8, noise=0.005, steps=3)
+    write(scenario, tmp_path / "slow")
+    write(replace(scenario, transfer=0.0), tmp_path / "quick")
+    report, ran = analyze(tmp_path / "slow"), analyze(tmp_path / "quick").targets[0].measured
+    (run,) = report.by_hand
+    assert run is not None
+    after = stages_after(report.targets[0].measured, run, chosen(run, {"p2p": "0"}))
+    for stage, row in zip(ran.stages, after.stages, strict=True):
+        assert row.bubble == pytest.approx(stage.bubble_fraction, abs=0.06)
