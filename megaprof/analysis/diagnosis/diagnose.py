@@ -31,7 +31,8 @@ class Cause:
     """The time that a step would gain without this cause, averaged over all steps, with more expensive causes already
     fixed."""
     share: float
-    """Fraction of the steps in which it is present; 1 if it is at least a quarter as large in the others."""
+    """Fraction of the steps in which it is present; 1 if it is at least a quarter as large in the others, or if it is
+    only possible."""
     while_ms: float
     """Milliseconds that it costs in these steps, on average."""
     steps: int
@@ -120,7 +121,7 @@ def diagnose(run: Examined) -> Diagnosis:
             hiding = _needed(run, hiding, found[0])
             told = _told(run, hiding, found[0]) if hiding else [found[1]]
             if told[-1].price.low <= LEAST * run.step_ms:
-                perhaps = _unsure(told, run)
+                perhaps = _unsure(_told(run, hiding, found[0], sure=False), run)
                 break
             fixed = [*hiding, found[0]]
             alone = [float(asked.gain(term).mean()) if causes or hiding else told[0].price.ms for term in fixed]
@@ -233,7 +234,7 @@ def _needed(run: Examined, hiding: list[Term], last: Term) -> list[Term]:
     return needed
 
 
-def _told(run: Examined, hiding: list[Term], last: Term) -> list[Cause]:
+def _told(run: Examined, hiding: list[Term], last: Term, *, sure: bool = True) -> list[Cause]:
     """Returns causes that gain enough only together. If mending one of them alone makes the step longer, its price is
     0, and that loss is subtracted from the price of the last one."""
     found, debt = [], 0.0
@@ -246,7 +247,7 @@ def _told(run: Examined, hiding: list[Term], last: Term) -> list[Cause]:
         else:
             debt += min(price.ms, 0.0)
             price = Price(*(max(ms, 0.0) for ms in astuple(price)))
-        cause = _cause(run, term, price, gain)
+        cause = _cause(run, term, price, gain, sure=sure)
         found.append(replace(cause, while_ms=cause.while_ms + lost))
         run = run.mended(term)
     return found
@@ -271,7 +272,7 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
             more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt_ms)
-            doubtful.append(_cause(run, term, price, gain, more))
+            doubtful.append(_cause(run, term, price, gain, more, sure=False))
     return None, doubtful
 
 
@@ -294,11 +295,13 @@ def _masked(run: Examined, left: list[Term]) -> Term | None:
     return max(hidden, key=lambda term: float(run.gain(term).mean()), default=None)
 
 
-def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
+def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0, *, sure: bool = True) -> Cause:
+    """Returns a term as a cause. ``sure``: False if it is only possible; then it is not said in which steps it is
+    present, because a size that differs between steps by chance looks the same."""
     table, kind = run.table, term.kind
     own = _sizes(term, run.view)
     there, begins = np.ones(len(gain), dtype=bool), None
-    if kind in _LARGE or term.once or term.ranks:
+    if sure and (kind in _LARGE or term.once or term.ranks):
         # Not its gain, which also depends on what else happened in a step.
         size = _LARGE[kind](own) if kind in _LARGE else _taken_ms(run, term)
         there = active(size)

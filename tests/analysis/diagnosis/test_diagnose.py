@@ -396,6 +396,20 @@ def test_a_rank_that_waits_equally_long_in_all_steps_waits_in_all_of_them(tmp_pa
     assert cause.while_ms == pytest.approx(cause.price.ms)
 
 
+@pytest.mark.parametrize(("usually", "certain"), [(1.08, True), (1.05, False)])
+def test_only_a_certain_cause_is_said_to_be_in_some_of_the_steps(usually, certain, tmp_path):
+    """The rank is slow in all steps, and in two of six much slower."""
+    faults = tuple(
+        Fault("slow_rank", factor, stage=1, replica=2, steps=steps)
+        for factor, steps in ((1.6, (1, 4)), (usually, (0, 2, 3, 5)))
+    )
+    found = diagnosis_of(replace(REPLICAS, faults=faults), tmp_path)
+    (cause,) = found.causes if certain else found.perhaps
+    assert (cause.kind, cause.ranks) == ("slow_rank", (5,))
+    assert cause.share == (pytest.approx(1 / 3) if certain else 1.0)
+    assert (cause.while_ms == pytest.approx(cause.price.ms)) != certain
+
+
 def test_a_link_says_since_when_it_is_slow_and_how_slow_it_is_then(tmp_path):
     fault = Fault("slow_link", 6.0, stage=1, steps=tuple(range(20, 40)))
     pipeline = replace(LONG, faults=(fault,))

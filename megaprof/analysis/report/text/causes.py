@@ -10,7 +10,7 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps, when
+from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps
 from megaprof.analysis.report.text.sentences import Finding, trigger
 from megaprof.analysis.report.text.words import both, counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.report.text.words import stages as stages_in_words
@@ -238,7 +238,7 @@ def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
     # No price assumes that there are more microbatches: all prices are of the recorded ones.
     above = any(other.kind != "few_microbatches" for other in diagnosis.causes)
     fixed = "with the causes above fixed, " if above else ""
-    text = f"Perhaps {name_of(cause)}{when(cause)}: {fixed}this may cost {costs}"
+    text = f"Perhaps {name_of(cause)}: {fixed}this may cost {costs}"
     # It is not known here whether the job still runs, so the sentence holds for any run like it.
     if _asks(cause, diagnosis):
         text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
