@@ -47,7 +47,7 @@ class Cause:
     """Model chunk of that stage, from 0."""
     ranks: tuple[int, ...] = ()
     """Ranks that it is on. Several ranks mean that they wait for each other and one of them is slow; for
-    ``processor_wait``, all ranks that wait for a core, the longest first."""
+    ``processor_wait``, all ranks whose waits for a core are in the price, the longest first."""
     hosts: tuple[str, ...] = ()
     """Hosts of these ranks."""
     link: tuple[int, int] | None = None
@@ -181,7 +181,7 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
     whole = Term(
         WAIT,
         gone,
-        ranks=waiting(table),
+        ranks=waiting(table, run.step_ms),
         fitted=any(each.fitted for each in slow),
         once=True,
         always=any(each.fitted or each.kind == "slow_rank" for each in slow),

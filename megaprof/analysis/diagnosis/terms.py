@@ -46,7 +46,7 @@ def terms(table: Table, view: View, step_ms: float) -> list[Term]:
         *_of_steps(view, step_ms),
         *_of_exchanges(table, view),
         *_of_entries(table, view, step_ms),
-        *_of_passes(table, view),
+        *_of_passes(table, view, step_ms),
     ]
 
 
@@ -197,7 +197,7 @@ def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         yield Term("late_entry", timely, stage=stage, replica=replica, ranks=ranks, once=True)
 
 
-def _of_passes(table: Table, view: View) -> Iterator[Term]:
+def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
     for group in view.exposed:
 
         def hidden(v: View, group: str = group) -> View:
@@ -222,17 +222,22 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
         doubt_ms=float(view.opened.max(axis=1).mean()),
     )
     for kind in view.held:
+        ranks = waiting(table, step_ms) if kind == WAIT else ()
+        # Waits of ranks that are not named are not in the price.
+        named = np.isin(table.ranks, ranks).any(axis=2) if kind == WAIT else np.ones(table.ranks.shape[:2], dtype=bool)
 
-        def going_on(v: View, kind: str = kind) -> View:
-            return v.less(v.held[kind], held={**v.held, kind: np.zeros_like(v.held[kind])})
+        def going_on(v: View, kind: str = kind, named: np.typing.NDArray[np.bool_] = named) -> View:
+            held = v.held[kind] * named[..., None, None, None]
+            return v.less(held, held={**v.held, kind: v.held[kind] - held})
 
-        yield Term(kind, going_on, ranks=waiting(table) if kind == WAIT else (), once=True)
+        yield Term(kind, going_on, ranks=ranks, once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
 
 
-def waiting(table: Table) -> tuple[int, ...]:
-    """Returns the ranks that wait for a core at least half as long as the one that waits longest, longest first."""
+def waiting(table: Table, step_ms: float) -> tuple[int, ...]:
+    """Returns the ranks that wait for a core, longest first. Half of `policy.LEAST` is enough, because a rank whose waits
+    explain half of what it costs counts as waiting."""
     waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
     order = np.argsort(-waited, kind="stable")
-    return tuple(table.ranks.ravel()[order[waited[order] >= 0.5 * waited.max()]].tolist())
+    return tuple(table.ranks.ravel()[order[waited[order] >= 0.5 * LEAST * step_ms]].tolist())

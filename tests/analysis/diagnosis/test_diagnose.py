@@ -179,9 +179,26 @@ def test_what_ranks_wait_for_a_core_is_one_cause(recording, tmp_path):
     waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape)
     assert cause.parts["waited_ms"] == pytest.approx(waited.max())
     assert cause.ranks[0] == table.ranks[waited == waited.max()]
+    assert (waited < 0.5 * waited.max()).any()
+    assert sorted(cause.ranks) == sorted(table.ranks.ravel()), "all of them wait, and the price is of all"
     lost = found.step_ms - Priced(replace(pipeline, load=0.0, faults=())).length(frozenset()).mean()
     # What the quicker passes waited is told of none of them.
     assert 0.5 * lost < cause.price.ms < cause.price.ms + found.rest_ms < 1.1 * lost
+
+
+def test_waits_of_ranks_that_are_not_named_are_not_in_the_price(tmp_path):
+    pipeline = replace(REPLICAS, recording="cpu trace", load=0.3, burst_ms=60.0, steps=12, counted=True)
+    run = examine(table_of(pipeline, tmp_path))
+    waited = np.broadcast_to(run.table.waited.mean(axis=0), run.table.ranks.shape)
+    # So long a step that half of the ranks wait for less than 1 % of it.
+    (wait,) = (
+        term for term in terms(run.table, run.view, 100.0 * float(np.median(waited))) if term.kind == "processor_wait"
+    )
+    assert set(wait.ranks) == set(run.table.ranks[waited >= np.median(waited)].tolist())
+    left = wait.change(run.view).held["processor_wait"]
+    named = np.isin(run.table.ranks, wait.ranks)[..., 0]
+    assert not left[:, named].any()
+    assert (left == run.view.held["processor_wait"])[:, ~named].all()
 
 
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
