@@ -236,8 +236,8 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
 
 
 def waiting(table: Table, step_ms: float) -> tuple[int, ...]:
-    """Returns the ranks that wait for a core, longest first. Half of `policy.LEAST` is enough, because a rank whose waits
-    explain half of what it costs counts as waiting."""
+    """Returns the ranks that wait for a core, longest first. Half of `policy.LEAST` is enough, because a rank counts as
+    waiting if its waits explain half of what it costs."""
     waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
     order = np.argsort(-waited, kind="stable")
     return tuple(table.ranks.ravel()[order[waited[order] >= 0.5 * LEAST * step_ms]].tolist())
