@@ -9,7 +9,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.view import View
-from megaprof.analysis.table.table import WAIT, Table
+from megaprof.analysis.table.table import WAIT, Floats, Table
 
 Change = Callable[[View], View]
 
@@ -224,9 +224,11 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
     for kind in view.held:
         ranks = waiting(table, step_ms) if kind == WAIT else ()
         # Waits of ranks that are not named are not in the price.
-        named = np.isin(table.ranks, ranks).any(axis=2) if kind == WAIT else np.ones(table.ranks.shape[:2], dtype=bool)
+        named: Floats = np.ones(table.ranks.shape[:2])
+        if kind == WAIT:
+            named = np.isin(table.ranks, ranks).max(axis=2).astype(float)
 
-        def going_on(v: View, kind: str = kind, named: np.typing.NDArray[np.bool_] = named) -> View:
+        def going_on(v: View, kind: str = kind, named: Floats = named) -> View:
             held = v.held[kind] * named[..., None, None, None]
             return v.less(held, held={**v.held, kind: v.held[kind] - held})
 
