@@ -40,6 +40,14 @@ def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> N
     assert what_if.advised(WhatIf(), None) is None
 
 
+def test_a_layout_of_which_less_is_expected_is_not_called_faster() -> None:
+    other = replace(BEST, layout="Et*3|t*5L", layers=(3, 5), speedup=1.1, low=0.9)
+    found = WhatIf(best=BEST, candidates=(BEST, other), advice="change", measured_ms=700.0, alike=("Et*3|t*5L",))
+    told = what_if.advised(found, None)
+    assert told is not None
+    assert "whether 3+5 layers would be slower or faster than that is not certain" in told.text
+
+
 @pytest.mark.parametrize("advice", get_args(Advice))
 def test_every_advice_has_a_sentence_of_its_own(advice: Advice) -> None:
     first = replace(BEST, needed=(9 << 30, 5 << 30), fits=False)

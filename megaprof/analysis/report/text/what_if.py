@@ -16,6 +16,7 @@ from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import Assumption, CostFit
 from megaprof.analysis.what_if.packing import switch_of
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats.phrases import listed
 
 #: Explains the letters of a layout, for layouts that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
@@ -228,11 +229,13 @@ def _advice(predictions: WhatIf) -> str:
     if predictions.advice == "change":
         instead = f"{number(first.step_ms)} ms a step instead of {number(predictions.measured_ms)} ms"
         names = {change.layout: name_of(change, predictions) for change in predictions.candidates}
-        alike = " and ".join(names.get(layout, layout) for layout in predictions.alike)
+        alike = [names.get(layout, layout) for layout in predictions.alike]
         ranged = predictions.costs is not None and predictions.costs.from_ranges
         tell = "more steps" if ranged else "a capture with --profile-ranges layer"
-        as_good = f"; {alike} may turn out faster, which {tell} would show" if alike else ""
-        return f"{name}: {times}, {instead}{as_good}"
+        whether = (
+            f"; whether {listed(alike, 3)} would be slower or faster than that is not certain, and {tell} would show"
+        )
+        return f"{name}: {times}, {instead}{whether if alike else ''}"
     if predictions.advice == "open":
         wanted = predictions.more_steps + (predictions.replay_error.count if predictions.replay_error else 0)
         return f"{_UNSURE}, {name}, would be {times}; {wanted} steps would show it"
