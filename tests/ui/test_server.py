@@ -20,6 +20,7 @@ from megaprof.formats.names import artifact_name, shard
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import captures, server
 from megaprof.ui.captures import Capture, KeptCaptures
+from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import chunk, pipeline, plain_stage
 from tests.ui.pages import HOSTILE, Reader, address, browsing, make, page
 
@@ -154,6 +155,15 @@ def test_a_drawing_comes_with_every_answer(client: TestClient, top: Path) -> Non
     assert [len(row["boxes"]) for row in after["boxes"]["rows"]] == [5 * 2 * 4] * 2
     last = [max(row["span"][1] for row in each["boxes"]["rows"]) for each in (before, after)]
     assert last[1] < last[0] == before["boxes"]["end"] == after["boxes"]["end"]
+
+
+def test_what_is_not_drawn_of_a_step_is_said_beside_its_time(tmp_path: Path) -> None:
+    """The drawing ends before the step that is predicted."""
+    write(Scenario("tail", layers=(6, 4), microbatches=4, dp=2, tail=100.0, steps=2), tmp_path / "tail")
+    with browsing(tmp_path) as alone:
+        shown = page(alone, f"/capture/{address(tmp_path, 'tail')}/what-if")
+    assert "One captured step, replayed" in shown.text
+    assert "It ends with the last pass, without the 100 ms of an average step that come after it: " in shown.text
 
 
 @pytest.mark.parametrize(
