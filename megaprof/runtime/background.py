@@ -50,9 +50,10 @@ class Background:
         """The longest CPU time that the thread took without a pause, in seconds."""
 
     def add(self, task: Callable[[], None], every: float, *, woken: bool = False) -> None:
-        """Runs ``task`` every ``every`` seconds, and with ``woken`` also after each ``wake()``."""
+        """Runs ``task`` every ``every`` seconds (for the first time sooner), and with ``woken`` also after each
+        ``wake()``."""
         with self._lock:
-            self._tasks.append(_Task(task, every, woken, time.monotonic() + every))
+            self._tasks.append(_Task(task, every, woken, _next(every, time.monotonic())))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="megaprof-background", daemon=True)
                 self._thread.start()
@@ -87,7 +88,7 @@ class Background:
             with self._lock:
                 due = [task for task in self._tasks if task.due <= now or (woken and task.woken)]
             for task in due:
-                task.due = now + task.every
+                task.due = _next(task.every, now)
                 self._do(task)
             self._note()
 
@@ -101,6 +102,13 @@ class Background:
         except Exception as fault:
             self.remove(task.run)
             logger.error("megaprof: a background task failed and is off; training goes on: %r", fault, exc_info=True)
+
+
+def _next(every: float, now: float) -> float:
+    """Returns when a task that runs every ``every`` seconds runs next. Tasks run at multiples of their period on the
+    monotonic clock, so tasks of one period share a wake-up, and so do the ranks of a host: one pause of all ranks
+    together holds a pipeline up less than a pause of each in turn."""
+    return now + every - now % every if every else now
 
 
 def _drain(wakes: queue.SimpleQueue[bool], wait: float) -> bool:
