@@ -47,6 +47,23 @@ def test_only_tasks_that_want_it_are_woken() -> None:
     assert wait_for(lambda: not threads())
 
 
+def test_tasks_of_one_period_share_a_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    background, happened = Background(), []
+    note = background._note
+    monkeypatch.setattr(background, "_note", lambda: (happened.append("|"), note()))
+    first, second = lambda: happened.append("a"), lambda: happened.append("b")
+    background.add(first, 0.1)
+    time.sleep(0.05)  # half a period later
+    background.add(second, 0.1)
+    assert wait_for(lambda: happened.count("b") > 3)
+    background.remove(first)
+    background.remove(second)
+    assert wait_for(lambda: not threads())
+    together = "".join(happened)
+    rounds = [tasks for tasks in together[together.index("b") + 2 :].split("|") if tasks]
+    assert set(rounds[:2]) == {"ab"}
+
+
 def test_a_long_task_with_pauses_is_measured_by_its_longest_stretch() -> None:
     background, done = Background(), threading.Event()
 
