@@ -1,4 +1,4 @@
-"""What a person chooses to change, from text: the command, the page and the agent's tool all ask `chosen`."""
+"""Reads from text what a person chooses to change. The command, the page and the agent's tool all call `chosen`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _COUNTS = re.compile(r"\d{1,5}(,\d{1,5})*")
 
 
 def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
-    """Predicts what is chosen by name: ``layout``, as Megatron writes it or as decoder layers by piece (``5,3``);
-    ``chunks`` of every stage; ``microbatches``; ``p2p``: milliseconds of a transfer; ``tokens``: ``more`` if other
-    microbatches stay as large; ``packing``: one of `packing.PLANS`. ``was``: the number of chunks of the page on which
-    ``layout`` stands; another ``chunks`` asks for another layout. What is missing or empty stays as it was captured.
-    Raises ValueError, as `tried` does."""
+    """Predicts the choices, which have these names: ``layout``, as Megatron writes it or as decoder layers by piece
+    (``5,3``); ``chunks`` of every stage; ``microbatches``; ``p2p``: milliseconds of a transfer; ``tokens``: ``more`` if
+    another number of microbatches keeps their size; ``packing``: one of `packing.PLANS`; ``was``: the number of chunks
+    on the page that shows ``layout``. If ``chunks`` differs from ``was``, the layout is split anew. A choice that is
+    missing or empty stays as it was captured. Raises ValueError, as `tried` does."""
     return tried(run, _setting(run, choices))
 
 
@@ -82,7 +82,7 @@ def _bubble(bubble: float, idle_now: float, idle_then: float) -> float:
 
 
 def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:
-    """Raises ValueError."""
+    """Returns the setting that was chosen. Raises ValueError."""
     captured = run.captured
     chunks_before = len(captured.pieces) // run.stages
     chunks = whole("chunks", choices.get("chunks"), chunks_before)
@@ -92,7 +92,7 @@ def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:
     if packing is not None and packing not in PLANS:
         raise ValueError(f"packing={packing[:20]!r} is none of {', '.join(PLANS)}")
     pieces = _pieces(run, choices.get("layout", "").strip())
-    # A layout that was typed may have another number of chunks; one that is asked for by number gets another layout.
+    # A typed layout may have another number of chunks. If the number itself was changed, the layout is split anew.
     if chunks != whole("was", choices.get("was"), chunks_before) and chunks * run.stages != len(pieces):
         pieces = split(captured.pieces, run.stages, chunks)
     return Setting(
@@ -105,7 +105,7 @@ def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:
 
 
 def _pieces(run: Changeable, text: str) -> Layout:
-    """Raises ValueError."""
+    """Returns the layout in ``text``, or the captured one if it is empty. Raises ValueError."""
     if len(text) > _LONGEST_LAYOUT:
         raise ValueError(f"the layout is longer than {_LONGEST_LAYOUT} characters")
     if not text:
@@ -123,7 +123,7 @@ def _pieces(run: Changeable, text: str) -> Layout:
 
 
 def whole(name: str, text: str | None, default: int) -> int:
-    """Returns the number that was chosen; ``default`` if none was. Raises ValueError."""
+    """Returns the chosen number, or ``default`` without one. Raises ValueError."""
     if text is None or not text.strip():
         return default
     if not text.strip().isascii() or not text.strip().isdecimal() or len(text.strip()) > 9:
@@ -138,7 +138,7 @@ def number_of(ms: float) -> str:
 
 def _milliseconds(text: str | None, captured: float) -> float:
     if text is None or not text.strip() or text.strip() == number_of(captured):
-        return captured  # the page shows it rounded
+        return captured  # the page shows a rounded number
     try:
         ms = float(text.strip()[:30])
     except ValueError:

@@ -16,14 +16,14 @@ from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import Layout
 
 _MOST_LAYOUTS = 3
-#: Layouts that are priced, of those with the shortest undisturbed step.
+#: How many layouts are priced: those with the shortest undisturbed step.
 _PRICED = 6
 _CHUNK_COUNTS = (1, 2, 3, 4)
 
 
 def layouts(run: Changeable) -> list[Priced]:
-    """Returns the quickest layouts other than the captured one, whether they gain anything or not; of those that do not
-    fit into the measured memory only the quickest."""
+    """Returns the quickest layouts other than the captured one, even if they gain nothing. Of those that do not fit
+    into the measured memory, it returns only the quickest."""
     tried = [
         predicted(run, "layout", replace(run.captured, pieces=pieces))
         for pieces in _quickest(run, run.baseline.replay, _PRICED)
@@ -32,8 +32,8 @@ def layouts(run: Changeable) -> list[Priced]:
 
 
 def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
-    """The layouts other than the captured one with the shortest undisturbed step; where some do not fit into the
-    measured memory the quickest that do, behind the quickest of all."""
+    """Returns the layouts with the shortest undisturbed step, without the captured one. If some do not fit into the
+    measured memory, it returns the quickest of all, followed by the quickest that fit."""
     schedule, memory = replay.schedule, run.memory
     same = schedule.chunks == run.baseline.replay.schedule.chunks
     factor = run.costs.factor if same else run.costs.of_stage[:, None]
@@ -54,8 +54,8 @@ def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
 
 
 def chunk_counts(run: Changeable) -> Iterator[Priced]:
-    """Yields other numbers of model chunks per stage, in the quickest layout of each; where that does not fit into the
-    measured memory in the quickest that does, too."""
+    """Yields other numbers of model chunks per stage, each in its quickest layout. If that does not fit into the
+    measured memory, the quickest layout that fits follows."""
     layers, captured = "".join(run.pieces).count("t"), run.baseline.replay.schedule.chunks
     for chunks in _CHUNK_COUNTS:
         if chunks == captured or layers < chunks * run.stages:
@@ -69,7 +69,7 @@ def chunk_counts(run: Changeable) -> Iterator[Priced]:
 
 
 def balanced(run: Baseline) -> Priced:
-    """Predicts the measured work spread evenly over all chunks, as if layers could be divided."""
+    """Predicts the step with the measured work spread evenly over all chunks, as if layers could be divided."""
 
     def even(content: Floats) -> Floats:
         return np.broadcast_to(content.mean(axis=(-3, -2), keepdims=True), content.shape)
@@ -79,7 +79,8 @@ def balanced(run: Baseline) -> Priced:
 
 
 def microbatch_counts(run: Baseline) -> Iterator[Priced]:
-    """Yields twice and half as many microbatches, of the same tokens in all; what chunks hold need not be run."""
+    """Yields twice and half as many microbatches, with the same tokens in all. The contents of chunks need not be
+    known."""
     schedule, free = run.replay.schedule, np.concatenate([run.drawn] * WAYS)
     captured = schedule.microbatches
     for count in (2 * captured, captured // 2):

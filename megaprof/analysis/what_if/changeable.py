@@ -39,7 +39,7 @@ class NotCaptured(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What can be chosen for a run."""
+    """The choices that can be made for a run."""
 
     pieces: Layout
     """The layers of every model chunk, in the order in which a microbatch passes them."""
@@ -221,8 +221,8 @@ def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]
 
 
 def _sum(run: Changeable, laid: Prediction, beside: Prediction) -> Prediction:
-    """Returns the prediction of two changes together, if the second was predicted on top of the first. Their gains add
-    up, and so do the squares of their errors."""
+    """Returns the prediction of two changes together: ``laid``, and ``beside``, which was predicted on top of it. Their
+    gains add up, and so do the squares of their errors."""
     gain = run.measured_ms - beside.step_ms
     below, above = (math.hypot(*(each.reach_ms[end] - each.step_ms for each in (laid, beside))) for end in (0, 1))
     return Prediction.of("by_hand", run.measured_ms, Price(gain, gain - above, gain + below))

@@ -1,9 +1,9 @@
 """Captured steps, replayed as they are and with a change: other contents of chunks, microbatches, exchanges or depth.
 
-What a change gains is the replay of every captured step less its replay with the change, from the same passes: a pass
-takes as many times longer as its content does, and what came on top of contents (stalls, garbage collection, waiting
-for data) stays as it was. How sure that is comes from draws: each takes other steps and microbatches, and one way in
-which contents can be divided (`contents`). What steps differ by, and what the replay misses, is added.
+The gain of a change is the replay of every captured step minus its replay with the change, both from the same passes:
+a pass is scaled as its content is, and the time beyond contents (stalls, garbage collection, waiting for data) stays as
+it was. Draws show how certain a gain is: each draw takes other steps and microbatches, and one way in which contents
+can be divided (`contents`). The differences between steps, and what the replay misses, make the interval wider.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.simulation.simulate import Simulation, played
 from megaprof.analysis.table.table import Floats
 
-#: The pipelines of a step that may be its longest after a change: so many of those that take longest now.
+#: How many pipelines of a step are replayed: those that take longest now. After a change, any may be the longest.
 _LONGEST = 4
-#: No prediction is more certain than this, as a fraction of the step: runs of one layout or packing in turns with
-#: others differ by as much (`make bench-whatif`: 1 to 3 %), and one run does not show it.
+#: No prediction is more certain than this, as a fraction of the step: runs of one layout or packing, in turns with
+#: others, differ by as much (`make bench-whatif`: 1 to 3 %), and a single run does not show it.
 RERUN = 0.02
 #: The quantiles of `policy.LEVEL`.
 _ENDS = 0.05, 0.95
@@ -94,7 +94,7 @@ class Prediction:
 
     @property
     def tells(self) -> bool:
-        """Whether the interval is on one side of 1, so that it is certain whether a token gets faster or slower."""
+        """True if the interval is on one side of 1, so that it is certain whether a token gets faster or slower."""
         return not self.low <= 1.0 <= self.high
 
     def exceeds(self, held: Sequence[int] | None) -> bool:
@@ -117,47 +117,47 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Change:
-    """What a step has otherwise, beside what its chunks hold."""
+    """A change of a step, apart from the contents of its chunks."""
 
     replay: Replay
-    """Its schedule. With half as many stages each of them holds what two neighbours held, see `halved`."""
+    """The changed schedule. With half as many stages, each holds what two neighbours held (see `halved`)."""
     tokens: float = 1.0
-    """How many times the tokens of a captured microbatch each microbatch has."""
+    """Tokens of a microbatch / tokens of a captured microbatch."""
     more_p2p_ms: float = 0.0
-    """By how many milliseconds every exchange takes longer."""
+    """Milliseconds that are added to every exchange."""
     exchanges: float = 1.0
-    """How many times as long every exchange takes otherwise."""
+    """Factor of every exchange, before ``more_p2p_ms`` is added."""
     reductions: float = 1.0
-    """How many times as long gradients are reduced behind the pipeline."""
+    """Factor of the gradient reduction after the pipeline."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The captured steps that changes are compared with: ``n`` steps, and of each the pipelines ``r`` that may be its
-    longest."""
+    """The captured steps that changes are compared with: ``n`` steps, each with the ``r`` pipelines that may be its
+    longest. Times are in milliseconds."""
 
     replay: Replay
     """Its schedule."""
     passes: Floats
-    """[n, r, s, c, k, m]: what every pass takes for its content."""
+    """[n, r, s, c, k, m]: the part of every pass that is for its content."""
     beside: Floats
-    """[n, r, s, c, k, m]: what single passes took beyond that."""
+    """[n, r, s, c, k, m]: the rest of every pass."""
     entry: Floats
     """[n, r, s]: when each stage enters the step."""
     link: Floats
-    """[n, r, s]: what an exchange with the next stage takes."""
+    """[n, r, s]: time of an exchange with the next stage."""
     length: Floats
     """[n]: the measured step."""
     tail: Floats
-    """[n]: what of it lies behind the pipeline."""
+    """[n]: the part of the step after the pipeline."""
     replayed_ms: float
     """The average step, replayed."""
     content: Floats
-    """[s, c, k]: what chunks take undisturbed."""
+    """[s, c, k]: undisturbed time of chunks."""
     drawn: Floats
-    """[draw, s, c, k]: the same of draws."""
+    """[draw, s, c, k]: the same time in every draw."""
     rows: npt.NDArray[np.intp]
-    """[draw]: the step that each is of."""
+    """[draw]: the step that each draw is from."""
 
     @property
     def measured_ms(self) -> float:
@@ -166,7 +166,7 @@ class Baseline:
 
     @property
     def missed(self) -> float:
-        """By which part of it the replay misses it."""
+        """The fraction by which the replay misses the average step."""
         return abs(self.replayed_ms / self.measured_ms - 1.0)
 
     @property
@@ -185,29 +185,29 @@ class Baseline:
         return self._longest(np.arange(len(self.passes)), np.ones_like(self.content)[None], self.as_is)
 
     def gain(self, content: Floats, change: Change) -> Floats:
-        """Returns [n]: by how many milliseconds every step is shorter with other contents [s, c, k] and a change."""
+        """Returns [n]: how many milliseconds shorter every step is with other contents [s, c, k] and a change."""
         every = np.arange(len(self.passes))
         took = self._longest(every, (content / _positive(self.content, content))[None], change)
         return self.pipelines_ms - took - (change.reductions - 1.0) * self.tail
 
     def gain_drawn(self, content: Floats, change: Change) -> Floats:
-        """Returns [any number of times each draw]: the same of the step of each draw, whose contents are those of the
-        draw."""
+        """Returns [any number of times each draw]: how many milliseconds shorter the step of each draw is, with the
+        contents of that draw."""
         rows = np.resize(self.rows, len(content))
         before = np.resize(self._drawn_ms, len(content))
         took = self._longest(rows, content / _positive(self.content, content), change)
         return before - took - (change.reductions - 1.0) * self.tail[rows]
 
     def error_of_steps(self, gains: Floats, content: Floats, change: Change) -> float:
-        """Returns the standard error of the average of ``gains``, those of all steps, by how steps differ."""
+        """Returns the standard error of the average of ``gains``, the gains of all steps, from how steps differ."""
         n = len(gains)
         several = gains if n > 1 else self._as_several.gain(content, change)
         return float(several.std(ddof=1) / math.sqrt(n))
 
     @cached_property
     def _as_several(self) -> Baseline:
-        """One step as the steps that it might as well have been: of other blocks of its microbatches, since what
-        disturbs one disturbs its neighbours."""
+        """A single step as several that might as well have run: with other blocks of its microbatches. They are blocks
+        because what disturbs one microbatch disturbs its neighbours, too."""
         chosen = blocks(len(self.rows), self.passes.shape[-1], np.random.default_rng(0))
         passes, beside = (np.stack([each[0][..., own] for own in chosen]) for each in (self.passes, self.beside))
         entry, link, tail = (np.repeat(each[:1], len(chosen), axis=0) for each in (self.entry, self.link, self.tail))
@@ -224,10 +224,11 @@ class Baseline:
         return longest
 
     def _times(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> tuple[Floats, Floats, Floats]:
-        """What the schedule of ``change`` replays. ``ratio`` [n, s, c, k]: how many times as long contents are."""
+        """Returns the passes, entries and exchanges that the schedule of ``change`` replays. ``ratio`` [n, s, c, k]:
+        the factor of contents."""
         passes, beside = self.passes[rows], self.beside[rows]
         before, after = passes.shape[3], change.replay.shape[1]
-        if after != before:  # `ratio` is that to the average chunk of a stage
+        if after != before:  # `ratio` is relative to the average chunk of a stage
             passes = np.repeat(passes.mean(axis=3, keepdims=True), after, axis=3)
             beside = np.repeat(beside.sum(axis=3, keepdims=True) / after, after, axis=3)
         times, entry, link = passes * ratio[:, None, ..., None] + beside, self.entry[rows], self.link[rows]
@@ -237,7 +238,7 @@ class Baseline:
         return times, entry, np.maximum(link * change.exchanges + change.more_p2p_ms, 0.0)
 
     def stages_ms(self, content: Floats, change: Change) -> Floats:
-        """Returns [s]: what all passes of a stage take in the average step, with other contents [s, c, k] and a
+        """Returns [s]: milliseconds of all passes of a stage in the average step, with other contents [s, c, k] and a
         change."""
         times, _, _ = self._times(
             np.arange(len(self.passes)), (content / _positive(self.content, content))[None], change
@@ -262,8 +263,8 @@ class Baseline:
 
 
 def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None = None) -> Baseline:
-    """Returns the steps of a run as they were examined, or as if its passes had taken ``passes`` [n, d, s, c, k, m], in
-    their ``replay``."""
+    """Returns the steps of a run as they were examined, or as they would be if their passes had taken ``passes``
+    [n, d, s, c, k, m] in the schedule of ``replay``."""
     state, before = run.view.state, run.view.pipelines_ms(run.replay)
     beside = np.minimum(run.view.beside(), state.passes) if passes is None else np.zeros_like(passes)
     if passes is not None:
@@ -292,7 +293,7 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
 
 
 def _luck(run: Examined) -> Floats:
-    """[draw, s]: how many times as much work a stage might have had by the microbatches that it happened to get."""
+    """Returns [draw, s]: the factor of work that a stage might have had with other microbatches by chance."""
     own = np.moveaxis(run.model.own.mean(axis=1), 1, 2)  # [t, m, s]
     random = np.random.default_rng(0)
     steps = drawn_steps(len(own), random)
@@ -302,18 +303,20 @@ def _luck(run: Examined) -> Floats:
 
 
 def _positive(before: Floats, after: Floats) -> Floats:
-    """Contents to divide by, with the axes of ``after``: where the numbers of chunks differ the average one's."""
+    """Returns contents to divide by, with the axes of ``after``. If the numbers of chunks differ, they are those of the
+    average chunk."""
     if before.shape[-2] != after.shape[-2]:
         before = before.mean(axis=-2, keepdims=True)
     return np.maximum(before, 1e-9)
 
 
 def halved(times: Floats, entry: Floats, link: Floats) -> tuple[Floats, Floats, Floats]:
-    """Half as many stages, of an even number, on as many ranks: [..., r, s, c, k, m] and twice [..., r, s] become
-    [..., 2 r, s / 2, c, k, m / 2] and twice [..., 2 r, s / 2].
+    """Returns the times, entries and exchanges of half as many stages on as many ranks. ``times`` [..., r, s, c, k, m]
+    becomes [..., 2 r, s / 2, c, k, m / 2]; ``entry`` and ``link`` [..., r, s] become [..., 2 r, s / 2]. The number of
+    stages must be even.
 
-    A stage holds what two neighbours held. The ranks of the first one of each two are one replica, those of the second
-    one another, as Megatron numbers them, and each gets every other microbatch, as Megatron-LM's sampler deals them.
+    A stage holds what two neighbours held. The ranks of the first of two neighbours form one replica and those of the
+    second another, as Megatron numbers them. Each gets every other microbatch, as Megatron-LM's sampler deals them.
     """
     together = times[..., 0::2, :, :, :] + times[..., 1::2, :, :, :]
     replicas = np.concatenate((together[..., 0::2], together[..., 1::2]), axis=-5)
@@ -322,15 +325,15 @@ def halved(times: Floats, entry: Floats, link: Floats) -> tuple[Floats, Floats, 
 
 
 def resliced(times: Floats, count: int, larger: float) -> Floats:
-    """[..., m] of other microbatches: ``count`` of ``larger`` times the tokens, which follow each other in the tokens
-    of those that were captured, and begin again where these end."""
+    """Returns the times [..., m] of ``count`` other microbatches, each with ``larger`` times the tokens. They take the
+    captured tokens in order, and start again from the first token after the last one."""
     before = times.shape[-1]
     if count == before and larger == 1.0:
         return times
     ends = np.concatenate((np.zeros((*times.shape[:-1], 1)), np.cumsum(times, axis=-1)), axis=-1)
 
     def until(tokens: Floats) -> Floats:
-        """What everything up to ``tokens`` takes, in captured microbatches."""
+        """Returns the time of everything up to ``tokens``, which is counted in captured microbatches."""
         around, left = np.divmod(tokens, before)
         place = np.minimum(left.astype(np.intp), before - 1)
         found: Floats = ends[..., place] + times[..., place] * (left - place) + around * ends[..., -1:]
@@ -342,11 +345,11 @@ def resliced(times: Floats, count: int, larger: float) -> Floats:
 
 @dataclass(frozen=True)
 class Priced:
-    """A prediction and the draws that it rests on."""
+    """A prediction, and the draws that it is based on."""
 
     prediction: Prediction
     gains: Floats
-    """[draw]: milliseconds of a step."""
+    """[draw]: milliseconds by which a step gets shorter."""
 
 
 def priced(
@@ -358,9 +361,9 @@ def priced(
     change: Change | None = None,
     unsure: float = 0.0,
 ) -> Priced:
-    """Returns what a run gains by a change, with other contents of chunks [s, c, k]: as estimated (``content``), by
-    every draw of steps and microbatches (``sure``), and by draws that take what the data leave open, too (``free``).
-    ``unsure``: what else makes it uncertain beside `RERUN`, as a fraction of the step."""
+    """Returns what a run gains by a change, with other contents of chunks [s, c, k]: as estimated (``content``), in
+    every draw of steps and microbatches (``sure``), and in draws that also vary what the data leave open (``free``).
+    ``unsure``: any further uncertainty besides `RERUN`, as a fraction of the step."""
     change = change or run.as_is
     gains = run.gain(content, change)
     of_same_step = gains[run.rows]
@@ -394,13 +397,13 @@ def gained(
     """Returns the prediction of a step of ``measured_ms`` that gets shorter by ``gains`` [n], and the interval around
     it.
 
-    ``of_steps`` is the standard error of their average. ``sure`` and ``free`` [draw] are what a draw gains beyond the
-    same step with what was estimated: ``sure`` for what more steps would show, ``free`` for all that is open.
-    ``missed`` (by the replay) and ``unsure`` are fractions of the step that stay however many steps there are.
+    ``of_steps`` is the standard error of their average. ``sure`` and ``free`` [draw] are how much more a draw gains
+    than the estimate does in the same step: ``sure`` has the uncertainty that more steps would remove, ``free`` all.
+    ``missed`` (by the replay) and ``unsure`` are fractions of the step that more steps do not make smaller.
     """
     mean = float(gains.mean())
     noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(sure**2))))
-    # What the replay misses a change may gain or lose in full.
+    # A change may gain or lose all of the time that the replay misses.
     lasting = (math.hypot(unsure, RERUN) + missed) * measured_ms
     other = math.hypot(LEVEL * of_steps, lasting, LEVEL * REPLAYED * mean)
     below, above = (float(end) for end in np.quantile(free, _ENDS))
@@ -410,7 +413,8 @@ def gained(
 
 
 def _more(n: int, mean: float, low: float, noise: float, least: float) -> int:
-    """Steps beside those that are there, of which more make ``noise`` smaller and the rest of the interval not."""
+    """Returns how many more steps would show whether the gain is at least ``least``. More steps make ``noise`` smaller,
+    but not the rest of the interval."""
     if low > least or mean <= least:
         return 0
     lasting = max((mean - low) ** 2 - noise**2, 0.0)
@@ -418,6 +422,6 @@ def _more(n: int, mean: float, low: float, noise: float, least: float) -> int:
 
 
 def apart(one: Priced, other: Priced) -> bool:
-    """Returns whether draws tell which of two changes gains more."""
+    """Returns whether the draws show which of two changes gains more."""
     below, above = np.quantile(one.gains - other.gains, _ENDS)
     return bool(below > 0.0 or above < 0.0)

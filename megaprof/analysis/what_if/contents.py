@@ -1,11 +1,11 @@
-"""What each layer of a model costs, from what its chunks take: as estimated, and in draws of what the data leave open.
+"""Finds the cost of each layer from the times of chunks: an estimate, and draws of everything that the data leave open.
 
-A chunk takes what its layers, and the embedding, MTP layers or loss that it holds, cost together, times a factor of its
-own: how much slower its ranks are. A layer costs what it does in the fastest chunks that can tell. What the first and
-the last chunk take beyond their layers is their embedding and their loss, unless ranges of these say otherwise; or it
-is the factor of their ranks. Times cannot tell these two apart, so every draw takes one of them. If no chunk holds
-layers alone, an embedding or a loss of up to one layer may be hidden in all of them, and a draw takes one. Kinds of
-layers that the chunks do not tell apart differ by up to a factor of two.
+The time of a chunk is the cost of its layers, and of the embedding, MTP layers or loss that it holds, times a factor:
+how much slower its ranks are than others. The cost of a layer comes from the fastest chunks that show it. The time of
+the first and the last chunk beyond their layers is that of embedding and loss, unless ranges of these say otherwise; or
+their ranks are slower. Times do not show which of the two it is, so every draw assumes one of them. If no chunk holds
+only layers, each may contain an embedding or a loss of up to one layer; a draw assumes one. Kinds of layers that the
+chunks cannot separate differ by up to a factor of two.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LAYERS = {"dense", "encoder", "layer", "moe"}
 #: Kinds of layers that hybrid models consist of, with their letters (``hybrid_layer_allocation.Symbols``).
 _HYBRID = {"MambaLayer": "M", "attention": "*", "mlp": "-", "moe": "E"}
 Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
-#: Kinds of layers whose costs nothing tells differ by up to this factor.
+#: Kinds of layers whose costs cannot be separated differ by up to this factor.
 _KINDS_DIFFER = 2.0
 
 
 @dataclass(frozen=True)
 class Held:
-    """A model as it is laid out, and what ranges say about its parts."""
+    """The layout of a model, and the times of its parts that ranges show."""
 
     pieces: Layout
     """Its layout."""
@@ -44,8 +44,8 @@ class Held:
     stages: int
     """Pipeline stages."""
     measured: Mapping[str, Floats] = field(default_factory=dict)
-    """What a microbatch takes in a kind of layer, the embedding, one MTP layer, or the output layer and the loss, in
-    milliseconds by kind of pass. Parts without ranges are missing."""
+    """Milliseconds of a microbatch, by kind of pass, in a kind of layer, the embedding, one MTP layer, or the output
+    layer and the loss. Parts without ranges are missing."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,12 +55,12 @@ class Held:
 
     @property
     def hybrid(self) -> bool:
-        """Whether this is a hybrid model, whose layout is written in another way than that of other models."""
+        """True for a hybrid model. Its layout is written in another way than those of other models."""
         return not set(self.kinds) <= _LAYERS
 
     def pattern(self, pieces: Layout) -> str | None:
         """Returns other ``pieces`` as hybrid models write them (``hybrid_layer_pattern``, megatron-core 0.17 and
-        later); None if the letter of a layer is not known, or there are MTP layers, whose letter is not."""
+        later); None if the letter of a layer is not known. The letter of MTP layers is not."""
         if not set(self.kinds) <= _HYBRID.keys() or "m" in "".join(pieces):
             return None
         letters = iter(_HYBRID[kind] for kind in self.kinds)
@@ -79,14 +79,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a model cost. Leading axes, if any, are draws; ``k`` are kinds of passes."""
+    """The costs of the parts of a model. Leading axes, if any, are draws; ``k`` is the axis of kinds of passes."""
 
     held: Held
     """The model."""
     parts: Floats
     """[..., name, k]: milliseconds of each of `Held.names`."""
     factor: Floats
-    """[..., stage, chunk, k]: how many times as long as its parts the chunk takes."""
+    """[..., stage, chunk, k]: time of the chunk / cost of its parts."""
 
     def of(self, pieces: Layout) -> Floats:
         """Returns [..., stage, chunk, k]: milliseconds of every chunk in another layout."""
@@ -99,7 +99,7 @@ class Costs:
 
     @property
     def units(self) -> list[Unit]:
-        """The model from front to back, as `layout_search.search` takes it; without draws."""
+        """The model from front to back, in the form that `layout_search.search` takes. Only for costs without draws."""
         ms = dict(zip(self.held.names, self.parts.tolist(), strict=True))
         nothing = [0.0] * self.parts.shape[-1]
         mtp = "".join(self.held.pieces).count("m")
@@ -112,7 +112,7 @@ class Costs:
 
     @property
     def of_stage(self) -> Floats:
-        """[..., stage, k]: the factor of all chunks of a stage together."""
+        """[..., stage, k]: the factor of a stage, over all its chunks."""
         alone = np.einsum("scn,...nk->...sck", self.held.counts(), self.parts)
         factor: Floats = (alone * self.factor).sum(axis=-2) / np.maximum(alone.sum(axis=-2), 1e-9)
         return factor
@@ -169,14 +169,14 @@ def _assumptions(costs: Costs) -> Iterator[Assumption]:
 
 
 def split(content: Floats, held: Held, random: np.random.Generator | None = None) -> Costs:
-    """Returns ``content`` [..., stage, chunk, k] divided into what its parts cost; ``random`` draws what the data leave
+    """Divides ``content`` [..., stage, chunk, k] into the costs of its parts. ``random`` draws what the data leave
     open, once for every leading index."""
     names, leading = held.names, content.shape[:-3]
     counts = np.swapaxes(held.counts(), 0, 1).reshape(-1, len(names))  # in the order of the pieces
     whole = np.swapaxes(content, -3, -2).reshape(*leading, len(counts), -1)
     layers = list(dict.fromkeys(held.kinds))
     ratio = np.broadcast_to(_ratios(whole, held, random), (*leading, len(layers)))  # [..., kind of layer]
-    size = np.einsum("pn,...n->...p", counts[:, : len(layers)], ratio)  # layers, as so many of an average one
+    size = np.einsum("pn,...n->...p", counts[:, : len(layers)], ratio)  # in average layers
     of_mtp = _hidden(random, leading, 0.5, 2.0) if random is not None else np.ones(leading)
     if MTP in names:
         size = size + counts[:, names.index(MTP)] * of_mtp[..., None]
@@ -208,8 +208,8 @@ def _unit(
     measured: Mapping[str, Floats],
     random: np.random.Generator | None,
 ) -> Floats:
-    """Returns [..., k]: the cost of an average layer. Chunks of layers alone tell it, and no chunk takes less than its
-    layers do."""
+    """Returns [..., k]: the cost of an average layer. Chunks that hold only layers show it, and no chunk takes less
+    than its layers."""
     leading, names = whole.shape[:-2], held.names
     plain = _only_layers(counts, len(set(held.kinds)))
     beside = np.zeros_like(whole)
@@ -237,8 +237,8 @@ def _end(whole: Floats, beside: Floats, measured: Floats | None, random: np.rand
         return np.where(slow > 0, measured / np.maximum(slow, 1e-9), measured) if beside.any() else measured + 0 * whole
     rest = np.maximum(whole - beside, 0.0)
     mean, usual = (each.reshape(-1, each.shape[-1]).mean(axis=0) for each in (rest, whole))
-    # An embedding or a loss may take most of its time in one kind of pass; but a time that looks like recomputed
-    # activations belongs to the layers.
+    # An embedding or a loss may take most of its time in one kind of pass. A time that looks like recomputation belongs
+    # to the layers.
     if looks(mean, usual) == AGAIN:
         return np.zeros_like(rest)
     if random is None:
@@ -251,13 +251,13 @@ def _hidden(random: np.random.Generator, shape: tuple[int, ...], low: float, hig
 
 
 def _only_layers(counts: Floats, layers: int) -> npt.NDArray[np.bool_]:
-    """Returns [piece]: whether it holds decoder layers and nothing else."""
+    """Returns [piece]: True if the piece holds decoder layers and nothing else."""
     plain: npt.NDArray[np.bool_] = (counts[:, layers:].sum(axis=1) == 0) & (counts[:, :layers].sum(axis=1) > 0)
     return plain
 
 
 def _told_apart(held: Held) -> bool:
-    """Returns whether the chunks tell the kinds of layers apart, from each other and from embedding, MTP and loss."""
+    """Returns whether the chunks separate the kinds of layers from each other and from embedding, MTP and loss."""
     counts = held.counts().reshape(-1, len(held.names))
     return bool(np.linalg.matrix_rank(counts) == len(held.names))
 

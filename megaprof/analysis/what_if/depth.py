@@ -1,8 +1,8 @@
 """Predicts half as many pipeline stages on the same ranks, and so twice as many replicas, for the same global batch.
 
-Every stage holds what two neighbours held, and every replica gets half of the microbatches, so all passes are known
-from measurements. How long twice as many replicas reduce the gradients of twice as many parameters is not: it is
-assumed to take twice as long, which is almost nothing if there was one replica.
+Every stage holds what two neighbours held, and every replica gets half of the microbatches, so the times of all passes
+are known. The time in which twice as many replicas reduce the gradients of twice as many parameters is not known: it is
+assumed to be twice as long, which is almost nothing if there was one replica.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megaprof.formats.phrases import counted
 
 
 def half_as_deep(run: Changeable) -> Prediction:
-    """Returns the prediction. Raises ValueError, which says why there is no such run, or why it cannot be predicted."""
+    """Returns the prediction. Raises ValueError, with the reason, if there is no such run or it cannot be predicted."""
     baseline, held, schedule = run.baseline, run.held, run.baseline.replay.schedule
     if schedule.stages % 2:
         raise ValueError(f"{schedule.stages} stages cannot be halved")

@@ -1,4 +1,4 @@
-"""Find the pipeline layout with the shortest replayed step, from what each layer costs."""
+"""Finds the pipeline layout with the shortest replayed step, from the cost of each layer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
 
 _PASSES_PER_SEARCH = 12_000_000
 _PASSES_AT_ONCE = 2_000_000  # 16 MB
-_PIECES_AT_ONCE = 1_000_000  # of those that a cut may make
-_FEWEST, _MOST = 100, 2000  # replays a search
+_PIECES_AT_ONCE = 1_000_000  # pieces that cuts may make
+_FEWEST, _MOST = 100, 2000  # replays per search
 
 Unit: TypeAlias = tuple[str, Sequence[float]]
-"""A part of the model that no layout divides: its letters (``E``, ``t``, all MTP layers as ``mm``, ``L``), and what a
-microbatch takes in it, in milliseconds by kind of pass."""
+"""A part of the model that no layout divides: its letters (``E``, ``t``, all MTP layers as ``mm``, ``L``), and the time
+of a microbatch in it, in milliseconds by kind of pass."""
 _Whole: TypeAlias = npt.NDArray[np.intp]
 Needs: TypeAlias = Callable[[_Whole, _Whole], npt.NDArray[np.float64]]
-"""Takes some stages [n] and the layers (MTP layers included) that their chunks hold [n, chunk], and returns how much of
-its memory each stage needs [n], where 1 is all that it may have."""
+"""Takes some stages [n] and the layers (MTP layers included) that their chunks hold [n, chunk]. Returns the fraction of
+its allowed memory that each stage needs [n]."""
 _Counts: TypeAlias = tuple[int, ...]
-"""How many units each piece holds. A layout keeps the units in their order, so this is all there is to choose."""
+"""How many units each piece holds. Units keep their order, so these numbers are a whole layout."""
 
 
 class _Problem:
@@ -54,12 +54,12 @@ class _Problem:
         return tuple("".join(self.names[begin:end]) for begin, end in self.bounds(counts))
 
     def counts(self, pieces: Layout) -> _Counts | None:
-        """None for pieces that this search does not make (an empty one)."""
+        """Returns the numbers of units; None if a piece is empty, because this search makes no such layout."""
         found = tuple(len(piece.replace("m", "")) + ("m" in piece) for piece in pieces)
         return found if all(found) else None
 
     def replay(self, several: Iterable[_Counts]) -> None:
-        """Add the steps of several layouts that were not replayed yet."""
+        """Replays those of several layouts that were not replayed yet."""
         fresh = [counts for counts in dict.fromkeys(several) if counts not in self.step_ms]
         at_once = max(1, _PASSES_AT_ONCE // self.passes)
         for first in range(0, len(fresh), at_once):
@@ -76,13 +76,13 @@ class _Problem:
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
 
     def needs(self, several: _Whole) -> npt.NDArray[np.float64]:
-        """What part of what it may have each stage of some layouts [layout, piece] needs, [layout, stage]; 0 without a
-        bound."""
+        """Returns [layout, stage]: the fraction of its allowed memory that each stage needs in some layouts
+        [layout, piece]; 0 without a bound."""
         if self.stages_need is None:
             return np.zeros((len(several), self.pp))
         layers = np.diff(self.layers_before[np.cumsum(several, axis=1)], axis=1, prepend=0)
         layers = layers.reshape(-1, self.vpp, self.pp).transpose(0, 2, 1)
-        # A stage that holds what it holds in the first layout needs as much: a move changes few.
+        # Only stages that hold something else than in the first layout are computed: a move changes few of them.
         other = (layers != layers[0]).any(axis=2)
         other[0] = True
         found = self.stages_need(other.nonzero()[1], layers[other])
@@ -91,13 +91,13 @@ class _Problem:
         return each
 
     def fitting(self, several: _Whole | Sequence[_Counts]) -> list[_Counts]:
-        """Those in which no stage needs more than it may."""
+        """Returns the layouts in which no stage needs more than it may."""
         every = np.asarray(several, dtype=np.intp)
         kept = every[self.needs(every).max(axis=1) <= 1.0] if len(every) else every
         return [tuple(counts) for counts in kept.tolist()]
 
     def quickest_first(self) -> list[_Counts]:
-        """The layouts that were replayed."""
+        """Returns the layouts that were replayed."""
         return sorted(self.step_ms, key=lambda counts: (self.step_ms[counts], counts))
 
     @property
@@ -114,18 +114,19 @@ def search(
     needs: Needs | None = None,
     top: int = 5,
 ) -> dict[Layout, float]:
-    """Returns the ``top`` layouts with the shortest replayed step, and that step in milliseconds, the shortest first;
-    of equals those with simpler flags.
+    """Returns the ``top`` layouts with the shortest replayed step, and that step in milliseconds, the shortest first.
+    Of layouts with equal steps, those with simpler flags come first.
 
-    Exact where all layouts can be replayed (up to 2000 of them). Otherwise the replay judges Megatron's own splits and
-    two exact optima (of the heaviest piece, and of a bound on the step that also counts filling and draining the
-    pipeline), and improves the best of them by moving one layer at a time. Deterministic. Every piece holds something,
-    so a model of few layers may have no layout at all. MTP layers apart from the loss need megatron-core 0.16.
+    The search is exact if all layouts can be replayed (up to 2000 of them). Otherwise it replays Megatron's own splits
+    and two exact optima (of the heaviest piece, and of a bound on the step that also counts filling and draining the
+    pipeline), and improves the best of them by moving one layer at a time. It is deterministic. Every piece holds
+    something, so a model of few layers may have no layout at all. MTP layers apart from the loss need megatron-core
+    0.16.
 
-    ``units``: the model from front to back. ``factor``: how many times as long the passes of stages take,
-    ``[stage, chunk, kind of pass]`` or what broadcasts to it. ``needs``: no layout is returned in which a stage needs
-    more than 1. Where some layout keeps this bound, one is found; MTP layers in several chunks are the exception, where
-    a bound that hardly any layout keeps may be missed.
+    ``units``: the model from front to back. ``factor``: the factor by which the passes of stages take longer,
+    ``[stage, chunk, kind of pass]`` or an array that broadcasts to it. ``needs``: in no returned layout a stage needs
+    more than 1. If some layout keeps this bound, the search finds one. There is one exception: with MTP layers in
+    several chunks, it may miss a bound that hardly any layout keeps.
     """
     pp, vpp, kinds, _ = replay.shape
     pieces = pp * vpp
@@ -179,8 +180,8 @@ _PieceCost = Callable[[_Places, _Places], Milliseconds]
 
 
 def _smallest_maximum(pieces: int, cost: _PieceCost, units: int) -> _Counts:
-    """Cut ``units`` into non-empty ``pieces`` so that the largest ``cost(begin, end)`` is smallest, and of such cuts
-    the one with the smallest sum of squares. Exact, by dynamic programming."""
+    """Cuts ``units`` into non-empty ``pieces`` so that the largest ``cost(begin, end)`` is smallest. Of such cuts, it
+    takes the one with the smallest sum of squares. Exact, by dynamic programming."""
     largest = _best_cuts(units, pieces, cost, np.maximum)[0]
     limit = largest * (1 + 1e-12)
 
@@ -193,7 +194,7 @@ def _smallest_maximum(pieces: int, cost: _PieceCost, units: int) -> _Counts:
 
 
 def _best_cuts(units: int, pieces: int, cost: _PieceCost, join: np.ufunc) -> tuple[float, list[int]]:
-    # Of cuts that are as good the shortest last piece counts, so begins descend.
+    # Of equally good cuts, the one with the shortest last piece is taken, so begins descend.
     begins, ends = np.arange(units)[::-1, None], np.arange(units + 1)
     best = np.where(ends == 0, 0.0, inf)
     choices = []
@@ -219,8 +220,9 @@ def _stage_work(problem: _Problem, counts: _Counts) -> list[float]:
 
 
 def _lowered(problem: _Problem, counts: _Counts) -> _Counts:
-    """Move one unit at a time, from the stages that need more than they may first, as long as all stages together
-    exceed what they may by less then, or by as much and need less. Nothing is replayed."""
+    """Moves one unit at a time, first from the stages that need more memory than they may. It goes on as long as a move
+    lowers the sum by which stages exceed their limits, or keeps that sum and lowers the need of all stages together.
+    Nothing is replayed."""
     better: _Counts | None = counts
     while better is not None:
         counts, better = better, None
@@ -236,8 +238,8 @@ def _lowered(problem: _Problem, counts: _Counts) -> _Counts:
 
 
 def _improve(problem: _Problem, counts: _Counts) -> None:
-    """Move one unit from a piece to another (what lies between moves along) as long as the step gets shorter, from
-    the most loaded stages to the least loaded first."""
+    """Moves one unit from a piece to another as long as the step gets shorter; the units in between move along. Moves
+    from the most loaded stages to the least loaded ones come first."""
     better: _Counts | None = counts
     while better is not None:
         counts, better = better, None
@@ -253,8 +255,8 @@ def _improve(problem: _Problem, counts: _Counts) -> None:
 
 
 def _moves(problem: _Problem, counts: _Counts, first: npt.NDArray[np.bool_] | None = None) -> Iterator[_Whole]:
-    """[taker, piece], by piece that gives a unit away: those of the stages that come ``first``, [stage], and the most
-    loaded first."""
+    """Yields layouts [taker, piece], once for each piece that gives a unit away. Pieces of the stages in ``first``
+    [stage] come first, and the most loaded ones before others."""
     load = _stage_work(problem, counts)
     by_load = sorted(range(len(counts)), key=lambda piece: (load[piece % problem.pp], piece))
     givers = by_load[::-1]

@@ -45,15 +45,15 @@ _SKYRL = {"ref": "trainer.ref.megatron_config"}
 
 
 def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
-    """Returns the pieces of a ``--pipeline-model-parallel-layout`` string; with ``vpp`` None any number of chunks will
-    do.
+    """Returns the pieces of a ``--pipeline-model-parallel-layout`` string. If ``vpp`` is None, it may have any number
+    of chunks.
 
-    ``|`` separates pieces, ``x*n`` repeats one character, ``(...)*n`` repeats the group, commas mean nothing.
-    Groups are expanded first and do not nest, as in Megatron.
+    ``|`` separates pieces, ``x*n`` repeats one character, ``(...)*n`` repeats a group, and commas are ignored. Groups
+    are expanded first and do not nest, as in Megatron.
 
     Raises:
-        ValueError: an unknown character, or a number of pieces that is not pp x vpp. For the rules that the layers
-            must follow see `check_layout`.
+        ValueError: an unknown character, or a number of pieces that is not pp x vpp. `check_layout` checks the rules
+            for layers.
     """
     expanded = text.replace(",", "")
     for pattern in (_GROUP, _REPEAT):
@@ -84,7 +84,7 @@ def format_layout(pieces: Sequence[str]) -> str:
 
 
 def check_layout(pieces: Sequence[str], pp: int, layers: int, mtp_layers: int = 0) -> None:
-    """Refuses what Megatron's ``validate_layer_layout`` refuses.
+    """Refuses the layouts that Megatron's ``validate_layer_layout`` refuses.
 
     Raises:
         ValueError: the pieces do not divide by ``pp``; E is not first or L not last; not ``layers`` decoder layers or
@@ -159,10 +159,10 @@ def default_layout(
 def to_flags(pieces: Sequence[str], pp: int) -> tuple[str, ...]:
     """Returns the simplest Megatron command-line arguments that ask for a layout.
 
-    These are none for the balanced layout, else the number of layers of the first or last stage, else an embedding or
-    loss counted as a layer, else ``--pipeline-model-parallel-layout`` (megatron-core 0.13 and later). With several
-    chunks a stage all but the layout string come with ``--num-virtual-stages-per-pipeline-rank``. They take the place
-    of any such arguments that the run had before, including ``--num-layers-per-virtual-pipeline-stage``.
+    The balanced layout needs none. Otherwise it is the number of layers of the first or last stage, or an embedding or
+    loss counted as a layer, or ``--pipeline-model-parallel-layout`` (megatron-core 0.13 and later), in this order. With
+    several chunks per stage, ``--num-virtual-stages-per-pipeline-rank`` is added, except to a layout string. The
+    arguments replace all such arguments that the run had, including ``--num-layers-per-virtual-pipeline-stage``.
 
     Raises:
         ValueError: see `check_layout`.
@@ -251,5 +251,5 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _quoted(value: str) -> str:
-    """Returns ``value`` in quotes where Hydra's grammar would read ``|``, ``*`` or parentheses in it."""
+    """Returns ``value``, in quotes if Hydra's grammar would read ``|``, ``*`` or parentheses in it."""
     return value if value.isalnum() else f'"{value}"'

@@ -1,8 +1,9 @@
-"""Whether a layout fits into the devices, from what the captured stages had allocated.
+"""Predicts whether a layout fits into the devices, from the memory that the captured stages had allocated.
 
-A stage in another layout needs its measured peak plus or minus what its other layers take: parameters, gradients and
-optimizer states of each, and its activations for each microbatch in flight. Both are taken from the stage on which they
-are smallest, because the others hold more than layers. Unless every stage was measured, nothing is predicted.
+A stage in another layout needs its measured peak plus or minus the memory of the layers that it gets or loses: the
+parameters, gradients and optimizer states of a layer, and its activations for each microbatch in flight. Both numbers
+are from the stage on which they are smallest, because the others hold more than layers. Unless every stage was
+measured, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class MemoryFit:
 
     @property
     def fits(self) -> bool:
-        """Whether no stage needs more than it may allocate."""
+        """True if no stage needs more than it may allocate."""
         return all(needed <= allowed for needed, allowed in zip(self.needed, self.allowed, strict=True))
 
 
@@ -72,7 +73,7 @@ class Memory:
         return needed
 
     def part(self, stages: Whole, layers: Whole, schedule: PipelineSchedule) -> Floats:
-        """Returns [n]: the same as a fraction of what each stage may allocate."""
+        """Returns [n]: `needed` as a fraction of what each stage may allocate."""
         part: Floats = self.needed(stages, layers, schedule) / np.take(self.allowed, stages)
         return part
 
@@ -82,8 +83,9 @@ class Memory:
         return MemoryFit(tuple(map(int, needed.tolist())), self.allowed)
 
     def halved(self, needs: Sequence[int]) -> MemoryFit:
-        """Returns what half as many stages need, with ``needs`` layers times microbatches in flight: each holds the
-        parameters, gradients and optimizer of two neighbours. An optimizer whose states replicas share needs less."""
+        """Returns the need of half as many stages, with ``needs`` layers times microbatches in flight. Each holds the
+        parameters, gradients and optimizer of two neighbours. An optimizer whose states are divided among replicas
+        needs less."""
         activations = [(m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True)]
         needed, allowed = [], []
         for stage, need in enumerate(needs):
@@ -114,9 +116,9 @@ def measured(
 
 
 def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
-    """Returns, by stage, the most activations that it holds at once, in layers times microbatches: of each microbatch
-    that a chunk has run forward and not yet backward, those of the chunk's layers, including MTP layers. All zero in a
-    forward-only pass."""
+    """Returns, by stage, the most activations that it holds at once, in layers times microbatches. For each microbatch
+    that a chunk has run forward and not yet backward, the layers of the chunk count, including MTP layers. All are zero
+    in a forward-only pass."""
     stages = schedule.stages
     most: list[int] = _held(np.arange(stages), _layers(pieces, stages), schedule).tolist()
     return most
@@ -139,7 +141,8 @@ def _held(stages: Whole, layers: Whole, schedule: PipelineSchedule) -> Whole:
 @lru_cache(maxsize=16)
 def _in_flight(schedule: PipelineSchedule) -> Whole:
     """Returns [stage, way, chunk]: the microbatches that each chunk of a stage has run forward and not yet backward,
-    whenever the stage is about to run a backward. A stage with fewer such ways than others repeats its first."""
+    once for each different way in which a backward finds them. A stage with fewer ways than others repeats the
+    first."""
     stages = []
     for stage in range(schedule.stages):
         held, ways, before = [0] * schedule.chunks, dict[tuple[int, ...], None](), "forward"
@@ -154,8 +157,8 @@ def _in_flight(schedule: PipelineSchedule) -> Whole:
 
 
 def _corners(ways: Whole) -> Whole:
-    """Returns the ways without those that lie between two others on a line: whatever chunks hold, one of these two
-    needs at least as much."""
+    """Returns the ways without those that are between two others on a line: one of these two needs at least as much,
+    whatever the chunks hold."""
     steps = np.diff(ways, axis=0)
     turns = (steps[1:] != steps[:-1]).any(axis=1)
     corners: Whole = ways[np.concatenate([[True], turns, [True]])[: len(ways)]]

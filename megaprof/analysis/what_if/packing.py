@@ -1,9 +1,9 @@
-"""What a step would take if its sequences lay in other microbatches, or in other replicas.
+"""Predicts a step whose sequences are in other microbatches, or in other replicas.
 
-What passes take by tokens and squares of lengths is known (`diagnosis.lengths`), so a microbatch of other sequences has
-a time. What makes a rank slow stays. What else disturbs passes has nothing to do with the packing, and other steps have
-more of it or less: a step of other microbatches is longer for it by the same factor. Every step is replayed with its
-own sequences.
+The time of passes by tokens and squares of lengths is known (`diagnosis.lengths`), so the time of a microbatch with
+other sequences is known, too. Slow ranks stay slow. Other disturbances do not depend on the packing, and differ from
+step to step: they make a step with other microbatches longer by the same factor. Every step is replayed with its own
+sequences.
 """
 
 from __future__ import annotations
@@ -52,32 +52,32 @@ Step = list[list[Microbatch]]
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a run, and what passes take by them."""
+    """The sequences of a run, and the time of passes by them."""
 
     run: Examined
     """Its steps."""
     costs: Fit
-    """What passes take by tokens and squares."""
+    """The time of passes by tokens and squares."""
     work: Floats
     """[t, d, m, 3]: tokens, sequences and squares of its microbatches."""
     steps: tuple[Step, ...]
     """The sequences of each step."""
     padding: float
-    """How many times the tokens of its sequences a microbatch has."""
+    """Tokens of a microbatch / tokens of its sequences."""
 
     @property
     def most(self) -> int:
-        """The most tokens of a microbatch that memory was seen to hold."""
+        """The most tokens in a captured microbatch: memory is known to hold as many."""
         return max(sum(microbatch) for step in self.steps for replica in step for microbatch in replica)
 
     def cost(self, length: int) -> float:
-        """Returns milliseconds of a sequence on all stages, beside what a microbatch takes anyway."""
+        """Returns the milliseconds of a sequence on all stages, without the fixed time of a microbatch."""
         _, per_token, per_square = self.costs.cost.sum(axis=(0, 1, 2)).tolist()
         return float(per_token * length * self.padding + per_square * length * length)
 
 
 def sequences_of(run: Examined) -> Sequences | None:
-    """Returns a run with its sequences; None where those of some microbatch were not captured."""
+    """Returns a run with its sequences; None if those of some microbatch were not captured."""
     table = run.table
     costs = fit(run)
     if costs is None or table.work is None:
@@ -92,12 +92,12 @@ def sequences_of(run: Examined) -> Sequences | None:
 
 @dataclass(frozen=True)
 class Laid:
-    """A run whose sequences lie otherwise."""
+    """A run with its sequences packed in another way."""
 
     prediction: Prediction
     """Its step."""
     passes: Floats
-    """[t, d, s, c, k, m]: what every pass takes."""
+    """[t, d, s, c, k, m]: milliseconds of every pass."""
     replay: Replay
     """Its schedule."""
     steps: tuple[Step, ...]
@@ -105,8 +105,8 @@ class Laid:
 
 
 def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> Laid | None:
-    """Returns the run with one of `PLANS`, in so many microbatches; None where the sequences cannot lie so without more
-    tokens in a microbatch than any had, or Megatron refuses their number. `FEWER` without a number takes the fewest."""
+    """Returns the run with one of `PLANS`, in this number of microbatches. None if some microbatch would have more
+    tokens than any captured one, or if Megatron refuses the number. `FEWER` without a number takes the fewest."""
     captured = sequences.run.table.schedule.microbatches
     if name == FEWER and microbatches is None:
         least = max(math.ceil(sum(map(sum, replica)) / sequences.most) for step in sequences.steps for replica in step)
@@ -126,22 +126,22 @@ def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> La
 
 
 def repacked(sequences: Sequences, steps: Sequence[Step]) -> Laid:
-    """Returns the run with the sequences of each step as ``steps`` have them, as many microbatches in all of them.
-    Raises ValueError where Megatron refuses their number."""
+    """Returns the run with the sequences of each step packed as in ``steps``, which all have equally many microbatches.
+    Raises ValueError if Megatron refuses that number."""
     replay = rescheduled(sequences.run.replay, sequences.run.replay.schedule.chunks, len(steps[0][0]))
     prediction, passes = _predicted(sequences, "packing", _work(sequences, steps), replay)
     return Laid(prediction, passes, replay, tuple(steps))
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
-    """Returns the options with which ``framework`` deals sequences by their lengths into microbatches of at most so
-    many tokens on a GPU; None where it has none, or is not sequences."""
+    """Returns the options with which ``framework`` packs sequences by length, into microbatches of at most ``tokens``
+    on a GPU; None if it has no such options or is not known."""
     options = _SWITCHES.get(framework or "")
     return None if options is None else tuple(each.format(tokens=tokens) for each in options)
 
 
 def plans(sequences: Sequences) -> list[Prediction]:
-    """Returns every plan that is possible, the quickest first, and behind them what no packing can beat."""
+    """Returns every plan that is possible, the quickest first, followed by the bound that no packing can beat."""
     several = sequences.work.shape[1] > 1
     possible = [plan(sequences, name) for name in PLANS if several or name != POOLED]
     predictions = [laid.prediction for laid in possible if laid is not None]
@@ -149,13 +149,13 @@ def plans(sequences: Sequences) -> list[Prediction]:
 
 
 def _even(sequences: Sequences) -> Prediction:
-    """The lower bound: all microbatches of a step alike."""
+    """Returns the lower bound: all microbatches of a step take equally long."""
     mean = np.broadcast_to(sequences.work.mean(axis=(1, 2), keepdims=True), sequences.work.shape)
     return _predicted(sequences, "even_packing", mean, sequences.run.replay)[0]
 
 
 def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Floats]:
-    """What microbatches of other ``work`` [t, d, m, 3] would do, and what their passes take."""
+    """Returns the prediction for microbatches of other ``work`` [t, d, m, 3], and the milliseconds of their passes."""
     run, costs, state = sequences.run, sequences.costs, sequences.run.view.state
     n = len(state.passes)
     slow = (run.view.rank * run.view.pace * run.view.peer.max(axis=3))[..., None, None, None]
@@ -167,7 +167,7 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
         return longest
 
     def passes(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        """What they take with these costs, longer by what disturbs the step."""
+        """Returns the milliseconds of passes with these costs, longer by the disturbances of the step."""
         usual = replayed(run.replay, taken(cost, sequences.work[rows]) * slow[rows], rows)
         longer = (as_was[rows] / usual)[:, None, None, None, None, None]
         other: Floats = taken(cost, work[rows]) * slow[rows] * longer
@@ -181,14 +181,14 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     gains = gain(costs.cost, every)
     drawn = zip(costs.drawn, run.rows, strict=True)
     of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
-    # Other steps have other sequences; one step alone does not say how others differ.
+    # Other steps have other sequences. A single step does not show how much steps differ.
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(float(gains.mean()))
     found = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
     return found.prediction, passes(costs.cost, every)
 
 
 def _work(sequences: Sequences, steps: Sequence[Step]) -> Floats:
-    """[t, d, m, 3] of laid sequences."""
+    """Returns the work [t, d, m, 3] of packed sequences: tokens, sequences and squares."""
     rows = [
         [
             [(sum(own) * sequences.padding, len(own), sum(each * each for each in own)) for own in replica]
@@ -200,8 +200,9 @@ def _work(sequences: Sequences, steps: Sequence[Step]) -> Floats:
 
 
 def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], most: int) -> list[Microbatch] | None:
-    """Sequences in ``count`` groups of about the same weight, each of ``most`` tokens at most: the longest first, each
-    to the lightest group with room (Graham 1969). None where one finds no room, or a group stays empty."""
+    """Returns the sequences in ``count`` groups of about the same weight, with at most ``most`` tokens each. The
+    longest are dealt first, each to the lightest group with room (Graham 1969). None if a sequence finds no room, or if
+    a group stays empty."""
     if len(lengths) < count:
         return None
     groups: list[list[int]] = [[] for _ in range(count)]
@@ -226,7 +227,7 @@ def _by_tokens(sequences: Sequences, step: Step, count: int) -> Step | None:
 
 
 def _by_weight(sequences: Sequences, step: Step, count: int, weight: Callable[[int], float]) -> Step | None:
-    """The sequences of each replica in microbatches of about the same weight."""
+    """Returns the sequences of each replica in microbatches of about the same weight."""
     lengths = [[n for microbatch in replica for n in microbatch] for replica in step]
     laid = [_dealt(each, count, weight, sequences.most) for each in lengths]
     whole = [replica for replica in laid if replica is not None]
@@ -234,7 +235,8 @@ def _by_weight(sequences: Sequences, step: Step, count: int, weight: Callable[[i
 
 
 def _pooled(sequences: Sequences, step: Step, count: int) -> Step | None:
-    """Microbatches of all sequences, dealt to replicas: the longest first, each to the one that has least."""
+    """Returns microbatches made from the sequences of all replicas. They are dealt to replicas, the longest first, each
+    to the replica with the least work."""
     lengths = [n for replica in step for microbatch in replica for n in microbatch]
     laid = _dealt(lengths, count * len(step), sequences.cost, sequences.most)
     if laid is None:

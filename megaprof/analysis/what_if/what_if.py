@@ -1,8 +1,8 @@
-"""What a report predicts and advises: other layouts, balanced stages, other microbatches, other chunks, packings.
+"""Predicts and advises what a report shows: other layouts, balanced stages, other microbatches, other chunks, packings.
 
-All of it is replayed from the steps that the diagnosis examined, with its model of what passes take, so advice and
-causes cannot contradict each other. Slow ranks stay as slow as they are: what the step gains without one is the price
-of that cause. If a rank or a stage is slow because it waits for a processor core, nothing is predicted.
+All predictions replay the steps that the diagnosis examined, with its model of the time of passes, so advice and causes
+cannot contradict each other. Slow ranks stay as slow as they are: the gain without one is the price of that cause.
+If a rank or a stage is slow because it waits for a processor core, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
 
 
 def _slower(run: Examined, ranks: Set[int]) -> Floats:
-    """Returns [s]: how many times as long as its peers the slowest of ``ranks`` takes; 1 for a stage with none of
+    """Returns [s]: how many times as long as its peers the slowest of ``ranks`` takes; 1 for a stage without any of
     them."""
     without = run
     for term in terms(run.table, run.view, run.step_ms):
@@ -199,7 +199,8 @@ def _piece(held: ModelChunk) -> str:
 
 
 def _held(table: Table) -> Held | Note:
-    """Returns what the stages hold; or why that is not known: the files do not say it, or say something impossible."""
+    """Returns what the stages hold, or a note that says why that is not known: the files do not say it, or what they
+    say is impossible."""
     schedule, pieces, kinds = table.schedule, [], list[str]()
     for chunk in range(schedule.chunks):
         for stage in range(schedule.stages):
