@@ -171,8 +171,8 @@ def split(pieces: Layout, stages: int, chunks: int) -> Layout:
     layers, mtp = flat.count("t"), flat.count("m")
     if (even := default_layout(stages, chunks, layers, mtp)) is not None:
         return even
-    each, rest = divmod(layers, stages * chunks)
-    made = ["t" * (each + (place < rest)) for place in range(stages * chunks)]
+    per_piece, rest = divmod(layers, stages * chunks)
+    made = ["t" * (per_piece + (place < rest)) for place in range(stages * chunks)]
     made[0] = "E" + made[0]
     made[-1] += "m" * mtp + "L"
     return tuple(made)

@@ -28,7 +28,7 @@ def layouts(run: Changeable) -> list[Priced]:
         predicted(run, "layout", replace(run.captured, pieces=pieces))
         for pieces in _quickest(run, run.baseline.replay, _PRICED)
     ]
-    return sorted(tried, key=lambda each: each.prediction.step_ms)[:_MOST_LAYOUTS]
+    return sorted(tried, key=lambda candidate: candidate.prediction.step_ms)[:_MOST_LAYOUTS]
 
 
 def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
@@ -90,7 +90,7 @@ def microbatch_counts(run: Baseline) -> Iterator[Priced]:
             change = Change(rescheduled(run.replay, schedule.chunks, count), captured / count)
         except ValueError:
             continue  # Megatron refuses this number of microbatches
-        found = priced(run, "microbatches", run.content, run.drawn, free, change)
+        candidate = priced(run, "microbatches", run.content, run.drawn, free, change)
         activations = 1.0 if schedule.forward_only else change.tokens
-        told = replace(found.prediction, microbatches=count, tokens=change.tokens, activations=activations)
-        yield replace(found, prediction=told)
+        prediction = replace(candidate.prediction, microbatches=count, tokens=change.tokens, activations=activations)
+        yield replace(candidate, prediction=prediction)

@@ -152,12 +152,12 @@ def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
     pieces, change, captured = setting.pieces, run.change(setting), run.baseline.replay.schedule
     other_chunks = _OTHER_CHUNKS * (len(pieces) != len(run.pieces))
     unsure = math.hypot(run.shared, other_chunks) if pieces != run.pieces else 0.0
-    estimated, sure, free = (each.of(pieces) for each in (run.costs, run.sure, run.free))
-    found = priced(run.baseline, kind, estimated, sure, free, change, unsure)
+    estimated, sure, free = (costs.of(pieces) for costs in (run.costs, run.sure, run.free))
+    outcome = priced(run.baseline, kind, estimated, sure, free, change, unsure)
     schedule = change.replay.schedule
     fit = None if run.memory is None or change.tokens != 1.0 else run.memory.fit(pieces, schedule)
     prediction = replace(
-        found.prediction,
+        outcome.prediction,
         layout=format_layout(pieces),
         layers=layers_per_stage(pieces, run.stages),
         chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
@@ -169,7 +169,7 @@ def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
         fits=None if fit is None else fit.fits,
         needed=None if fit is None else fit.needed,
     )
-    return replace(found, prediction=prediction)
+    return replace(outcome, prediction=prediction)
 
 
 def tried(run: Changeable, wanted: Setting) -> Tried:
@@ -182,15 +182,15 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
         run, laid = _repacked(run, wanted)
         wanted = replace(wanted, microbatches=run.microbatches)
     _check(run, wanted)
-    found = predicted(run, "by_hand", wanted).prediction
+    prediction = predicted(run, "by_hand", wanted).prediction
     change = run.change(wanted)
     if wanted.packing is not None:
-        both = laid if (wanted.pieces, change) == (run.pieces, run.baseline.as_is) else _sum(asked, laid, found)
-        found = replace(found, step_ms=both.step_ms, speedup=both.speedup, low=both.low, high=both.high)
+        both = laid if (wanted.pieces, change) == (run.pieces, run.baseline.as_is) else _sum(asked, laid, prediction)
+        prediction = replace(prediction, step_ms=both.step_ms, speedup=both.speedup, low=both.low, high=both.high)
     if not wanted.same_tokens:
-        found = found.of_tokens(wanted.microbatches / run.microbatches)
-    found = replace(
-        found,
+        prediction = prediction.of_tokens(wanted.microbatches / run.microbatches)
+    prediction = replace(
+        prediction,
         microbatches=None if wanted.microbatches == asked.microbatches else wanted.microbatches,
         p2p_ms=None if wanted.p2p_ms == asked.captured.p2p_ms else wanted.p2p_ms,
         packing=wanted.packing,
@@ -200,7 +200,7 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
     longer = run.baseline.stages_ms(content, change) / np.maximum(before, 1e-9)
     idle_ms = run.baseline.idle_ms(content, change)
     return Tried(
-        wanted, found, run.baseline.simulated(content, change), tuple(longer.tolist()), tuple(idle_ms.tolist())
+        wanted, prediction, run.baseline.simulated(content, change), tuple(longer.tolist()), tuple(idle_ms.tolist())
     )
 
 
@@ -224,7 +224,9 @@ def _sum(run: Changeable, laid: Prediction, beside: Prediction) -> Prediction:
     """Returns the prediction of two changes together: ``laid``, and ``beside``, which was predicted on top of it. Their
     gains add up, and so do the squares of their errors."""
     gain = run.measured_ms - beside.step_ms
-    below, above = (math.hypot(*(each.reach_ms[end] - each.step_ms for each in (laid, beside))) for end in (0, 1))
+    below, above = (
+        math.hypot(*(prediction.reach_ms[end] - prediction.step_ms for prediction in (laid, beside))) for end in (0, 1)
+    )
     return Prediction.of("by_hand", run.measured_ms, Price(gain, gain - above, gain + below))
 
 

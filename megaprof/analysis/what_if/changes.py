@@ -89,7 +89,7 @@ class Prediction:
 
     def of_tokens(self, times: float) -> Prediction:
         """Returns the same prediction for a step with ``times`` as many tokens as the captured one."""
-        speedup, low, high = (times * each for each in (self.speedup, self.low, self.high))
+        speedup, low, high = (times * factor for factor in (self.speedup, self.low, self.high))
         return replace(self, speedup=speedup, low=low, high=high, step_tokens=times)
 
     @property
@@ -209,8 +209,12 @@ class Baseline:
         """A single step as several that might as well have run: with other blocks of its microbatches. They are blocks
         because what disturbs one microbatch disturbs its neighbours, too."""
         chosen = blocks(len(self.rows), self.passes.shape[-1], np.random.default_rng(0))
-        passes, beside = (np.stack([each[0][..., own] for own in chosen]) for each in (self.passes, self.beside))
-        entry, link, tail = (np.repeat(each[:1], len(chosen), axis=0) for each in (self.entry, self.link, self.tail))
+        passes, beside = (
+            np.stack([values[0][..., block] for block in chosen]) for values in (self.passes, self.beside)
+        )
+        entry, link, tail = (
+            np.repeat(values[:1], len(chosen), axis=0) for values in (self.entry, self.link, self.tail)
+        )
         return replace(self, passes=passes, beside=beside, entry=entry, link=link, tail=tail)
 
     @cached_property
@@ -294,12 +298,12 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
 
 def _luck(run: Examined) -> Floats:
     """Returns [draw, s]: the factor of work that a stage might have had with other microbatches by chance."""
-    own = np.moveaxis(run.model.own.mean(axis=1), 1, 2)  # [t, m, s]
+    own_work = np.moveaxis(run.model.own.mean(axis=1), 1, 2)  # [t, m, s]
     random = np.random.default_rng(0)
-    steps = drawn_steps(len(own), random)
-    microbatches = random.integers(0, own.shape[1], (len(steps), own.shape[1]))
-    found: Floats = own[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
-    return found
+    steps = drawn_steps(len(own_work), random)
+    microbatches = random.integers(0, own_work.shape[1], (len(steps), own_work.shape[1]))
+    luck: Floats = own_work[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
+    return luck
 
 
 def _positive(before: Floats, after: Floats) -> Floats:
@@ -336,8 +340,8 @@ def resliced(times: Floats, count: int, larger: float) -> Floats:
         """Returns the time of everything up to ``tokens``, which is counted in captured microbatches."""
         around, left = np.divmod(tokens, before)
         place = np.minimum(left.astype(np.intp), before - 1)
-        found: Floats = ends[..., place] + times[..., place] * (left - place) + around * ends[..., -1:]
-        return found
+        total: Floats = ends[..., place] + times[..., place] * (left - place) + around * ends[..., -1:]
+        return total
 
     cuts = np.arange(count + 1) * larger
     return np.diff(until(np.where(np.abs(cuts - np.rint(cuts)) < 1e-9, np.rint(cuts), cuts)), axis=-1)

@@ -106,7 +106,7 @@ class Costs:
         return [
             ("E", ms.get(EMBEDDING, nothing)),
             *(("t", ms[kind]) for kind in self.held.kinds),
-            *([("m" * mtp, [each * mtp for each in ms[MTP]])] if mtp else []),
+            *([("m" * mtp, [layer_ms * mtp for layer_ms in ms[MTP]])] if mtp else []),
             ("L", ms.get(LOSS, nothing)),
         ]
 
@@ -219,11 +219,11 @@ def _unit(
         elif not plain.any() and random is not None and name in names:
             size = size.copy()
             size[..., piece] += random.uniform(0.0, 1.0, leading)
-    each = np.maximum(whole - beside, 0.0) / np.maximum(size, 1e-9)[..., None]
-    each = np.where(size[..., None] > 0, each, np.inf)
-    least: Floats = each.min(axis=-2)
-    if plain.any() and np.isfinite(each[..., plain, :]).all():
-        usual = np.quantile(each[..., plain, :], 0.5, axis=-2, method="lower")
+    per_layer = np.maximum(whole - beside, 0.0) / np.maximum(size, 1e-9)[..., None]
+    per_layer = np.where(size[..., None] > 0, per_layer, np.inf)
+    least: Floats = per_layer.min(axis=-2)
+    if plain.any() and np.isfinite(per_layer[..., plain, :]).all():
+        usual = np.quantile(per_layer[..., plain, :], 0.5, axis=-2, method="lower")
         # If few chunks hold layers alone, one of them may be slow; the chunks at the ends show whether it is.
         least = usual if plain.sum() > 2 else np.minimum(usual, least)
     return np.where(np.isfinite(least), least, 0.0)
@@ -236,7 +236,7 @@ def _end(whole: Floats, beside: Floats, measured: Floats | None, random: np.rand
         slow = np.maximum(whole - measured, 0.0) / np.maximum(beside, 1e-9)
         return np.where(slow > 0, measured / np.maximum(slow, 1e-9), measured) if beside.any() else measured + 0 * whole
     rest = np.maximum(whole - beside, 0.0)
-    mean, usual = (each.reshape(-1, each.shape[-1]).mean(axis=0) for each in (rest, whole))
+    mean, usual = (times.reshape(-1, times.shape[-1]).mean(axis=0) for times in (rest, whole))
     # An embedding or a loss may take most of its time in one kind of pass. A time that looks like recomputation belongs
     # to the layers.
     if looks(mean, usual) == AGAIN:

@@ -38,11 +38,11 @@ def half_as_deep(run: Changeable) -> Prediction:
     except ValueError:
         shape = f"{schedule.chunks} chunks on {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
         raise ValueError(f"Megatron has no schedule of {shape}") from None
-    found = priced(baseline, "depth", baseline.content, baseline.drawn, baseline.drawn, change, run.shared)
+    outcome = priced(baseline, "depth", baseline.content, baseline.drawn, baseline.drawn, change, run.shared)
     needs = in_flight_layers(pieces, change.replay.schedule)
     fit = None if run.memory is None else run.memory.halved(needs)
     return replace(
-        found.prediction,
+        outcome.prediction,
         layout=format_layout(pieces),
         layers=layers_per_stage(pieces, stages),
         microbatches=microbatches,

@@ -39,7 +39,7 @@ class _Problem:
         self.pp, self.vpp, self.microbatches = schedule.stages, schedule.chunks, schedule.microbatches
         self.names = [name for name, _ in units]
         self.by_kind = [list(times) for times in zip(*(times for _, times in units), strict=True)]
-        self.work = [sum(each) for each in zip(*self.by_kind, strict=True)]
+        self.work = [sum(times) for times in zip(*self.by_kind, strict=True)]
         self.pipeline, self.p2p_ms = replay, p2p_ms
         self.stages_need, self.step_ms = needs, dict[_Counts, float]()
         self.layers_before = np.cumsum([0, *(name.count("t") + name.count("m") for name in self.names)])
@@ -55,8 +55,8 @@ class _Problem:
 
     def counts(self, pieces: Layout) -> _Counts | None:
         """Returns the numbers of units; None if a piece is empty, because this search makes no such layout."""
-        found = tuple(len(piece.replace("m", "")) + ("m" in piece) for piece in pieces)
-        return found if all(found) else None
+        counts = tuple(len(piece.replace("m", "")) + ("m" in piece) for piece in pieces)
+        return counts if all(counts) else None
 
     def replay(self, several: Iterable[_Counts]) -> None:
         """Replays those of several layouts that were not replayed yet."""
@@ -64,12 +64,12 @@ class _Problem:
         at_once = max(1, _PASSES_AT_ONCE // self.passes)
         for first in range(0, len(fresh), at_once):
             some = fresh[first : first + at_once]
-            each = [
+            piece_ms = [
                 [[sum(units[begin:end]) for begin, end in self.bounds(counts)] for units in self.by_kind]
                 for counts in some
             ]
             # [layout, kind, chunk, stage] to [layout, stage, chunk, kind, microbatch]
-            pieces = np.array(each).reshape(len(some), len(self.by_kind), self.vpp, self.pp)
+            pieces = np.array(piece_ms).reshape(len(some), len(self.by_kind), self.vpp, self.pp)
             times = (pieces.transpose(0, 3, 2, 1) * self.factor)[..., None]
             passes = np.broadcast_to(times, (*times.shape[:-1], self.microbatches))
             step_ms = self.pipeline.step_ms(passes, link=self.p2p_ms)
@@ -85,10 +85,10 @@ class _Problem:
         # Only stages that hold something else than in the first layout are computed: a move changes few of them.
         other = (layers != layers[0]).any(axis=2)
         other[0] = True
-        found = self.stages_need(other.nonzero()[1], layers[other])
-        each = np.tile(found[: self.pp], (len(several), 1))
-        each[other] = found
-        return each
+        changed = self.stages_need(other.nonzero()[1], layers[other])
+        parts = np.tile(changed[: self.pp], (len(several), 1))
+        parts[other] = changed
+        return parts
 
     def fitting(self, several: _Whole | Sequence[_Counts]) -> list[_Counts]:
         """Returns the layouts in which no stage needs more than it may."""
@@ -136,7 +136,7 @@ def search(
     problem = _Problem(units, replay, p2p_ms, factors, needs)
     if comb(len(units) - 1, pieces - 1) <= problem.budget:
         cuts = ((0, *inside, len(units)) for inside in combinations(range(1, len(units)), pieces - 1))
-        problem.replay(problem.fitting([tuple(end - begin for begin, end in pairwise(each)) for each in cuts]))
+        problem.replay(problem.fitting([tuple(end - begin for begin, end in pairwise(cut)) for cut in cuts]))
     else:
         problem.replay(_starts(problem))
         problem.replay([_lowered(problem, problem.quickest_first()[0])])
@@ -162,17 +162,19 @@ def _starts(problem: _Problem) -> Iterator[_Counts]:
         for loss in (False, True)
     ]
     uneven = {
-        default_layout(pp, vpp, layers, mtp_layers, first=layers - each * (pp - 2) - last, last=last)
-        for each in range(vpp, layers // max(1, pp - 2) + 1, vpp)
-        for last in range(vpp, layers - each * (pp - 2), vpp)
+        default_layout(pp, vpp, layers, mtp_layers, first=layers - middle * (pp - 2) - last, last=last)
+        for middle in range(vpp, layers // max(1, pp - 2) + 1, vpp)
+        for last in range(vpp, layers - middle * (pp - 2), vpp)
     }
 
     def heaviest(counts: _Counts) -> float:
         return max(_stage_work(problem, counts))
 
-    found = [counts for layout in uneven if layout is not None and (counts := problem.counts(layout)) is not None]
+    uneven_counts = [
+        counts for layout in uneven if layout is not None and (counts := problem.counts(layout)) is not None
+    ]
     yield from (counts for layout in plain if layout is not None and (counts := problem.counts(layout)) is not None)
-    yield from sorted(found, key=lambda counts: (heaviest(counts), counts))[:8]
+    yield from sorted(uneven_counts, key=lambda counts: (heaviest(counts), counts))[:8]
 
 
 _Places = npt.NDArray[np.intp]
@@ -186,8 +188,8 @@ def _smallest_maximum(pieces: int, cost: _PieceCost, units: int) -> _Counts:
     limit = largest * (1 + 1e-12)
 
     def squared(begin: _Places, end: _Places) -> Milliseconds:
-        each = cost(begin, end)
-        return np.where(each > limit, inf, each * each)
+        piece_cost = cost(begin, end)
+        return np.where(piece_cost > limit, inf, piece_cost * piece_cost)
 
     squares = _best_cuts(units, pieces, squared, np.add)[1]
     return tuple(end - begin for begin, end in zip((0, *squares), (*squares, units), strict=True))

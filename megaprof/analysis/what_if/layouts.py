@@ -139,9 +139,9 @@ def default_layout(
     middle_layers = layers + account_for_embedding + account_for_loss - (first or 0) - (last or 0)
     if middle_stages < 0 or middle_layers < 0 or bool(middle_layers) != bool(middle_stages):
         return None
-    each, rest = divmod(middle_layers, middle_stages) if middle_stages else (0, 0)
-    stages = [each] * pp
-    stages[0] = each if first is None else first
+    per_stage, rest = divmod(middle_layers, middle_stages) if middle_stages else (0, 0)
+    stages = [per_stage] * pp
+    stages[0] = per_stage if first is None else first
     stages[-1] = stages[-1] if last is None else last
     if rest or any(count % vpp for count in stages):
         return None

@@ -97,7 +97,7 @@ class Memory:
 
 def peaks(stages: Sequence[Peak | None]) -> tuple[int, ...] | None:
     """Returns the most bytes that each stage had allocated; None if some stage was not measured."""
-    most = [each.most for each in stages if each is not None]
+    most = [peak.most for peak in stages if peak is not None]
     return tuple(most) if len(most) == len(stages) else None
 
 

@@ -137,7 +137,7 @@ def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
     """Returns the options with which ``framework`` packs sequences by length, into microbatches of at most ``tokens``
     on a GPU; None if it has no such options or is not known."""
     options = _SWITCHES.get(framework or "")
-    return None if options is None else tuple(each.format(tokens=tokens) for each in options)
+    return None if options is None else tuple(option.format(tokens=tokens) for option in options)
 
 
 def plans(sequences: Sequences) -> list[Prediction]:
@@ -145,7 +145,7 @@ def plans(sequences: Sequences) -> list[Prediction]:
     several = sequences.work.shape[1] > 1
     possible = [plan(sequences, name) for name in PLANS if several or name != POOLED]
     predictions = [laid.prediction for laid in possible if laid is not None]
-    return [*sorted(predictions, key=lambda each: each.step_ms), _even(sequences)]
+    return [*sorted(predictions, key=lambda prediction: prediction.step_ms), _even(sequences)]
 
 
 def _even(sequences: Sequences) -> Prediction:
@@ -183,15 +183,18 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
     # Other steps have other sequences. A single step does not show how much steps differ.
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(float(gains.mean()))
-    found = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
-    return found.prediction, passes(costs.cost, every)
+    outcome = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
+    return outcome.prediction, passes(costs.cost, every)
 
 
 def _work(sequences: Sequences, steps: Sequence[Step]) -> Floats:
     """Returns the work [t, d, m, 3] of packed sequences: tokens, sequences and squares."""
     rows = [
         [
-            [(sum(own) * sequences.padding, len(own), sum(each * each for each in own)) for own in replica]
+            [
+                (sum(microbatch) * sequences.padding, len(microbatch), sum(length * length for length in microbatch))
+                for microbatch in replica
+            ]
             for replica in step
         ]
         for step in steps
@@ -206,14 +209,14 @@ def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], m
     if len(lengths) < count:
         return None
     groups: list[list[int]] = [[] for _ in range(count)]
-    loads, tokens = [0.0] * count, [0] * count
+    weights, tokens = [0.0] * count, [0] * count
     for length in sorted(lengths, reverse=True):
         free = [place for place in range(count) if tokens[place] + length <= most]
         if not free:
             return None
-        place = min(free, key=loads.__getitem__)
+        place = min(free, key=weights.__getitem__)
         groups[place].append(length)
-        loads[place] += weight(length)
+        weights[place] += weight(length)
         tokens[place] += length
     return [tuple(group) for group in groups]
 
@@ -229,7 +232,7 @@ def _by_tokens(sequences: Sequences, step: Step, count: int) -> Step | None:
 def _by_weight(sequences: Sequences, step: Step, count: int, weight: Callable[[int], float]) -> Step | None:
     """Returns the sequences of each replica in microbatches of about the same weight."""
     lengths = [[n for microbatch in replica for n in microbatch] for replica in step]
-    laid = [_dealt(each, count, weight, sequences.most) for each in lengths]
+    laid = [_dealt(of_replica, count, weight, sequences.most) for of_replica in lengths]
     whole = [replica for replica in laid if replica is not None]
     return whole if len(whole) == len(laid) else None
 
@@ -244,7 +247,7 @@ def _pooled(sequences: Sequences, step: Step, count: int) -> Step | None:
     replicas: Step = [[] for _ in step]
     for microbatch in _longest_first(sequences, laid):
         free = [replica for replica in replicas if len(replica) < count]
-        min(free, key=lambda replica: sum(_takes(sequences, each) for each in replica)).append(microbatch)
+        min(free, key=lambda replica: sum(_takes(sequences, dealt) for dealt in replica)).append(microbatch)
     return replicas
 
 

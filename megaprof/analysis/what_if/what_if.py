@@ -128,7 +128,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
     if slow:
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
-    others = [each.prediction for each in (balanced(steps), *microbatch_counts(steps))]
+    others = [candidate.prediction for candidate in (balanced(steps), *microbatch_counts(steps))]
     if isinstance(held, Note):
         unknown = Note("no_layout", why=held)
         return replace(replayed, candidates=tuple(others), warnings=(unknown, *warnings)), None
@@ -142,13 +142,13 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     best = _best(compared, changeable.in_flight)
     advised = None if best is None else best.prediction
     alike = () if best is None else _alike(best, compared)
-    quicker = [each.prediction for each in compared if each.prediction.speedup > 1.0]
+    quicker = [candidate.prediction for candidate in compared if candidate.prediction.speedup > 1.0]
     more = quicker[0].more_steps if best is None and quicker else 0
     predictions = replace(
         replayed,
         warnings=(*([] if shared is None else [shared]), *warnings),
         costs=fitted(changeable.costs),
-        candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(changeable))),
+        candidates=(*quicker, *others, *(candidate.prediction for candidate in chunk_counts(changeable))),
         best=advised,
         host_options=options_of(table.framework, table.role, advised.flags, changeable.stages) if advised else None,
         quickest=compared[0].prediction if compared else None,
@@ -190,7 +190,7 @@ def layout_of(measured: TargetStages) -> Layout | None:
     if len(chunks) != 1 or len(measured.stages) < measured.sizes.pp:
         return None
     held = [stage.chunks[chunk].holds for chunk in range(chunks.pop()) for stage in measured.stages]
-    pieces = [_piece(each) for each in held if each is not None and each.layers is not None]
+    pieces = [_piece(chunk) for chunk in held if chunk is not None and chunk.layers is not None]
     return tuple(pieces) if pieces and len(pieces) == len(held) else None
 
 
@@ -210,7 +210,7 @@ def _held(table: Table) -> Held | Note:
                 return Note("stage_unknown", stages=(stage,))
             if holds.layers > _MOST_LAYERS or (holds.mtp or 0) > _MOST_LAYERS:
                 return Note("stage_too_large", stages=(stage,), count=holds.layers)
-            if any(each is not None and len(each) != holds.layers for each in (holds.kinds, holds.layer_numbers)):
+            if any(listed is not None and len(listed) != holds.layers for listed in (holds.kinds, holds.layer_numbers)):
                 return Note("stage_contradicts", stages=(stage,))
             pieces.append(_piece(holds))
             kinds += holds.kinds if holds.kinds is not None else ("layer",) * holds.layers
@@ -237,22 +237,29 @@ def _shared_cores(table: Table) -> Note | None:
 def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:
     """Returns the fastest layout that certainly gains enough; of those that cannot be told apart from it, one that
     needs no more activations than stages were seen to hold."""
-    gaining = [each for each in compared if _certainly(each.prediction) and each.prediction.fits is not False]
+    gaining = [
+        candidate
+        for candidate in compared
+        if _certainly(candidate.prediction) and candidate.prediction.fits is not False
+    ]
     if not gaining:
         return None
     first = gaining[0]
-    return next((each for each in gaining if not each.prediction.exceeds(held) and not apart(first, each)), first)
+    return next(
+        (candidate for candidate in gaining if not candidate.prediction.exceeds(held) and not apart(first, candidate)),
+        first,
+    )
 
 
-def _certainly(each: Prediction) -> bool:
-    return each.low > 1.0 + LEAST
+def _certainly(prediction: Prediction) -> bool:
+    return prediction.low > 1.0 + LEAST
 
 
 def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
     return tuple(
-        each.prediction.layout or ""
-        for each in compared
-        if each is not best and each.prediction.fits is not False and not apart(best, each)
+        candidate.prediction.layout or ""
+        for candidate in compared
+        if candidate is not best and candidate.prediction.fits is not False and not apart(best, candidate)
     )
 
 
