@@ -71,8 +71,8 @@ class View:
 
     @cached_property
     def standstill(self) -> Standstill | None:
-        """Where the job stands still, or stood when it was killed in the middle of a step, as its statuses say. None if
-        it runs, or if it ended normally: what stood still then is in its timelines."""
+        """The standstill of the job, as its statuses show it: now, or when it was killed in the middle of a step. None
+        if it runs, or if it ended normally; its timelines show where it had stood still before."""
         if self.job.run.ended is not None:
             return None
         if self.silence is None:

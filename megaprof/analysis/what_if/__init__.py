@@ -1,1 +1,1 @@
-"""What a run would take otherwise: layouts and what they cost, other microbatches, other packings."""
+"""Predictions of a changed run: other layouts and their costs, other microbatches, other packings."""

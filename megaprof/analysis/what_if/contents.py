@@ -60,7 +60,7 @@ class Held:
 
     def pattern(self, pieces: Layout) -> str | None:
         """Returns other ``pieces`` as hybrid models write them (``hybrid_layer_pattern``, megatron-core 0.17 and
-        later); None if the letter of a layer is not known. The letter of MTP layers is not."""
+        later); None if the letter of a layer is not known, as for MTP layers."""
         if not set(self.kinds) <= _HYBRID.keys() or "m" in "".join(pieces):
             return None
         letters = iter(_HYBRID[kind] for kind in self.kinds)

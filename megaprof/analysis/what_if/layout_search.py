@@ -124,7 +124,7 @@ def search(
     0.16.
 
     ``units``: the model from front to back. ``factor``: the factor by which the passes of stages take longer,
-    ``[stage, chunk, kind of pass]`` or an array that broadcasts to it. ``needs``: in no returned layout a stage needs
+    ``[stage, chunk, kind of pass]`` or an array that broadcasts to it. ``needs``: no stage of a returned layout needs
     more than 1. If some layout keeps this bound, the search finds one. There is one exception: with MTP layers in
     several chunks, it may miss a bound that hardly any layout keeps.
     """

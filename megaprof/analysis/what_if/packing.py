@@ -260,12 +260,12 @@ def _longest_first(sequences: Sequences, microbatches: Sequence[Microbatch]) -> 
 
 
 def _ordered(order: Callable[[list[Microbatch]], list[Microbatch]]) -> Callable[[Sequences, Step, int], Step | None]:
-    """The captured microbatches in another order, which is made from the one with the longest first."""
+    """Returns a plan that keeps the microbatches and changes their order. ``order`` takes them longest first."""
     return lambda sequences, step, count: [order(_longest_first(sequences, replica)) for replica in step]
 
 
 def _in_turns(longest_first: list[Microbatch]) -> list[Microbatch]:
-    """The longest, the shortest, the second longest, the second shortest, and so on."""
+    """Returns the longest, the shortest, the second longest, the second shortest, and so on."""
     return [longest_first[-(i + 1) // 2 if i % 2 else i // 2] for i in range(len(longest_first))]
 
 

@@ -1,4 +1,4 @@
-"""Predicts and advises what a report shows: other layouts, balanced stages, other microbatches, other chunks, packings.
+"""Makes the predictions and the advice of a report: other layouts, balanced stages, microbatches, chunks and packings.
 
 All predictions replay the steps that the diagnosis examined, with its model of the time of passes, so advice and causes
 cannot contradict each other. Slow ranks stay as slow as they are: the gain without one is the price of that cause.
@@ -264,7 +264,8 @@ def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
 
 
 def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Advice:
-    """``first``: the fastest layout with the captured number of chunks; ``more``: how many more steps would show."""
+    """Returns the advice. ``first``: the fastest layout with the captured number of chunks; ``more``: how many more
+    steps would show whether it gains."""
     if best is not None:
         return "change"
     if first is None:
