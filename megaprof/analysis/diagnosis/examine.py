@@ -81,12 +81,12 @@ class Examined:
 
     def gains(self, left: Sequence[Term]) -> list[tuple[Term, Floats]]:
         """Returns how many milliseconds shorter every step is without each term, for the terms that could matter."""
-        base, least, found = self.view.pipelines_ms(self.replay), LEAST * self.step_ms, []
+        base, least, gains = self.view.pipelines_ms(self.replay), LEAST * self.step_ms, []
         for term in left:
             without = _alone(term, self.view)
             if _most_gained(term, self.view, without) >= least:
-                found.append((term, _gain(term, self.view, without, self.replay, base)))
-        return found
+                gains.append((term, _gain(term, self.view, without, self.replay, base)))
+        return gains
 
     def price(self, term: Term, gain: Floats) -> tuple[Price, float]:
         """Returns the price on average over all steps, and its standard error.
@@ -119,7 +119,7 @@ class Examined:
         of_steps = float(gains.var(ddof=1)) / count if n > 1 else 0.0
         besides += 2.0 * self.restless_ms * abs(mean) / count + ((self.missed + REPLAYED) * mean) ** 2
         below, above = _reach(gains) * np.sqrt(n / count) if n > 1 else (0.0, 0.0)
-        low, high = (float(np.sqrt(each**2 + LEVEL**2 * besides)) for each in (below, above))
+        low, high = (float(np.sqrt(reach**2 + LEVEL**2 * besides)) for reach in (below, above))
         return Price(mean, mean - low, mean + high), float(np.sqrt(of_steps + besides))
 
     def _in_other_blocks(self, term: Term) -> Floats:
@@ -130,10 +130,10 @@ class Examined:
         took = []
         for state in (before, after):
             passes = np.moveaxis(state.passes[0][..., columns], -2, 0)
-            entry, link = (np.repeat(each, len(columns), axis=0) for each in (state.entry, state.link))
+            entry, link = (np.repeat(values, len(columns), axis=0) for values in (state.entry, state.link))
             took.append(self.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
-        found: Floats = took[0] - took[1]
-        return found
+        gain: Floats = took[0] - took[1]
+        return gain
 
 
 def _reach(gains: Floats) -> Floats:
@@ -144,8 +144,8 @@ def _reach(gains: Floats) -> Floats:
     tail = (1.0 - erf(LEVEL / sqrt(2.0))) / 2.0
     low, high = np.quantile(drawn, (tail, 1.0 - tail))
     # Drawn from few steps, averages differ less than those of new steps would.
-    found: Floats = np.array([gains.mean() - low, high - gains.mean()]) * np.sqrt(n / (n - 1))
-    return found
+    reach: Floats = np.array([gains.mean() - low, high - gains.mean()]) * np.sqrt(n / (n - 1))
+    return reach
 
 
 def more_steps(steps: int, noise: float, room: float) -> int:
@@ -157,7 +157,7 @@ def more_steps(steps: int, noise: float, room: float) -> int:
 
 def examine(table: Table) -> Examined:
     """Fits the model of a job. Raises Unfit if stages are missing, or if passes ran in another order than planned."""
-    missing = tuple(stage for stage, each in enumerate(table.metadata) if each is None)
+    missing = tuple(stage for stage, metadata in enumerate(table.metadata) if metadata is None)
     if missing:
         stages = len(table.metadata)
         raise Unfit(Note("stages_missing", stages=missing, count=stages - len(missing), of=stages))
@@ -180,7 +180,7 @@ def _restless(table: Table, model: Model, view: View) -> float:
     over = view.state.passes - view.beside() - model.expected
     t, d, s = over.shape[:3]
     order = np.argsort(table.start.reshape(t, d, s, -1), axis=3)
-    over, took = (np.take_along_axis(each.reshape(t, d, s, -1), order, axis=3) for each in (over, table.passes))
+    over, took = (np.take_along_axis(values.reshape(t, d, s, -1), order, axis=3) for values in (over, table.passes))
     length = over.shape[3] // 4
     if length == 0:
         return 0.0
@@ -212,9 +212,11 @@ def _check_order(table: Table) -> None:
         place = int(np.argmin(begun == np.minimum.accumulate(begun[::-1])[::-1]))
         if begun[place] > begun[place:].min():
             ran = order[place + int(begun[place:].argmin())]
-            own = order[place]
-            names = ran.kind, own.kind, table.schedule.name
-            raise Unfit(Note("order_differs", stages=(stage,), names=names, count=ran.microbatch, of=own.microbatch))
+            planned = order[place]
+            names = ran.kind, planned.kind, table.schedule.name
+            raise Unfit(
+                Note("order_differs", stages=(stage,), names=names, count=ran.microbatch, of=planned.microbatch)
+            )
 
 
 def _of(term: Term, view: View) -> View:

@@ -28,10 +28,12 @@ def links(table: Table, replay: Replay) -> Floats:
     t, d, s = table.entry.shape
     samples: list[dict[str, list[Floats]]] = [{} for _ in range(s)]
     ran, by_exchange = _Ran(table), replay.rendezvous or replay.in_turn
-    found = iter(()) if not table.clocks else _met(table, ran, replay.rendezvous) if by_exchange else _arrived(ran)
-    for sender, receiver, kind, took in found:
+    exchanges = iter(()) if not table.clocks else _met(table, ran, replay.rendezvous) if by_exchange else _arrived(ran)
+    for sender, receiver, kind, took in exchanges:
         samples[_link(sender, receiver, s)].setdefault(kind, []).append(took)
-    return _filled(np.stack([_mean([_quartile(each) for each in own.values()], (t, d)) for own in samples], axis=-1))
+    return _filled(
+        np.stack([_mean([_quartile(times) for times in by_kind.values()], (t, d)) for by_kind in samples], axis=-1)
+    )
 
 
 _Sample = tuple[int, int, str, Floats]
@@ -45,15 +47,15 @@ class _Ran:
         self.schedule = table.schedule
         self.placement = table.schedule.placement
         self._kind = {kind: number for number, kind in enumerate(table.schedule.kinds)}
-        self.start, self._end = (np.moveaxis(each, (0, 1), (-2, -1)).copy() for each in (table.start, table.end))
+        self.start, self._end = (np.moveaxis(times, (0, 1), (-2, -1)).copy() for times in (table.start, table.end))
 
     def begun(self, stage: int, which: PassId) -> Floats:
-        found: Floats = self.start[stage, which.chunk, self._kind[which.kind], which.microbatch]
-        return found
+        times: Floats = self.start[stage, which.chunk, self._kind[which.kind], which.microbatch]
+        return times
 
     def ended(self, stage: int, which: PassId) -> Floats:
-        found: Floats = self._end[stage, which.chunk, self._kind[which.kind], which.microbatch]
-        return found
+        times: Floats = self._end[stage, which.chunk, self._kind[which.kind], which.microbatch]
+        return times
 
     def sender(self, receiver: int, which: PassId) -> int:
         """Returns the stage that makes the input of a pass, or the receiver itself if it has no input."""
@@ -100,18 +102,20 @@ def _met(table: Table, ran: _Ran, held: bool) -> Iterator[_Sample]:
             # An input for a later pass is of no use here: that pass began some time after the exchange.
             if source == stage or following not in (step.recv_prev, step.recv_next):
                 continue
-            ready = {each: came[each] for each in _transfers(step, stage, stages)}
+            ready = {transfer: came[transfer] for transfer in _transfers(step, stage, stages)}
             if any(len(both) != 2 for both in ready.values()):
                 continue
             if held:
-                later = {each: np.maximum(*both.values()) for each, both in ready.items()}
+                later = {transfer: np.maximum(*both.values()) for transfer, both in ready.items()}
             else:
-                later = {each: both[ran.sender(*each)] for each, both in ready.items() if each[0] == stage}
+                later = {
+                    transfer: both[ran.sender(*transfer)] for transfer, both in ready.items() if transfer[0] == stage
+                }
             # The exchange ended with the last of its transfers, which may have been that of another link.
             last = reduce(np.maximum, later.values())
             waited = last >= came[stage, following][stage]
-            for each, ends in later.items():
-                if _link(ran.sender(*each), each[0], stages) != _link(source, stage, stages):
+            for transfer, ends in later.items():
+                if _link(ran.sender(*transfer), transfer[0], stages) != _link(source, stage, stages):
                     waited &= last > ends
             took = np.maximum(ran.begun(stage, following) - last, 0.0)
             yield source, stage, following.kind, np.where(waited, took, np.nan)
@@ -140,8 +144,8 @@ def _mean(values: list[Floats], shape: tuple[int, int]) -> Floats:
     if not values:
         return np.full(shape, np.nan)
     stacked = np.stack(values)
-    known = np.isfinite(stacked)
-    return np.where(known.any(axis=0), np.nansum(stacked, axis=0) / np.maximum(known.sum(axis=0), 1), np.nan)
+    is_known = np.isfinite(stacked)
+    return np.where(is_known.any(axis=0), np.nansum(stacked, axis=0) / np.maximum(is_known.sum(axis=0), 1), np.nan)
 
 
 def _quartile(samples: list[Floats]) -> Floats:
@@ -154,7 +158,7 @@ def _quartile(samples: list[Floats]) -> Floats:
 def _filled(values: Floats) -> Floats:
     """Fills in missing values: the median of the link, or else of the others."""
     for axis in (0, 1, 2):
-        known = np.isfinite(values).any(axis=axis, keepdims=True)
-        usual = np.nanmedian(np.where(known, values, 0.0), axis=axis, keepdims=True)
-        values = np.where(np.isfinite(values), values, np.where(known, usual, np.nan))
+        has_sample = np.isfinite(values).any(axis=axis, keepdims=True)
+        usual = np.nanmedian(np.where(has_sample, values, 0.0), axis=axis, keepdims=True)
+        values = np.where(np.isfinite(values), values, np.where(has_sample, usual, np.nan))
     return np.nan_to_num(values)

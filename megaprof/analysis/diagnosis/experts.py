@@ -41,13 +41,13 @@ def load_of_rank(table: Table, ranks: tuple[int, ...]) -> ExpertLoad | None:
     if table.experts is None:
         return None
     named = table.ranks[..., : table.experts.shape[2]]
-    d, s, p = (int(each[0]) for each in np.nonzero(np.isin(named, ranks)))
+    d, s, p = (int(indices[0]) for indices in np.nonzero(np.isin(named, ranks)))
     if len(ranks) == 1 and table.experts.shape[2] > 1:
-        own, others = table.experts[d, s, p], np.delete(table.experts[d, s], p)
+        tokens, others = table.experts[d, s, p], np.delete(table.experts[d, s], p)
     else:
         most = table.experts.max(axis=2)[:, s]
-        own, others = most[d], np.delete(most, d)
-    return ExpertLoad(float(own), float(others.mean()), 1 + len(others)) if len(others) else None
+        tokens, others = most[d], np.delete(most, d)
+    return ExpertLoad(float(tokens), float(others.mean()), 1 + len(others)) if len(others) else None
 
 
 def load_of_stage(table: Table, stage: int) -> ExpertLoad | None:

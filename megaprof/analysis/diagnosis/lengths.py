@@ -121,31 +121,31 @@ def fit(run: Examined) -> Fit | None:
     x, y = features(work).reshape(-1, 3)[some], y[some]
     random = np.random.default_rng(0)
     drawn = random.multinomial(len(x), np.full(len(x), 1.0 / len(x)), size=DRAWS).astype(float)
-    found = _medians(x, y, np.concatenate((np.ones((1, len(x))), drawn))).reshape(1 + DRAWS, s, c, k, 3)
-    return Fit(found[0], found[1:], taken(found[0], work))
+    costs = _medians(x, y, np.concatenate((np.ones((1, len(x))), drawn))).reshape(1 + DRAWS, s, c, k, 3)
+    return Fit(costs[0], costs[1:], taken(costs[0], work))
 
 
 def taken(cost: Floats, work: Floats) -> Floats:
     """Returns the time of passes, [t, d, s, c, k, m], given the ``work`` of microbatches and ``cost`` [s, c, k, 3]."""
-    found: Floats = np.einsum("tdmf,sckf->tdsckm", features(work), cost)
-    return np.maximum(found, 1e-9)
+    times_ms: Floats = np.einsum("tdmf,sckf->tdsckm", features(work), cost)
+    return np.maximum(times_ms, 1e-9)
 
 
-def explain(run: Examined, found: Fit) -> Lengths | None:
+def explain(run: Examined, fitted: Fit) -> Lengths | None:
     """Returns what sequence lengths explain of a run."""
     table, work = run.table, run.table.work
     if work is None or table.lengths_from is None:
         return None
-    cost, kinds = found.cost, table.schedule.kinds
+    cost, kinds = fitted.cost, table.schedule.kinds
     scale = np.array([1.0, 1024.0, 1024.0**2])
-    each, errors = cost * scale, found.drawn.std(axis=0, ddof=1) * scale
+    scaled, errors = cost * scale, fitted.drawn.std(axis=0, ddof=1) * scale
     costs = tuple(
-        PassCost(stage, chunk, kinds[k], *_three(each[stage, chunk, k]), _three(errors[stage, chunk, k]))
+        PassCost(stage, chunk, kinds[k], *_three(scaled[stage, chunk, k]), _three(errors[stage, chunk, k]))
         for stage, chunk, k in np.ndindex(cost.shape[:3])
     )
     squares, tokens = work[..., 2], work[..., 0]
     measured = table.passes.mean(axis=2).sum(axis=(2, 3)).reshape(-1)
-    by_work = found.of_work.mean(axis=2).sum(axis=(2, 3)).reshape(-1)
+    by_work = fitted.of_work.mean(axis=2).sum(axis=(2, 3)).reshape(-1)
     shown = np.unique(np.linspace(0, len(measured) - 1, min(len(measured), _SHOWN)).round().astype(int))
     return Lengths(
         source=table.lengths_from,
@@ -153,7 +153,7 @@ def explain(run: Examined, found: Fit) -> Lengths | None:
         sequences=(float(work[..., 1].min()), float(work[..., 1].max())),
         squares=_longest(squares),
         tokens_ratio=_longest(tokens),
-        explained=of_microbatches(run, found),
+        explained=of_microbatches(run, fitted),
         costs=costs,
         drawn=tuple(
             zip(squares.reshape(-1)[shown].tolist(), measured[shown].tolist(), by_work[shown].tolist(), strict=True)
@@ -170,33 +170,35 @@ def _three(values: Floats) -> tuple[float, float, float]:
     return float(values[0]), float(values[1]), float(values[2])
 
 
-def of_microbatches(run: Examined, found: Fit, stage: int | None = None) -> Explained:
+def of_microbatches(run: Examined, fitted: Fit, stage: int | None = None) -> Explained:
     """Returns how much lengths explain of the differences between microbatches of a step, on all stages or on one."""
-    ratio, by_work = _logs(run, found)
+    ratio, by_work = _logs(run, fitted)
     if stage is None:
-        measured, said = np.median(ratio, axis=(2, 3, 4)), np.median(by_work, axis=(2, 3, 4))
+        measured, predicted = np.median(ratio, axis=(2, 3, 4)), np.median(by_work, axis=(2, 3, 4))
     else:
-        measured, said = (each[:, :, stage].mean(axis=(2, 3)) for each in (ratio, by_work))
-    return _explained(measured - measured.mean(axis=-1, keepdims=True), said - said.mean(axis=-1, keepdims=True))
+        measured, predicted = (logs[:, :, stage].mean(axis=(2, 3)) for logs in (ratio, by_work))
+    return _explained(
+        measured - measured.mean(axis=-1, keepdims=True), predicted - predicted.mean(axis=-1, keepdims=True)
+    )
 
 
-def of_replicas(run: Examined, found: Fit) -> Explained:
+def of_replicas(run: Examined, fitted: Fit) -> Explained:
     """Returns how much lengths explain of the differences between replicas of a step."""
-    ratio, by_work = (np.median(each, axis=(2, 3, 4, 5)) for each in _logs(run, found))
+    ratio, by_work = (np.median(logs, axis=(2, 3, 4, 5)) for logs in _logs(run, fitted))
     return _explained(ratio - ratio.mean(axis=1, keepdims=True), by_work - by_work.mean(axis=1, keepdims=True))
 
 
-def _logs(run: Examined, found: Fit) -> tuple[Floats, Floats]:
+def _logs(run: Examined, fitted: Fit) -> tuple[Floats, Floats]:
     """Returns logarithms of passes, measured and predicted by their work, each relative to the median of its stage,
     chunk and kind."""
-    both = (np.log(np.maximum(run.table.passes, 1e-9)), np.log(found.of_work))
-    measured, said = (each - np.median(each, axis=(0, 1, 5), keepdims=True) for each in both)
-    return measured, said
+    both = (np.log(np.maximum(run.table.passes, 1e-9)), np.log(fitted.of_work))
+    measured, predicted = (logs - np.median(logs, axis=(0, 1, 5), keepdims=True) for logs in both)
+    return measured, predicted
 
 
-def _explained(measured: Floats, said: Floats) -> Explained:
+def _explained(measured: Floats, predicted: Floats) -> Explained:
     """Returns which fraction of a variance is explained, with an interval from draws of its samples."""
-    whole, left = (measured**2).reshape(-1), ((measured - said) ** 2).reshape(-1)
+    whole, left = (measured**2).reshape(-1), ((measured - predicted) ** 2).reshape(-1)
     n = len(whole)
     random = np.random.default_rng(0)
     weights = random.multinomial(n, np.full(n, 1.0 / n), size=10 * DRAWS)
@@ -206,7 +208,7 @@ def _explained(measured: Floats, said: Floats) -> Explained:
     def share(whole: float, left: float) -> float:
         return float(np.clip(1.0 - chance * left / max(whole, 1e-18), 0.0, 1.0))
 
-    drawn = [share(float(own @ whole), float(own @ left)) for own in weights]
+    drawn = [share(float(weight @ whole), float(weight @ left)) for weight in weights]
     at, error = share(float(whole.sum()), float(left.sum())), float(np.std(drawn))
     return Explained(at, max(at - LEVEL * error, 0.0), min(at + LEVEL * error, 1.0))
 
@@ -216,12 +218,12 @@ def _medians(x: Floats, y: Floats, weights: Floats) -> Floats:
     and the least absolute deviations. Every round is a fit by least squares whose weights are divided by the deviations
     of the round before (Schlossmacher 1973)."""
     alike = _ALIKE * np.maximum(np.median(y, axis=0), 1e-9)
-    each = np.broadcast_to(weights[..., None], (*weights.shape, y.shape[1]))
-    found = _not_negative(x, y, each)
+    of_passes = np.broadcast_to(weights[..., None], (*weights.shape, y.shape[1]))
+    coefficients = _not_negative(x, y, of_passes)
     for _ in range(_ROUNDS):
-        off = np.abs(y - np.einsum("nf,wqf->wnq", x, found))
-        found = _not_negative(x, y, each / np.maximum(off, alike))
-    return found
+        off = np.abs(y - np.einsum("nf,wqf->wnq", x, coefficients))
+        coefficients = _not_negative(x, y, of_passes / np.maximum(off, alike))
+    return coefficients
 
 
 def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
@@ -239,15 +241,15 @@ def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
     gained = np.zeros((len(weights), y.shape[1]))
     for count in (1, 2, 3):
         for chosen in itertools.combinations(range(3), count):
-            own = list(chosen)
+            columns = list(chosen)
             # Features that say the same share the effect. Tokens and the constant do if all microbatches are equal.
-            inverse = np.linalg.pinv(gram[..., own, :][..., own], hermitian=True, rcond=1e-9)
-            solved = (inverse @ right[..., own, None])[..., 0]
-            gain = (solved * right[..., own]).sum(axis=-1)
+            inverse = np.linalg.pinv(gram[..., columns, :][..., columns], hermitian=True, rcond=1e-9)
+            solved = (inverse @ right[..., columns, None])[..., 0]
+            gain = (solved * right[..., columns]).sum(axis=-1)
             better = (solved >= 0.0).all(axis=-1) & (gain > gained * (1.0 + 1e-9))
             candidate = np.zeros_like(best)
-            candidate[..., own] = solved
+            candidate[..., columns] = solved
             best = np.where(better[..., None], candidate, best)
             gained = np.where(better, gain, gained)
-    found: Floats = best / scale
-    return found
+    coefficients: Floats = best / scale
+    return coefficients

@@ -69,8 +69,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
     # If microbatches are uneven, their mean shows how long a rank takes: the median is another one in every step.
-    own = _own(log - work[:, :, None, None, None, :])
-    whose = work[:, :, None] + level[:, :, None, None] + own  # [t, d, s, m]
+    own_work = _own(log - work[:, :, None, None, None, :])
+    whose = work[:, :, None] + level[:, :, None, None] + own_work  # [t, d, s, m]
     rank = np.zeros((t, d, s))
     if d > 1 and s == 1:
         rank = _own_of_replicas(level)[..., None]
@@ -88,23 +88,23 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     drawn = _drawn(log, steps, np.random.default_rng(0))
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     return Model(
-        content=divided(content, table.layers, known := _ends(table)),
-        draws=divided(drawn, table.layers, known, np.random.default_rng(1)),
+        content=divided(content, table.layers, measured_ends := _ends(table)),
+        draws=divided(drawn, table.layers, measured_ends, np.random.default_rng(1)),
         level=np.exp(level),
         work=np.exp(work),
         rank=np.exp(rank),
         pace=np.exp(pace),
         peer=peer,
-        own=np.exp(own),
+        own=np.exp(own_work),
         expected=expected,
     )
 
 
 def divided(
-    content: Floats, layers: Floats, known: Floats | None = None, free: np.random.Generator | None = None
+    content: Floats, layers: Floats, measured_ends: Floats | None = None, free: np.random.Generator | None = None
 ) -> Content:
     """Divides ``content`` [..., s, c, k] into layers, ends, stages and chunks, with as much as possible in layers.
-    ``known`` [s, c, k]: the ends, if ranges measured them. Then a chunk whose layers take longer is slow.
+    ``measured_ends`` [s, c, k]: the ends, if ranges measured them. Then a chunk whose layers take longer is slow.
 
     With different numbers of layers, many divisions fit. ``free`` draws from these. With two stages of one chunk each,
     the time of an embedding may as well be that of layers: one of up to one layer is drawn. A stage with few layers may
@@ -114,16 +114,16 @@ def divided(
     held = np.where(np.isfinite(layers).all(), layers, 1.0)
     held = np.maximum(held, 1e-9)[:, :, None]
     # A chunk without layers does not show how long a layer takes.
-    beside = 0.0 if known is None else np.where(layers[:, :, None] == 0, 0.0, known)
-    each = np.maximum(content - beside, 1e-9) / held
-    flat = each.reshape(*content.shape[:-3], s * c, -1)
+    beside = 0.0 if measured_ends is None else np.where(layers[:, :, None] == 0, 0.0, measured_ends)
+    per_layer = np.maximum(content - beside, 1e-9) / held
+    flat = per_layer.reshape(*content.shape[:-3], s * c, -1)
     middle = flat[..., 1:-1, :]
     if s * c > 3:
         unit = _quantile(middle, 0.5, -2)
     else:
         # Of three chunks, two may be slow.
         unit = flat.min(axis=-2)
-        if s * c == 2 and known is None and free is not None and np.ptp(held) > 0:
+        if s * c == 2 and measured_ends is None and free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
     layers_ms = held * unit[..., None, None, :]
     if free is not None:
@@ -132,13 +132,13 @@ def divided(
         layers_ms = fixed[..., None, None, :] + held * unit[..., None, None, :]
     layers_ms = np.maximum(layers_ms, 1e-9)
     stage, ends = np.ones_like(content), np.zeros_like(content)
-    if c > 1 or known is not None:
+    if c > 1 or measured_ends is not None:
         # An excess that all chunks of a stage have belongs to the stage.
-        alone = np.maximum(np.where(layers[:, :, None] == 0, np.inf, each * held / layers_ms), 1.0)
+        alone = np.maximum(np.where(layers[:, :, None] == 0, np.inf, per_layer * held / layers_ms), 1.0)
         alone = alone.min(axis=-2, keepdims=True)
         stage = np.broadcast_to(np.where(np.isfinite(alone), alone, 1.0), content.shape)
-    if known is not None:
-        ends = np.minimum(known / stage, content)
+    if measured_ends is not None:
+        ends = np.minimum(measured_ends / stage, content)
     elif s * c > 1:
         over = np.maximum(content / stage - layers_ms, 0.0)
         # Embedding and loss have a backward, too, so an excess of only one kind of pass is something else.
@@ -163,21 +163,23 @@ def _in_every_pass(over: Floats, unit: Floats, held: Floats) -> Floats:
 
 def _ends(table: Table) -> Floats | None:
     """Returns the time of embedding and loss by their ranges, [s, c, k]; None unless both are known, on two chunks."""
-    told = measured(table)
-    if not {EMBEDDING, LOSS} <= told.keys() or table.layers.size == 1:
+    by_name = measured(table)
+    if not {EMBEDDING, LOSS} <= by_name.keys() or table.layers.size == 1:
         return None
-    found = np.zeros((*table.layers.shape, len(table.schedule.kinds)))
-    found[0, 0], found[-1, -1] = told[EMBEDDING], told[LOSS]
-    return found
+    ends = np.zeros((*table.layers.shape, len(table.schedule.kinds)))
+    ends[0, 0], ends[-1, -1] = by_name[EMBEDDING], by_name[LOSS]
+    return ends
 
 
 def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator) -> Floats:
     """Returns contents of drawn steps and, within them, drawn blocks of microbatches, [draw, s, c, k]."""
-    found = []
+    contents = []
     for rows, columns in zip(steps, blocks(len(steps), log.shape[-1], random), strict=True):
-        own = log[rows][..., columns]
-        found.append(_quantile(np.moveaxis(own, (2, 3, 4), (0, 1, 2)).reshape(*log.shape[2:5], -1), QUARTILE, -1))
-    return np.exp(np.stack(found))
+        drawn_log = log[rows][..., columns]
+        contents.append(
+            _quantile(np.moveaxis(drawn_log, (2, 3, 4), (0, 1, 2)).reshape(*log.shape[2:5], -1), QUARTILE, -1)
+        )
+    return np.exp(np.stack(contents))
 
 
 def _own(log: Floats) -> Floats:
@@ -194,13 +196,13 @@ def _own(log: Floats) -> Floats:
     flat = np.clip(flat, least, -least)
     mean = flat.mean(axis=0)
     variance = (mean**2).mean(axis=(0, 1, 3))
-    known = c * k > 1
-    noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / (c * k) if known else _lower_median(variance)
+    several = c * k > 1
+    noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / (c * k) if several else _lower_median(variance)
     kept = np.maximum(0.0, 1.0 - noise / np.maximum(variance, 1e-18))
-    found: Floats = mean * kept[:, None]
+    own_work: Floats = mean * kept[:, None]
     # Contents are those of an average microbatch.
-    found -= np.log(np.exp(found).mean(axis=-1, keepdims=True))
-    return found
+    own_work -= np.log(np.exp(own_work).mean(axis=-1, keepdims=True))
+    return own_work
 
 
 def _own_of_replicas(level: Floats) -> Floats:
@@ -213,8 +215,8 @@ def _own_of_replicas(level: Floats) -> Floats:
     n = len(longer)
     of_chance = LEVEL**2 * n * (longer.var(axis=0, ddof=1) if n > 1 else longer[0] ** 2)
     total = np.maximum(longer.sum(axis=0), 0.0)
-    found: Floats = np.maximum(longer, 0.0) * np.maximum(0.0, 1.0 - of_chance / np.maximum(total**2, 1e-18))
-    return found
+    slower: Floats = np.maximum(longer, 0.0) * np.maximum(0.0, 1.0 - of_chance / np.maximum(total**2, 1e-18))
+    return slower
 
 
 def _pace(log: Floats, noise: float) -> Floats:
@@ -225,8 +227,8 @@ def _pace(log: Floats, noise: float) -> Floats:
         return np.zeros((t, d, s))
     usual = _lower_median(np.moveaxis(log, 2, 1).reshape(t, s, -1))
     longer = np.maximum(usual - _quantile(usual, QUARTILE, 0), 0.0)
-    found = _shrunk(longer, noise * np.pi / 2 / (d * c * k * m))
-    return np.broadcast_to(found[:, None], (t, d, s)).copy()
+    pace = _shrunk(longer, noise * np.pi / 2 / (d * c * k * m))
+    return np.broadcast_to(pace[:, None], (t, d, s)).copy()
 
 
 def _peers(table: Table) -> Floats:
@@ -235,8 +237,8 @@ def _peers(table: Table) -> Floats:
     t, d, s, p = table.compute.shape[:4]
     if p == 1:
         return np.ones((t, d, s, p))
-    each = np.median(np.log(np.maximum(table.compute, 1e-9)), axis=(4, 5, 6))
-    return np.exp(against_others(each, 3))
+    compute_log = np.median(np.log(np.maximum(table.compute, 1e-9)), axis=(4, 5, 6))
+    return np.exp(against_others(compute_log, 3))
 
 
 def against_others(values: Floats, axis: int) -> Floats:
@@ -249,15 +251,15 @@ def against_others(values: Floats, axis: int) -> Floats:
     # if the value itself is below it.
     place = (n - 2) // 2
     others = np.where(values <= order[place], order[place + 1], order[place])
-    found: Floats = np.moveaxis(values - others, 0, axis)
-    return found
+    difference: Floats = np.moveaxis(values - others, 0, axis)
+    return difference
 
 
 def _in_common(values: Floats) -> Floats:
     """Returns the median along the last axis: of all numbers between the two middle values, the one nearest to 0."""
     low, high = (np.quantile(values, 0.5, axis=-1, method=method) for method in ("lower", "higher"))
-    found: Floats = np.clip(0.0, low, high)
-    return found
+    nearest: Floats = np.clip(0.0, low, high)
+    return nearest
 
 
 def _lower_median(values: Floats) -> Floats:
@@ -265,8 +267,8 @@ def _lower_median(values: Floats) -> Floats:
 
 
 def _quantile(values: Floats, at: float, axis: int | tuple[int, ...]) -> Floats:
-    found: Floats = np.quantile(values, at, axis=axis, method="lower")
-    return found
+    quantile: Floats = np.quantile(values, at, axis=axis, method="lower")
+    return quantile
 
 
 def _shrunk(log: Floats, noise: float) -> Floats:

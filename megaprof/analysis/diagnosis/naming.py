@@ -9,28 +9,28 @@ from megaprof.analysis.table.table import QUARTILE, Floats
 BOTH, FORWARD, BACKWARD, AGAIN = "both", "slow_forward", "slow_backward", "recomputation"
 
 
-def looks(excess: Floats, whole: Floats) -> str:
-    """Returns which kind of pass is longer by the ``excess`` [k] of a stage whose passes take ``whole`` [k]. A backward
-    that is longer by one forward recomputes it."""
-    if of_both(excess):
+def looks(excess_ms: Floats, whole: Floats) -> str:
+    """Returns which kind of pass is longer by the ``excess_ms`` [k] of a stage whose passes take ``whole`` [k]. A
+    backward that is longer by one forward recomputes it."""
+    if of_both(excess_ms):
         return BOTH
-    forward, backward = float(excess[0]), float(excess[1])
+    forward, backward = float(excess_ms[0]), float(excess_ms[1])
     if forward > backward:
         return FORWARD
     return AGAIN if abs(backward - float(whole[0])) < QUARTILE * float(whole[0]) else BACKWARD
 
 
-def of_both(excess: Floats) -> np.typing.NDArray[np.bool_]:
-    """Returns whether all kinds of passes share the excess [..., k], instead of one having nearly all of it."""
-    found: np.typing.NDArray[np.bool_] = excess.min(axis=-1) >= QUARTILE * excess.max(axis=-1)
-    return found
+def of_both(excess_ms: Floats) -> np.typing.NDArray[np.bool_]:
+    """Returns whether all kinds of passes share ``excess_ms`` [..., k], instead of one having nearly all of it."""
+    shared: np.typing.NDArray[np.bool_] = excess_ms.min(axis=-1) >= QUARTILE * excess_ms.max(axis=-1)
+    return shared
 
 
 def active(size: Floats) -> np.typing.NDArray[np.bool_]:
     """Returns the steps in which a cause is present: its ``size`` [t] is above half of its 90th percentile."""
     much = float(np.quantile(size, 0.9))
-    found: np.typing.NDArray[np.bool_] = size > 0.5 * much
-    return found if found.any() else np.ones(len(size), dtype=bool)
+    present: np.typing.NDArray[np.bool_] = size > 0.5 * much
+    return present if present.any() else np.ones(len(size), dtype=bool)
 
 
 def began(there: np.typing.NDArray[np.bool_]) -> int | None:

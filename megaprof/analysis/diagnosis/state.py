@@ -42,18 +42,18 @@ def measured(table: Table) -> tuple[State, Replay]:
     entry = np.nan_to_num(table.entry)
     # The first stage waits for nobody. If its first pass is late, this may delay the first pass of any rank.
     entry += np.maximum(table.start[:, :, 0, 0, 0, 0] - entry[:, :, 0], 0.0)[..., None]
-    own = table.schedule
+    schedule = table.schedule
     buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)
-    models = [buffered] if own.stages == 1 else [rendezvous, buffered]
-    if own.name == "interleaved":
-        models = [buffered] if own.stages == 2 else [rendezvous, buffered, in_turn]
+    models = [buffered] if schedule.stages == 1 else [rendezvous, buffered]
+    if schedule.name == "interleaved":
+        models = [buffered] if schedule.stages == 2 else [rendezvous, buffered, in_turn]
     models.sort(key=lambda model: model[0] != table.rendezvous)
     if not table.clocks:
         # Without a common clock, the ends of passes say nothing about exchanges, so the metadata decide.
         models = models[:1]
     best: tuple[float, State, Replay] | None = None
     for model in models:
-        replay = compiled(own, *model)
+        replay = compiled(schedule, *model)
         state = State(table.passes, entry, links(table, replay), table.reduction)
         missed = _missed(table, state, replay)
         if best is None or missed < best[0] - _RESOLUTION:

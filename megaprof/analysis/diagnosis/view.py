@@ -49,19 +49,19 @@ class View:
 
     def at(self, rows: npt.NDArray[np.intp], content: Content | None = None) -> View:
         """Returns only these steps, with their own contents or the given ones."""
-        own = _rows(self.content, rows) if content is None else content
+        contents = _rows(self.content, rows) if content is None else content
         ratio = self.now[rows] / self.content.whole[rows]
-        slow = own.stage * own.chunk * self.slow[rows] / (self.content.stage * self.content.chunk)[rows]
+        slow = contents.stage * contents.chunk * self.slow[rows] / (self.content.stage * self.content.chunk)[rows]
         per_step = {name: getattr(self, name)[rows] for name in _PER_STEP}
-        exposed, held = ({name: each[rows] for name, each in of.items()} for of in (self.exposed, self.held))
-        return View(self.state.at(rows), own.whole * ratio, slow, own, exposed=exposed, held=held, **per_step)
+        exposed, held = ({name: values[rows] for name, values in of.items()} for of in (self.exposed, self.held))
+        return View(self.state.at(rows), contents.whole * ratio, slow, contents, exposed=exposed, held=held, **per_step)
 
     def of(self, replica: int) -> View:
         """Returns only one replica."""
         one = slice(replica, replica + 1)
         state = State(self.state.passes[:, one], self.state.entry[:, one], self.state.link[:, one], self.state.tail)
         per_step = {name: getattr(self, name)[:, one] for name in _PER_STEP}
-        exposed, held = ({name: each[:, one] for name, each in of.items()} for of in (self.exposed, self.held))
+        exposed, held = ({name: values[:, one] for name, values in of.items()} for of in (self.exposed, self.held))
         return View(state, self.now, self.slow, self.content, exposed=exposed, held=held, **per_step)
 
     def joined(self, replica: int, other: View) -> View:
@@ -85,8 +85,8 @@ class View:
         flat, at = passes.reshape(*self.stalling.shape, -1), self.stalling[..., None]
 
         def add(sign: float) -> None:
-            for each in self.held.values():
-                np.add(passes, sign * each, out=passes)
+            for held_ms in self.held.values():
+                np.add(passes, sign * held_ms, out=passes)
             flat[:, :, 0, 0] += sign * self.first
             stalled = np.take_along_axis(flat, at, axis=-1) + sign * self.stalled[..., None]
             np.put_along_axis(flat, at, stalled, axis=-1)
@@ -98,17 +98,17 @@ class View:
 
     def waited(self) -> Floats:
         """Returns how long passes waited for data, [n, d, s, c, k, m]."""
-        found = np.zeros_like(self.state.passes)
-        found[:, :, 0, 0, 0, 0] = self.first
-        return found
+        waits = np.zeros_like(self.state.passes)
+        waits[:, :, 0, 0, 0, 0] = self.first
+        return waits
 
     def stalls(self) -> Floats:
         """Returns how long passes stalled, [n, d, s, c, k, m]."""
-        found = np.zeros_like(self.state.passes)
+        stalls = np.zeros_like(self.state.passes)
         np.put_along_axis(
-            found.reshape(*self.stalling.shape, -1), self.stalling[..., None], self.stalled[..., None], axis=-1
+            stalls.reshape(*self.stalling.shape, -1), self.stalling[..., None], self.stalled[..., None], axis=-1
         )
-        return found
+        return stalls
 
     def beside(self) -> Floats:
         """Returns what passes took in addition to what the model explains, [n, d, s, c, k, m]."""
@@ -160,9 +160,9 @@ def _put(values: Floats, where: slice, new: Floats) -> Floats:
     """Returns a copy with the values of some replicas replaced, or the same array if they did not change."""
     if np.shares_memory(values, new):
         return values
-    found = values.copy()
-    found[:, where] = new
-    return found
+    changed = values.copy()
+    changed[:, where] = new
+    return changed
 
 
 def viewed(table: Table, state: State, model: Model) -> View:
@@ -180,9 +180,9 @@ def viewed(table: Table, state: State, model: Model) -> View:
     first = (first - others if s > 1 else first) - table.waited_beside[:, :, 0].max(axis=2)
     over = over.copy()
     over[:, :, 0, 0, 0, 0] = 0.0
-    each = over.reshape(n, d, s, -1)
-    stalling = each.argmax(axis=-1)
-    longest = np.take_along_axis(each, stalling[..., None], axis=-1)[..., 0]
+    flat = over.reshape(n, d, s, -1)
+    stalling = flat.argmax(axis=-1)
+    longest = np.take_along_axis(flat, stalling[..., None], axis=-1)[..., 0]
     usual = np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher")
     rows = np.zeros(n, dtype=np.intp)
     whole = _rows(Content(**{name: getattr(model.content, name)[None] for name in _PARTS}), rows)
