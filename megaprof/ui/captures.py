@@ -95,13 +95,13 @@ def _begin(most_bytes: int | None) -> None:
 
 
 def _brief(target: TargetReport, standstill: Standstill | None) -> Brief:
-    said = target.in_brief(standstill)
+    verdict = target.in_brief(standstill)
     stood_still = of_standstills(target.fleet.standstills if target.fleet is not None else ())
     step = target.measured.step_time_ms
     return Brief(
         words.title(*target.key),
-        said.severity,
-        said.text,
+        verdict.severity,
+        verdict.text,
         step.mean if step else None,
         target.measured.imbalance,
         target.measured.sizes.pp,

@@ -111,11 +111,11 @@ def _show_overview(report: Report, console: Console) -> None:
     number_columns(made, "imbalance", "step time, ms")
     for target in report.targets:
         name, role = target.key
-        said, imbalance = target.in_brief(), target.measured.imbalance
+        verdict, imbalance = target.in_brief(), target.measured.imbalance
         made.add_row(
             text(name),
             text(role or ""),
-            text(said.text, STYLES[said.severity]),
+            text(verdict.text, STYLES[verdict.severity]),
             ABSENT if imbalance is None else f"{imbalance:.2f}",
             mean(target.measured.step_time_ms),
         )

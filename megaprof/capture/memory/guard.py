@@ -62,7 +62,7 @@ class HostMemoryGuard:
 
     def _watch(self, done: threading.Event) -> None:
         try:
-            bounds, before, recorded, said = find_bounds(), resident_bytes(), 0, False
+            bounds, before, recorded, reported = find_bounds(), resident_bytes(), 0, False
             with Neighbours() as neighbours:
                 while not done.is_set():
                     resident = resident_bytes()
@@ -70,10 +70,10 @@ class HostMemoryGuard:
                     recorded = recorded if closing else taken
                     needed = max(0, recorded + CLOSING_FACTOR * recorded - taken)
                     neighbours.say(needed)
-                    if not closing and not said:
+                    if not closing and not reported:
                         reason = self._over(bounds, resident, needed, neighbours.others())
                         if reason is not None and not done.is_set():
-                            said = True
+                            reported = True
                             self._on_limit(reason)
                     done.wait(INTERVAL_SECONDS)
         except Exception:  # a file of the kernel's in an unknown format must do no harm

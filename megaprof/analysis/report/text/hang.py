@@ -57,20 +57,20 @@ def _culprit(culprit: Culprit) -> str:
     waiting = _ranks(culprit.waiting)
     waits = _wait(culprit.waiting)
     if culprit.why == "absent":
-        said = f"{who} did not {_come_to(awaited)}. {waits} for it."
+        finding = f"{who} did not {_come_to(awaited)}. {waits} for it."
     elif culprit.why == "no_dump":
-        said = f"{who} left no dump: it has died, or its file is not here. {waits} for it in {operation}."
+        finding = f"{who} left no dump: it has died, or its file is not here. {waits} for it in {operation}."
     elif culprit.why == "stuck":
-        said = f"{who} does not finish {operation}, which others of the group have finished: look at its GPU."
+        finding = f"{who} does not finish {operation}, which others of the group have finished: look at its GPU."
     elif culprit.why == "not_begun":
-        said = f"The GPU of {who.lower()} has not begun {operation}, which others have: look at what runs on it."
+        finding = f"The GPU of {who.lower()} has not begun {operation}, which others have: look at what runs on it."
     elif culprit.why == "crossed":
-        said = f"{waits} for {who.lower()} in {operation}, while it waits for them in another group."
+        finding = f"{waits} for {who.lower()} in {operation}, while it waits for them in another group."
     else:
-        said = f"{who} called {culprit.instead} where {waiting.lower()} called {operation}."
+        finding = f"{who} called {culprit.instead} where {waiting.lower()} called {operation}."
     if culprit.why in ("stuck", "not_begun") and culprit.waiting:
-        said = f"{said} {waits} for it."
-    return f"{said} {_since(awaited)}"
+        finding = f"{finding} {waits} for it."
+    return f"{finding} {_since(awaited)}"
 
 
 def _who(rank: int, stage: int | None) -> str:
