@@ -50,25 +50,27 @@ class StagesAfter:
     """Compute of the slowest stage / of the average stage; None if the report has none."""
 
 
-def stages_after(measured: TargetStages, run: Changeable, found: Tried) -> StagesAfter:
+def stages_after(measured: TargetStages, run: Changeable, effect: Tried) -> StagesAfter:
     """Returns the stages of the report's tables as the replays change them.
 
     What a stage computes changes in proportion to its replayed passes. Its bubble grows by as much as the stage idles
     longer in the replay, and shrinks in proportion: the tables and the replay need not agree on how long it idles.
     """
-    step = found.prediction.step_ms / run.measured_ms
-    idle_now, idle_then = ([ms / run.measured_ms for ms in each.idle_ms] for each in (run.as_captured, found))
+    step = effect.prediction.step_ms / run.measured_ms
+    idle_now, idle_then = (
+        [ms / run.measured_ms for ms in tried_setting.idle_ms] for tried_setting in (run.as_captured, effect)
+    )
     stages = tuple(
         StageAfter(
-            None if stage.compute_ms is None else stage.compute_ms.mean * found.longer[stage.pp],
+            None if stage.compute_ms is None else stage.compute_ms.mean * effect.longer[stage.pp],
             None
             if stage.bubble_fraction is None
             else _bubble(stage.bubble_fraction, idle_now[stage.pp], idle_then[stage.pp]) / step,
         )
         for stage in measured.stages
     )
-    compute = [each.compute_ms for each in stages if each.compute_ms is not None]
-    bubbles = [each.bubble for each in stages if each.bubble is not None]
+    compute = [stage.compute_ms for stage in stages if stage.compute_ms is not None]
+    bubbles = [stage.bubble for stage in stages if stage.bubble is not None]
     return StagesAfter(
         stages,
         statistics.fmean(bubbles) if bubbles else None,
