@@ -38,9 +38,9 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
     """Returns the stages, each measured on one of its ranks. These ranks are from the pipeline with the fewest ``slow``
     ranks, and of these the one with the fewest ``suspects``, so that no slow machine distorts the picture of the
     layout. Slow ranks of other pipelines are shown beside them."""
-    first = next(each for each in table.metadata if each is not None)
+    first = next(metadata for metadata in table.metadata if metadata is not None)
     place = _shown(table, slow, suspects)
-    recorded = [stage for stage, each in enumerate(table.metadata) if each is not None]
+    recorded = [stage for stage, metadata in enumerate(table.metadata) if metadata is not None]
     stages = tuple(_stage((place[0], stage, place[1]), first.sizes, table) for stage in recorded)
     notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings)))
     return TargetStages(
@@ -71,9 +71,9 @@ def of_series(series: Series, why: Note) -> TargetStages:
         replace(
             _NOTHING,
             pp=pp,
-            ranks=tuple(each.coords.rank for each in ranks[pp]),
+            ranks=tuple(rank.coords.rank for rank in ranks[pp]),
             chunks=_chunks(series.metadata[pp], None, None),
-            compute_ms=Spread.of([each.mean_ms for each in ranks[pp] if len(each.counts)]),
+            compute_ms=Spread.of([rank.mean_ms for rank in ranks[pp] if len(rank.counts)]),
         )
         for pp in sorted(ranks)
     )
@@ -125,7 +125,7 @@ def of_calls(counted: Counted, why: Note) -> TargetStages:
 def _of_sums(pp: int, calls: Sequence[Call]) -> Stage:
     """Returns how long the passes of a stage took together, over all of its ranks."""
     whole = [c for c in calls if c.phases and not c.incomplete and (c.gpu is not None or not c.has_kernels)]
-    separate = [] if any(each.kind == COMBINED for call in whole for each in call.phases) else whole
+    separate = [] if any(phase.kind == COMBINED for call in whole for phase in call.phases) else whole
 
     def together(calls: Sequence[Call], *kinds: str) -> Spread | None:
         return Spread.of([sum(p.working_ns for p in call.phases if p.kind in kinds) / 1e6 for call in calls])
@@ -166,7 +166,7 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     """Yields what a reader must know about the stages, steps and clocks of a table."""
     if table.cold:
         yield Note("first_steps", steps=table.cold)
-    missing = tuple(stage for stage, each in enumerate(table.metadata) if each is None)
+    missing = tuple(stage for stage, metadata in enumerate(table.metadata) if metadata is None)
     if missing:
         yield Note("stages_missing", stages=missing, count=sizes.pp - len(missing), of=sizes.pp)
     if table.waits_unseen:
@@ -182,14 +182,16 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
             yield Note("host_unnamed", stages=tuple(sorted(unnamed)))
         else:
             yield Note("clocks_apart", names=tuple(sorted(hosts)))
-    yield from without_ranges(each for own in table.metadata if own is not None for each in own.ranges.without)
+    yield from without_ranges(
+        module for metadata in table.metadata if metadata is not None for module in metadata.ranges.without
+    )
 
 
 def _shown(table: Table, slow: Collection[int], suspects: Collection[int]) -> tuple[int, int]:
     """Returns the replica and the peer that have the fewest slow ranks over all stages, and of these the fewest
     suspects."""
-    known = table.ranks[..., : table.compute.shape[3]]
-    of_slow, suspected = (np.isin(known, list(ranks)).sum(axis=1) for ranks in (slow, suspects))  # [d, p]
+    measured_ranks = table.ranks[..., : table.compute.shape[3]]
+    of_slow, suspected = (np.isin(measured_ranks, list(ranks)).sum(axis=1) for ranks in (slow, suspects))  # [d, p]
     first = np.lexsort((suspected.ravel(), of_slow.ravel()))[0]
     replica, peer = np.unravel_index(int(first), suspected.shape)
     return int(replica), int(peer)
@@ -206,14 +208,14 @@ def _of_slow(table: Table, slow: Collection[int], shown: Sequence[Stage], sizes:
 
 def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
     replica, pp, _ = place
-    own = (slice(None), *place)
-    working, length = table.working[own], table.length
+    at_place = (slice(None), *place)
+    working, length = table.working[at_place], table.length
     # A forward and a backward that run as one have no separate times.
     kinds = () if table.schedule.combined else table.schedule.kinds
     of_kind = dict(zip(kinds, np.moveaxis(working, 2, 0), strict=False))  # [t, c, m]
     forward, backward = (of_kind.get(kind) for kind in ("forward", "backward"))
     compute = working.sum(axis=(1, 2, 3))
-    spent = {name: each[own] for name, each in table.spent.items()}
+    spent = {name: values[at_place] for name, values in table.spent.items()}
     beside = sum((np.nan_to_num(spent[name]) for name in _SPENT if name in spent), compute + table.reduction)
     bubble = np.maximum(length - beside, 0.0) * (sizes.pp > 1 or table.reduces)
     # If the GPU does not show what it computes after all passes, all of that time counts as communication.
@@ -254,12 +256,12 @@ def _exposed(spent: Mapping[str, Floats], tail: Floats, sizes: ParallelSizes) ->
     inside = parallel_of(INSIDE, sizes)
     hidden = {*inside, *parallel_of(("pp",), sizes), *(["unknown"] if inside else [])}
     none = np.zeros_like(tail)
-    found = {group: spent.get(group, None if group in hidden else none) for group in GROUPS}
-    dp, unknown = spent.get("dp", none), found["unknown"]
-    found["dp"] = dp + tail
+    exposed = {group: spent.get(group, None if group in hidden else none) for group in GROUPS}
+    dp, unknown = spent.get("dp", none), exposed["unknown"]
+    exposed["dp"] = dp + tail
     if unknown is not None and not np.isfinite(dp).all():
-        found["unknown"] = unknown + tail
-    return {group: _maybe(each) for group, each in found.items()}
+        exposed["unknown"] = unknown + tail
+    return {group: _maybe(samples) for group, samples in exposed.items()}
 
 
 def _known(spent: Mapping[str, Floats], name: str) -> Spread | None:
@@ -268,9 +270,9 @@ def _known(spent: Mapping[str, Floats], name: str) -> Spread | None:
 
 def _modules(table: Table, stage: int) -> dict[str, Spread]:
     samples: dict[str, list[float]] = {}
-    for key, each in table.modules[stage].items():
-        samples.setdefault(f"{key.label} {key.kind}", []).extend(ns / 1e6 for ns in each)
-    return {name: spread for name, each in sorted(samples.items()) if (spread := Spread.of(each))}
+    for key, times_ns in table.modules[stage].items():
+        samples.setdefault(f"{key.label} {key.kind}", []).extend(ns / 1e6 for ns in times_ns)
+    return {name: spread for name, times_ms in sorted(samples.items()) if (spread := Spread.of(times_ms))}
 
 
 def _parted(waited: Floats | None, ran: Floats | None, table: Table) -> Collectives:
@@ -286,7 +288,7 @@ def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, 
     if not table.clocks:
         return dict.fromkeys(BUBBLE_PARTS)
     steps = len(table.length)
-    start, end = (each[:, replica, stage].reshape(steps, -1) for each in (table.start, table.end))
+    start, end = (times[:, replica, stage].reshape(steps, -1) for times in (table.start, table.end))
     filled = table.start[:, replica, stage, :, -1].reshape(steps, -1).min(axis=1)
     drained = np.maximum(table.end[:, replica, stage, :, 0].reshape(steps, -1).max(axis=1), filled)
     before = np.clip(np.minimum(end, filled[:, None]) - start, 0.0, None).sum(axis=1)
@@ -298,11 +300,11 @@ def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, 
 
 def _chunks(metadata: Metadata, *kinds: Floats | None) -> tuple[ChunkTimes, ...]:
     """Returns the chunks of a stage. ``kinds``: times of forwards and of backwards, [t, c, m]; None if unknown."""
-    found = []
+    chunk_times = []
     for chunk, holds in enumerate(metadata.chunks):
-        forward, backward = (None if each is None else _spread(each[:, chunk]) for each in kinds)
-        found.append(ChunkTimes(chunk, holds, forward, backward))
-    return tuple(found)
+        forward, backward = (None if times is None else _spread(times[:, chunk]) for times in kinds)
+        chunk_times.append(ChunkTimes(chunk, holds, forward, backward))
+    return tuple(chunk_times)
 
 
 def _summed(times: Floats | None, axis: int | tuple[int, ...]) -> Spread | None:

@@ -116,16 +116,16 @@ def diagnose(run: Examined) -> Diagnosis:
     while True:
         beside = run.mended(*hiding)
         others = [term for term in left if term not in hiding]
-        found, doubtful = _dearest(beside, others)
-        if found is not None:
-            hiding = _needed(run, hiding, found[0])
-            told = _told(run, hiding, found[0]) if hiding else [found[1]]
-            if told[-1].price.low <= LEAST * run.step_ms:
-                perhaps = _unsure(_told(run, hiding, found[0], sure=False), run)
+        dearest, doubtful = _dearest(beside, others)
+        if dearest is not None:
+            hiding = _needed(run, hiding, dearest[0])
+            together = _causes_together(run, hiding, dearest[0]) if hiding else [dearest[1]]
+            if together[-1].price.low <= LEAST * run.step_ms:
+                perhaps = _unsure(_causes_together(run, hiding, dearest[0], sure=False), run)
                 break
-            fixed = [*hiding, found[0]]
-            alone = [float(asked.gain(term).mean()) if causes or hiding else told[0].price.ms for term in fixed]
-            causes += (replace(cause, alone_ms=ms) for cause, ms in zip(told, alone, strict=True))
+            fixed = [*hiding, dearest[0]]
+            alone = [float(asked.gain(term).mean()) if causes or hiding else together[0].price.ms for term in fixed]
+            causes += (replace(cause, alone_ms=ms) for cause, ms in zip(together, alone, strict=True))
             left = [term for term in left if term not in fixed]
             run, hiding = run.mended(*fixed), []
         else:
@@ -137,11 +137,11 @@ def diagnose(run: Examined) -> Diagnosis:
     filling = _filling(run)
     if filling is not None:
         causes.append(replace(filling, alone_ms=float(_gain_of_filling(asked).mean())))
-    causes, perhaps = ([_by_experts(asked, each) for each in some] for some in (causes, perhaps))
+    causes, perhaps = ([_by_experts(asked, cause) for cause in some] for some in (causes, perhaps))
     of_lengths = fit(asked)
     clocks = run.table.clocks or run.table.schedule.stages == 1
     if of_lengths is not None:
-        causes, perhaps = ([_explained(asked, of_lengths, each) for each in some] for some in (causes, perhaps))
+        causes, perhaps = ([_explained(asked, of_lengths, cause) for cause in some] for some in (causes, perhaps))
     return Diagnosis(
         step_ms=run.step_ms,
         steps=len(run.table.steps),
@@ -167,11 +167,11 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
         return every
     always = np.ones(len(table.steps), dtype=bool)
     # Layers are uneven no matter who waits.
-    others = [each for each in every if each.kind not in (WAIT, "layers")]
-    slow = [each for each in others if _waits(run, each, always) and most_gained(each, run.view) >= least]
+    others = [term for term in every if term.kind not in (WAIT, "layers")]
+    slow = [term for term in others if _waits(run, term, always) and most_gained(term, run.view) >= least]
     if not slow:
         return every
-    parts = [*(each for each in every if each.kind == WAIT), *slow]
+    parts = [*(term for term in every if term.kind == WAIT), *slow]
 
     def gone(view: View) -> View:
         for part in parts:
@@ -182,19 +182,19 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
         WAIT,
         gone,
         ranks=waiting(table, run.step_ms),
-        fitted=any(each.fitted for each in slow),
+        fitted=any(term.fitted for term in slow),
         once=True,
-        always=any(each.fitted or each.kind == "slow_rank" for each in slow),
+        always=any(term.fitted or term.kind == "slow_rank" for term in slow),
     )
-    return [whole, *(each for each in every if not any(each is part for part in parts))]
+    return [whole, *(term for term in every if not any(term is part for part in parts))]
 
 
-def _explained(run: Examined, found: Fit, cause: Cause) -> Cause:
+def _explained(run: Examined, fitted: Fit, cause: Cause) -> Cause:
     """Adds to a cause why microbatches or replicas differ, by their lengths."""
     if cause.kind == "uneven_microbatches":
-        of = of_microbatches(run, found, cause.stage)
+        of = of_microbatches(run, fitted, cause.stage)
     elif cause.kind == "unequal_replicas":
-        of = of_replicas(run, found)
+        of = of_replicas(run, fitted)
     else:
         return cause
     parts = {"explained": of.share, "explained_low": of.low, "explained_high": of.high}
@@ -219,7 +219,7 @@ def _by_experts(run: Examined, cause: Cause) -> Cause:
     return replace(cause, reason="expert_load", price=price, while_ms=while_ms, parts={**cause.parts, **parts})
 
 
-_Found = tuple[Term, Cause]
+_PricedTerm = tuple[Term, Cause]
 
 
 def _needed(run: Examined, hiding: list[Term], last: Term) -> list[Term]:
@@ -227,17 +227,17 @@ def _needed(run: Examined, hiding: list[Term], last: Term) -> list[Term]:
     enough."""
     needed = hiding
     for term in hiding:
-        others = [each for each in needed if each is not term]
+        others = [other for other in needed if other is not term]
         beside = run.mended(*others)
         if beside.price(last, beside.gain(last))[0].low > LEAST * run.step_ms:
             needed = others
     return needed
 
 
-def _told(run: Examined, hiding: list[Term], last: Term, *, sure: bool = True) -> list[Cause]:
+def _causes_together(run: Examined, hiding: list[Term], last: Term, *, sure: bool = True) -> list[Cause]:
     """Returns causes that gain enough only together. If mending one of them alone makes the step longer, its price is
     0, and that loss is subtracted from the price of the last one."""
-    found, debt = [], 0.0
+    causes, debt = [], 0.0
     for term in (*hiding, last):
         gain = run.gain(term)
         price, lost = run.price(term, gain)[0], 0.0
@@ -248,22 +248,22 @@ def _told(run: Examined, hiding: list[Term], last: Term, *, sure: bool = True) -
             debt += min(price.ms, 0.0)
             price = Price(*(max(ms, 0.0) for ms in astuple(price)))
         cause = _cause(run, term, price, gain, sure=sure)
-        found.append(replace(cause, while_ms=cause.while_ms + lost))
+        causes.append(replace(cause, while_ms=cause.while_ms + lost))
         run = run.mended(term)
-    return found
+    return causes
 
 
-def _unsure(told: list[Cause], run: Examined) -> list[Cause]:
+def _unsure(together: list[Cause], run: Examined) -> list[Cause]:
     """Returns causes that gain enough only together, and not for certain."""
-    *_, last = told
+    *_, last = together
     more = more_steps(len(run.table.steps), last.price.ms - last.price.low, last.price.ms - LEAST * run.step_ms)
-    return [replace(each, more_steps=more) for each in told]
+    return [replace(cause, more_steps=more) for cause in together]
 
 
-def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause]]:
+def _dearest(run: Examined, left: list[Term]) -> tuple[_PricedTerm | None, list[Cause]]:
     """Returns the most expensive term that certainly costs enough, and the more expensive ones that only may."""
     doubtful: list[Cause] = []
-    priced = sorted(((float(gain.mean()), gain, term) for term, gain in run.gains(left)), key=lambda each: -each[0])
+    priced = sorted(((float(gain.mean()), gain, term) for term, gain in run.gains(left)), key=lambda entry: -entry[0])
     for mean, gain, term in priced:
         if mean <= 0.0:
             break
@@ -299,11 +299,11 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
     """Returns a term as a cause. ``sure``: False if it is only possible; then it is not said in which steps it is
     present, because a size that differs between steps by chance looks the same."""
     table, kind = run.table, term.kind
-    own = _sizes(term, run.view)
+    sizes = _sizes(term, run.view)
     there, begins = np.ones(len(gain), dtype=bool), None
     if sure and (kind in _LARGE or term.once or term.ranks):
         # Not its gain, which also depends on what else happened in a step.
-        size = _LARGE[kind](own) if kind in _LARGE else _taken_ms(run, term)
+        size = _LARGE[kind](sizes) if kind in _LARGE else _taken_ms(run, term)
         there = active(size)
         begins = began(there)
         if begins:
@@ -314,7 +314,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
     else:
-        parts = {name: float(of_step[there].mean()) for name, of_step in own.items()}
+        parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
         if kind == GARBAGE:
             parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
     since = int(table.steps[begins]) if begins else None
@@ -347,8 +347,8 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
 
 def _sizes(term: Term, view: View) -> dict[str, Floats]:
     """Returns how large a term is in every step, [t] each, by the names of `Cause.parts`."""
-    own = view if term.replica is None else view.of(term.replica)
-    before, after = own.state, term.change(own).state
+    affected = view if term.replica is None else view.of(term.replica)
+    before, after = affected.state, term.change(affected).state
     if term.kind == "slow_link":
         return {
             "transfer_ms": before.link[..., term.stage].mean(axis=1),
@@ -367,9 +367,9 @@ def _sizes(term: Term, view: View) -> dict[str, Floats]:
 
 #: The size of a cause in every step, by its parts.
 _LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
-    **dict.fromkeys(("slow_rank", "unequal_replicas"), lambda own: own["factor"] - 1.0),
-    "slow_link": lambda own: own["transfer_ms"] - own["usual_ms"],
-    "late_entry": lambda own: own["late_ms"],
+    **dict.fromkeys(("slow_rank", "unequal_replicas"), lambda sizes: sizes["factor"] - 1.0),
+    "slow_link": lambda sizes: sizes["transfer_ms"] - sizes["usual_ms"],
+    "late_entry": lambda sizes: sizes["late_ms"],
 }
 
 
@@ -390,15 +390,15 @@ def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dic
     the ranks of the term wait so much longer than the others that it makes up at least half of what the term costs
     them. This comparison leaves out waits inside single passes, which belong to another term. The returned numbers
     include them, so that a report gives the same number for a rank everywhere."""
-    table, own = run.table, run.view if term.replica is None else run.view.of(term.replica)
+    table, affected = run.table, run.view if term.replica is None else run.view.of(term.replica)
     if (term.stage is None and not term.ranks) or term.kind == "uneven_microbatches":
         return {}
     whole, beside = (
-        np.broadcast_to(each.mean(axis=0), table.ranks.shape) for each in (table.waited, table.waited_beside[there])
+        np.broadcast_to(waits.mean(axis=0), table.ranks.shape) for waits in (table.waited, table.waited_beside[there])
     )
     if term.kind == WAIT:
         return {"waited_ms": float(whole.max())}
-    before, after = own.state, term.change(own).state
+    before, after = affected.state, term.change(affected).state
     lost = (before.passes - after.passes)[there].sum(axis=(3, 4, 5)) + (before.entry - after.entry)[there]
     longer = float(lost[..., term.stage].mean(axis=0).max())
     here = np.isin(table.ranks, term.ranks or table.ranks[:, term.stage])
@@ -411,12 +411,12 @@ def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
     content = view.content
     part = content.ends if term.kind == "ends" else content.whole * (1.0 - 1.0 / getattr(content, term.kind))
     part = part[0, term.stage]
-    own = part[term.chunk] if term.chunk is not None else part.sum(axis=0)
-    kind = looks(own, content.whole[0, term.stage].sum(axis=0))
+    excess_ms = part[term.chunk] if term.chunk is not None else part.sum(axis=0)
+    kind = looks(excess_ms, content.whole[0, term.stage].sum(axis=0))
     if kind == BOTH or term.kind == "ends":
         kind = {"ends": "embedding_or_loss", "stage": "unexplained", "chunk": "slow_chunk"}[term.kind]
     names = ("forward_ms", "backward_ms")
-    return kind, {name: float(ms) for name, ms in zip(names, own, strict=False)}
+    return kind, {name: float(ms) for name, ms in zip(names, excess_ms, strict=False)}
 
 
 def _filling(run: Examined) -> Cause | None:
@@ -430,17 +430,17 @@ def _filling(run: Examined) -> Cause | None:
 def _gain_of_filling(run: Examined) -> Floats:
     """Returns how many milliseconds shorter every step would be, with as much work, in a pipeline that has enough
     microbatches, [step]; 0 if this one has."""
-    own = run.table.schedule
-    wanted = -(-FILLED * own.stages // own.chunks)
-    if own.stages == 1 or own.microbatches >= wanted:
+    schedule = run.table.schedule
+    wanted = -(-FILLED * schedule.stages // schedule.chunks)
+    if schedule.stages == 1 or schedule.microbatches >= wanted:
         return np.zeros(len(run.table.steps))
-    if own.name == "interleaved":
-        wanted = -(-wanted // own.group_size) * own.group_size
-    longer = compiled(own._replace(microbatches=wanted), run.replay.rendezvous, run.replay.in_turn)
+    if schedule.name == "interleaved":
+        wanted = -(-wanted // schedule.group_size) * schedule.group_size
+    longer = compiled(schedule._replace(microbatches=wanted), run.replay.rendezvous, run.replay.in_turn)
     state = run.view.state
     passes = np.resize(np.moveaxis(state.passes, -1, 0), (wanted, *state.passes.shape[:-1]))
     many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=state.entry, link=state.link).max(axis=1)
-    gain: Floats = run.view.pipelines_ms(run.replay).max(axis=1) - many * own.microbatches / wanted
+    gain: Floats = run.view.pipelines_ms(run.replay).max(axis=1) - many * schedule.microbatches / wanted
     return gain
 
 

@@ -151,7 +151,7 @@ class TargetStages:
     @property
     def shown(self) -> list[Stage]:
         """Rows of a table: the stages, and slow ranks below their own."""
-        return sorted((*self.stages, *self.slow_ranks), key=lambda each: each.pp)
+        return sorted((*self.stages, *self.slow_ranks), key=lambda stage: stage.pp)
 
     @property
     def step_ms(self) -> float:
@@ -161,15 +161,15 @@ class TargetStages:
 
 def order(stages: TargetStages) -> tuple[int, str, str, str]:
     """Returns the key that sorts targets."""
-    known = _TARGET_ORDER.index(stages.target) if stages.target in _TARGET_ORDER else len(_TARGET_ORDER)
-    return known, stages.target, stages.role or "", str(stages.sizes)
+    place = _TARGET_ORDER.index(stages.target) if stages.target in _TARGET_ORDER else len(_TARGET_ORDER)
+    return place, stages.target, stages.role or "", str(stages.sizes)
 
 
 def without_ranges(modules: Iterable[WithoutRange]) -> Iterator[Note]:
     """Yields notes about modules without a range, one for all modules that share their layers and the reason."""
     layers: dict[tuple[str, str], set[int]] = {}
-    for each in modules:
-        layers.setdefault((each.reason, each.module), set()).update(n for n in each.layers if n is not None)
+    for missing in modules:
+        layers.setdefault((missing.reason, missing.module), set()).update(n for n in missing.layers if n is not None)
     for (why, of), same in grouped(layers, lambda key: (key[0], tuple(sorted(layers[key])))).items():
         yield Note("modules_without_range", names=tuple(module for _, module in same), layers=of, said=why)
 

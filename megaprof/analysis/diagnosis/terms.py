@@ -67,11 +67,11 @@ def _of_content(table: Table, view: View) -> Iterator[Term]:
     for stage, chunk in ((0, 0), (s - 1, c - 1)):
 
         def spread(v: View, stage: int = stage, chunk: int = chunk) -> View:
-            own = v.content.ends[:, stage, chunk]
+            ends_ms = v.content.ends[:, stage, chunk]
             moved = np.zeros_like(v.now)
-            moved[:, stage, chunk] = -own
+            moved[:, stage, chunk] = -ends_ms
             # Embedding and loss must be somewhere.
-            moved += own[:, None, None, :] / (s * c)
+            moved += ends_ms[:, None, None, :] / (s * c)
             return v.holding(v.now + moved * v.slow)
 
         yield Term("ends", spread, stage=stage, chunk=chunk, fitted=True)
