@@ -179,7 +179,7 @@ class Listener:
         if self.closed:
             return
         self._ends()
-        background, said = self._background, threading.Event()
+        background, done = self._background, threading.Event()
         if background is None:
             self._say_goodbye()
             return
@@ -189,12 +189,12 @@ class Listener:
                 self._say_goodbye()
             finally:
                 background.remove(goodbye)
-                said.set()
+                done.set()
 
         # On the background thread: a file system that does not answer must not hold up the end of the job.
         background.add(goodbye, 0.0)
         background.remove(self.look)
-        said.wait(_END_SECONDS)
+        done.wait(_END_SECONDS)
 
     def _ends(self) -> None:
         self.closed = True

@@ -19,9 +19,9 @@ from megaprof.recorders.timeline.progress import ChangeClock, Key
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
-#: Looks at a counter of calls that the time between two calls is the average of.
+#: How many looks at a counter of calls the average time between two calls is taken over.
 _LOOKS = 32
-#: Characters of a fault's message that a status has.
+#: The most characters of a fault's message in a status.
 _LONGEST_WHY = 300
 
 
@@ -47,7 +47,7 @@ class Reporter:
     def seconds(self, key: Key) -> float | None:
         """Returns the seconds from one call of a target and role to the next, lately; None before there were two."""
         timeline = self._session.timeline
-        # Looks are too coarse for a few steps; a timeline knows the same steps that it says the length of.
+        # Looks are too coarse for a few steps, and the timeline's figure is about the same steps as their length.
         if timeline is not None and key in timeline.tally:
             return timeline.tally.seconds(key)
         looks = self._seen.get(key)
@@ -63,8 +63,8 @@ class Reporter:
         recent = None if timeline is None else timeline.tally.recent(*key)
         if recent is not None:
             return recent.step_ms
-        between = self.seconds(key)
-        return None if between is None else 1e3 * between
+        seconds = self.seconds(key)
+        return None if seconds is None else 1e3 * seconds
 
     def describe(self, run: str | None, capture: CaptureState | None, *, ended: bool = False) -> RankStatus:
         """Returns the rank's status now, in the run called `run`."""

@@ -56,7 +56,7 @@ class Reading:
         self._written: deque[Written] = deque(maxlen=_STEPS)
         self._groups: dict[str, GroupConfig] = {}
         self._described: dict[int, set[str]] = defaultdict(set)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._off = False
 
     def wrote(self, step: Written) -> None:
@@ -74,10 +74,10 @@ class Reading:
             entries = flight.calls()
         except flight.NoFlightRecorder as missing:
             self._off = True
-            self._tell(str(missing))
+            self._warn(str(missing))
             return []
         if not entries:
-            self._tell(f"torch keeps no collectives: set {flight.SIZE}={flight.USUAL} before the first process group")
+            self._warn(f"torch keeps no collectives: set {flight.SIZE}={flight.USUAL} before the first process group")
         facts = list(self._facts(entries))
         self.took = time.thread_time() - began
         self._plan(oldest, newest)
@@ -111,7 +111,7 @@ class Reading:
                 yield from self._described_in(step.place, groups)
                 yield step.place, format.COLLECTIVES, pack_arrivals(groups)
         if self._written and not whole and since:
-            self._tell(
+            self._warn(
                 f"torch keeps fewer collectives than a step has: set {flight.SIZE} to more than {len(entries)} before "
                 "the first process group"
             )
@@ -133,7 +133,7 @@ class Reading:
             elif all(entry.duration_ms is not None for entry in members):
                 values = np.array([1e3 * (entry.duration_ms or 0.0) for entry in members]).astype(np.int64)
             else:
-                self._tell(f"torch does not time them: set {flight.TIMING}=1 before the first process group")
+                self._warn(f"torch does not time them: set {flight.TIMING}=1 before the first process group")
                 continue
             numbers, first = np.unique(numbers, return_index=True)
             yield Arrivals(name, not host, 0, numbers, values[first])
@@ -144,7 +144,7 @@ class Reading:
             self._described[place.file] |= new
             yield place, format.GROUPS, pack_groups({name: self._groups[name] for name in sorted(new)})
 
-    def _tell(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
+    def _warn(self, why: str) -> None:
+        if why not in self._logged:
+            self._logged.add(why)
             logger.warning("megaprof: the timeline does not say who comes last to collectives: %s", why)

@@ -96,8 +96,10 @@ class TimelineFiles:
     def add(self, facts: Sequence[tuple[Place, int, bytes]]) -> None:
         """Writes facts next to steps that are already written: the step's place, which fact it is, and its bytes.
         Leaves out facts on steps of an earlier file. Writes none if they do not fit into the file."""
-        said = [format.fact_record(place.row, what, payload) for place, what, payload in facts if self._is_open(place)]
-        data = b"".join(said)
+        records = [
+            format.fact_record(place.row, what, payload) for place, what, payload in facts if self._is_open(place)
+        ]
+        data = b"".join(records)
         if data and self._size + len(data) <= self._largest:
             try:
                 self._write(data)
@@ -142,12 +144,12 @@ class TimelineFiles:
                     shape = self._shapes[events] = len(self._shapes)
                     records += format.shape_record(events)
             records += format.step_record(number, shape, begun, spent, times)
-            said = self._said(description, self._steps + count, facts)
-            if size and size + len(records) + len(said) > self._largest:
+            fact_records = self._fact_records(description, self._steps + count, facts)
+            if size and size + len(records) + len(fact_records) > self._largest:
                 break
             data.append(records)
-            beside.append(said)
-            size += len(records) + len(said)
+            beside.append(fact_records)
+            size += len(records) + len(fact_records)
             count += 1
         if count:
             self._write(b"".join((*beside, *data)))
@@ -156,17 +158,17 @@ class TimelineFiles:
             self._end_file()
         return count
 
-    def _said(self, description: Description, row: int, facts: Facts) -> bytes:
+    def _fact_records(self, description: Description, row: int, facts: Facts) -> bytes:
         """Returns the records of the facts on a step. Some facts hold until the next one of their kind. They are left
         out while they do not change: most jobs write them only once."""
-        said = []
+        records = []
         for what, payload in facts:
             if what in format.HOLDING:
                 if self._holding.get((what, description), b"") == payload:
                     continue
                 self._holding[what, description] = payload
-            said.append(format.fact_record(row, what, payload))
-        return b"".join(said)
+            records.append(format.fact_record(row, what, payload))
+        return b"".join(records)
 
     def _begin_file(self, step: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND

@@ -81,7 +81,7 @@ class TimelineRecorder:
         self._device: DeviceClock | None = None
         self._memory: Callable[[], format.Memory] | None = None
         self._without: str | None = None  # why times are the host's although a GPU is in use
-        self._told_clock = False
+        self._warned_of_clock = False
         self._waiting: deque[RecordedStep] = deque()
         self._writing = threading.Lock()
         self._calls: dict[Key, Calls] = {}
@@ -96,7 +96,7 @@ class TimelineRecorder:
         self.tally = Tally()
         """The times of the last steps."""
         self._watch = ChangeClock()
-        self._told = 0, 0
+        self._logged_losses = 0, 0
         self.steps_dropped = 0
         """The number of steps that waited too long, because nothing could be written or the GPU was behind."""
         background.add(self.drain, 1.0, woken=True)
@@ -171,8 +171,8 @@ class TimelineRecorder:
             finally:
                 self._writing.release()
         missing = self.steps_dropped + len(self._waiting), self._files.steps_lost
-        if missing != self._told:
-            self._told = missing
+        if missing != self._logged_losses:
+            self._logged_losses = missing
             logger.warning(
                 "megaprof: the timeline of rank %d lacks %d steps: %d waited too long, and %d could not be written",
                 self._coords.rank,
@@ -341,8 +341,8 @@ class TimelineRecorder:
             reason = f"the model is on {device}, which torch.cuda does not use here"
         if reason is None:
             return {"clock": "host"}
-        if not self._told_clock:
-            self._told_clock = True
+        if not self._warned_of_clock:
+            self._warned_of_clock = True
             logger.warning(
                 "megaprof: the timeline of rank %d is on the host's clock, which says when work was given to the GPU "
                 "and not when it ran: %s",
