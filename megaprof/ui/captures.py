@@ -48,9 +48,10 @@ class Brief:
     verdict: str
     """The verdict, in a few words."""
     step_ms: float | None
-    """Milliseconds of a step; None if unknown."""
-    imbalance: float | None
-    """The slowest stage's compute divided by the average stage's; None if unknown."""
+    """Milliseconds of an average step that the verdict is about; None if unknown."""
+    imbalance: str | None
+    """The slowest stage's compute divided by the average stage's, with its steps if the verdict is about other ones;
+    None if unknown."""
     stages: int
     """Pipeline stages."""
     ranks: int
@@ -97,13 +98,12 @@ def _begin(most_bytes: int | None) -> None:
 def _brief(target: TargetReport, standstill: Standstill | None) -> Brief:
     verdict = target.in_brief(standstill)
     stood_still = of_standstills(target.fleet.standstills if target.fleet is not None else ())
-    step = target.measured.step_time_ms
     return Brief(
         words.title(*target.key),
         verdict.severity,
         verdict.text,
-        step.mean if step else None,
-        target.measured.imbalance,
+        target.judged_step_ms,
+        target.shown_imbalance,
         target.measured.sizes.pp,
         target.measured.sizes.world,
         tuple(finding.text for finding in stood_still),

@@ -142,6 +142,17 @@ class TargetReport(TargetStages):
         other = not isclose(self.diagnosis.step_ms, self.step_ms)
         return causes.basis(self.diagnosis, captured=self.captured) if other else None
 
+    @property
+    def judged_step_ms(self) -> float | None:
+        """Returns the average milliseconds of the steps that the verdict is about; without a verdict, of the steps in
+        the tables. None if no step has a length."""
+        return (self.step_ms or None) if self.diagnosis is None else self.diagnosis.step_ms
+
+    @property
+    def shown_imbalance(self) -> str | None:
+        """Returns the imbalance, with its steps if the verdict is about other ones; None if it is not known."""
+        return sentences.imbalance(self.measured, other_steps=self.basis is not None and not self.captured)
+
     def in_brief(self, standstill: Standstill | None = None, surely_in: Diagnosis | None = None) -> sentences.Finding:
         """Returns the verdict in a few words. ``standstill``: the step in which the job stands still or was
         killed; ``surely_in``: the diagnosis that is shown next to this one."""

@@ -111,13 +111,13 @@ def _show_overview(report: Report, console: Console) -> None:
     number_columns(made, "imbalance", "step time, ms")
     for target in report.targets:
         name, role = target.key
-        verdict, imbalance = target.in_brief(), target.measured.imbalance
+        verdict = target.in_brief()
         made.add_row(
             text(name),
             text(role or ""),
             text(verdict.text, STYLES[verdict.severity]),
-            ABSENT if imbalance is None else f"{imbalance:.2f}",
-            mean(target.measured.step_time_ms),
+            target.shown_imbalance or ABSENT,
+            number(target.judged_step_ms),
         )
     heading(console, counted(len(report.targets), "target"))
     console.print(made)
@@ -127,6 +127,8 @@ def _show_verdict(target: TargetReport, console: Console) -> None:
     measured, predictions = target.measured, target.what_if
     if measured.imbalance is not None:
         console.print(text(f"imbalance {measured.imbalance:.2f} (slowest stage / average stage, compute only)"))
+    if target.basis is not None:
+        console.print(text(target.basis))
     first, *others = target.findings
     show_finding(console, first)
     for finding in others:
@@ -185,8 +187,6 @@ def _summary(target: TargetReport) -> list[str]:
     if measured.step_time_ms:
         basis = f", {sentences.basis(measured)}" if measured.sizes.pp > 1 else ""
         lines.append(f"step time {with_spread(measured.step_time_ms)} ms{basis}")
-    if target.basis is not None:
-        lines.append(target.basis)
     return lines
 
 

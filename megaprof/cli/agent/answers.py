@@ -11,7 +11,7 @@ import msgspec
 
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text import sentences
-from megaprof.analysis.report.text.words import mean, title
+from megaprof.analysis.report.text.words import milliseconds, title
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
@@ -91,9 +91,14 @@ def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **option
 def _in_brief(target: TargetReport) -> str:
     """Returns a line about a target, with the content of its row in the table that begins a report on many targets."""
     brief = target.in_brief().text
-    imbalance = "" if target.imbalance is None else f"; imbalance {target.imbalance:.2f}"
-    step = target.step_time_ms
-    return f"{title(*target.key)}: {brief}{imbalance}" + (f"; a step takes {mean(step)} ms" if step else "")
+    imbalance, step_ms = target.shown_imbalance, target.judged_step_ms
+    return "; ".join(
+        (
+            f"{title(*target.key)}: {brief}",
+            *([] if imbalance is None else [f"imbalance {imbalance}"]),
+            *([] if step_ms is None else [f"a step takes {milliseconds(step_ms)}"]),
+        )
+    )
 
 
 def _report(directory: str, run: int | None) -> Report:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from megaprof.analysis.report.document import Document
+from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.text.words import milliseconds
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
@@ -31,3 +34,19 @@ def test_the_json_follows_its_schema_and_gives_back_the_report(tmp_path: Path) -
         check("report", report.to_json())
         read = Document.from_json(report.json())
         assert (read.targets, read.warnings, read.source) == (report.targets, report.warnings, str(directory))
+
+
+def test_a_step_in_brief_is_the_one_that_causes_are_priced_in(tmp_path: Path) -> None:
+    """In a job that runs on, the tables show the captured steps, and the causes are from steps of the whole run."""
+    pipeline(tmp_path, [6, 2])
+    report = analyze(tmp_path)
+    (captured,) = report.targets
+    assert captured.diagnosis is not None
+    assert (captured.judged_step_ms, captured.shown_imbalance) == (captured.step_ms, "1.50")
+    run = replace(captured.diagnosis, step_ms=2 * captured.step_ms, steps=48)
+    later = replace(captured, diagnosis=run, captured=False)
+    assert later.judged_step_ms == run.step_ms
+    assert later.shown_imbalance == "1.50 in step 5"
+    assert milliseconds(run.step_ms) in page(replace(report, targets=(later,)), {})
+    assert replace(later, captured=True).shown_imbalance == "1.50"
+    assert replace(later, diagnosis=None).judged_step_ms == captured.step_ms

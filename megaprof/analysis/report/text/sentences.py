@@ -45,6 +45,13 @@ def basis(measured: TargetStages) -> str:
     return BASES[measured.step_time_basis] + (", of those that were captured" if missing else "")
 
 
+def imbalance(measured: TargetStages, *, other_steps: bool) -> str | None:
+    """Returns the imbalance, with its steps if what stands beside it is about other ones; None if it is not known."""
+    if measured.imbalance is None:
+        return None
+    return f"{measured.imbalance:.2f}" + (f" in {steps(measured.steps)}" if other_steps else "")
+
+
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
 
