@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -513,8 +514,10 @@ def test_watch_writes_every_look_into_a_pipe_at_once(job: Job) -> None:
     ) as watching:
         assert watching.stdout is not None
         headings = 0
-        while headings < 2:  # the second look comes while the command still runs
-            headings += "imbalance" in watching.stdout.readline() and watching.poll() is None
+        for line in itertools.islice(watching.stdout, 200):
+            headings += "imbalance" in line and watching.poll() is None
+            if headings == 2:  # the second look comes while the command still runs
+                break
         watching.send_signal(signal.SIGINT)
         _, said = watching.communicate(timeout=30)
-    assert (watching.returncode, said) == (0, "\n")
+    assert (headings, watching.returncode, said) == (2, 0, "\n")
