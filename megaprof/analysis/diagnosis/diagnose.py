@@ -17,7 +17,7 @@ from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
 
-#: The reason of ``processor_wait`` if a rank waits in every pass.
+#: The reason of ``processor_wait`` if waiting is what makes a rank or a stage slow.
 ALWAYS = "always"
 
 
@@ -72,8 +72,8 @@ class Cause:
     reason: str | None = None
     """Why microbatches or replicas differ: ``data`` (the lengths of their sequences) or ``machine`` (not explained by
     these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts) or ``machine``. For
-    ``processor_wait``: ``always`` if a rank waits in every pass, so that no file shows how long its passes take
-    otherwise. For ``layers``: ``processor_wait`` if their stage also waits longer for a processor core
+    ``processor_wait``: ``always`` if waiting is what makes a rank or a stage slow, so that it is not certain how long
+    its passes take otherwise. For ``layers``: ``processor_wait`` if their stage also waits longer for a processor core
     than the others. None if not known."""
 
 

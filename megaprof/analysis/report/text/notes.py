@@ -329,9 +329,9 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     # what is not predicted
     "not_replayed": lambda n: f"not replayed: {_why(n)}",
     "waits_for_rank": lambda n: (
-        f"no change is predicted, because {ranks(n.ranks) if n.ranks else stages(n.stages)} "
-        f"{'waits' if len(n.ranks or n.stages) == 1 else 'wait'} for a processor core in every pass, and a change "
-        f"would change who waits{'' if n.why is None else f' ({_shared(n.why)})'}"
+        "no change is predicted: it is not certain how long the passes of "
+        f"{ranks(n.ranks) if n.ranks else stages(n.stages)} take without waiting for a processor core, "
+        f"and a change would change who waits{'' if n.why is None else f' ({_shared(n.why)})'}"
     ),
     "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
     "nothing_to_change": (
