@@ -165,6 +165,7 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
     least, table = LEAST * run.step_ms, run.table
     if not table.waited.any():
         return every
+    every = [replace(term, doubt=max(term.doubt, _maybe_waiting(run, term))) for term in every]
     always = np.ones(len(table.steps), dtype=bool)
     # Layers are uneven no matter who waits.
     others = [term for term in every if term.kind not in (WAIT, "layers")]
@@ -187,6 +188,16 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
         always=any(term.fitted or term.kind == "slow_rank" for term in slow),
     )
     return [whole, *(term for term in every if not any(term is part for part in parts))]
+
+
+def _maybe_waiting(run: Examined, term: Term) -> float:
+    """Returns the fraction of a term that waiting for a processor core may explain: all waits of its stages that were
+    attributed to no pass. 0 for terms that do not compare stages or links with each other."""
+    if term.kind not in ("ends", "stage", "chunk", "slow_link") and term.group != "pp":
+        return 0.0
+    stages = term.link or (slice(None) if term.stage is None else term.stage)
+    waits = run.table.waited_beside.mean(axis=(0, 1)).max(axis=-1)[stages,]
+    return min(1.0, float(waits.sum()) / max(most_gained(term, run.view), 1e-9))
 
 
 def _explained(run: Examined, fitted: Fit, cause: Cause) -> Cause:
@@ -271,7 +282,7 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[_PricedTerm | None, list[
         if price.low > LEAST * run.step_ms:
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
-            more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt_ms)
+            more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt * mean)
             doubtful.append(_cause(run, term, price, gain, more, sure=False))
     return None, doubtful
 

@@ -33,8 +33,8 @@ class Term:
     """True if it appears once per step and not in every microbatch."""
     always: bool = False
     """True if it makes every pass of a rank longer, and not only some."""
-    doubt_ms: float = 0.0
-    """Milliseconds of it that may have another cause."""
+    doubt: float = 0.0
+    """Fraction of it that may have another cause, from 0 to 1."""
 
 
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:
@@ -212,14 +212,14 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             lambda v: v.waiting(tail=np.zeros_like(v.state.tail)),
             group="dp",
             once=True,
-            doubt_ms=float(view.state.tail.mean()) if table.waits_unseen else 0.0,
+            doubt=1.0 if table.waits_unseen else 0.0,
         )
     yield Term(
         "data_wait",
         lambda v: v.less(v.waited(), first=np.zeros_like(v.first)),
         stage=0,
         once=True,
-        doubt_ms=float(view.opened.max(axis=1).mean()),
+        doubt=min(1.0, float(view.opened.max(axis=1).mean()) / max(float(view.first.max(axis=1).mean()), 1e-9)),
     )
     for kind in view.held:
         ranks = waiting(table, step_ms) if kind == WAIT else ()

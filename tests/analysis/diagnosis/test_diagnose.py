@@ -186,6 +186,29 @@ def test_what_ranks_wait_for_a_core_is_one_cause(recording, tmp_path):
     assert 0.5 * lost < cause.price.ms < cause.price.ms + found.rest_ms < 1.1 * lost
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "fault"),
+    [
+        (HEALTHY, Fault("slow_stage", 1.2, stage=2)),
+        (TWICE, Fault("slow_chunk", 1.6, stage=1, chunk=1)),
+        (HEALTHY, Fault("embedding_or_loss", 5.0, stage=3)),
+        (HEALTHY, Fault("slow_link", 6.0, stage=1)),
+    ],
+)
+def test_what_waits_for_a_core_may_explain_of_a_stage_or_a_link_is_not_certain(pipeline, fault, tmp_path):
+    """All ranks wait in every pass, so nobody knows which passes took how long because of that."""
+    found = []
+    for factor in (1.005, 1.5):
+        waits = tuple(Fault("processor_wait", factor, stage=stage, replica=0) for stage in range(pipeline.stages))
+        busy = replace(pipeline, counted=True, faults=(fault, *waits))
+        found.append(diagnosis_of(busy, tmp_path / str(factor)))
+    quiet, busy = found
+    (cause,) = (each for each in quiet.causes if each.kind != WAIT)
+    (maybe,) = (each for each in busy.perhaps if place(each) == place(cause))
+    assert maybe.price.low <= 0.0 < LEAST * busy.step_ms < maybe.price.ms
+    assert place(cause) not in [place(each) for each in busy.causes]
+
+
 def test_waits_of_ranks_that_are_not_named_are_not_in_the_price(tmp_path):
     pipeline = replace(REPLICAS, recording="cpu trace", load=0.3, burst_ms=60.0, steps=12, counted=True)
     run = examine(table_of(pipeline, tmp_path))
