@@ -71,9 +71,10 @@ class View:
 
     @cached_property
     def standstill(self) -> Standstill | None:
-        """The standstill of the job, as its statuses show it: now, or when it was killed in the middle of a step. None
-        if it runs, or if it ended normally; its timelines show where it had stood still before."""
-        if self.job.run.ended is not None:
+        """The standstill of the job, as its statuses show it: now, or when it, or some of its ranks, were killed in the
+        middle of a step. None if it runs, or if it ended normally; its timelines show where it had stood still before.
+        """
+        if self.job.run.ended is not None and not any(culprit.silent for culprit in self.blame.culprits):
             return None
         if self.silence is None:
             return _standstill(self.statuses, self.blame, "lasts") if self.blame.still else None
@@ -85,7 +86,7 @@ class View:
         if self.silence is None:
             return self.blame
         last = max((status.time for status in self._unended.values()), default=0.0)
-        return find_culprits(self.job.run, self._unended, last, afterwards=True)
+        return find_culprits(self.job.run, self.statuses, last, afterwards=True)
 
     @property
     def _unended(self) -> dict[int, RankStatus]:
@@ -116,7 +117,7 @@ def last_stand(directory: Path) -> Standstill | None:
         job = find_job(directory)
     except NoJob:
         return None
-    return None if job.run.ended is not None else look_at(job, patient=False).standstill
+    return look_at(job, patient=False).standstill
 
 
 def _standstill(

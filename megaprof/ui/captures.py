@@ -77,7 +77,7 @@ class Capture:
 def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Capture:
     """Reads a directory; this runs in a separate process. Raises Unreadable."""
     try:
-        report = replace(analyze(path), standstill=standstill)
+        report = analyze(path).with_standstill(standstill)
     except (Unanswerable, Unreachable) as fault:
         raise Unreadable(str(fault)) from None
     except (OSError, MemoryError) as fault:

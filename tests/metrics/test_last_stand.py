@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from msgspec.structs import replace
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.cli import UNWELL, main
 from megaprof.formats.job.run import RunRecord
-from megaprof.formats.job.standstill import Standing
+from megaprof.formats.job.standstill import Standing, Standstill, completed
 from megaprof.metrics.look import last_stand
 from tests.cli.running import check
 from tests.control import places
@@ -22,13 +24,19 @@ from tests.control.test_blame import job, record
 NOBODY = 1 << 30
 
 
-def write(directory: Path, run: RunRecord, phases: dict[int, tuple[str | None, int | None]], ago: float) -> None:
+def write(
+    directory: Path,
+    run: RunRecord,
+    phases: Mapping[int, tuple[str | None, int | None]],
+    ago: float,
+    ended: Collection[int] = (),
+) -> None:
     paths = places.Paths.of(directory, None, run.world)
     places.write(paths.run, run)
     now = time.time()
     for rank, (phase, microbatch) in phases.items():
         written = record(run, rank, phase, microbatch, since=now - ago, time=now)
-        places.write(paths.status(rank), written | {"host": run.host, "pid": run.pid})
+        places.write(paths.status(rank), written | {"host": run.host, "pid": run.pid, "ended": rank in ended})
 
 
 HANGS = {0: ("recv_backward", None), 1: ("forward", 3)}
@@ -74,9 +82,24 @@ def test_a_job_that_was_killed_while_it_ran(tmp_path: Path) -> None:
     assert (found.step, found.outcome, found.seconds, found.waited_for) == (7, "unfinished", 0.0, ())
 
 
+def test_the_rank_that_was_waited_for_is_killed_and_the_others_end_with_an_exception(tmp_path: Path) -> None:
+    """Its timeline lacks the step, but its status file says where it stood. The report says so once."""
+    ended = replace(job(pp=2), pid=NOBODY, ended=time.time())
+    write(tmp_path, ended, {0: (None, None), 1: HANGS[1]}, ago=40, ended=[0])
+    last = last_stand(tmp_path)
+    assert last is not None
+    assert (last.step, last.outcome) == (7, "unfinished")
+    assert last.waited_for == (Standing(1, 1, "forward", 3, 0),)
+    of_timelines = Standstill(7, 41.0, (), 1, "unfinished")
+    assert completed([of_timelines], last) == (dataclasses.replace(of_timelines, waited_for=last.waited_for),)
+    assert completed([of_timelines], None) == (of_timelines,)
+    over = Standstill(7, 41.0, (), 1, "went_on")
+    assert completed([over], last) == (over,)
+
+
 def test_jobs_that_run_or_ended_or_were_killed_between_two_steps(tmp_path: Path) -> None:
     write(tmp_path / "runs", job(pp=2), HANGS, ago=0.1)
-    write(tmp_path / "ended", replace(job(pp=2), pid=NOBODY, ended=time.time()), HANGS, ago=40)
+    write(tmp_path / "ended", replace(job(pp=2), pid=NOBODY, ended=time.time()), HANGS, ago=40, ended=[0, 1])
     write(tmp_path / "between", replace(job(pp=2), pid=NOBODY), {0: (None, None), 1: (None, None)}, ago=0.1)
     for name in ("runs", "ended", "between", "nothing"):
         assert last_stand(tmp_path / name) is None, name

@@ -27,7 +27,7 @@ from megaprof.analysis.report.text import what_if as text
 from megaprof.analysis.report.text.notes import said, told
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.job.standstill import Standstill
+from megaprof.formats.job.standstill import Standstill, completed
 from megaprof.formats.phrases import of_several
 from megaprof.version import __version__
 
@@ -177,7 +177,7 @@ class Document:
     """Warnings about single files."""
     standstill: Standstill | None = None
     """The step in which the job stands still, or stood when it was killed, from its status files; None if it runs, if
-    it ended normally, or if there are no status files."""
+    it ended normally, if its timelines show the step in which it ended, or if there are no status files."""
     foreign: Foreign | None = None
     """Facts from recordings without megaprof's ranges; None if there are ranges."""
 
@@ -212,6 +212,20 @@ class Report(Document):
     """Functions that draw the last step of each target, by target and role."""
     by_hand: tuple[Changeable | None, ...] = ()
     """One entry per target that predicts changes a person chooses; None if the target's ``what_if`` says why not."""
+
+    def with_standstill(self, last: Standstill | None) -> Report:
+        """Returns the report with the standstill that the status files of its run show.
+
+        Where timelines show the step in which the job ended, only the ranks that were waited for in it are added.
+        """
+        targets, shown = [], False
+        for target in self.targets:
+            if target.fleet is not None:
+                fleet = replace(target.fleet, standstills=completed(target.fleet.standstills, last))
+                target = replace(target, fleet=fleet, ends=sentences.ends(fleet))
+                shown |= any(stood.outcome == "unfinished" for stood in fleet.standstills)
+            targets.append(target)
+        return replace(self, targets=tuple(targets), standstill=None if shown else last)
 
     def steps(self) -> dict[tuple[str, str | None], StepTimeline]:
         """Returns the last step of each target for pages, by target and role. Steps without rows are left out."""

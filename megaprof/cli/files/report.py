@@ -9,7 +9,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,7 +180,7 @@ def analyzed(
         raise UsageError(f"--run {fault}") from None
     # The status files belong to the newest run. They are next to its files, on a file system of this machine.
     local = number is None and isinstance(directory, Path) and directory.is_dir()
-    return replace(report, standstill=last_stand(directory)) if local else report
+    return report.with_standstill(last_stand(directory)) if local else report
 
 
 def _json(report: Report) -> str:

@@ -21,7 +21,7 @@ from megaprof.analysis.report.text.sentences import of_standstills
 from megaprof.analysis.report.text.words import ABSENT, number, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.job import NoJob, RunningJob, find_job
-from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill
+from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill, completed
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
 from megaprof.metrics.figures import SlowRanks, Summary, longest_stage, summarise
@@ -220,7 +220,8 @@ def standstills(view: View) -> tuple[Standstill, ...]:
     """Returns the steps in which a job stands still or stood still, as the report names them: from the statuses of its
     ranks, or after it ended from its timelines."""
     if view.state == "ended":
-        return stood_still_in(view.job.directory, view.job.run.role, os.cpu_count() or 1)
+        stood = stood_still_in(view.job.directory, view.job.run.role, os.cpu_count() or 1)
+        return completed(stood, view.standstill)
     return () if view.standstill is None else (view.standstill,)
 
 

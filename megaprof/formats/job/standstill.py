@@ -7,7 +7,8 @@ counts for no time, neither in a report nor in the recent times of a rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 #: A rank stands still when it has not moved for this many seconds, and for this many times the length of its steps.
@@ -52,3 +53,17 @@ class Standstill:
     outcome: Literal["went_on", "last", "unfinished", "lasts"]
     """``went_on``: other steps followed. ``last``: the step ended, and none followed. ``unfinished``: the job ended in
     the middle of it. ``lasts``: the job is still there."""
+
+
+def completed(standstills: Iterable[Standstill], last: Standstill | None) -> tuple[Standstill, ...]:
+    """Returns `standstills` of a job's timelines with the ranks that were waited for in the step in which it ended.
+
+    A rank that is killed does not write its last step. But its status file says where it stood, and `last` is the
+    standstill by the status files.
+    """
+    return tuple(
+        replace(stood, waited_for=last.waited_for)
+        if last is not None and not stood.waited_for and (stood.step, stood.outcome) == (last.step, "unfinished")
+        else stood
+        for stood in standstills
+    )

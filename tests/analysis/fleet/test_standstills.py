@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.text.causes import in_brief
+from megaprof.formats.job.standstill import Standing, Standstill
 from megaprof.formats.timeline import FAILED
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -55,6 +58,22 @@ def test_its_step_counts_for_no_time(tmp_path: Path) -> None:
     assert target.measured.step_time_ms.mean < 1000
 
 
+def test_the_report_adds_whom_status_files_name_and_says_it_once(tmp_path: Path) -> None:
+    """A rank that was killed in its step has no such step in its timeline."""
+    fleet_of(tmp_path, steps=12)
+    report = analyze(tmp_path)
+    (target,) = report.targets
+    assert target.fleet is not None
+    last = Standstill(11, 58.0, (Standing(3, 1, "forward", 2, 0),), 0, "unfinished")
+    assert report.with_standstill(last).standstill == last, "no timeline has the step"
+    unnamed = Standstill(11, 59.0, (), 3, "unfinished")
+    report = replace(report, targets=(replace(target, fleet=replace(target.fleet, standstills=(unnamed,))),))
+    report = report.with_standstill(last)
+    (told,) = (finding.text for finding in report.targets[0].ends)
+    assert "stood still for 59 s: rank 3 (stage 1) stood in forward of microbatch 2; 3 ranks waited for it." in told
+    assert report.standstill is None
+
+
 def test_slow_steps_are_no_standstill(tmp_path: Path) -> None:
     """A step of a checkpoint or of a first compilation, and a run that is slow as a whole."""
     first, single = Slow(from_step=0, until_step=0, factor=HANG), Slow(rank=1, from_step=9, until_step=9, factor=30)
@@ -78,3 +97,5 @@ def test_a_step_that_an_exception_ended_is_told_where_it_is_the_last(tmp_path: P
     rank_steps = standstills.stood_or_failed(calls, _compute(calls), steady, coords)
     found = standstills.standstills(rank_steps, 9, lambda rank, step: None)
     assert [(each.step, each.outcome, each.seconds, each.waited_for) for each in found] == [(9, "unfinished", 0.0, ())]
+    (fleet,) = survey(read_fleet(find_timelines(tmp_path)))
+    assert in_brief(None, replace(fleet, standstills=found)).text == "ended in the middle of step 9"

@@ -89,7 +89,10 @@ def in_brief(
     if standstill is not None:
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
         return Finding("in_brief", "slow", f"{text} step {standstill.step}")
-    certain = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
+    stood = () if fleet is None else fleet.standstills
+    still = sorted(standstill.step for standstill in stood if standstill.seconds)
+    certain = [f"stood still in {steps(still)}"] if still else []
+    certain += [f"ended in the middle of step {standstill.step}" for standstill in stood if not standstill.seconds]
     # In milliseconds, not percent: the step time beside it includes the time that megaprof itself took; prices do not.
     if diagnosis is not None:
         certain += [_with_amount(cause, diagnosis) for cause in diagnosis.causes]
