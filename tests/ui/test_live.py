@@ -147,6 +147,8 @@ def test_the_page_says_where_a_job_stood_still_that_is_gone(job: Job, tmp_path: 
     write_timelines(job.directory, job.layout, steps=6, slow=[hung], chunk_layers=[4, 4])
     job.run = replace(job.run, ended=time.time())
     job.write_run()
+    for rank in (0, 1):
+        job.status(rank, pid=process.pid, position=None, ended=True)
     with browsing(tmp_path) as client:
         shown = page(client, f"/live/{address(tmp_path, 'job')}")
         (inserted,) = [div["data-brief"] for div in shown.all("div") if "data-brief" in div]

@@ -132,15 +132,14 @@ def report_directory(
         show(report, Console(highlight=False))
     if fault is not None:
         raise fault
+    if html_file is not None and not as_json:
+        print(f"To see it in your browser: {shlex.join(['megaprof', 'ui', str(directory)])}")
     if json_file is not None:
         print(f"Report as JSON: {json_file}")
     if html_file is not None and not as_json:
         print(f"Report as one HTML file: {html_file}")
-        open_command = shlex.join(["python3", "-m", "webbrowser", html_file.absolute().as_uri()])
-        ui_command = shlex.join(["megaprof", "ui", str(directory)])
-        print(f"To open it: {open_command if browser.is_here() else ui_command}")
         if not browser.is_here():
-            print(f"Or copy it to your own machine: {browser.fetching(html_file)}")
+            print(f"To copy it to your own machine: {browser.fetching(html_file)}")
     return report
 
 

@@ -157,7 +157,8 @@ def test_the_page_is_opened_where_a_browser_is(tmp_path: Path) -> None:
         time.sleep(0.05)  # the command does not wait for a browser to end
     page = Path(unquote(note.read_text().removeprefix("file://")))
     assert "Stage 0 holds 6 layers" in page.read_text()
-    assert f"To open it: python3 -m webbrowser file://{page}" in run.stdout
+    assert f"Report as one HTML file: {page}\n" in run.stdout
+    assert "scp " not in run.stdout
     page.unlink()
     page.parent.rmdir()
 
@@ -172,7 +173,7 @@ def test_without_a_browser_the_scp_line_is_said_and_json_stays_json(tmp_path: Pa
     assert "scp " in run.stderr
     run = megaprof("report", tmp_path / "traces", "--html", page, **NONE)
     assert (run.returncode, run.stderr) == (0, "")
-    assert f"To open it: megaprof ui {tmp_path / 'traces'}\n" in run.stdout
+    assert f"To see it in your browser: megaprof ui {tmp_path / 'traces'}\n" in run.stdout
     assert run.stdout.count(browser.fetching(page)) == 1
     scratch = tmp_path / "scratch"
     scratch.mkdir()

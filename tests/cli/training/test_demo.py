@@ -73,8 +73,12 @@ def test_a_demo_captures_and_reports_what_it_was_told_to_build(
     assert str(out) in stdout.replace("\n", "")
     assert len(list(out.glob("*.pt.trace.json.gz"))) == 4
     assert "<title>megaprof: " in (out / "report.html").read_text()
-    assert f"Report as one HTML file: {out / 'report.html'}" in stdout.replace("\n", "")
-    assert "To open it: " in stdout
+    hints = stdout.rpartition("To see it in your browser: ")[2].splitlines()
+    assert hints[:3] == [
+        f"megaprof ui {out}",
+        f"Report as JSON: {out / 'report.json'}",
+        f"Report as one HTML file: {out / 'report.html'}",
+    ]
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     assert [target["target"] for target in report["targets"]] == ["train_actor", "train_log_probs"]
     for target in report["targets"]:
