@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megaprof.control.blame import Blame, Culprit, find_culprits
+from megaprof.control.directory import parts_with_a_run
 from megaprof.control.job import NoJob, RunningJob, find_job
+from megaprof.formats.files import Unsafe
 from megaprof.formats.job.run import dead
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
@@ -110,26 +113,44 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
     return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
 
 
-def last_stand(directory: Path) -> Standstill | None:
-    """Returns `View.standstill` of the job in a save directory; None if there is no job either. May take a few seconds,
-    like `RunningJob.silence`."""
+class LastStand(NamedTuple):
+    """The standstill of the job in a save directory."""
+
+    standstill: Standstill
+    """`View.standstill`."""
+    heard: float
+    """When its ranks were last heard of, in wall-clock seconds."""
+
+
+def last_stand(directory: Path) -> LastStand | None:
+    """Returns the standstill of the job in a save directory, of the first role that has one; None without one. May take
+    a few seconds, like `RunningJob.silence`."""
     try:
-        job = find_job(directory)
-    except NoJob:
+        parts = parts_with_a_run(directory)
+    except Unsafe:
         return None
-    return look_at(job, patient=False).standstill
+    for part in parts:
+        with suppress(NoJob):
+            view = look_at(find_job(directory, part and part.removeprefix("role-")), patient=False)
+            if view.standstill is not None:
+                return LastStand(view.standstill, max(status.time for status in view.statuses.values()))
+    return None
 
 
 def _standstill(
     statuses: Mapping[int, RankStatus], blame: Blame, outcome: Literal["lasts", "unfinished"]
 ) -> Standstill | None:
     """Returns the standstill; None if no rank is in a step."""
-    steps = [status.place.step for status in statuses.values() if status.place is not None]
-    if not steps:
+    places = [status.place for status in statuses.values() if status.place is not None]
+    if not places:
         return None
+    stuck = [culprit.status.place for culprit in blame.culprits if culprit.status and culprit.status.place]
+    last = max((blame.still and stuck) or places, key=lambda place: place.step)
+    targets = {call.target for status in statuses.values() for call in status.calls}
     waited_for = _awaited(blame) if blame.still else ()
     waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
-    return Standstill(max(steps), blame.still, waited_for, waiting, outcome)
+    target = last.target if len(targets) > 1 else None
+    return Standstill(last.step, blame.still, waited_for, waiting, outcome, target)
 
 
 def _awaited(blame: Blame) -> tuple[Standing, ...]:

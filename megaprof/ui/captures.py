@@ -23,7 +23,7 @@ from megaprof.formats import inputs
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.remote import Unreachable
-from megaprof.metrics.look import last_stand
+from megaprof.metrics.look import LastStand, last_stand
 from megaprof.ui.places import Place
 
 #: The most captures that are kept.
@@ -74,10 +74,11 @@ class Capture:
     """Every target at a glance."""
 
 
-def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Capture:
+def read(path: Path, links: tuple[tuple[str, str], ...], last: LastStand | None) -> Capture:
     """Reads a directory; this runs in a separate process. Raises Unreadable."""
     try:
-        report = analyze(path).with_standstill(standstill)
+        report = analyze(path)
+        report = report if last is None else report.with_standstill(last.standstill, last.heard)
     except (Unanswerable, Unreachable) as fault:
         raise Unreadable(str(fault)) from None
     except (OSError, MemoryError) as fault:
@@ -85,7 +86,7 @@ def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill 
     steps = report.steps()
     drawn = {key: boxes(step) for key, step in steps.items()}
     shown = page(report, steps, links)
-    briefs = tuple(_brief(target, standstill) for target in report.targets)
+    briefs = tuple(_brief(target, report.standstill) for target in report.targets)
     return Capture(replace(report, drawn={}), shown, drawn, briefs)
 
 
@@ -130,13 +131,13 @@ class KeptCaptures:
         """Returns a capture. If it has not been read yet, or is being read, waits for that. Raises Unreadable."""
         if place.outside is not None:
             raise Unreadable(f"it holds a link that leads out of the directory that is served: {place.outside}")
-        standstill = await asyncio.to_thread(last_stand, place.path) if place.job else None
-        identity = place.identity if standstill is None else f"{place.identity} {replace(standstill, seconds=0.0)}"
+        last = await asyncio.to_thread(last_stand, place.path) if place.job else None
+        identity = place.identity if last is None else f"{place.identity} {replace(last.standstill, seconds=0.0)}"
         if isinstance(why := self._briefs.get(identity), str):
             raise Unreadable(why)
         read = self._reads.get(identity) or self._awaited.get(place.path)
         if read is None:
-            read = self._reads[identity] = asyncio.create_task(self._read(identity, place.path, links, standstill))
+            read = self._reads[identity] = asyncio.create_task(self._read(identity, place.path, links, last))
             read.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen even if no one waits
         if identity in self._reads:
             self._reads.move_to_end(identity)
@@ -148,10 +149,10 @@ class KeptCaptures:
         return read.result()
 
     async def _read(
-        self, identity: str, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None
+        self, identity: str, path: Path, links: tuple[tuple[str, str], ...], last: LastStand | None
     ) -> Capture:
         try:
-            capture = await asyncio.wrap_future(self._submit(path, links, standstill))
+            capture = await asyncio.wrap_future(self._submit(path, links, last))
         except Unreadable as fault:
             self._briefs[identity] = str(fault)
             raise
@@ -162,11 +163,11 @@ class KeptCaptures:
         self._briefs[identity] = capture.briefs
         return capture
 
-    def _submit(self, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Future[Capture]:
+    def _submit(self, path: Path, links: tuple[tuple[str, str], ...], last: LastStand | None) -> Future[Capture]:
         if self._pool is None:
             alike = partial(_begin, inputs.allowed())
             self._pool = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"), initializer=alike)
-        return self._pool.submit(read, path, links, standstill)
+        return self._pool.submit(read, path, links, last)
 
     def close(self) -> None:
         """Ends the processes, whatever they are reading."""

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from megaprof.analysis.collectives.hang import Hang
+from megaprof.analysis.report.text.sentences import of_standstills
 from megaprof.cli import UNWELL, main
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.standstill import Standing, Standstill, completed
@@ -39,12 +40,17 @@ def write(
         places.write(paths.status(rank), written | {"host": run.host, "pid": run.pid, "ended": rank in ended})
 
 
+def stand(directory: Path) -> Standstill | None:
+    last = last_stand(directory)
+    return None if last is None else last.standstill
+
+
 HANGS = {0: ("recv_backward", None), 1: ("forward", 3)}
 
 
 def test_a_job_that_hangs(tmp_path: Path) -> None:
     write(tmp_path, job(pp=2), HANGS, ago=40)
-    found = last_stand(tmp_path)
+    found = stand(tmp_path)
     assert found is not None
     assert (found.step, found.outcome, found.waiting) == (7, "lasts", 1)
     assert found.seconds == pytest.approx(40, abs=5)
@@ -68,7 +74,7 @@ def test_hang_names_in_its_json_whom_its_text_names(
 
 def test_a_job_that_hung_and_was_killed(tmp_path: Path) -> None:
     write(tmp_path, replace(job(pp=2), pid=NOBODY), HANGS, ago=40)
-    found = last_stand(tmp_path)
+    found = stand(tmp_path)
     assert found is not None
     assert (found.step, found.outcome, found.waiting) == (7, "unfinished", 1)
     assert found.seconds == pytest.approx(40, abs=5)
@@ -77,7 +83,7 @@ def test_a_job_that_hung_and_was_killed(tmp_path: Path) -> None:
 
 def test_a_job_that_was_killed_while_it_ran(tmp_path: Path) -> None:
     write(tmp_path, replace(job(pp=2), pid=NOBODY), HANGS, ago=0.1)
-    found = last_stand(tmp_path)
+    found = stand(tmp_path)
     assert found is not None
     assert (found.step, found.outcome, found.seconds, found.waited_for) == (7, "unfinished", 0.0, ())
 
@@ -86,7 +92,7 @@ def test_the_rank_that_was_waited_for_is_killed_and_the_others_end_with_an_excep
     """Its timeline lacks the step, but its status file says where it stood. The report says so once."""
     ended = replace(job(pp=2), pid=NOBODY, ended=time.time())
     write(tmp_path, ended, {0: (None, None), 1: HANGS[1]}, ago=40, ended=[0])
-    last = last_stand(tmp_path)
+    last = stand(tmp_path)
     assert last is not None
     assert (last.step, last.outcome) == (7, "unfinished")
     assert last.waited_for == (Standing(1, 1, "forward", 3, 0),)
@@ -97,9 +103,29 @@ def test_the_rank_that_was_waited_for_is_killed_and_the_others_end_with_an_excep
     assert completed([over], last) == (over,)
 
 
+def test_a_job_of_several_targets_and_roles_names_the_target(tmp_path: Path) -> None:
+    """The critic is idle. Another target of the actor has higher step numbers."""
+    run, now = job(pp=2), time.time()
+    for role, phases in (("actor", HANGS), ("critic", {0: (None, None), 1: (None, None)})):
+        of_role = replace(run, role=role)
+        paths = places.Paths.of(tmp_path, role, run.world)
+        places.write(paths.run, of_role)
+        for rank, (phase, microbatch) in phases.items():
+            written = record(of_role, rank, phase, microbatch, since=now - 40, time=now)
+            passes = {"target": "train_log_probs", "begun": 20, "seconds": 0.5, "step": 19, "count": 20}
+            calls = [*written["calls"], passes]
+            places.write(paths.status(rank), written | {"host": run.host, "pid": run.pid, "calls": calls})
+    last = last_stand(tmp_path)
+    assert last is not None
+    assert (last.standstill.step, last.standstill.target) == (7, "train_actor")
+    assert last.heard == pytest.approx(now)
+    (finding,) = of_standstills([last.standstill])
+    assert finding.text.startswith("The job stands still in step 7 of train_actor, for 4")
+
+
 def test_jobs_that_run_or_ended_or_were_killed_between_two_steps(tmp_path: Path) -> None:
     write(tmp_path / "runs", job(pp=2), HANGS, ago=0.1)
     write(tmp_path / "ended", replace(job(pp=2), pid=NOBODY, ended=time.time()), HANGS, ago=40, ended=[0, 1])
     write(tmp_path / "between", replace(job(pp=2), pid=NOBODY), {0: (None, None), 1: (None, None)}, ago=0.1)
     for name in ("runs", "ended", "between", "nothing"):
-        assert last_stand(tmp_path / name) is None, name
+        assert stand(tmp_path / name) is None, name

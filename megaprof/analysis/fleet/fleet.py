@@ -202,8 +202,11 @@ def survey(reading: FleetReading) -> list[Fleet]:
 def stood_still_in(directory: Path, role: str | None, workers: Workers = 1) -> tuple[Standstill, ...]:
     """Returns the steps in which the newest run in ``directory`` stood still, from its timelines; empty without any.
     ``role``: only steps of this role; None for all."""
-    fleets = survey(read_fleet(find_timelines(directory), workers))
-    return tuple(stood for fleet in fleets if role in (None, fleet.role) for stood in fleet.standstills)
+    fleets = [f for f in survey(read_fleet(find_timelines(directory), workers)) if role in (None, f.role)]
+    several = len({fleet.target for fleet in fleets}) > 1
+    return tuple(
+        replace(stood, target=fleet.target if several else None) for fleet in fleets for stood in fleet.standstills
+    )
 
 
 def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: int) -> Pass[int] | None:

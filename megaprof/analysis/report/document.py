@@ -6,6 +6,7 @@ warning says why.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -210,14 +211,20 @@ class Report(Document):
     """The timelines that were read."""
     drawn: Mapping[tuple[str, str | None], Callable[[], StepTimeline]] = field(default_factory=dict)
     """Functions that draw the last step of each target, by target and role."""
+    span: tuple[float, float] = (0.0, math.inf)
+    """When the first step of the run, and that of the next run there, began, in wall-clock seconds; 0 and infinity if
+    there is no other run before or after it."""
     by_hand: tuple[Changeable | None, ...] = ()
     """One entry per target that predicts changes a person chooses; None if the target's ``what_if`` says why not."""
 
-    def with_standstill(self, last: Standstill | None) -> Report:
-        """Returns the report with the standstill that the status files of its run show.
+    def with_standstill(self, last: Standstill | None, heard: float) -> Report:
+        """Returns the report with the standstill that status files show, if they are of its run.
 
         Where timelines show the step in which the job ended, only the ranks that were waited for in it are added.
+        ``heard``: when the job was last heard of, in wall-clock seconds.
         """
+        if not self.span[0] <= heard < self.span[1]:
+            return self
         targets, shown = [], False
         for target in self.targets:
             if target.fleet is not None:

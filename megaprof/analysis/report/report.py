@@ -126,6 +126,7 @@ def analyze(
         warnings=told(dict.fromkeys(warnings)),
         run=runs.chosen + 1,
         runs=runs.count,
+        span=runs.span,
         drawn={target.report.key: target.draw for target in targets if target.draw is not None},
         by_hand=tuple(target.by_hand for target in targets),
     )

@@ -8,6 +8,7 @@ which do not show what they continue. Runs that write at the same time are not d
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,8 @@ class Runs:
 
     begins: tuple[int, ...] = (0,)
     """The earliest time of each run's first step, in nanoseconds on the wall clock; the oldest run first."""
+    first_steps: tuple[int, ...] = (0,)
+    """When the first step of each run began on the ranks that were looked at, likewise; 0 for the oldest run."""
     chosen: int = 0
     """The index of the run that is reported on."""
     pieces: tuple[Piece, ...] = ()
@@ -68,6 +71,12 @@ class Runs:
     @property
     def count(self) -> int:
         return len(self.begins)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When the chosen run's first step began, and that of the next run, in seconds; infinity if there is none."""
+        following = [*self.first_steps[1:], math.inf][self.chosen]
+        return self.first_steps[self.chosen] / 1e9, following / 1e9
 
     def has(self, start_ns: int) -> bool:
         """Returns whether a file whose first step began at ``start_ns`` belongs to the chosen run."""
@@ -98,12 +107,13 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
     all_pieces = sorted(pieces, key=lambda piece: piece.start_ns)
     # If a process has both, its timeline shows which steps it continues.
     with_timeline = {piece.process for piece in all_pieces if piece.timeline} - {None}
-    begins = [0]
+    begins, first_steps = [0], [0]
     current_run, processes, ended_ns = _Run(), set[str](), 0
     for piece in (piece for piece in all_pieces if piece.timeline or piece.process not in with_timeline):
         if piece.process not in processes and current_run.is_contradicted_by(piece):
             # Other ranks may have begun a little earlier than the ranks that were looked at.
             begins.append((min(ended_ns, piece.start_ns) + piece.start_ns) // 2)
+            first_steps.append(piece.start_ns)
             current_run = _Run()
         current_run.add(piece)
         if piece.process is not None:
@@ -114,7 +124,7 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
         raise NoSuchRun(f"{run}: {which_runs}")
     chosen = len(begins) - 1 if run is None else run - 1
     chosen_pieces = (piece for piece in all_pieces if piece.timeline and _number(begins, piece.start_ns) == chosen)
-    return Runs(tuple(begins), chosen, tuple(chosen_pieces))
+    return Runs(tuple(begins), tuple(first_steps), chosen, tuple(chosen_pieces))
 
 
 class _Run:

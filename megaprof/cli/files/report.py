@@ -177,9 +177,9 @@ def analyzed(
         raise CommandError(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
-    # The status files belong to the newest run. They are next to its files, on a file system of this machine.
-    local = number is None and isinstance(directory, Path) and directory.is_dir()
-    return report.with_standstill(last_stand(directory)) if local else report
+    # The status files are next to the others, on a file system of this machine.
+    last = last_stand(directory) if isinstance(directory, Path) and directory.is_dir() else None
+    return report if last is None else report.with_standstill(last.standstill, last.heard)
 
 
 def _json(report: Report) -> str:

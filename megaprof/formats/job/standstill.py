@@ -53,6 +53,8 @@ class Standstill:
     outcome: Literal["went_on", "last", "unfinished", "lasts"]
     """``went_on``: other steps followed. ``last``: the step ended, and none followed. ``unfinished``: the job ended in
     the middle of it. ``lasts``: the job is still there."""
+    target: str | None = None
+    """Target of the step, if the job has several; otherwise None."""
 
 
 def completed(standstills: Iterable[Standstill], last: Standstill | None) -> tuple[Standstill, ...]:

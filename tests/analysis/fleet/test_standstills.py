@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,10 +66,15 @@ def test_the_report_adds_whom_status_files_name_and_says_it_once(tmp_path: Path)
     (target,) = report.targets
     assert target.fleet is not None
     last = Standstill(11, 58.0, (Standing(3, 1, "forward", 2, 0),), 0, "unfinished")
-    assert report.with_standstill(last).standstill == last, "no timeline has the step"
+    now = time.time()
+    assert report.with_standstill(last, now).standstill == last, "no timeline has the step"
+    second = replace(report, span=(now - 60, now + 60))
+    assert second.with_standstill(last, now).standstill == last
+    assert second.with_standstill(last, now - 61).standstill is None, "of the run before it"
+    assert second.with_standstill(last, now + 61).standstill is None, "of the run after it"
     unnamed = Standstill(11, 59.0, (), 3, "unfinished")
     report = replace(report, targets=(replace(target, fleet=replace(target.fleet, standstills=(unnamed,))),))
-    report = report.with_standstill(last)
+    report = report.with_standstill(last, now)
     (told,) = (finding.text for finding in report.targets[0].ends)
     assert "stood still for 59 s: rank 3 (stage 1) stood in forward of microbatch 2; 3 ranks waited for it." in told
     assert report.standstill is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def chosen(pieces: list[Piece], runs: Runs) -> list[int]:
 def test_what_is_one_run(pieces: list[Piece], count: int, newest: list[int]) -> None:
     runs = runs_of(pieces)
     assert (runs.count, chosen(pieces, runs)) == (count, newest)
+
+
+def test_a_run_lasts_until_the_first_step_of_the_next_one() -> None:
+    """Until then it may hang, long after its last step."""
+    pieces = [piece(1, 0), piece(10, 0)]
+    second_begins = pieces[1].start_ns / 1e9
+    assert runs_of(pieces).span == (second_begins, math.inf)
+    assert runs_of(pieces, 1).span == (0.0, second_begins)
+    assert runs_of(pieces[:1]).span == (0.0, math.inf)
 
 
 def test_a_rank_that_was_not_looked_at_may_begin_a_little_earlier() -> None:

@@ -11,7 +11,7 @@ from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps
-from megaprof.analysis.report.text.sentences import Finding, trigger
+from megaprof.analysis.report.text.sentences import Finding, step_of, trigger
 from megaprof.analysis.report.text.words import both, counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.report.text.words import stages as stages_in_words
 from megaprof.analysis.table.table import WAIT
@@ -88,7 +88,7 @@ def in_brief(
     """
     if standstill is not None:
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
-        return Finding("in_brief", "slow", f"{text} step {standstill.step}")
+        return Finding("in_brief", "slow", f"{text} {step_of(standstill)}")
     stood = () if fleet is None else fleet.standstills
     still = sorted(standstill.step for standstill in stood if standstill.seconds)
     certain = [f"stood still in {steps(still)}"] if still else []

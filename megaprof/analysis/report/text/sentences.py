@@ -109,12 +109,13 @@ def of_standstills(standstills: Sequence[Standstill]) -> Iterator[Finding]:
 
 def _standstill(standstill: Standstill) -> str:
     lasts, seconds = standstill.outcome == "lasts", ago(standstill.seconds)
+    step = step_of(standstill)
     text = {
-        "went_on": f"The job stood still in step {standstill.step} for {seconds}, and then went on",
-        "last": f"The job stood still in step {standstill.step} for {seconds}, and did no other step after it",
-        "unfinished": f"The job ended in the middle of step {standstill.step}"
+        "went_on": f"The job stood still in {step} for {seconds}, and then went on",
+        "last": f"The job stood still in {step} for {seconds}, and did no other step after it",
+        "unfinished": f"The job ended in the middle of {step}"
         + (f", in which it had stood still for {seconds}" if standstill.seconds else ""),
-        "lasts": f"The job stands still in step {standstill.step}, for {seconds} by now",
+        "lasts": f"The job stands still in {step}, for {seconds} by now",
     }[standstill.outcome]
     if standstill.waited_for:
         shown = [_standing(rank, "stands" if lasts else "stood") for rank in standstill.waited_for[:_FEW]]
@@ -125,6 +126,11 @@ def _standstill(standstill: Standstill) -> str:
             for_whom = "it" if len(standstill.waited_for) == 1 else "them"
             text += f"; {counted(standstill.waiting, 'rank')} {wait} for {for_whom}"
     return f"{text}. This step counts for no time."
+
+
+def step_of(standstill: Standstill) -> str:
+    """Returns the step of a standstill, with its target if the job has several: ``step 8 of train_log_probs``."""
+    return f"step {standstill.step}" + (f" of {standstill.target}" if standstill.target else "")
 
 
 def _standing(rank: Standing, verb: str) -> str:
