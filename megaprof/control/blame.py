@@ -99,7 +99,8 @@ def find_culprits(
     idle = {rank for rank in waiters if not edges[rank] and rank not in silent}
     if stuck and not idle and not silent:
         # No rank is waited for, or all wait in a circle: only the rank that stands still longest can be named.
-        idle = {max(stuck, key=lambda rank: statuses[rank].stuck(now))}
+        placed = [rank for rank in stuck if not statuses[rank].whereabouts_unknown]
+        idle = {max(placed, key=lambda rank: statuses[rank].stuck(now))} if placed else set()
     culprits = [
         Culprit(
             rank,

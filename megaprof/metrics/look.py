@@ -21,6 +21,8 @@ from megaprof.formats.phrases import ago, counted
 from megaprof.metrics.figures import SlowRanks, slow_ranks, waiting_ranks
 
 _CULPRITS = 4
+#: Where a job without a timeline stands still.
+_NOWHERE = " Only a timeline (--profile-tool timeline) shows where the ranks are and which one the others wait for."
 _OUTSIDE = "outside of the schedule (optimizer, data, checkpoint, ...)"
 
 State = Literal["starts", "runs", "hangs", "died", "ended"]
@@ -132,7 +134,8 @@ def last_stand(directory: Path) -> LastStand | None:
     for part in parts:
         with suppress(NoJob):
             view = look_at(find_job(directory, part and part.removeprefix("role-")), patient=False)
-            if view.standstill is not None:
+            # Of several roles, some are idle while another one works.
+            if view.standstill is not None and (view.standstill.inside or len(parts) == 1):
                 return LastStand(view.standstill, max(status.time for status in view.statuses.values()))
     return None
 
@@ -143,7 +146,11 @@ def _standstill(
     """Returns the standstill; None if no rank is in a step."""
     places = [status.place for status in statuses.values() if status.place is not None]
     if not places:
-        return None
+        steps = [step for status in statuses.values() if (step := status.last_step()) is not None]
+        inside = None if any(status.whereabouts_unknown for status in statuses.values()) else False
+        if not steps or not (blame.still or (inside is None and outcome == "unfinished")):
+            return None
+        return Standstill(max(steps), blame.still, (), 0, outcome, inside=inside)
     stuck = [culprit.status.place for culprit in blame.culprits if culprit.status and culprit.status.place]
     last = max((blame.still and stuck) or places, key=lambda place: place.step)
     targets = {call.target for status in statuses.values() for call in status.calls}
@@ -172,7 +179,8 @@ def verdict(view: View) -> str | None:
     if view.silence is not None:
         return f"{view.silence[0].upper()}{view.silence[1:]}."
     if blame.still:
-        return f"The job appears to hang: no rank has moved for {ago(blame.still)}."
+        unknown = any(status.whereabouts_unknown for status in view.statuses.values())
+        return f"The job appears to hang: no rank has moved for {ago(blame.still)}." + (_NOWHERE if unknown else "")
     if blame.stuck:
         have = "has" if len(blame.stuck) == 1 else "have"
         return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
@@ -243,13 +251,14 @@ def _silence(culprit: Culprit) -> str:
 
 
 def _doing(status: RankStatus | None) -> str:
-    if status is None or status.place is None:
-        return f"has been {_OUTSIDE}"
-    return f"has been {_place(status)},"
+    where = _OUTSIDE if status is None else _place(status)
+    return f"has been {where}" + ("," if status is not None and status.place is not None else "")
 
 
 def _place(status: RankStatus) -> str:
     place = status.place
+    if status.whereabouts_unknown:
+        return f"in step {status.last_step()} or after it"
     if place is None:
         return _OUTSIDE
     whose = "" if place.role is None else f" of {place.role}"

@@ -7,13 +7,15 @@ import json
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from megaprof.analysis.collectives.hang import Hang
+from megaprof.analysis.report.text.causes import in_brief
 from megaprof.analysis.report.text.sentences import of_standstills
-from megaprof.cli import UNWELL, main
+from megaprof.cli import FAILED, UNWELL, main
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.standstill import Standing, Standstill, completed
 from megaprof.metrics.look import last_stand
@@ -31,13 +33,14 @@ def write(
     phases: Mapping[int, tuple[str | None, int | None]],
     ago: float,
     ended: Collection[int] = (),
+    **other: Any,
 ) -> None:
     paths = places.Paths.of(directory, None, run.world)
     places.write(paths.run, run)
     now = time.time()
     for rank, (phase, microbatch) in phases.items():
         written = record(run, rank, phase, microbatch, since=now - ago, time=now)
-        places.write(paths.status(rank), written | {"host": run.host, "pid": run.pid, "ended": rank in ended})
+        places.write(paths.status(rank), written | {"host": run.host, "pid": run.pid, "ended": rank in ended} | other)
 
 
 def stand(directory: Path) -> Standstill | None:
@@ -129,3 +132,53 @@ def test_jobs_that_run_or_ended_or_were_killed_between_two_steps(tmp_path: Path)
     write(tmp_path / "between", replace(job(pp=2), pid=NOBODY), {0: (None, None), 1: (None, None)}, ago=0.1)
     for name in ("runs", "ended", "between", "nothing"):
         assert stand(tmp_path / name) is None, name
+
+
+def test_without_a_timeline_no_rank_is_blamed_and_no_place_is_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the number of calls that have begun is known, so the ranks may be in the step or after it."""
+    calls = [{"target": "train_actor", "begun": 8, "seconds": 0.5, "step": None, "count": None}]
+    run = job(pp=2)
+    for pid in (run.pid, NOBODY):
+        write(tmp_path, replace(run, pid=pid), {0: (None, None), 1: (None, None)}, ago=40, calls=calls)
+        found = stand(tmp_path)
+        assert found is not None
+        assert (found.step, found.waited_for, found.inside) == (7, (), None)
+        since = "since step 7 began"
+        assert in_brief(None, None, found).severity == "open"
+        assert since in in_brief(None, None, found).text
+        for command in ("status", "hang"):
+            assert main([command, str(tmp_path)]) == UNWELL
+            out = capsys.readouterr().out
+            assert "outside of the schedule" not in out
+            assert (since in out) == (pid == NOBODY)
+            assert ("Only a timeline" in out) == (pid != NOBODY)
+
+
+def test_a_job_without_a_timeline_that_was_killed_while_it_ran(tmp_path: Path) -> None:
+    calls = [{"target": "train_actor", "begun": 8, "seconds": 0.5, "step": None, "count": None}]
+    write(tmp_path, replace(job(pp=2), pid=NOBODY), {0: (None, None), 1: (None, None)}, ago=0.1, calls=calls)
+    found = stand(tmp_path)
+    assert found is not None
+    assert [finding.text for finding in of_standstills([found])] == ["The job was cut off in step 7 or after it."]
+
+
+def test_a_job_that_stands_still_between_two_steps(tmp_path: Path) -> None:
+    write(tmp_path, job(pp=2), {0: (None, None), 1: (None, None)}, ago=40)
+    found = stand(tmp_path)
+    assert found is not None
+    (finding,) = of_standstills([found])
+    assert finding.severity == "open"
+    assert finding.text.startswith("No rank has moved for 4")
+    assert finding.text.endswith(" s, since step 6 ended.")
+
+
+def test_a_report_without_any_file_says_at_least_where_the_job_stood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, replace(job(pp=2), pid=NOBODY), HANGS, ago=40)
+    assert main(["report", str(tmp_path)]) == FAILED
+    said = capsys.readouterr().err
+    assert "The job ended in the middle of step 7, in which it had stood still for 40 s: rank 1 (stage 1)" in said
+    assert "holds no trace" in said

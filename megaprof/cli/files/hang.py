@@ -72,7 +72,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     """
     from megaprof.analysis.collectives.hang import Hang
     from megaprof.cli.jobs.status import collectives, how_it_ended, with_statuses
-    from megaprof.metrics.look import look_at, waited_for
+    from megaprof.metrics.look import look_at, verdict, waited_for
 
     job = find_job(directory, role)
     view = look_at(job)
@@ -81,7 +81,8 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     if hang.culprits or hang.unended:
         return hang, []
     if view.silence is None:
-        lines = [f"! {clause}" for clause in waited_for(view)]
+        whole = [str(verdict(view))] if view.state == "hangs" else []
+        lines = [f"! {clause}" for clause in [*waited_for(view)] or whole]
     else:
         lines = [f"! {sentence}" for sentence in how_it_ended(view)]
     if in_collectives is None and not lines:

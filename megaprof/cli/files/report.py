@@ -165,9 +165,12 @@ def analyzed(
 ) -> Report:
     """Returns the report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and
     UsageError if there is no such run."""
-    from megaprof.analysis.report.report import NoCluster, NoSuchRun, analyze
+    from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
+    from megaprof.analysis.report.text.sentences import of_standstills
     from megaprof.metrics.look import last_stand
 
+    # The status files are next to the others, on a file system of this machine.
+    last = last_stand(directory) if isinstance(directory, Path) and directory.is_dir() else None
     try:
         with progress("reading") as advance:
             report = analyze(
@@ -177,8 +180,11 @@ def analyzed(
         raise CommandError(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
-    # The status files are next to the others, on a file system of this machine.
-    last = last_stand(directory) if isinstance(directory, Path) and directory.is_dir() else None
+    except NothingToReport as fault:
+        if last is None:
+            raise
+        stood = " ".join(finding.text for finding in of_standstills([last.standstill]))
+        raise CommandError(f"{stood} Nothing else can be reported: {fault}") from None
     return report if last is None else report.with_standstill(last.standstill, last.heard)
 
 

@@ -350,4 +350,6 @@ def _where(members: list[RankStatus], now: float) -> str:
 def _place(status: RankStatus, now: float) -> str:
     if status.late(now):
         return "not heard of any more"
+    if status.whereabouts_unknown:
+        return "not known without a timeline"
     return "outside of the schedule" if status.place is None else str(status.place)

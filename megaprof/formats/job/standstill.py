@@ -55,6 +55,9 @@ class Standstill:
     the middle of it. ``lasts``: the job is still there."""
     target: str | None = None
     """Target of the step, if the job has several; otherwise None."""
+    inside: bool | None = True
+    """False if the job stood still after the step, outside of the schedule, as in a checkpoint or a rollout; None if
+    only a timeline would have shown whether it was in the step or after it."""
 
 
 def completed(standstills: Iterable[Standstill], last: Standstill | None) -> tuple[Standstill, ...]:

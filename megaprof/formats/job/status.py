@@ -176,6 +176,11 @@ class RankStatus(Record, frozen=True):
         return self.position
 
     @property
+    def whereabouts_unknown(self) -> bool:
+        """True if it may be in its last step or behind it, because only a timeline shows where a rank is."""
+        return self.place is None and any(call.begun and call.count is None for call in self.calls)
+
+    @property
     def moved(self) -> float:
         """When it was first seen at its present position, in wall-clock seconds."""
         return self.since if self.place is None else self.place.since

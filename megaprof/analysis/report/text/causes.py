@@ -11,7 +11,7 @@ from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps
-from megaprof.analysis.report.text.sentences import Finding, step_of, trigger
+from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
 from megaprof.analysis.report.text.words import both, counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.report.text.words import stages as stages_in_words
 from megaprof.analysis.table.table import WAIT
@@ -86,6 +86,8 @@ def in_brief(
     compared with. A cause that is certain there and only possible here is named as well; otherwise it would look new
     there.
     """
+    if standstill is not None and not standstill.inside:
+        return Finding("in_brief", "open", f"{unmoved(standstill)[:1].lower()}{unmoved(standstill)[1:]}")
     if standstill is not None:
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
         return Finding("in_brief", "slow", f"{text} {step_of(standstill)}")

@@ -101,7 +101,10 @@ def of_standstills(standstills: Sequence[Standstill]) -> Iterator[Finding]:
     """
     ordered = sorted(standstills, key=lambda standstill: -standstill.seconds)
     for standstill in ordered[:_FEW]:
-        yield Finding("standstill", "slow", _standstill(standstill))
+        if standstill.inside:
+            yield Finding("standstill", "slow", _standstill(standstill))
+        else:
+            yield Finding("standstill", "open", f"{unmoved(standstill)}.")
     if more := ordered[_FEW:]:
         where = spans(sorted(standstill.step for standstill in more), 8)
         yield Finding("standstill", "slow", f"It stood still in {counted(len(more), 'more step')}: {where}.")
@@ -126,6 +129,16 @@ def _standstill(standstill: Standstill) -> str:
             for_whom = "it" if len(standstill.waited_for) == 1 else "them"
             text += f"; {counted(standstill.waiting, 'rank')} {wait} for {for_whom}"
     return f"{text}. This step counts for no time."
+
+
+def unmoved(standstill: Standstill) -> str:
+    """Returns that no rank moved outside of a step, or where only a timeline would have shown where."""
+    if not standstill.seconds:
+        return f"The job was cut off in step {standstill.step} or after it"
+    since = f"since step {standstill.step} " + ("ended" if standstill.inside is False else "began")
+    if standstill.outcome == "lasts":
+        return f"No rank has moved for {ago(standstill.seconds)}, {since}"
+    return f"When the job ended, no rank had moved for {ago(standstill.seconds)}, {since}"
 
 
 def step_of(standstill: Standstill) -> str:
