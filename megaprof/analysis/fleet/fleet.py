@@ -24,7 +24,6 @@ from megaprof.analysis.fleet.reading import (
     Series,
     bucketed,
     find_timelines,
-    percentile,
     read_fleet,
 )
 from megaprof.analysis.fleet.shifts import Buckets, noise_of, relative_shifts
@@ -361,10 +360,9 @@ def _upwards(changes: Iterable[Shift]) -> tuple[Shift, ...]:
 
 def _percentiles(series: Series, pp: int) -> Percentiles | None:
     histogram = series.histograms[pp]
-    if not histogram.any():
+    if not histogram.counts.any():
         return None
-    p50, p95, p99 = (min(percentile(histogram, fraction), series.largest_ms[pp]) for fraction in (0.5, 0.95, 0.99))
-    return Percentiles(p50, p95, p99, series.largest_ms[pp])
+    return Percentiles(*(histogram.percentile_ms(fraction) for fraction in (0.5, 0.95, 0.99, 1.0)))
 
 
 def _plain(values: Floats) -> tuple[float | None, ...]:

@@ -31,7 +31,7 @@ from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: About the largest number of buckets.
 MOST_BUCKETS = 200
-#: Width of a histogram bin, as a fraction of its time. Bins begin at one microsecond; percentiles come from them.
+#: Width of a histogram bin, as a fraction of its time. Bins begin at one microsecond.
 BIN = 0.005
 _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
 #: About the number of steps, of several ranks, that are in memory at once.
@@ -85,6 +85,34 @@ class RankSeries:
     """True if its times are the GPU's."""
 
 
+@dataclass(frozen=True)
+class Histogram:
+    """Many times, counted in bins of `BIN`."""
+
+    counts: Integers
+    """[bin]"""
+    longest_us: Integers
+    """[bin]: the longest of these times in microseconds."""
+
+    @classmethod
+    def of(cls, times_us: Integers) -> Histogram:
+        """Counts times in microseconds."""
+        bins = np.minimum(np.log(np.maximum(times_us, 1)) / np.log1p(BIN), _BINS - 1).astype(np.int64)
+        longest_us = np.zeros(_BINS, dtype=np.int64)
+        np.maximum.at(longest_us, bins, times_us)
+        return cls(np.bincount(bins, minlength=_BINS), longest_us)
+
+    def joined(self, other: Histogram) -> Histogram:
+        """Returns both together."""
+        return Histogram(self.counts + other.counts, np.maximum(self.longest_us, other.longest_us))
+
+    def percentile_ms(self, fraction: float) -> float:
+        """Returns the milliseconds that this fraction of the times does not exceed. It is one of the times: the longest
+        in its bin."""
+        at = int(np.searchsorted(np.cumsum(self.counts), fraction * int(self.counts.sum())))
+        return float(self.longest_us[at]) / 1e3
+
+
 @dataclass
 class Series:
     """The numbers of one key, for some or all of its ranks."""
@@ -98,10 +126,8 @@ class Series:
     synchronising: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
     """For each group (pp and tp): the number of its first bucket, and by bucket the milliseconds per step that its
     quickest rank spent on gradient synchronisation. Only steps that all ranks of the group have count."""
-    histograms: dict[int, Integers] = field(default_factory=dict)
-    """Histogram of the compute per step, by stage."""
-    largest_ms: dict[int, float] = field(default_factory=dict)
-    """Largest compute of a step in milliseconds, by stage."""
+    histograms: dict[int, Histogram] = field(default_factory=dict)
+    """The compute per step, by stage."""
     metadata: dict[int, Metadata] = field(default_factory=dict)
     """Metadata in the files of one rank, by stage."""
     stood: list[StoodStill] = field(default_factory=list)
@@ -115,16 +141,11 @@ class Series:
         self.steps, self.longest = _merge(self.steps, self.longest, other.steps, other.longest, np.maximum)
         self.synchronising.update(other.synchronising)
         for pp, histogram in other.histograms.items():
-            self._count(pp, histogram, other.largest_ms[pp])
+            self.count(pp, histogram)
 
-    def count(self, pp: int, compute: Integers) -> None:
-        """Adds the compute of steps on stage ``pp``, in microseconds, to the histogram of that stage."""
-        bins = np.minimum(np.log(np.maximum(compute, 1)) / np.log1p(BIN), _BINS - 1).astype(np.int64)
-        self._count(pp, np.bincount(bins, minlength=_BINS), float(compute.max(initial=0)) / 1e3)
-
-    def _count(self, pp: int, histogram: Integers, largest: float) -> None:
-        self.histograms[pp] = self.histograms[pp] + histogram if pp in self.histograms else histogram
-        self.largest_ms[pp] = max(self.largest_ms.get(pp, 0.0), largest)
+    def count(self, pp: int, compute: Histogram) -> None:
+        """Adds the compute of steps on stage ``pp``."""
+        self.histograms[pp] = self.histograms[pp].joined(compute) if pp in self.histograms else compute
 
 
 @dataclass
@@ -387,7 +408,7 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
                 device_clock=on_device[rank] > 0,
             )
         )
-    series.count(metadata[0].coords.pp, compute)
+    series.count(metadata[0].coords.pp, Histogram.of(compute))
     series.metadata[metadata[0].coords.pp] = metadata[0]
     longest = counted_calls["duration"] / 1e3
     series.steps, series.longest = _merge(series.steps, series.longest, _numbers(counted_calls), longest, np.maximum)
@@ -397,12 +418,6 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
 def _compute(calls: npt.NDArray[Any]) -> Integers:
     compute_us: Integers = calls["forward"].astype(np.int64) + calls["backward"] + calls["combined"]
     return compute_us
-
-
-def percentile(histogram: Integers, fraction: float) -> float:
-    """Returns the milliseconds below which this fraction of the counted times lies, accurate to half a bin."""
-    bin_number = int(np.searchsorted(np.cumsum(histogram), fraction * int(histogram.sum())))
-    return float((1 + BIN) ** (bin_number + 0.5)) / 1e3
 
 
 def bucketed(steps: Integers, values: Floats, width: int) -> tuple[int, Floats, Integers]:

@@ -56,7 +56,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Floats) -> Percentiles:
-        # Each is one of the times, as in `reading.percentile`: nothing between two times was measured.
+        # Each is one of the times, as in `reading.Histogram`: nothing between two times was measured.
         p50, p95, p99, largest = np.percentile(values, (50, 95, 99, 100), method="inverted_cdf").tolist()
         return cls(p50, p95, p99, largest)
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaprof.analysis.fleet.fleet import survey
-from megaprof.analysis.fleet.reading import BIN, bucketed, find_timelines, percentile, read_fleet
+from megaprof.analysis.fleet.reading import BIN, bucketed, find_timelines, read_fleet
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -50,8 +50,8 @@ def test_a_rank_is_read_to_what_stands_in_its_file(tmp_path: Path) -> None:
     least = np.minimum(everything[paths[0]]["finalize"], everything[paths[1]]["finalize"]) / 1000
     assert np.allclose(series.synchronising[0, 0][1], least)
     own = np.sort([(everything[p]["forward"] + everything[p]["backward"]) / 1000 for p in paths[:2]], axis=None)
-    assert percentile(series.histograms[0], 0.5) == pytest.approx(float(np.median(own)), rel=2 * BIN)
-    assert series.largest_ms[0] == own[-1]
+    assert series.histograms[0].percentile_ms(0.5) == pytest.approx(float(np.median(own)), rel=2 * BIN)
+    assert series.histograms[0].percentile_ms(1.0) == own[-1]
 
 
 def test_rotated_files_are_one_rank_and_a_restart_counts_as_it_ran_last(tmp_path: Path) -> None:

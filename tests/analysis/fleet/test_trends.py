@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megaprof.analysis.fleet.reading import BIN, percentile
+from megaprof.analysis.fleet.reading import BIN, Histogram
 from megaprof.analysis.fleet.trends import (
     LASTING_STEPS,
     Floats,
@@ -101,11 +105,15 @@ def test_medians_without_what_is_not_there() -> None:
     assert low_median(values).tolist() == [1.0, 7.0]
 
 
-def test_percentiles_of_a_few_times_are_the_same_whether_counted_or_kept() -> None:
-    times = np.array([1400.0, 1750.0, 1200.0, 1300.0, 1600.0])
-    bins = np.rint(np.log(times * 1e3) / np.log1p(BIN) - 0.5).astype(np.int64)
-    histogram = np.bincount(bins)
-    kept = Percentiles.of(times)
-    counted = [percentile(histogram, part) for part in (0.5, 0.95, 0.99)]
-    assert [kept.p50, kept.p95, kept.p99] == pytest.approx(counted, rel=BIN)
-    assert kept.p95 == kept.max == 1750.0
+@given(st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=60).map(sorted))
+def test_percentiles_of_a_few_times_are_the_same_whether_counted_or_kept(times_us: list[int]) -> None:
+    apart = [times_us[0], *(later for time, later in pairwise(times_us) if later > time * (1 + BIN))]
+    half = len(apart) // 2
+    histogram = Histogram.of(np.array(apart[:half], dtype=np.int64)).joined(
+        Histogram.of(np.array(apart[half:], dtype=np.int64))
+    )
+    kept = Percentiles.of(np.array(apart) / 1e3)
+    assert [kept.p50, kept.p95, kept.p99, kept.max] == [histogram.percentile_ms(part) for part in (0.5, 0.95, 0.99, 1)]
+    counted = Histogram.of(np.array(times_us, dtype=np.int64)).percentile_ms(0.5)
+    assert counted in {time / 1e3 for time in times_us}
+    assert counted == pytest.approx(Percentiles.of(np.array(times_us) / 1e3).p50, rel=2 * BIN, abs=0.002)
