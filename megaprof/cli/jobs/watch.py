@@ -114,7 +114,8 @@ def _table(view: View) -> RenderableType:
     if summary.step_ms is None:
         parts.append("no step has been timed yet")
     else:
-        parts.append(f"step {number(summary.step_ms)} ms")
+        # Without a timeline, nobody knows how long a step takes, but only how often one begins.
+        parts.append(f"{'step' if summary.recent else 'one step every'} {number(summary.step_ms)} ms")
         parts.append(f"imbalance {_ratio(summary.imbalance)}")
         parts.append(f"bubble {percent(summary.bubble_fraction)}")
     if summary.recent:

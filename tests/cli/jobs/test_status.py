@@ -148,6 +148,15 @@ def test_watch_fits_80_columns_and_a_row_is_of_ranks_that_are_not_slow(
     assert found["now"]["stages"][1]["gradients_ms"] == 12000
 
 
+def test_without_a_timeline_it_is_known_how_often_a_step_begins(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        job.status(rank, calls=[{"target": "train_actor", "begun": 5, "seconds": 0.2}])
+    assert status(job) == 0
+    assert "one every 200 ms" in capsys.readouterr().out
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    assert "one step every 200 ms" in capsys.readouterr().out
+
+
 def test_before_the_first_step_there_are_no_figures(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
         job.status(rank, calls=[{"target": "train_actor", "begun": 1}])
@@ -162,7 +171,7 @@ def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert status(job) == 0
     assert capsys.readouterr().out.startswith("1 rank (tp1 pp1 ")
     assert main(["watch", str(tmp_path), "--once"]) == 0
-    assert "1 rank, step" in capsys.readouterr().out
+    assert "1 rank, one step every" in capsys.readouterr().out
 
 
 def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(
@@ -431,7 +440,7 @@ assert not {"torch", "megatron", "nvtx"} & set(sys.modules)
     ("command", "shows"),
     [
         (["status"], "all of them answering"),
-        (["watch", "--once"], "2 ranks, step"),
+        (["watch", "--once"], "2 ranks, one step every"),
         (["trigger", "--target", "train_actor", "--timeout", "1"], "nobody answered within 1 s"),
         (["status", "--json"], '"heard": ['),
         (["trigger", "--target", "rollout"], "unknown target 'rollout'"),

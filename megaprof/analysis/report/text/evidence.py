@@ -298,9 +298,9 @@ def _who(cause: Cause) -> str:
 
 
 def _times(factor: float) -> str:
-    """Returns a factor: ``1.3 times``. Factors from 100 on are in words: ``hundreds of times``."""
+    """Returns a factor: ``about 1.3 times``. Factors from 100 on are in words: ``hundreds of times``."""
     if factor < 100:
-        return f"{factor:.2g} times"
+        return f"about {factor:.2g} times"
     return "hundreds of times" if factor < 1000 else "thousands of times"
 
 
