@@ -98,7 +98,7 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     alike = first.microbatches is not None and first.microbatches == second.microbatches
     one_model = same_layers(_layers_by_kind(first), _layers_by_kind(second))
     layer = _layer(before, after) if one_model else None
-    predicted = one_model and alike and first.sizes.pp == second.sizes.pp
+    predicted = one_model and alike and replace(first.sizes, vpp=1) == replace(second.sizes, vpp=1)
     step_time = _difference(first.step_time_ms, second.step_time_ms, [], [])
     stages = tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys()))
     return TargetDiff(
@@ -201,12 +201,13 @@ def _expected(
 
     A prediction leaves the disturbances of the step as they were, so they are replaced by those of the new machine. The
     rest of the step is scaled by the factor by which an undisturbed layer became slower. Both values are None if that
-    factor is not known.
+    factor is not known, or if the disturbances leave nothing of the predicted step: they cost less in another layout
+    then.
     """
-    if layer is None or not layer.before or not layer.after:
+    (first, of_first), (second, of_second) = _disturbed(old), _disturbed(new)
+    if layer is None or not layer.before or not layer.after or first >= prediction.step_ms:
         return None, None
     slower = layer.after / layer.before
-    (first, of_first), (second, of_second) = _disturbed(old), _disturbed(new)
     reach = (
         prediction.step_ms * (prediction.speedup / end - 1.0) for end in (prediction.low, prediction.high) if end > 0.0
     )

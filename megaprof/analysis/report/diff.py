@@ -51,7 +51,8 @@ class Kept:
     """Predicted step in milliseconds, on the machine as it was in the first capture."""
     expected_ms: float | None
     """Predicted step in milliseconds, on the machine as it was in the second capture: with layers as fast and
-    disturbances as large as they were there. None if a capture does not show the cost of an undisturbed layer."""
+    disturbances as large as they were there. None if a capture does not show the cost of an undisturbed layer, or if
+    the disturbances of the first one leave nothing of the prediction."""
     uncertain_ms: float | None
     """Uncertainty of ``expected_ms`` in milliseconds: half of its 90 % interval. None if ``expected_ms`` is None."""
     measured_ms: float

@@ -245,6 +245,11 @@ def test_what_disturbed_one_capture_alone_is_none_of_the_layout(tmp_path):
         assert kept.measured > 1.2 * plain.measured
         assert (kept.expected_ms, kept.error) == pytest.approx((plain.expected_ms, plain.error))
         assert kept.inside is inside, "an uncertain disturbance leaves open what the layout did"
+    price |= {"ms": kept.predicted_ms + 1.0}
+    diagnosis["causes"][-1]["price"] = price
+    kept = only(compare(read(saved), after)).prediction
+    assert (kept.expected_ms, kept.uncertain_ms, kept.inside) == (None, None, None), "no step takes less than nothing"
+    assert "what of that the machine changed is not known" in text.of_prediction(kept)
 
 
 def test_a_prediction_is_compared_with_steps_of_its_own_kind(tmp_path):
@@ -269,6 +274,10 @@ def test_nothing_was_predicted_of_the_same_layout_or_of_other_microbatches(tmp_p
     assert only(compare(before, report(tmp_path / "b", [6, 2], per_layer=11.0))).prediction is None
     assert only(compare(before, report(tmp_path / "c", [4, 4], microbatches=8))).prediction is None
     assert only(compare(before, report(tmp_path / "d", [1, 7]))).prediction is None
+    other = document(report(tmp_path / "e", [4, 4]))
+    assert only(compare(before, read(other))).prediction is not None
+    other["targets"][0]["sizes"]["dp"] = 2
+    assert only(compare(before, read(other))).prediction is None
 
 
 def test_it_is_plain_data(tmp_path):
