@@ -93,6 +93,7 @@ def read(path: Path, links: tuple[tuple[str, str], ...], last: LastStand | None)
 def _begin(most_bytes: int | None) -> None:
     """Sets up a reading process. It ignores Ctrl-C, which a terminal sends to it as well: only the server ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     inputs.allow(most_bytes)
 
 
@@ -167,7 +168,12 @@ class KeptCaptures:
         if self._pool is None:
             alike = partial(_begin, inputs.allowed())
             self._pool = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"), initializer=alike)
-        return self._pool.submit(read, path, links, last)
+        # A process that starts takes over what is blocked here, and begins to ignore Ctrl-C only when it has started.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return self._pool.submit(read, path, links, last)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def close(self) -> None:
         """Ends the processes, whatever they are reading."""

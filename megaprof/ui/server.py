@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -37,6 +38,8 @@ from megaprof.ui.what_if import answer, host_options
 _LISTED, _PATIENCE, _AGAIN = 2.0, 0.4, 2
 #: The most bytes of a form.
 _LONGEST_FORM = 4096
+#: How often the server looks whether it shall end.
+_EXIT_SECONDS = 0.1
 _MOST_STEPS = 20
 _REPORT_POLICY = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -293,6 +296,10 @@ def serve(pages_of: Starlette, opened: socket.socket, ready: Callable[[], None])
             await asyncio.sleep(0.01)
         if server.started:
             await asyncio.to_thread(ready)
+        while not server.should_exit and not serving.done():
+            await asyncio.sleep(_EXIT_SECONDS)
+        # Pages that are still being read are given up now, which is no error.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await serving
 
     asyncio.run(run())

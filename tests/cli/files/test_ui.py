@@ -7,8 +7,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPException
 from http.cookiejar import CookieJar
 from pathlib import Path
 from urllib.error import HTTPError
@@ -76,6 +80,44 @@ def test_it_prints_the_address_and_the_ssh_line_and_serves(
         process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said.strip()) == (0 if number == signal.SIGINT else -number, "")
+
+
+def _heeds_ctrl_c(process: str) -> bool:
+    """Returns whether the process has come so far that it catches or ignores Ctrl-C: until then, it just ends."""
+    state = Path(f"/proc/{process}/status").read_text()
+    return any(int(mask, 16) & 1 << signal.SIGINT - 1 for mask in re.findall(r"Sig(?:Cgt|Ign):\s*(\w+)", state))
+
+
+def test_ctrl_c_while_pages_are_read_is_no_error(tmp_path: Path, starting: list[subprocess.Popen[str]]) -> None:
+    """Processes that read have just been started, or import what they need, and requests wait for them."""
+    for name in "abcd":
+        pipeline(tmp_path / name, [1, 1])
+    process = start(tmp_path, "--no-open", **NONE)
+    starting.append(process)
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[1]
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+    browser.open(address, timeout=30)
+    site = address.partition("/?")[0]
+    briefs = re.findall(r"/brief/\w+", browser.open(f"{site}/", timeout=30).read().decode())
+    assert len(briefs) == 4
+
+    def read(brief: str) -> None:
+        with suppress(OSError, HTTPException):
+            browser.open(f"{site}{brief}", timeout=60)
+
+    asking = [threading.Thread(target=read, args=[brief]) for brief in briefs]
+    for thread in asking:
+        thread.start()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until = time.monotonic() + 30
+    while sum(map(_heeds_ctrl_c, children.read_text().split())) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    for thread in asking:
+        thread.join()
+    assert (process.returncode, said.strip()) == (0, "")
 
 
 def test_the_browser_is_not_started_with_the_token(tmp_path: Path, starting: list[subprocess.Popen[str]]) -> None:
