@@ -73,7 +73,7 @@ class StandstillWriter:
                 return
         except flight.NoFlightRecorder as missing:
             why = str(missing)
-        logger.warning("megaprof: a hang of this job will not be told by its collectives: %s", why)
+        logger.warning("megaprof: if this job hangs, its collectives will not show why: %s", why)
 
 
 def _kept(called: Iterable[Entry]) -> list[Entry]:

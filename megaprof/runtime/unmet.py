@@ -24,7 +24,7 @@ _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 #: How far a process may come, in this order.
 _REASONS = (
     "neither torch nor megatron.core was imported",
-    "torch was imported, but megatron.core was not, nor did a step of a trainer without it run that megaprof knows",
+    "torch was imported, but megatron.core was not, and no step of a trainer that megaprof supports without it ran",
     "megatron.core was imported, but not megatron.core.pipeline_parallel.schedules",
     "megatron.core was imported, but get_forward_backward_func(), with which it gives its schedules, was never called",
     "get_forward_backward_func() was called, but neither had megatron.core.parallel_state been initialised, nor was "

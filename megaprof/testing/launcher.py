@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import math
 import multiprocessing.spawn
 import os
 import pickle
@@ -98,7 +99,8 @@ class RanksFailed(RuntimeError):
 
     def __str__(self) -> str:
         failed = [str(report.rank) for report in self.reports if report.outcome != "returned"]
-        headline = f"ranks {', '.join(failed)} of {len(self.reports)} failed (time limit {self.timeout:g} s)"
+        limit = f" (time limit {self.timeout:g} s)" if math.isfinite(self.timeout) else ""
+        headline = f"ranks {', '.join(failed)} of {len(self.reports)} failed{limit}"
         return "\n\n".join([headline, *(str(report) for report in self.reports)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -184,3 +185,8 @@ def test_ranks_whose_parent_is_killed_while_they_start_end_before_they_begin(tmp
 def test_impossible_requests_are_refused(world: int, timeout: float) -> None:
     with pytest.raises(ValueError, match=r"world|timeout"):
         run_ranks(fail_by_rank, world, timeout=timeout)
+
+
+def test_a_job_without_a_time_limit_names_none() -> None:
+    assert str(RanksFailed((), math.inf)) == "ranks  of 0 failed"
+    assert str(RanksFailed((), 9.0)) == "ranks  of 0 failed (time limit 9 s)"

@@ -353,8 +353,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"the replay misses the measured step by {n.factor:.1%}, so every prediction is at least as uncertain"
     ),
     "cores_shared": lambda n: (
-        f"{_shared(n)}: another layout changes what every stage costs, so its speedup is uncertain by "
-        f"{n.factor:.0%} more"
+        f"{_shared(n)}: another layout changes what every stage costs, so its speedup may be another {n.factor:.0%} off"
     ),
     # recordings that megaprof did not make
     "sends_not_apart": ("send-receive kernels without an annotation of torch's cannot be told from all-to-all"),
