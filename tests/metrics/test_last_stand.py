@@ -84,6 +84,13 @@ def test_a_job_that_hung_and_was_killed(tmp_path: Path) -> None:
     assert found.waited_for == (Standing(1, 1, "forward", 3, 0),)
 
 
+def test_a_job_that_is_gone_ran_until_it_was_last_heard_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long_ago = time.time() - 3600
+    write(tmp_path, replace(job(pp=2), pid=NOBODY, started=long_ago - 90), HANGS, ago=40, time=long_ago)
+    assert main(["status", str(tmp_path)]) == UNWELL
+    assert ", ran for 90 s, none of them answering" in capsys.readouterr().out
+
+
 def test_a_job_that_was_killed_while_it_ran(tmp_path: Path) -> None:
     write(tmp_path, replace(job(pp=2), pid=NOBODY), HANGS, ago=0.1)
     found = stand(tmp_path)

@@ -236,8 +236,9 @@ def _headline(view: View) -> Iterator[str]:
     role = "" if run.role is None else f", role {run.role}"
     count = len(view.heard)
     heard = "all" if count == run.world else f"{count}" if count else "none"
-    since = ago(view.now - run.started)
-    yield f"{counted(run.world, 'rank')} ({shape}){role}, running for {since}, {heard} of them answering"
+    last = max((status.time for status in view.statuses.values()), default=view.now)
+    runs = f"ran for {ago(last - run.started)}" if view.silence else f"running for {ago(view.now - run.started)}"
+    yield f"{counted(run.world, 'rank')} ({shape}){role}, {runs}, {heard} of them answering"
     for target, of_role in dict.fromkeys((c.target, c.role) for status in statuses.values() for c in status.calls):
         numbers = [step for status in statuses.values() if (step := status.step_of(target, of_role)) is not None]
         if numbers:
