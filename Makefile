@@ -76,10 +76,10 @@ test-nsys: .venv/ready
 	$(PYTEST) $(ARGS) tests/nsys
 
 # The documentation site, in build/site, with example reports in gallery/. A broken link, or a page without a link to it,
-# is an error. RANKS=16384 makes the largest example that large.
+# is an error.
 docs: .venv/docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
-	.venv/docs/bin/python -m tests.gallery build/site/gallery --ranks $(or $(RANKS),2048)
+	.venv/docs/bin/python -m tests.gallery build/site/gallery
 
 # docs/schemas and docs/json.md, from the dataclasses.
 schemas: .venv/ready

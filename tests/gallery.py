@@ -1,6 +1,6 @@
 """Reports to look at without installing anything: static pages of jobs with a known answer, for the documentation.
 
-    python -m tests.gallery build/site/gallery [--ranks 2048]
+    python -m tests.gallery build/site/gallery
 
 The jobs are generated as the tests generate theirs, and the pages are what `megaprof report --html` writes of them.
 docs/gallery.md shows them.
@@ -24,6 +24,8 @@ from tests.benchmarks.scale import layout
 
 Job = Callable[[Path], object]
 LARGE = "large-job"
+#: Ranks of the large job.
+RANKS = 16_384
 
 
 def traced(**options: Any) -> Job:
@@ -46,7 +48,7 @@ def jobs(ranks: int) -> dict[str, Job]:
         "unbalanced": traced(layers=(7, 3, 3, 3)),
         "slow-link": traced(link={1: 4.0}),
         "slow-rank": recorded(Slow(rank=5, from_step=20, factor=1.6)),
-        "hang": recorded(Slow(rank=5, from_step=59, until_step=59, factor=500.0)),
+        "hang": recorded(Slow(rank=5, from_step=59, until_step=59, factor=250.0)),
         LARGE: partial(write_timelines, layout=world, steps=20, microbatches=32, slow=slow),
     }
 
@@ -66,6 +68,4 @@ def build(out: Path, ranks: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="static pages of real reports")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--ranks", type=int, default=2048, help="of the large job: 16384 take a minute [2048]")
-    arguments = parser.parse_args()
-    build(arguments.out, arguments.ranks)
+    build(parser.parse_args().out, RANKS)

@@ -133,7 +133,9 @@ class KeptCaptures:
         if place.outside is not None:
             raise Unreadable(f"it holds a link that leads out of the directory that is served: {place.outside}")
         last = await asyncio.to_thread(last_stand, place.path) if place.job else None
-        identity = place.identity if last is None else f"{place.identity} {replace(last.standstill, seconds=0.0)}"
+        identity = place.identity
+        if last is not None:  # the page says for how long: it is a minute old at most
+            identity += f" {replace(last.standstill, seconds=last.standstill.seconds // 60)}"
         if isinstance(why := self._briefs.get(identity), str):
             raise Unreadable(why)
         read = self._reads.get(identity) or self._awaited.get(place.path)

@@ -11,11 +11,13 @@ from urllib.parse import urlencode
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes_of
+from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.what_if.by_hand import StagesAfter, chosen, moved, number_of, stages_after, whole
 from megaprof.analysis.what_if.changeable import Changeable, Setting, Tried, tried
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout, options_of
 from megaprof.analysis.what_if.packing import PLANS
+from megaprof.analysis.what_if.what_if import WhatIf
 
 PACKINGS = PLANS
 #: The most layers of a piece that are drawn one by one.
@@ -182,3 +184,14 @@ def _moved(setting: Setting, move: str) -> tuple[str, ...]:
     source, _, rest = move.partition("-")
     target, _, letter = rest.partition("-")
     return moved(setting.pieces, whole("move", source, -1), whole("move", target, -1), letter or "t")
+
+
+def starts(predictions: WhatIf) -> list[tuple[Prediction, str]]:
+    """Returns the predicted layouts to begin with, and their names. Layouts that place as many layers on every stage
+    have the same name, so their names contain the layout too."""
+    layouts = [change for change in predictions.candidates if change.kind in ("layout", "chunks") and change.layout]
+    names = [name_of(change, predictions) for change in layouts]
+    return [
+        (change, f"{name}: {change.layout}" if names.count(name) > 1 else name)
+        for change, name in zip(layouts, names, strict=True)
+    ]

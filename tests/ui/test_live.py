@@ -26,6 +26,7 @@ from megaprof.ui.live import Now, Point
 from megaprof.ui.pages import now_shown, track
 from megaprof.ui.places import Place
 from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.synthetic import pipeline
 from tests.cli.jobs.test_status import Job
 from tests.control import places
 from tests.control.control_jobs import running
@@ -127,6 +128,21 @@ def test_a_hanging_job_names_whom_all_wait_for(job: Job, tmp_path: Path) -> None
     assert "Rank 0 (stage 0, here, process" in shown.text
     assert "has been in forward of microbatch 2, train_actor step 7" in shown.text
     assert "1 rank waits for it" in shown.text
+
+
+def test_the_report_says_for_how_long_its_job_has_stood_still(job: Job, tmp_path: Path) -> None:
+    """The report is read again, although its files are as they were."""
+    pipeline(job.directory, [3, 1])
+    with browsing(tmp_path) as client:
+        for ago, said in ((900, "for 15 min by now"), (7200, "for 2 h 0 min by now")):
+            since = time.time() - ago
+            job.run = replace(job.run, started=since)
+            job.write_run()
+            place = {"target": "train_actor", "step": 7, "chunk": 0, "since": since}
+            job.status(0, since=since, position=place | {"phase": "forward", "microbatch": 2})
+            job.status(1, since=since, position=place | {"phase": "recv_forward", "microbatch": None, "chunk": None})
+            shown = page(client, f"/capture/{address(tmp_path, 'job')}").text
+            assert said in shown
 
 
 def test_the_page_says_where_a_job_stood_still_that_is_gone(job: Job, tmp_path: Path) -> None:

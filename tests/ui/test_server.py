@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -204,6 +205,16 @@ def test_virtual_stages_split_the_layers_again(client: TestClient, top: Path) ->
     # A layout that is typed decides itself how many it has.
     typed = what_if(client, top, chunks=1, was=1, layout="Et|t*3|t*3|tL")
     assert parse_qs(typed["query"])["chunks"] == ["2"]
+
+
+def test_layouts_to_begin_with_have_names_that_differ(tmp_path: Path) -> None:
+    write(Scenario("before", layers=((5, 1), (1, 1)), microbatches=8, steps=3), tmp_path / "before")
+    with browsing(tmp_path) as client:
+        markup = what_if(client, tmp_path)["html"]
+    names = re.findall(r'id="start-\d+"[^>]*>([^<]*)<', markup)
+    assert "4+4 layers: Et|t*2|t*3|t*2L" in names
+    assert "1 model chunk per stage, 4+4 layers" in names, "a name that no other layout has stays short"
+    assert len(set(names)) == len(names)
 
 
 def test_what_has_no_costs_says_so(client: TestClient, top: Path, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class Bars:
     """Kinds of pieces, each with its name."""
     rows: tuple[Bar, ...]
     """Bars by pipeline rank."""
+    longest: float
+    """Milliseconds of a bar of 100%."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def bars(target: TargetReport) -> Bars | None:
     ]
     named = [(kind, _BESIDE[kind]) for kind in beside]
     columns = (*passes, "compute", *(name for _, name in named), "bubble")
-    return Bars(columns, (("compute", "compute"), *named, ("bubble", "bubble")), tuple(rows))
+    return Bars(columns, (("compute", "compute"), *named, ("bubble", "bubble")), tuple(rows), longest)
 
 
 #: What a stage does besides computing and waiting for other stages, with names.

@@ -25,7 +25,7 @@ _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRAD
 
 @dataclass(frozen=True)
 class Row:
-    """One stage of a drawn step: what one of its ranks did. Times are nanoseconds of its host's wall clock."""
+    """One rank in a drawn step: the first of a stage, or a slow one. Times are nanoseconds of its host's wall clock."""
 
     stage: int
     """Pipeline rank of the stage."""
@@ -46,7 +46,7 @@ class StepTimeline:
     step: int
     """Number of the step."""
     rows: tuple[Row, ...]
-    """One row for every captured stage, by pipeline rank."""
+    """One row for every captured stage and slow rank, by pipeline rank."""
     chunks: int
     """The most model chunks that a stage has."""
     notes: tuple[str, ...]
@@ -60,12 +60,12 @@ class StepTimeline:
 
 
 def of_calls(calls: Iterable[Call], measured: TargetStages) -> StepTimeline:
-    """Returns the first call of the last step in ``measured``, on the first rank of every stage. The clocks are
-    aligned by the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
-    ranks = {rank for stage in measured.stages for rank in stage.ranks}
-    last = [call for call in calls if call.rank in ranks and call.step == measured.steps[-1]]
-    stages = grouped(sorted(last, key=lambda call: (call.index, call.rank)), lambda call: call.stage)
-    chosen = [stages[pp][0] for pp in sorted(stages)]
+    """Returns the first call of the last step in ``measured``, on the first rank of every stage and on the slow ranks.
+    The clocks are aligned by the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
+    row_of = {rank: place for place, stage in enumerate(measured.shown) for rank in stage.ranks}
+    last = [call for call in calls if call.rank in row_of and call.step == measured.steps[-1]]
+    rows_of = grouped(sorted(last, key=lambda call: (call.index, call.rank)), lambda call: row_of[call.rank])
+    chosen = [rows_of[place][0] for place in sorted(rows_of)]
     alignment = aligned(chosen)
     several = len(set(alignment.hosts.values())) > 1
     notes = [*(of_clocks(alignment) if several else ()), *map(clause, alignment.warnings)]

@@ -19,7 +19,10 @@ from megaprof.analysis.report.text.what_if import advised
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis import scenarios
 from tests.analysis.exchanging import exchanging, write
+from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import BASE, TraceBuilder, chunk, kinds, pipeline, plain_stage
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\'"><svg/onload=alert(2)>&amp;'
@@ -156,6 +159,20 @@ def test_the_latest_step_on_the_lowest_rank_of_a_stage_is_drawn(tmp_path):
     assert drawn.step == 4
     assert [row.rank for row in drawn.rows] == [0]
     assert drawn.rows[0].extent[0] == BASE + 700_000_000
+
+
+def test_a_slow_rank_is_drawn_below_the_first_rank_of_its_stage(tmp_path):
+    scenarios.write(scenarios.Scenario("slow", layers=(4, 4), slow={1: 1.5}, peers=2, steps=3), tmp_path / "traces")
+    four = WorldLayout(ParallelSizes.of(4, pp=2))
+    write_timelines(tmp_path / "timelines", layout=four, steps=20, slow=[Slow(rank=3, factor=1.6)], chunk_layers=[4, 4])
+    for name in ("traces", "timelines"):
+        report = analyze(tmp_path / name)
+        (target,), (drawn,) = report.targets, report.steps().values()
+        (slow,) = target.slow_ranks
+        assert [row.stage for row in drawn.rows] == [0, 1, 1]
+        assert drawn.rows[2].rank == slow.ranks[0] == 3
+    ends = [max(box.end for box in row.passes if box.kind == "backward") + row.offset_ns for row in drawn.rows]
+    assert ends[2] > ends[1], "on the clock of the others, it computes longer than its peer"
 
 
 def test_the_last_of_several_steps_in_one_trace_is_drawn(tmp_path):

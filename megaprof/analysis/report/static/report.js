@@ -62,6 +62,8 @@
     take(data) {
       this.data = data;
       this.rows = data.rows.map(unpack);
+      // Below the first rank of its stage, a row shows a slow one.
+      this.rows.forEach((row, index) => { row.slow = index > 0 && row.stage === this.rows[index - 1].stage; });
       this.end = Math.max(1, data.end || 0, ...this.rows.map((row) => row.span[1]));
       // No box is longer: how far before the visible part one may begin that reaches into it.
       this.longest = this.rows.map((row) => row.boxes.end.reduce((most, end, i) => Math.max(most, end - row.boxes.start[i]), 0));
@@ -74,7 +76,10 @@
       return Math.max(ROW_MIN, Math.min(ROW_MAX, Math.floor(ROWS_HEIGHT / this.rows.length)));
     }
 
-    get left() { return this.canvas.clientWidth < 520 ? 30 : 62; }
+    get left() {
+      if (this.canvas.clientWidth >= 520) return 62;
+      return this.peers.some((each) => each.rows.some((row) => row.slow)) ? 50 : 30;
+    }
     get width() { return Math.max(1, this.canvas.clientWidth - this.left - 1); }
     x(us) { return this.left + ((us - this.from) / (this.to - this.from)) * this.width; }
     us(x) { return this.from + ((x - this.left) / this.width) * (this.to - this.from); }
@@ -169,7 +174,8 @@
       pen.font = Math.min(12, height - 1) + "px " + look.font;
       pen.textAlign = "right";
       pen.textBaseline = "middle";
-      pen.fillText((this.left > 40 ? "stage " : "") + row.stage, this.left - 8, top + tall / 2);
+      const name = row.slow ? "rank " + row.rank : (this.canvas.clientWidth < 520 ? "" : "stage ") + row.stage;
+      pen.fillText(name, this.left - 8, top + tall / 2, this.left - 8); // squeezed if it is long
       pen.save();
       pen.beginPath();
       pen.rect(this.left, top, this.width, tall);
