@@ -59,12 +59,19 @@ class StepTimeline:
         return [kind for kind in _KINDS if kind in there]
 
 
-def of_calls(calls: Iterable[Call], measured: TargetStages) -> StepTimeline:
-    """Returns the first call of the last step in ``measured``, on the first rank of every stage and on the slow ranks.
-    The clocks are aligned by the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
+def typical(table: Table) -> int:
+    """Returns the step of a table that is nearest to the average step, and of several the last. A drawing of it is as
+    long as the numbers say."""
+    steps, rows = np.unique(table.steps, return_index=True)  # the first row of a step is the one that is drawn
+    return int(steps[::-1][np.abs(table.length[rows] - table.length.mean()).round(6)[::-1].argmin()])
+
+
+def of_calls(calls: Iterable[Call], measured: TargetStages, step: int) -> StepTimeline:
+    """Returns the first call of a step, on the first rank of every stage in ``measured`` and on the slow ranks. The
+    clocks are aligned by the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
     row_of = {rank: place for place, stage in enumerate(measured.shown) for rank in stage.ranks}
-    last = [call for call in calls if call.rank in row_of and call.step == measured.steps[-1]]
-    rows_of = grouped(sorted(last, key=lambda call: (call.index, call.rank)), lambda call: row_of[call.rank])
+    of_step = [call for call in calls if call.rank in row_of and call.step == step]
+    rows_of = grouped(sorted(of_step, key=lambda call: (call.index, call.rank)), lambda call: row_of[call.rank])
     chosen = [rows_of[place][0] for place in sorted(rows_of)]
     alignment = aligned(chosen)
     several = len(set(alignment.hosts.values())) > 1
@@ -76,7 +83,7 @@ def of_calls(calls: Iterable[Call], measured: TargetStages) -> StepTimeline:
 
 
 def of_table(table: Table, stages: Iterable[Stage], key: Key, files: Mapping[int, Sequence[Path]]) -> StepTimeline:
-    """Returns the last step of a table, on the clock of the table.
+    """Returns the last step of a table, on the clock of the table: of a run that became slow, it shows the present.
 
     The first rank of each of the ``stages`` is drawn, with everything that its ``files`` hold.
     """

@@ -110,7 +110,9 @@ def analyze(
     for key, counted_calls in captured.items():
         fleet = next((fleet for fleet in fleets if fleet.key == key), None)
         measured = _measured(traced[key], diagnosed[key], partial(averages.of_calls, counted_calls))
-        draw = partial(drawn.of_calls, counted_calls.calls, measured)
+        table = traced[key]
+        step = measured.steps[-1] if isinstance(table, Unfit) else drawn.typical(table)
+        draw = partial(drawn.of_calls, counted_calls.calls, measured, step)
         targets.append(_reported(measured, diagnosed[key], draw, fleet, job, memory_limit, traced=True))
     reported = {target.report.key for target in targets}
     for fleet in fleets:
@@ -187,7 +189,7 @@ _Draw = Callable[[], drawn.StepTimeline]
 
 
 class _Target(NamedTuple):
-    """A report on one target. ``by_hand`` predicts changes that a person chooses, and ``draw`` draws the last step;
+    """A report on one target. ``by_hand`` predicts changes that a person chooses, and ``draw`` draws a typical step;
     each is None if that cannot be done."""
 
     report: TargetReport

@@ -368,9 +368,9 @@ def test_the_drawn_step_is_of_the_ranks_in_the_table(tmp_path):
         plain_stage(pp, 2, 10, 20, sizes={"dp": 2}, coords={"rank": 2 * pp + dp, "dp": dp}).write(tmp_path)
     calls = [call for path in find_traces(tmp_path) for call in calls_of(read_trace(path))]
     (told,) = stages_of(calls)
-    assert [row.rank for row in drawn.of_calls(calls, told).rows] == [0, 2]
+    assert [row.rank for row in drawn.of_calls(calls, told, told.steps[-1]).rows] == [0, 2]
     others = tuple(replace(stage, ranks=(stage.ranks[0] + 1,)) for stage in told.stages)
-    assert [row.rank for row in drawn.of_calls(calls, replace(told, stages=others)).rows] == [1, 3]
+    assert [row.rank for row in drawn.of_calls(calls, replace(told, stages=others), told.steps[-1]).rows] == [1, 3]
 
 
 def test_traces_and_timelines_of_one_run_tell_the_same(tmp_path):

@@ -148,7 +148,7 @@ def test_clocks_of_several_hosts_are_aligned_and_that_is_said(tmp_path):
     assert "Host node-1: clock 500.0" in text
 
 
-def test_the_latest_step_on_the_lowest_rank_of_a_stage_is_drawn(tmp_path):
+def test_of_equal_steps_the_latest_is_drawn_on_the_lowest_rank_of_a_stage(tmp_path):
     for step, base in ((3, 0.0), (4, 700.0)):
         for rank, tp in ((1, 1), (0, 0)):
             plain_stage(0, 1, 5, 9, step=step, start=base, coords={"rank": rank, "tp": tp}, sizes={"tp": 2}).write(
@@ -173,6 +173,15 @@ def test_a_slow_rank_is_drawn_below_the_first_rank_of_its_stage(tmp_path):
         assert drawn.rows[2].rank == slow.ranks[0] == 3
     ends = [max(box.end for box in row.passes if box.kind == "backward") + row.offset_ns for row in drawn.rows]
     assert ends[2] > ends[1], "on the clock of the others, it computes longer than its peer"
+
+
+def test_the_captured_step_nearest_to_the_average_is_drawn(tmp_path):
+    last = {1: (2, "forward", 3)}
+    scenarios.write(scenarios.Scenario("last", layers=(4, 4), hiccups=last, noise=0.0, steps=3), tmp_path)
+    report = analyze(tmp_path)
+    assert report.targets[0].measured.steps == (5, 6, 7)
+    (drawn,) = report.steps().values()
+    assert drawn.step == 6, "not the last, which is longer than the numbers say"
 
 
 def test_the_last_of_several_steps_in_one_trace_is_drawn(tmp_path):
