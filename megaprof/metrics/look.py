@@ -204,7 +204,7 @@ def waiting_for_cores(waits: Mapping[int, float]) -> str:
     longest = f"rank {first} " if several else ""
     who = f"Rank{'s' * several} {few(sorted(named))} wait{'s' * (not several)}"
     why = "something else runs on the cores, or there are more ranks than cores"
-    return f"{who} for a processor core, {longest}{most:.0%} of the time: {why}."
+    return f"{who} for a processor core, {longest}for {most:.0%} of the time: {why}."
 
 
 def waited_for(view: View) -> Iterator[str]:

@@ -156,6 +156,9 @@ def test_a_drawing_comes_with_every_answer(client: TestClient, top: Path) -> Non
     assert [len(row["boxes"]) for row in after["boxes"]["rows"]] == [5 * 2 * 4] * 2
     last = [max(row["span"][1] for row in each["boxes"]["rows"]) for each in (before, after)]
     assert last[1] < last[0] == before["boxes"]["end"] == after["boxes"]["end"]
+    # The heading of the drawing says how long it is: the numbers above it are averages.
+    heading = f"replayed: {last[0] / 1000:.0f} ms as captured, {last[1] / 1000:.0f} ms with this change"
+    assert heading in Reader(after["html"]).text
 
 
 def test_what_is_not_drawn_of_a_step_is_said_beside_its_time(tmp_path: Path) -> None:
@@ -164,7 +167,7 @@ def test_what_is_not_drawn_of_a_step_is_said_beside_its_time(tmp_path: Path) -> 
     with browsing(tmp_path) as alone:
         shown = page(alone, f"/capture/{address(tmp_path, 'tail')}/what-if")
     assert "One captured step, replayed" in shown.text
-    assert "It ends with the last pass, without the 100 ms of an average step that come after it: " in shown.text
+    assert "It ends with the last pass, without the 100 ms of an average step that come after it." in shown.text
 
 
 @pytest.mark.parametrize(
@@ -239,6 +242,11 @@ def test_two_captures_are_compared_on_one_axis(client: TestClient, top: Path) ->
     drawings = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     assert drawings[0]["end"] == drawings[1]["end"] == max(row["span"][1] for each in drawings for row in each["rows"])
     assert len(shown.all("rect")) == 2 * 2 * 2  # stages, captures, compute and bubble
+
+
+def test_a_comparison_asks_for_the_other_capture(client: TestClient, top: Path) -> None:
+    shown = page(client, f"/compare?a={address(top, 'before')}")
+    assert "Choose the capture before a change and the one after it." in shown.text
 
 
 def test_captures_without_a_common_target_are_not_compared(tmp_path: Path) -> None:
