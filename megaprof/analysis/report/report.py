@@ -189,7 +189,7 @@ _Draw = Callable[[], drawn.StepTimeline]
 
 
 class _Target(NamedTuple):
-    """A report on one target. ``by_hand`` predicts changes that a person chooses, and ``draw`` draws a typical step;
+    """A report on one target. ``by_hand`` predicts changes that a person chooses, and ``draw`` draws a step;
     each is None if that cannot be done."""
 
     report: TargetReport
