@@ -59,6 +59,12 @@ class StepTimeline:
         return [kind for kind in _KINDS if kind in there]
 
 
+def _drawn(measured: TargetStages) -> Sequence[Stage]:
+    """Returns the rows of the tables that are drawn. Replicas that only run forward passes do not wait for each other,
+    so a slow rank of another replica may be in the same step at another time: it is left out."""
+    return measured.stages if measured.forward_only else measured.shown
+
+
 def typical(table: Table) -> int:
     """Returns the step of a table that is nearest to the average step, and of several the last. A drawing of it is as
     long as the numbers say."""
@@ -69,7 +75,7 @@ def typical(table: Table) -> int:
 def of_calls(calls: Iterable[Call], measured: TargetStages, step: int) -> StepTimeline:
     """Returns the first call of a step, on the first rank of every stage in ``measured`` and on the slow ranks. The
     clocks are aligned by the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
-    row_of = {rank: place for place, stage in enumerate(measured.shown) for rank in stage.ranks}
+    row_of = {rank: place for place, stage in enumerate(_drawn(measured)) for rank in stage.ranks}
     of_step = [call for call in calls if call.rank in row_of and call.step == step]
     rows_of = grouped(sorted(of_step, key=lambda call: (call.index, call.rank)), lambda call: row_of[call.rank])
     chosen = [rows_of[place][0] for place in sorted(rows_of)]
@@ -82,14 +88,14 @@ def of_calls(calls: Iterable[Call], measured: TargetStages, step: int) -> StepTi
     return StepTimeline(chosen[0].step, tuple(rows), max(max(len(c.metadata.chunks), 1) for c in chosen), tuple(notes))
 
 
-def of_table(table: Table, stages: Iterable[Stage], key: Key, files: Mapping[int, Sequence[Path]]) -> StepTimeline:
+def of_table(table: Table, measured: TargetStages, key: Key, files: Mapping[int, Sequence[Path]]) -> StepTimeline:
     """Returns the last step of a table, on the clock of the table: of a run that became slow, it shows the present.
 
-    The first rank of each of the ``stages`` is drawn, with everything that its ``files`` hold.
+    The first rank of every stage, and slow ranks, are drawn with everything that their ``files`` hold.
     """
     last = int(np.searchsorted(table.steps, table.steps[-1]))
     rows = []
-    for stage in stages:
+    for stage in _drawn(measured):
         call = call_of(key, files[stage.ranks[0]], int(table.steps[-1]))
         if not call:
             continue  # the file has gone since the table was made

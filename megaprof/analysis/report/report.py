@@ -222,7 +222,7 @@ def _recorded(
     key, draw = fleet.key, None
     measured = _measured(table, diagnosed, partial(averages.of_series, reading.series[key]))
     if isinstance(table, Table):
-        draw = partial(drawn.of_table, table, measured.shown, key, reading.files[key])
+        draw = partial(drawn.of_table, table, measured, key, reading.files[key])
     return _reported(measured, diagnosed, draw, fleet, job, memory_limit, traced=False)
 
 

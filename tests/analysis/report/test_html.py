@@ -184,6 +184,15 @@ def test_the_captured_step_nearest_to_the_average_is_drawn(tmp_path):
     assert drawn.step == 6, "not the last, which is longer than the numbers say"
 
 
+def test_a_slow_rank_is_not_drawn_where_replicas_do_not_wait_for_each_other(tmp_path):
+    slow = scenarios.Scenario("slow", layers=(4, 4), slow={1: 1.5}, peers=2, steps=3, target="train_log_probs")
+    scenarios.write(slow, tmp_path)
+    report = analyze(tmp_path)
+    assert report.targets[0].slow_ranks
+    (drawn,) = report.steps().values()
+    assert [row.stage for row in drawn.rows] == [0, 1]
+
+
 def test_the_last_of_several_steps_in_one_trace_is_drawn(tmp_path):
     for pp in (0, 1):
         trace = TraceBuilder(pp=pp, pp_size=2, microbatches=1, metadata={"steps": [5, 7]})
