@@ -40,6 +40,18 @@ Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_bett
 
 
 @dataclass(frozen=True)
+class HostCores:
+    """A host whose ranks and cores are known."""
+
+    name: str | None
+    """Host name; None if not known."""
+    ranks: int
+    """Ranks of the job on this host."""
+    cores: int
+    """Physical cores that they may run on."""
+
+
+@dataclass(frozen=True)
 class WhatIf:
     """The replay and the predictions of one target. A field is None if ``warnings`` say why."""
 
@@ -86,6 +98,9 @@ class WhatIf:
     """Why something is missing."""
     host_options: tuple[str, ...] | None = None
     """Flags of ``best`` as options of the host; None if there are none, or if the host takes the flags."""
+    hosts: tuple[HostCores, ...] = ()
+    """Hosts of the stages whose ranks and cores are known: only in runs without a GPU, if the launcher says how many
+    ranks a host has."""
     alike: tuple[str, ...] = ()
     """Layouts that the captured data cannot distinguish from ``best``."""
     more_steps: int = 0
@@ -98,7 +113,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
     table, state = run.table, run.view.state
     errors = (state.step_ms(run.replay) - table.length) / table.length
-    steps, held = baseline(run), _held(table)
+    steps, held, hosts = baseline(run), _held(table), _hosts(table)
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
         replay_ms=run.replayed_ms,
@@ -108,12 +123,13 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         rendezvous=run.replay.rendezvous,
         p2p_ms=steps.p2p_ms,
         allocated=peaks(table.memory),
+        hosts=hosts,
     )
     differ = _differ(diagnosis)
     sequences = sequences_of(run) if differ else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
-    shared = _shared_cores(table)
+    shared = _shared_cores(hosts)
     always = (cause for cause in diagnosis.perhaps if cause.reason == ALWAYS)
     for cause in (*diagnosis.causes, *always):
         if cause.reason in (WAIT, ALWAYS):
@@ -224,13 +240,23 @@ def _held(table: Table) -> Held | Note:
     return Held(tuple(pieces), tuple(kinds), schedule.stages, measured(table))
 
 
-def _shared_cores(table: Table) -> Note | None:
-    """Returns a note if more ranks run on a host than it has cores, which they share differently in every layout; None
-    if they do not, or nothing says so."""
-    for metadata in filter(None, table.metadata):
-        ranks, cores = metadata.local_ranks, metadata.cores
-        if ranks is not None and cores is not None and ranks > cores:
-            return Note("cores_shared", count=ranks, of=cores, factor=_SHARED_CORES)
+def _hosts(table: Table) -> tuple[HostCores, ...]:
+    """Returns the hosts of one rank of every stage, as far as their ranks and cores are known."""
+    return tuple(
+        {
+            metadata.host: HostCores(metadata.host, metadata.local_ranks, metadata.cores)
+            for metadata in filter(None, table.metadata)
+            if metadata.local_ranks is not None and metadata.cores is not None
+        }.values()
+    )
+
+
+def _shared_cores(hosts: Sequence[HostCores]) -> Note | None:
+    """Returns a note if more ranks run on one of these hosts than it has cores, which they share differently in every
+    layout; None if they do not, or nothing says so."""
+    for host in hosts:
+        if host.ranks > host.cores:
+            return Note("cores_shared", count=host.ranks, of=host.cores, factor=_SHARED_CORES)
     return None
 
 
