@@ -200,9 +200,9 @@ def _expected(
     """Returns what a prediction amounts to on another machine, in milliseconds, and how far that may be off.
 
     A prediction leaves the disturbances of the step as they were, so they are replaced by those of the new machine. The
-    rest of the step is scaled by the factor by which an undisturbed layer became slower. Both values are None if that
-    factor is not known, or if the disturbances leave nothing of the predicted step: they cost less in another layout
-    then.
+    rest of the step is scaled by the factor by which a layer became slower in the quicker passes. Both values are None
+    if that factor is not known, or if the disturbances leave nothing of the predicted step: they cost less in another
+    layout then.
     """
     (first, of_first), (second, of_second) = _disturbed(old), _disturbed(new)
     if layer is None or not layer.before or not layer.after or first >= prediction.step_ms:

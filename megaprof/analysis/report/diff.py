@@ -51,7 +51,7 @@ class Kept:
     """Predicted step in milliseconds, on the machine as it was in the first capture."""
     expected_ms: float | None
     """Predicted step in milliseconds, on the machine as it was in the second capture: with layers as fast and
-    disturbances as large as they were there. None if a capture does not show the cost of an undisturbed layer, or if
+    disturbances as large as they were there. None if a capture does not show the cost of a layer, or if
     the disturbances of the first one leave nothing of the prediction."""
     uncertain_ms: float | None
     """Uncertainty of ``expected_ms`` in milliseconds: half of its 90 % interval. None if ``expected_ms`` is None."""
@@ -122,8 +122,9 @@ class TargetDiff:
     stages: tuple[StageDiff, ...]
     """Stages, by pipeline rank."""
     layer: Difference | None
-    """Undisturbed forward and backward of a microbatch in a decoder layer. A layout does not change it; only another
-    machine, load or setting does. None if a capture does not show it, or if the captures are of different models."""
+    """Forward and backward of a microbatch in a decoder layer, in the quicker passes (their lower quartile). A layout
+    does not change it; only another machine, load or setting does. None if a capture does not show it, or if the
+    captures are of different models."""
     prediction: Kept | None
     """Prediction of the first capture for the layout of the second one; None if it made none."""
 

@@ -19,7 +19,8 @@ from megaprof.parallel.topology import ParallelSizes
 Floats = npt.NDArray[np.float64]
 
 GARBAGE, WAIT = "garbage_collection", "processor_wait"
-#: Quantile at which an undisturbed pass is taken, because disturbances only add.
+#: Quantile of the passes of one kind that shows what they take without delays, because delays only add. Reports call it
+#: "the quicker passes": under a load that delays most passes, it contains delays, too.
 QUARTILE = 0.25
 #: Bits that tell the calls of one step apart: a step's number is above them.
 CALLS = 16

@@ -153,7 +153,7 @@ class Baseline:
     replayed_ms: float
     """The average step, replayed."""
     content: Floats
-    """[s, c, k]: undisturbed time of chunks."""
+    """[s, c, k]: time of chunks in the quicker passes, their lower quartile."""
     drawn: Floats
     """[draw, s, c, k]: the same time in every draw."""
     rows: npt.NDArray[np.intp]

@@ -13,7 +13,7 @@ import pytest
 
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.text.what_if import activations, of_costs
+from megaprof.analysis.report.text.what_if import activations, name_of, of_costs
 from megaprof.analysis.what_if.by_hand import chosen, moved, split, stages_after
 from megaprof.analysis.what_if.changeable import Changeable, tried
 from megaprof.analysis.what_if.changes import resliced
@@ -130,7 +130,19 @@ def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: Ch
 def test_whatever_takes_time_in_predictions_is_told() -> None:
     by_kind = {"dense": Cost(4.0, 9.0), "embedding": Cost(0.0, 3.6e-15), "loss": Cost(12.0, 20.7)}
     told = of_costs(CostFit(by_kind, ("dense",), 0.0, False, ("ends_hidden",)))
+    assert told.startswith("Costs of a microbatch in the quicker passes, "), "nothing is undisturbed under load"
     assert ["dense 13.0" in told, "loss 32.7" in told, "embedding 0" in told] == [True, True, False]
+
+
+def test_another_number_of_chunks_is_named_with_the_captured_one(tmp_path: Path) -> None:
+    """What a layout gains then comes from the chunks as well."""
+    write(Scenario("chunks", layers=((2, 1), (2, 3)), loss=4.0, microbatches=8, noise=0.005, steps=3), tmp_path)
+    report = analyze(tmp_path)
+    (run,), (target,) = report.by_hand, report.targets
+    assert run is not None
+    fewer, other = (name_of(chosen(run, {"layout": text}).prediction, target.what_if) for text in ("4,4", "2,2,2,2"))
+    assert fewer == "4+4 layers, 1 model chunk per stage instead of 2"
+    assert "per stage" not in other
 
 
 def test_the_command_the_tool_and_the_page_say_the_same(
@@ -283,12 +295,3 @@ def test_the_bubble_without_exchanges_is_about_that_of_a_run_without_them(tmp_pa
     after = stages_after(report.targets[0].measured, run, chosen(run, {"p2p": "0"}))
     for stage, row in zip(ran.stages, after.stages, strict=True):
         assert row.bubble == pytest.approx(stage.bubble_fraction, abs=0.06)
-
-
-def test_a_refusal_says_once_that_nothing_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline(tmp_path, [8])
-    assert main(["what-if", str(tmp_path), "--microbatches", "8"]) == FAILED
-    assert capsys.readouterr().err.strip() == (
-        "megaprof what-if: nothing can be predicted: a single stage has no other layout, and no sequences were "
-        "captured that could be packed differently"
-    )

@@ -16,17 +16,17 @@ def of_causes(target: TargetDiff) -> str:
 
 
 def of_machine(target: TargetDiff) -> str:
-    """Returns a clause that says whether the machine is the same, from the times of an undisturbed layer."""
+    """Returns a clause that says whether the machine is the same, from the time of a layer in the quicker passes."""
     layer = target.layer
     if not target.same_model:
         return "whether the machine changed is not known: the captures are of different models"
     if layer is None:
-        missing = "at least one capture does not show how long an undisturbed layer takes"
+        missing = "at least one capture does not show how long a layer takes in the quicker passes"
         return f"whether the machine changed is not known: {missing}"
     took = f"{words.number(layer.before)} → {words.number(layer.after)} ms"
     return (
-        f"undisturbed, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}); the machine, "
-        "its load or a setting can change that, but not the layout"
+        f"in the quicker passes, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}); the "
+        "machine, its load or a setting can change that, but not the layout"
     )
 
 

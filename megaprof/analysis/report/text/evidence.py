@@ -139,8 +139,8 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     waiting = ", which wait for each other inside a microbatch," if several else ""
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
-    # The tables also include what disturbs passes, like waits for a core or garbage collection; this sentence does not.
-    who = f"Undisturbed, {_who(cause)}{waiting} {'compute' if several else 'computes'}"
+    # The tables also include what delays single passes, like waits for a core; the factor does not.
+    who = f"Apart from delays of single passes, {_who(cause)}{waiting} {'compute' if several else 'computes'}"
     text = f"{who} {longer} {peers}{when(cause)}."
     if cause.share < 1.0 and cause.steps == len(measured.steps):
         text += " The tables have the average of all steps."
@@ -226,8 +226,7 @@ def _communication(cause: Cause, measured: TargetStages) -> str:
         return f"The gradient reduction goes on behind the last pass, where no compute hides it{when(cause)}."
     name = INSIDE.get(cause.group or "")
     which = f"{name} communication" if name else "communication of a group that the recording does not name"
-    waiting = "part of which may be waiting for the last rank of a group"
-    text = f"{capital(which)}, {waiting}, is exposed: no compute hides it"
+    text = f"{capital(which)}, which includes waiting for the last rank of each group, is exposed: no compute hides it"
     # So removing it may gain more than the exposed time of any single stage.
     others = ", and while the pipeline fills and drains, stages wait for that of the others, too"
     return f"{text}{others if measured.sizes.pp > 1 else ''}."

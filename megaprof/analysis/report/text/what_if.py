@@ -77,13 +77,20 @@ def _by_hand(change: Prediction, predictions: WhatIf) -> str:
     plain = "m" not in layout and layout.count("|") < len(change.layers)
     parts = (
         (_layers(change, predictions) if plain else layout) if change.layout != predictions.layout else None,
-        f"{counted(change.chunks, 'model chunk')} per stage" if change.chunks else None,
+        f"{counted(change.chunks, 'model chunk')} per stage instead of {_chunks_now(change, predictions)}"
+        if change.chunks
+        else None,
         counted(change.microbatches, "microbatch") if change.microbatches and other else None,
         f"{_times(change.step_tokens)} the tokens in a step" if change.step_tokens != 1.0 else None,
         f"transfers of {change.p2p_ms:.3g} ms" if change.p2p_ms is not None else None,
         _packing(change, predictions) if change.packing else None,
     )
     return ", ".join(filter(None, parts)) or AS_CAPTURED
+
+
+def _chunks_now(change: Prediction, predictions: WhatIf) -> int:
+    """Returns the number of model chunks per stage in the captured layout, which has as many stages."""
+    return ((predictions.layout or "").count("|") + 1) // len(change.layers)
 
 
 _NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {
@@ -245,7 +252,9 @@ def _advice(predictions: WhatIf) -> str:
     if predictions.advice == "unsure":
         if round(first.speedup, 2) <= 1.0:
             return f"no other layout with as many model chunks is expected to be faster: {would}"
-        return f"{_UNSURE}, {name}, would be {times} if nothing else changes, and more steps would not settle it"
+        return (
+            f"{_UNSURE}, {name}, would be {times} if nothing else changes, and more steps would not show whether it is"
+        )
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
@@ -336,5 +345,8 @@ def of_costs(fit: CostFit) -> str:
     nothing = number(0.0)
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
     costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
-    text = f"Costs of an undisturbed microbatch, exposed communication included, from {source}: {', '.join(costs)}"
+    text = (
+        f"Costs of a microbatch in the quicker passes, exposed communication included, from {source}: "
+        f"{', '.join(costs)}"
+    )
     return "; ".join([text, *(_ASSUMED[assumption] for assumption in fit.assumptions)])
