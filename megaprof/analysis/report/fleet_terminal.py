@@ -27,7 +27,7 @@ def show_over_the_run(target: TargetReport, fleet: Fleet, console: Console) -> N
     number_columns(made, "rank count", "p50", "p95", "p99", "max")
     made.add_column(f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}", no_wrap=True)
     if fleet.times.step is not None:
-        made.add_row("step time", "", *_cells(fleet.times.step), sparkline(fleet.times.step_ms))
+        made.add_row("step, longest rank", "", *_cells(fleet.times.step), sparkline(fleet.times.step_ms))
     if (middle := fleet.synchronisation.median_ms) is not None:
         made.add_row(
             "gradients, last rank", "", number(middle), "", "", "", sparkline(fleet.synchronisation.synchronisation_ms)

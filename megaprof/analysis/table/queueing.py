@@ -30,6 +30,8 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
     usual_ms = length_ms.copy()
     for shape in np.unique(steps["shape"]):
         usual_ms[steps["shape"] == shape] = np.median(length_ms[steps["shape"] == shape])
+    # A step that failed may be long for any reason.
+    usual_ms = np.where(steps["flags"] & format.FAILED, length_ms, usual_ms)
     waits_ms = np.zeros(len(steps))
     ends = np.array(sorted(row for row in facts if row < len(steps)), dtype=np.intp)
     reading_of_row = np.searchsorted(ends, rows)
@@ -40,13 +42,14 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
             continue
         near_rows = np.arange(ends[reading - 1] + 1 if reading else 0, min(ends[reading] + 2, len(steps)))
         since_ms = steps["start_ns"][ends[reading]] / 1e6 + span.start / 1e3
-        inside_ms = np.minimum(end_ms[near_rows], since_ms + span.length / 1e3) - np.maximum(
-            begin_ms[near_rows], since_ms
-        )
-        inside_ms = np.maximum(inside_ms, 0.0)
+        until_ms = since_ms + span.length / 1e3
+        inside_ms = np.maximum(np.minimum(end_ms[near_rows], until_ms) - np.maximum(begin_ms[near_rows], since_ms), 0.0)
+        usual_inside_ms = usual_ms[near_rows] * inside_ms / length_ms[near_rows]
+        # After the last row came a step that is not in the file yet. It may be long for any reason, too.
+        after_ms = max(until_ms - max(end_ms[near_rows[-1]], since_ms), 0.0)
         waits_ms[near_rows] += _excess(
-            inside_ms, usual_ms[near_rows] * inside_ms / length_ms[near_rows], span.waited / 1e3
-        )
+            np.append(inside_ms, after_ms), np.append(usual_inside_ms, after_ms), span.waited / 1e3
+        )[:-1]
     return waits_ms[list(rows)]
 
 

@@ -153,7 +153,7 @@ def _find_target(report: Report, target: str | None, role: str | None) -> tuple[
     reason = next(
         (note.text for note in (first_target.withheld, *first_target.what_if.warnings) if note is not None), advice
     )
-    raise CommandError(f"nothing can be predicted: {reason}")
+    raise CommandError(f"nothing can be predicted: {reason.partition(' predicted: ')[2] or reason}")
 
 
 def in_words(answer: WhatIfAnswer) -> list[str]:

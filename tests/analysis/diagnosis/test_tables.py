@@ -14,7 +14,7 @@ from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.simulation.replay import Replay, compiled
-from megaprof.analysis.table import recorded
+from megaprof.analysis.table import queueing, recorded
 from megaprof.analysis.table.files import completed
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
@@ -22,6 +22,8 @@ from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in
 from megaprof.analysis.what_if.what_if import what_if
+from megaprof.formats import timeline as format
+from megaprof.formats.timeline import Timeline
 from megaprof.parallel.schedules import PipelineSchedule, turns
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
@@ -262,3 +264,20 @@ def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> N
     assert completed(run, two).exposed["tp"] == pytest.approx(0.1 * run.passes, rel=0.05)
     assert completed(run, two).compute is run.compute  # and in it, who waited for whom in collectives
     assert completed(two, run) is run
+
+
+def test_waits_of_finished_steps_do_not_depend_on_the_step_that_is_not_finished() -> None:
+    """The counter is read while that step runs: before it is written, and after it hung until the job ended."""
+    steps = np.zeros(5, dtype=format.STEP_TYPE)
+    steps["start_ns"] = np.arange(5) * 1_000_000_000
+    steps["duration"] = 1_000_000
+    steps["duration"][4], steps["flags"][4] = 30_000_000, format.FAILED
+    # Read at the end of step 1, and one second after the end of step 3.
+    readings = {1: format.Waited(-1_000_000, 2_000_000, 500_000), 3: format.Waited(-1_000_000, 3_000_000, 900_000)}
+    facts = {row: waited.pack() or b"" for row, waited in readings.items()}
+    running, ended = (
+        queueing.of_steps(Timeline(Path(), (), (), steps[:count], None, {}, {format.WAITED: facts}), range(4))
+        for count in (4, 5)
+    )
+    assert running.tolist() == pytest.approx([250.0, 250.0, 300.0, 300.0])
+    assert ended.tolist() == pytest.approx(running.tolist())

@@ -226,7 +226,8 @@ def _communication(cause: Cause, measured: TargetStages) -> str:
         return f"The gradient reduction goes on behind the last pass, where no compute hides it{when(cause)}."
     name = INSIDE.get(cause.group or "")
     which = f"{name} communication" if name else "communication of a group that the recording does not name"
-    text = f"{capital(which)}, which includes waiting for the last rank of each group, is exposed: no compute hides it"
+    waiting = "part of which may be waiting for the last rank of a group"
+    text = f"{capital(which)}, {waiting}, is exposed: no compute hides it"
     # So removing it may gain more than the exposed time of any single stage.
     others = ", and while the pipeline fills and drains, stages wait for that of the others, too"
     return f"{text}{others if measured.sizes.pp > 1 else ''}."

@@ -335,8 +335,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
     "nothing_to_change": (
-        "nothing is predicted: a single stage has no other layout, and sequences that could lie otherwise were not "
-        "captured"
+        "nothing is predicted: a single stage has no other layout, and no sequences were captured that could be packed "
+        "differently"
     ),
     "one_stage": "no layout is predicted: a single stage has no other one",
     "no_layout": lambda n: f"no other layout is predicted: {_why(n)}",
