@@ -46,7 +46,7 @@ def jobs(ranks: int) -> dict[str, Job]:
     return {
         "balanced": traced(),
         "unbalanced": traced(layers=(7, 3, 3, 3)),
-        "slow-link": traced(link={1: 4.0}),
+        "slow-link": traced(link={1: 8.0}),
         "slow-rank": recorded(Slow(rank=5, from_step=20, factor=1.6)),
         "hang": recorded(Slow(rank=5, from_step=59, until_step=59, factor=250.0)),
         LARGE: partial(write_timelines, layout=world, steps=20, microbatches=32, slow=slow),

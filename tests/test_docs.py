@@ -85,6 +85,16 @@ def test_ci_runs_what_the_readme_tells_a_developer_to_run() -> None:
     assert {c for c in commands() if c.startswith("make ")} == {line for line in script if line.startswith("make ")}
 
 
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("unbalanced", "Stage 0 holds 7 layers"), ("slow-link", "Exchanges between stages 1"), ("slow-rank", "rank 5")],
+)
+def test_a_page_of_the_gallery_begins_with_its_fault(name: str, first: str, tmp_path: Path) -> None:
+    jobs(2048)[name](tmp_path / name)
+    (target,) = analyze(tmp_path / name).targets
+    assert first in target.findings[0].text
+
+
 @pytest.mark.parametrize("name", ["balanced", "unbalanced", "slow-link"])
 def test_no_page_of_the_gallery_takes_its_host_for_several(name: str, tmp_path: Path) -> None:
     jobs(2048)[name](tmp_path / name)
