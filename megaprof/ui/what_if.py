@@ -143,6 +143,12 @@ class WhatIfPage:
         end = round(1000 * max(self.now.simulation.step_ms, self.captured.simulation.step_ms))
         return boxes_of(self.now.simulation) | {"end": end}
 
+    @property
+    def p2p(self) -> str:
+        """The milliseconds of one transfer, for the form."""
+        chosen = self.now.setting.p2p_ms
+        return number_of(self.known.baseline.p2p_ms if chosen is None else chosen)
+
     def query(self, target: int, **other: object) -> str:
         """Returns the query of an address that shows the same setting, except for the fields in ``other``."""
         setting = self.now.setting
@@ -153,7 +159,7 @@ class WhatIfPage:
                 "was": self.chunks,
                 "chunks": self.chunks,
                 "microbatches": setting.microbatches,
-                "p2p": number_of(setting.p2p_ms),
+                "p2p": self.p2p,
                 "tokens": "same" if setting.same_tokens else "more",
                 "packing": setting.packing or "",
             }

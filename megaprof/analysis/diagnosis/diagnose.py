@@ -165,13 +165,11 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
     least, table = LEAST * run.step_ms, run.table
     if not table.waited.any():
         return every
-    every = [replace(term, doubt=max(term.doubt, _maybe_waiting(run, term))) for term in every]
+    every = [_with_doubt(run, term) for term in every]
     always = np.ones(len(table.steps), dtype=bool)
     # Layers are uneven no matter who waits.
     others = [term for term in every if term.kind not in (WAIT, "layers")]
     slow = [term for term in others if _waits(run, term, always) and most_gained(term, run.view) >= least]
-    if not slow:
-        return every
     parts = [*(term for term in every if term.kind == WAIT), *slow]
 
     def gone(view: View) -> View:
@@ -187,17 +185,42 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
         once=True,
         always=any(term.fitted or term.kind == "slow_rank" for term in slow),
     )
+    whole = replace(whole, hidden_ms=_hidden_waits(run, whole))
     return [whole, *(term for term in every if not any(term is part for part in parts))]
 
 
-def _maybe_waiting(run: Examined, term: Term) -> float:
-    """Returns the fraction of a term that waiting for a processor core may explain: all waits of its stages that were
-    attributed to no pass. 0 for terms that do not compare stages or links with each other."""
-    if term.kind not in ("ends", "stage", "chunk", "slow_link") and term.group != "pp":
-        return 0.0
-    stages = term.link or (slice(None) if term.stage is None else term.stage)
-    waits = run.table.waited_beside.mean(axis=(0, 1)).max(axis=-1)[stages,]
-    return min(1.0, float(waits.sum()) / max(most_gained(term, run.view), 1e-9))
+def _hidden_waits(run: Examined, term: Term) -> float:
+    """Returns how many more milliseconds a step would gain if all waits of the ranks that are named were gone: what the
+    passes do not show of them is taken from all passes alike."""
+    before, after = run.view.state, term.change(run.view).state
+    waits = np.where(np.isin(run.table.ranks, term.ranks), run.table.waited, 0.0).max(axis=3)
+    gone = (before.passes - after.passes).sum(axis=(3, 4, 5)) + before.entry - after.entry
+    share = np.maximum(waits - gone, 0.0) / np.maximum(after.passes.sum(axis=(3, 4, 5)), 1e-9)
+    passes = after.passes * (1.0 - np.minimum(share, 1.0))[..., None, None, None]
+    without_any = replace(term, change=lambda view: view.waiting(passes=passes, entry=after.entry))
+    return max(float((run.gain(without_any) - run.gain(term)).mean()), 0.0)
+
+
+def _with_doubt(run: Examined, term: Term) -> Term:
+    """Returns a term with what waits for a processor core may add to it or hide of it: those that were attributed to no
+    pass. Stages and links do different work, so all waits of theirs may add to it. Ranks of one stage do the same work,
+    so only that counts which their peers waited longer."""
+    waits = run.table.waited_beside.mean(axis=0)  # [d, s, p]
+    of_stages = waits.mean(axis=0).max(axis=-1)
+    most = max(most_gained(term, run.view), 1e-9)
+    if term.kind == "layers":
+        # A layer seems to take longer by what the passes contain of the waits.
+        left = (run.view.state.passes - run.view.beside()).sum(axis=(3, 4, 5)).mean(axis=(0, 1))
+        return replace(term, doubt=min(1.0, float((of_stages / np.maximum(left, 1e-9)).max())))
+    if term.kind in ("ends", "stage", "chunk", "slow_link") or term.group == "pp":
+        stages = term.link or (slice(None) if term.stage is None else term.stage)
+        return replace(term, doubt=min(1.0, float(of_stages[stages,].sum()) / most))
+    if term.kind == "slow_rank":
+        at_stage, own = run.table.ranks[:, term.stage], np.isin(run.table.ranks[:, term.stage], term.ranks)
+        of_stage = np.broadcast_to(waits[:, term.stage], at_stage.shape)
+        longer = np.median(of_stage[~own]) - of_stage[own].max()
+        return replace(term, hidden_ms=max(float(longer), 0.0))
+    return term
 
 
 def _explained(run: Examined, fitted: Fit, cause: Cause) -> Cause:
@@ -214,7 +237,7 @@ def _explained(run: Examined, fitted: Fit, cause: Cause) -> Cause:
 
 def _by_experts(run: Examined, cause: Cause) -> Cause:
     """Adds to a cause why a rank or a stage is slow, by the tokens that its experts got."""
-    if cause.kind == "slow_rank":
+    if cause.kind == "slow_rank" and "factor" in cause.parts:
         load, factor = load_of_rank(run.table, cause.ranks), cause.parts["factor"]
     elif cause.kind == "unexplained" and cause.stage is not None:
         load, factor = load_of_stage(run.table, cause.stage), float(run.model.content.stage[cause.stage].mean())
@@ -312,7 +335,9 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
     table, kind = run.table, term.kind
     sizes = _sizes(term, run.view)
     there, begins = np.ones(len(gain), dtype=bool), None
-    if sure and (kind in _LARGE or term.once or term.ranks):
+    # Where waits may hide most of it, nobody knows how large it is in which step.
+    clear = kind == WAIT or term.hidden_ms <= MOST * most_gained(term, run.view)
+    if sure and clear and (kind in _LARGE or term.once or term.ranks):
         # Not its gain, which also depends on what else happened in a step.
         size = _LARGE[kind](sizes) if kind in _LARGE else _taken_ms(run, term)
         there = active(size)
@@ -325,7 +350,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
     else:
-        parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
+        parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items() if clear}
         if kind == GARBAGE:
             parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
     since = int(table.steps[begins]) if begins else None

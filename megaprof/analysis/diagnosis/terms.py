@@ -35,6 +35,9 @@ class Term:
     """True if it makes every pass of a rank longer, and not only some."""
     doubt: float = 0.0
     """Fraction of it that may have another cause, from 0 to 1."""
+    hidden_ms: float = 0.0
+    """Milliseconds by which it may be larger, because ranks also waited for a processor core in passes that do not show
+    it."""
 
 
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:

@@ -100,7 +100,7 @@ def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:
     return Setting(
         pieces,
         whole("microbatches", choices.get("microbatches"), captured.microbatches),
-        _milliseconds(choices.get("p2p"), captured.p2p_ms),
+        _milliseconds(choices.get("p2p"), run.baseline.p2p_ms),
         choices.get("tokens", "same") != "more",
         packing,
     )
@@ -138,9 +138,10 @@ def number_of(ms: float) -> str:
     return f"{ms:.3f}".rstrip("0").rstrip(".")
 
 
-def _milliseconds(text: str | None, captured: float) -> float:
+def _milliseconds(text: str | None, captured: float) -> float | None:
+    """Returns the chosen time; None for the captured one, which the page shows rounded. Raises ValueError."""
     if text is None or not text.strip() or text.strip() == number_of(captured):
-        return captured  # the page shows a rounded number
+        return None
     try:
         ms = float(text.strip()[:30])
     except ValueError:

@@ -45,8 +45,8 @@ class Setting:
     """The layers of every model chunk, in the order in which a microbatch passes them."""
     microbatches: int
     """Microbatches of a step."""
-    p2p_ms: float
-    """Milliseconds of one transfer between stages."""
+    p2p_ms: float | None = None
+    """Milliseconds of every transfer between stages; None if each takes as long as in the captured run."""
     same_tokens: bool = True
     """True if a different number of microbatches shares the tokens of the captured step. Otherwise each microbatch
     keeps its size."""
@@ -97,7 +97,7 @@ class Changeable:
     @property
     def captured(self) -> Setting:
         """The run as it was captured."""
-        return Setting(self.pieces, self.microbatches, self.baseline.p2p_ms)
+        return Setting(self.pieces, self.microbatches)
 
     @cached_property
     def as_captured(self) -> Tried:
@@ -128,7 +128,7 @@ class Changeable:
         """Returns what ``setting`` changes besides the layout. Raises ValueError if Megatron has no such schedule."""
         replay = rescheduled(self.baseline.replay, len(setting.pieces) // self.stages, setting.microbatches)
         tokens = self.microbatches / setting.microbatches if setting.same_tokens else 1.0
-        return Change(replay, tokens, setting.p2p_ms - self.baseline.p2p_ms)
+        return Change(replay, tokens, setting.p2p_ms)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
     prediction = replace(
         prediction,
         microbatches=None if wanted.microbatches == asked.microbatches else wanted.microbatches,
-        p2p_ms=None if wanted.p2p_ms == asked.captured.p2p_ms else wanted.p2p_ms,
+        p2p_ms=wanted.p2p_ms,
         packing=wanted.packing,
     )
     content = run.costs.of(wanted.pieces)
@@ -239,7 +239,7 @@ def _check(run: Changeable, wanted: Setting) -> None:
         raise ValueError(f"microbatches={count} must lie between 1 and {MOST_MICROBATCHES}")
     if run.stages * chunks * count > _MOST_PASSES:
         raise ValueError(f"{run.stages} stages x {chunks} chunks x {count} microbatches are too many to try by hand")
-    if not 0 <= wanted.p2p_ms <= _MOST_P2P_MS:
+    if wanted.p2p_ms is not None and not 0 <= wanted.p2p_ms <= _MOST_P2P_MS:
         raise ValueError(f"p2p_ms={wanted.p2p_ms:g} must be a number of milliseconds from 0 on")
 
 

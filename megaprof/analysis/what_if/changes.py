@@ -123,10 +123,10 @@ class Change:
     """The changed schedule. With half as many stages, each holds what two neighbours held (see `halved`)."""
     tokens: float = 1.0
     """Tokens of a microbatch / tokens of a captured microbatch."""
-    more_p2p_ms: float = 0.0
-    """Milliseconds that are added to every exchange."""
+    p2p_ms: float | None = None
+    """Milliseconds of every exchange; None if each takes as long as before, times ``exchanges``."""
     exchanges: float = 1.0
-    """Factor of every exchange, before ``more_p2p_ms`` is added."""
+    """Factor of every exchange."""
     reductions: float = 1.0
     """Factor of the gradient reduction after the pipeline."""
 
@@ -171,7 +171,7 @@ class Baseline:
 
     @property
     def p2p_ms(self) -> float:
-        """Milliseconds of an exchange."""
+        """Milliseconds of an exchange: the median of all links."""
         return float(np.median(self.link)) if self.link.shape[-1] > 1 else 0.0
 
     @property
@@ -239,7 +239,8 @@ class Baseline:
         if change.replay.shape[0] < times.shape[2]:
             times, entry, link = halved(times, entry, link)
         times = resliced(times, change.replay.shape[3], change.tokens)
-        return times, entry, np.maximum(link * change.exchanges + change.more_p2p_ms, 0.0)
+        link = link * change.exchanges if change.p2p_ms is None else np.full_like(link, change.p2p_ms)
+        return times, entry, link
 
     def stages_ms(self, content: Floats, change: Change) -> Floats:
         """Returns [s]: milliseconds of all passes of a stage in the average step, with other contents [s, c, k] and a
@@ -372,7 +373,7 @@ def priced(
     gains = run.gain(content, change)
     of_same_step = gains[run.rows]
     drawn = run.gain_drawn(free, change) - np.resize(of_same_step, len(free))
-    if change.tokens != 1.0 and change.more_p2p_ms == 0.0:
+    if change.tokens != 1.0 and change.p2p_ms is None:
         # The data do not say how much of an exchange is in proportion to its size, so it is anything from none to all.
         in_proportion = float((run.gain(content, replace(change, exchanges=change.tokens)) - gains).mean())
         drawn = drawn + in_proportion * np.random.default_rng(0).uniform(size=len(free))

@@ -67,7 +67,7 @@ class WhatIf:
     """True if exchanges were replayed as a rendezvous (see `megaprof.simulate`); the choice that fits the step better.
     """
     p2p_ms: float | None = None
-    """Milliseconds of one transfer."""
+    """Milliseconds of one transfer: the median of all links."""
     layout: str | None = None
     """Captured layout, as Megatron writes it."""
     allocated: tuple[int, ...] | None = None

@@ -23,8 +23,11 @@ from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli import FAILED, USAGE, main
 from megaprof.cli.agent import answers
 from megaprof.ui.what_if import answer
+from tests.analysis.diagnosis.test_diagnose import HEALTHY
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
+from tests.analysis.truth import files as truth
+from tests.analysis.truth.pipelines import Fault, Priced
 from tests.cli.running import check
 
 
@@ -90,7 +93,7 @@ def test_exchanges_of_larger_microbatches_take_as_long_or_longer_in_proportion(t
     assert run is not None
     fewer = {"microbatches": "4"}
     as_long, twice, open_ = (chosen(run, fewer | more).prediction for more in ({"p2p": "8.001"}, {"p2p": "16"}, {}))
-    assert run.captured.p2p_ms == pytest.approx(8.0, rel=0.05)
+    assert run.baseline.p2p_ms == pytest.approx(8.0, rel=0.05)
     assert open_.step_ms == pytest.approx(as_long.step_ms, rel=0.01)
     low, high = open_.reach_ms
     assert low < as_long.step_ms
@@ -215,8 +218,21 @@ def test_a_layout_that_stays_needs_no_flags(known: Changeable) -> None:
 
 
 def test_slower_transfers_make_the_step_longer(known: Changeable) -> None:
-    slow = replace(known.captured, p2p_ms=known.captured.p2p_ms + 5.0)
+    slow = replace(known.captured, p2p_ms=known.baseline.p2p_ms + 5.0)
     assert tried(known, slow).prediction.step_ms > known.measured_ms + 5.0
+
+
+def test_transfers_as_quick_as_those_of_other_links_gain_what_the_slow_link_costs(tmp_path: Path) -> None:
+    slow = replace(HEALTHY, faults=(Fault("slow_link", 6.0, stage=1),))
+    truth.write(slow, Priced(slow).run(Priced(slow).all), tmp_path)
+    report = analyze(tmp_path)
+    (by_hand,) = report.by_hand
+    assert by_hand is not None
+    diagnosis = report.targets[0].diagnosis
+    assert diagnosis is not None
+    (cause,) = diagnosis.causes
+    prediction = chosen(by_hand, {"p2p": str(cause.parts["usual_ms"])}).prediction
+    assert by_hand.measured_ms - prediction.step_ms == pytest.approx(cause.price.ms, rel=0.05)
 
 
 @pytest.mark.parametrize(
