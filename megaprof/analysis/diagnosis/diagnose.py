@@ -56,7 +56,8 @@ class Cause:
     """Process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further facts. For a stage with its own excess, ``forward_ms`` and ``backward_ms`` of one microbatch. While the
-    cause is present: ``factor`` of a slow rank over its peers, undisturbed, or of the longest microbatch or replica
+    cause is present: ``factor`` of a slow rank over its peers, apart from delays of single passes (missing if waits of
+    its peers may hide more than half as much again), or of the longest microbatch or replica
     over the average; ``explained``, ``explained_low`` and ``explained_high``: the fraction of the difference between
     microbatches or replicas that the lengths of their sequences explain, with its 90 % interval; for a slow rank or
     stage in a captured step, ``expert_tokens``, ``usual_expert_tokens`` of the others, and in ``explained`` the
