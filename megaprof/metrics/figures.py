@@ -48,6 +48,9 @@ class SlowRanks:
     """Compute of its peers, in milliseconds."""
     peer: int
     """A typical other rank of the stage."""
+    since: int | None = None
+    """First step from which on the slowest one was almost always slow; None if that is not known, or if it was slow
+    from its first step on."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,6 +19,7 @@ from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.phrases import ago, counted
 from megaprof.metrics.figures import SlowRanks, slow_ranks, waiting_ranks
+from megaprof.metrics.since import slow_since
 
 _CULPRITS = 4
 #: Where a job without a timeline stands still.
@@ -48,10 +49,14 @@ class View:
         """The ranks that are slower than their peers, of each stage that has some (`slow_ranks`)."""
         return slow_ranks(self.statuses[rank] for rank in self.heard)
 
-    @property
+    @cached_property
     def slow(self) -> SlowRanks | None:
         """Those of the stage where they are slowest; None if there are none."""
-        return next(iter(self.slow_of_stages), None)
+        slow = next(iter(self.slow_of_stages), None)
+        recent = None if slow is None else self.statuses[slow.ranks[0]].recent
+        if slow is None or recent is None:
+            return slow
+        return replace(slow, since=slow_since(self.job.directory, self.job.run, slow, recent.target))
 
     @cached_property
     def waits(self) -> Mapping[int, float]:
@@ -192,7 +197,8 @@ def slower(slow: SlowRanks) -> str:
     """Returns a sentence about ranks that are slower than their peers."""
     several = len(slow.ranks) > 1
     who = f"Rank{'s' * several} {few(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
-    return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
+    since = "" if slow.since is None else f", since step {slow.since}"
+    return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers{since}."
 
 
 def waiting_for_cores(waits: Mapping[int, float]) -> str:

@@ -148,6 +148,22 @@ def test_watch_fits_80_columns_and_a_row_is_of_ranks_that_are_not_slow(
     assert found["now"]["stages"][1]["gradients_ms"] == 12000
 
 
+def test_status_and_watch_say_since_when_a_rank_is_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(tmp_path, WorldLayout(ParallelSizes(pp=2, dp=2)))
+    start_ns = time.time_ns()
+    job.begin()
+    write_timelines(tmp_path, job.layout, steps=20, start_ns=start_ns, slow=[Slow(rank=3, from_step=5, factor=2.0)])
+    for rank in range(4):
+        job.status(rank, recent=recent(100.0, 90.0 if rank == 3 else 45.0))
+    said = "Rank 3 (stage 1) computes 2.0 times as long as its peers, since step 5."
+    assert status(job) == 0
+    assert said in capsys.readouterr().out
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    _, found = as_json(job, capsys)
+    assert (found["slow"]["ranks"], found["slow"]["since"]) == ([3], 5)
+
+
 def test_without_a_timeline_it_is_known_how_often_a_step_begins(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
         job.status(rank, calls=[{"target": "train_actor", "begun": 5, "seconds": 0.2}])

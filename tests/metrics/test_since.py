@@ -1,0 +1,51 @@
+"""Since when a rank is slow, from timelines as a job writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from megaprof.metrics.figures import SlowRanks
+from megaprof.metrics.since import slow_since
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import START_NS, Slow, write_timelines
+from tests.metrics.test_metrics import RUN
+
+LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
+SLOW = SlowRanks((3,), 1, 2.0, 100.0, 50.0, 2)
+STARTED = START_NS / 1e9
+
+
+def since(directory: Path, started: float = STARTED) -> int | None:
+    return slow_since(directory, replace(RUN, started=started), SLOW, "train_actor")
+
+
+@pytest.mark.parametrize(
+    ("slow", "step"),
+    [
+        ([Slow(rank=3, from_step=5, factor=2.0)], 5),
+        ([Slow(rank=3, from_step=2, until_step=2, factor=2.0), Slow(rank=3, from_step=20, factor=1.9)], 20),
+        ([Slow(rank=3, factor=2.0)], None),
+        ([Slow(rank=3, from_step=step, until_step=step, factor=2.0) for step in range(1, 40, 3)], None),
+        ([], None),
+    ],
+    ids=["from one step on", "and once before", "from the beginning", "now and then", "never"],
+)
+def test_since_when_a_rank_is_slow(slow: list[Slow], step: int | None, tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=40, slow=slow)
+    assert since(tmp_path) == step
+
+
+def test_an_earlier_run_in_the_same_directory_does_not_count(tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=20, slow=[Slow(rank=3, from_step=5, factor=2.0)])
+    later_ns, slow = START_NS + 3600 * 10**9, [Slow(rank=3, from_step=9, factor=2.0)]
+    write_timelines(tmp_path, LAYOUT, steps=20, start_ns=later_ns, slow=slow)
+    assert since(tmp_path, STARTED + 3600) == 9
+
+
+def test_without_readable_timelines_it_is_not_known(tmp_path: Path) -> None:
+    assert since(tmp_path) is None
+    (tmp_path / write_timelines(tmp_path / "else", LAYOUT, steps=1)[3].name).write_bytes(b"nothing")
+    assert since(tmp_path) is None
