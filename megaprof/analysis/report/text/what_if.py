@@ -10,7 +10,7 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.causes import OF_A_STAGE
 from megaprof.analysis.report.text.causes import name_of as cause_in_words
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.report.text.words import both, counted, number, percent, sentence, speedup
+from megaprof.analysis.report.text.words import both, counted, number, percent, ranks, sentence, speedup
 from megaprof.analysis.table.modules import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import Assumption, CostFit
@@ -190,12 +190,24 @@ def advised(predictions: WhatIf, diagnosis: Diagnosis | None, framework: str | N
         return None
     text = " ".join(
         sentence(clause)
-        for clause in (_advice(predictions), *_beside_layouts(predictions), *_before_layouts(diagnosis))
+        for clause in (
+            _advice(predictions),
+            *_around_slow_ranks(predictions),
+            *_beside_layouts(predictions),
+            *_before_layouts(diagnosis),
+        )
     )
     if predictions.best is None:
         return Finding("layout", "open", text)
     host_flags = None if predictions.host_options is None else f"{framework}: {shlex.join(predictions.host_options)}"
     return Finding("layout", "fine", text, shlex.join(predictions.best.flags), host_flags)
+
+
+def _around_slow_ranks(predictions: WhatIf) -> Iterator[str]:
+    """Yields which ranks stay slow in the advised layout, because it may only be quicker as long as they do."""
+    for note in predictions.warnings:
+        if note.kind == "ranks_stay_slow" and predictions.best is not None:
+            yield f"this leaves {ranks(note.ranks)} as slow as now; once that is mended, another layout may be faster"
 
 
 def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
