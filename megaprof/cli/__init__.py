@@ -48,7 +48,8 @@ EXIT_CODES = {
     0: "The command did what it was asked to do.",
     FAILED: "The input is not sufficient, or only part of the work was done; one line on standard error says why.",
     USAGE: "The arguments make no sense; standard error says which.",
-    UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some or all of its ranks have died or are silent.",
+    UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some or all of its ranks have died or are silent. "
+    "`hang` also: it stood still before it ended.",
     INTERRUPTED: "Ctrl-C.",
     TERMINATED: "SIGTERM; for `megaprof tune`, also a closed terminal.",
 }

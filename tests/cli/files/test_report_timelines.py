@@ -54,7 +54,7 @@ def test_json_has_the_fleet_and_html_shows_the_same(timelines: Path, tmp_path: P
     assert text.count("<polyline") == 1
     assert f"from step {slow['since']} on</title>" in text
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
-    assert [row["rank"] for row in data[0]["rows"]] == [0, 4]  # the pipeline that holds no slow rank
+    assert [row["rank"] for row in data[0]["rows"]] == [0, 4, 5]  # a pipeline without slow ranks, and the slow rank
 
 
 def test_an_ascii_terminal_shows_it_too(timelines: Path) -> None:
