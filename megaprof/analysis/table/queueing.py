@@ -28,10 +28,9 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
     begin_ms[1:] = np.minimum(begin_ms[1:], end_ms[:-1])
     length_ms = np.maximum(end_ms - begin_ms, 1e-9)
     usual_ms = length_ms.copy()
-    for shape in np.unique(steps["shape"]):
-        usual_ms[steps["shape"] == shape] = np.median(length_ms[steps["shape"] == shape])
-    # A step that failed may be long for any reason.
-    usual_ms = np.where(steps["flags"] & format.FAILED, length_ms, usual_ms)
+    shapes = steps["shape"][list(rows)]
+    for shape in np.unique(shapes):
+        usual_ms[steps["shape"] == shape] = np.median(length_ms[list(rows)][shapes == shape])
     waits_ms = np.zeros(len(steps))
     ends = np.array(sorted(row for row in facts if row < len(steps)), dtype=np.intp)
     reading_of_row = np.searchsorted(ends, rows)
@@ -45,7 +44,8 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
         until_ms = since_ms + span.length / 1e3
         inside_ms = np.maximum(np.minimum(end_ms[near_rows], until_ms) - np.maximum(begin_ms[near_rows], since_ms), 0.0)
         usual_inside_ms = usual_ms[near_rows] * inside_ms / length_ms[near_rows]
-        # After the last row came a step that is not in the file yet. It may be long for any reason, too.
+        # The step that was running may not be in the file yet. What came of it later must not matter.
+        usual_inside_ms = np.where(near_rows > ends[reading], inside_ms, usual_inside_ms)
         after_ms = max(until_ms - max(end_ms[near_rows[-1]], since_ms), 0.0)
         waits_ms[near_rows] += _excess(
             np.append(inside_ms, after_ms), np.append(usual_inside_ms, after_ms), span.waited / 1e3
