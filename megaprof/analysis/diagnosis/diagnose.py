@@ -56,8 +56,8 @@ class Cause:
     """Process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further facts. For a stage with its own excess, ``forward_ms`` and ``backward_ms`` of one microbatch. While the
-    cause is present: ``factor`` of a slow rank over its peers, apart from delays of single passes (missing if waits of
-    its peers may hide more than half as much again), or of the longest microbatch or replica
+    cause is present: ``factor`` of a slow rank over its peers, apart from delays of single passes (missing if a rank of
+    its stage waits for a core for half of its excess), or of the longest microbatch or replica
     over the average; ``explained``, ``explained_low`` and ``explained_high``: the fraction of the difference between
     microbatches or replicas that the lengths of their sequences explain, with its 90 % interval; for a slow rank or
     stage in a captured step, ``expert_tokens``, ``usual_expert_tokens`` of the others, and in ``explained`` the
@@ -97,7 +97,8 @@ class Diagnosis:
     rest_ms: float
     """Time that single passes took beyond all of these, without a known reason."""
     closing_ms: float = 0.0
-    """Time that closing other windows added to the average step; all other numbers are without it."""
+    """Time that late entries into steps behind another window added to the average step, which may come from closing
+    that window; all other numbers are without it."""
     lengths: Lengths | None = None
     """Sequence lengths of the microbatches, and what they explain; None if they are not known for all."""
     sure: bool = True
@@ -204,8 +205,8 @@ def _hidden_waits(run: Examined, term: Term) -> float:
 
 def _with_doubt(run: Examined, term: Term) -> Term:
     """Returns a term with what waits for a processor core may add to it or hide of it: those that were attributed to no
-    pass. Stages and links do different work, so all waits of theirs may add to it. Ranks of one stage do the same work,
-    so only that counts which their peers waited longer."""
+    pass. Stages, links and replicas do different work, so all waits of theirs may add to it. Ranks of one stage do the
+    same work, so only that counts which their peers waited longer."""
     waits = run.table.waited_beside.mean(axis=0)  # [d, s, p]
     of_stages = waits.mean(axis=0).max(axis=-1)
     most = max(most_gained(term, run.view), 1e-9)
@@ -213,7 +214,7 @@ def _with_doubt(run: Examined, term: Term) -> Term:
         # A layer seems to take longer by what the passes contain of the waits.
         left = (run.view.state.passes - run.view.beside()).sum(axis=(3, 4, 5)).mean(axis=(0, 1))
         return replace(term, doubt=min(1.0, float((of_stages / np.maximum(left, 1e-9)).max())))
-    if term.kind in ("ends", "stage", "chunk", "slow_link") or term.group == "pp":
+    if term.kind in ("ends", "stage", "chunk", "slow_link", "unequal_replicas") or term.group == "pp":
         stages = term.link or (slice(None) if term.stage is None else term.stage)
         return replace(term, doubt=min(1.0, float(of_stages[stages,].sum()) / most))
     if term.kind == "slow_rank":
@@ -351,7 +352,11 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
     else:
-        parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items() if clear}
+        parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
+        if kind == "slow_rank" and table.waited[:, :, term.stage].mean(axis=0).max() > MOST * most_gained(
+            term, run.view
+        ):
+            parts.pop("factor")  # it would be that of passes with waits
         if kind == GARBAGE:
             parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
     since = int(table.steps[begins]) if begins else None

@@ -56,7 +56,8 @@ class Examined:
     restless_ms: float
     """Variance of the disturbances of a rank, in square milliseconds per millisecond of work."""
     closing_ms: float = 0.0
-    """Milliseconds that closing other windows added to the average step; neither table nor views contain them."""
+    """Milliseconds that late entries into steps behind other windows added to the average step; neither table nor views
+    contain them."""
 
     @property
     def step_ms(self) -> float:
@@ -190,9 +191,9 @@ def _restless(table: Table, model: Model, view: View) -> float:
 
 
 def _without_closing(table: Table, state: State, replay: Replay) -> tuple[Table, State]:
-    """Returns the steps without the delay from closing other windows. All ranks count as entering together a step that
-    follows the step of another window, because the time at which each rank closed that window says nothing about the
-    job."""
+    """Returns the steps without the delay that closing other windows may have caused. All ranks count as entering
+    together a step that follows the step of another window, because the time at which each rank closed that window says
+    nothing about the job."""
     behind = table.opening.copy()
     behind[0] = False
     behind[1:] &= np.diff(table.steps) <= 1

@@ -263,7 +263,8 @@ def _queued(calls: Sequence[Call]) -> float:
     profiler = calls[0].metadata.profiler
     if profiler is None or profiler.waited_ns is None or any(call.label != call.metadata.target for call in calls):
         return 0.0
-    return profiler.waited_ns * _MS
+    # The counter is read after the window is closed, for which the thread may wait, too.
+    return min(profiler.waited_ns, max(call.extent[1] for call in calls) - min(call.extent[0] for call in calls)) * _MS
 
 
 def _reduced(call: Call, origin: int) -> float:

@@ -325,7 +325,9 @@ def _exposed_spans(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, I
     def users_of(collective: Collective) -> tuple[str, ...]:
         possible = _USERS.get(collective.operation, _ANY_USER)
         present = [group for group in possible if getattr(sizes, group) > 1]
-        if even_counts and len(present) > 1 and "dp" in present:
+        # FSDP gathers parameters in every microbatch, but nothing reduces gradients there. Megatron's loss calls an
+        # all-reduce even if its tensor-parallel group is a single rank.
+        if even_counts and "dp" in present and (len(present) > 1 or collective.operation == "all_reduce"):
             present.remove("dp")
         return tuple(present)
 

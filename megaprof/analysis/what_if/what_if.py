@@ -130,8 +130,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     shared = _shared_cores(hosts)
-    always = (cause for cause in diagnosis.perhaps if cause.reason == ALWAYS)
-    for cause in (*diagnosis.causes, *always):
+    for cause in (*diagnosis.causes, *diagnosis.perhaps):
         if cause.reason in (WAIT, ALWAYS):
             stages = () if cause.stage is None or cause.ranks else (cause.stage,)
             refused = Note("waits_for_rank", ranks=cause.ranks, stages=stages, why=shared)

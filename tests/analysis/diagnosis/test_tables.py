@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megaprof.analysis.table import queueing, recorded
 from megaprof.analysis.table.files import completed
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
+from megaprof.analysis.table.traced import _queued
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in
@@ -281,3 +283,17 @@ def test_waits_of_finished_steps_do_not_depend_on_the_step_that_is_not_finished(
     )
     assert running.tolist() == pytest.approx([250.0, 250.0, 300.0, 300.0])
     assert ended.tolist() == pytest.approx(running.tolist())
+
+
+def test_a_rank_does_not_wait_longer_in_a_captured_step_than_that_takes() -> None:
+    """The counter is read after the window is closed."""
+    profiler = SimpleNamespace(waited_ns=900_000_000)
+    metadata = SimpleNamespace(target="train_actor", profiler=profiler)
+    first, second = (
+        SimpleNamespace(label="train_actor", metadata=metadata, extent=(begin, begin + 400_000_000))
+        for begin in (0, 450_000_000)
+    )
+    assert _queued([first]) == 400.0
+    assert _queued([first, second]) == 850.0
+    profiler.waited_ns = 300_000_000
+    assert _queued([first]) == 300.0

@@ -279,6 +279,17 @@ class TestExposedCommunication:
         uneven = [*even, ("gloo:all_reduce", 18, 1)]
         assert self.call(tmp_path, {"tp": 2, "dp": 2}, uneven, forwards=2).exposed_ns["tp"] is None
 
+    def test_an_all_reduce_in_every_microbatch_is_not_of_data_parallelism_even_if_no_other_group_is_there(
+        self, tmp_path
+    ):
+        """Megatron's loss reduces over its tensor-parallel group, which may be a single rank."""
+        even = [("gloo:all_reduce", 4, 3), ("gloo:all_reduce", 14, 3)]
+        call = self.call(tmp_path, {"dp": 2}, even, forwards=2)
+        assert call.exposed_ns["dp"] == 0
+        assert [each.compute_ns for each in call.phases] == [10_000_000, 10_000_000]
+        gathered = [("gloo:all_gather", 4, 3), ("gloo:all_gather", 14, 3)]
+        assert self.call(tmp_path, {"dp": 2}, gathered, forwards=2).exposed_ns["dp"] == 6_000_000
+
     def test_pipeline_exchanges_are_not_collectives(self, tmp_path):
         call = self.call(tmp_path, {"tp": 2}, [("gloo:recv", 0, 9), ("gloo:send", 0, 9)])
         assert call.phases[0].exposed_ns == 0
