@@ -222,12 +222,12 @@ def _average(cause: Cause, whole: float) -> str:
 
 
 def _in_steps(cause: Cause) -> str:
-    """Returns what a cause costs in a step in which it is present, and in any other step."""
+    """Returns what a cause costs in an average step of those in which it is present, and of the others."""
     there, others = milliseconds(cause.while_ms), elsewhere(cause)
     if cause.since is not None:
-        return f"{there} in each step since then" + (f" and {milliseconds(others)} in each before" if others else "")
-    where = "that step" if round(cause.share * cause.steps) == 1 else "each of these steps"
-    return f"{there} in {where}" + (f" and {milliseconds(others)} in each other one" if others else "")
+        return f"{there} since then" + (f" and {milliseconds(others)} before" if others else "")
+    where = "that step" if round(cause.share * cause.steps) == 1 else "these steps"
+    return f"{there} in {where}" + (f" and {milliseconds(others)} in the others" if others else "")
 
 
 def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
