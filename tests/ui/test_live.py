@@ -354,7 +354,8 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     assert f'class="verdict {colour}"' in shown
     assert ("Rank 3" in shown) == (colour == "slow")
     assert ("data-brief" in shown) == (state == "ended"), "what became of the job is in its report"
-    assert ("<dt>step time" in shown) == (state != "ended"), "and so are its figures"
+    for figures in ("<dt>step time", 'aria-label="Stages of the job"'):
+        assert (figures in shown) == (state != "ended"), "and so are its figures"
 
 
 def test_a_curve_breaks_where_the_job_began_again() -> None:
