@@ -45,7 +45,8 @@ class Standstill:
     step: int
     """Number of the step."""
     seconds: float
-    """Seconds for which nothing moved; 0 if the job ended while it moved."""
+    """Seconds for which nothing has moved; afterwards, by how much longer than usual the step was. 0 if the job ended
+    while it moved."""
     waited_for: tuple[Standing, ...]
     """Ranks that the others waited for; empty if not known."""
     waiting: int

@@ -147,8 +147,8 @@ class RankStatus(Record, frozen=True):
     recent: Recent | None = None
     """The times of its last steps; None without a timeline."""
     waits: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """The part of the time of its last steps in which its training thread could have run but had no processor core.
-    None without a timeline, and if the system does not say."""
+    """The part of the time of its last steps, including any standstill, in which its training thread could have run but
+    had no processor core. None without a timeline, and if the system does not say."""
     capture: CaptureState | None = None
     """Its answer to the request in `capture.json`; None if there is no request."""
     ended: bool = False

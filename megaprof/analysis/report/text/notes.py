@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from megaprof.analysis.clocks.clocks import Alignment, Clock
 from megaprof.analysis.notes import Kind, Note
 from megaprof.analysis.report.text.words import counted, ranks, spans, stages, steps
+from megaprof.analysis.table.counted import WARM_UP
 from megaprof.formats import graphs
 from megaprof.formats.phrases import listed
 
@@ -291,7 +292,9 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "step_left_out": lambda n: f"{_left_out(n)}: {f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}",
     "step_disturbed": lambda n: f"only the times of passes are shown of {steps(n.steps)}: {_why(n)} ({_FIRST})",
     "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
-    "first_steps": lambda n: f"{_left_out(n)}: the first recorded steps take longer than the others",
+    "first_steps": lambda n: (
+        f"{_left_out(n)}: the first recorded steps took over {WARM_UP:.2f} times as long as the median step"
+    ),
     "opened_by_nsys": lambda n: (
         f"{_left_out(n)}: the first that nsys recorded after it was opened, and ranks do not open it at once"
     ),
