@@ -308,7 +308,7 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[_PricedTerm | None, list[
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
             more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt * mean)
-            if term.kind == "late_entry" and run.table.opening.any():
+            if term.kind == "late_entry" and run.table.opening[1:].any():
                 more = 0  # late entries behind a window do not count, so more captured steps show no more of them
             doubtful.append(_cause(run, term, price, gain, more, sure=False))
     return None, doubtful
