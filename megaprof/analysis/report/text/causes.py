@@ -235,7 +235,7 @@ def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
     step, closed = milliseconds(diagnosis.step_ms), milliseconds(diagnosis.closing_ms)
     if not captured:
         return f"causes and predictions are from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
-    closing = f"the {closed} that late entries cost, which may come from closing the previous window"
+    closing = f"the {closed} that late entries behind another window cost, which may come from closing it"
     return f"causes and predictions are about an average step of {step}, without {closing}"
 
 
