@@ -339,8 +339,9 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
     table, kind = run.table, term.kind
     sizes = _sizes(term, run.view)
     there, begins = np.ones(len(gain), dtype=bool), None
+    much_waiting = MOST * most_gained(term, run.view)
     # Where waits may hide most of it, nobody knows how large it is in which step.
-    clear = kind == WAIT or term.hidden_ms <= MOST * most_gained(term, run.view)
+    clear = kind == WAIT or term.hidden_ms <= much_waiting
     if sure and clear and (kind in _LARGE or term.once or term.ranks):
         # Not its gain, which also depends on what else happened in a step.
         size = _LARGE[kind](sizes) if kind in _LARGE else _taken_ms(run, term)
@@ -355,9 +356,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
         kind, parts = _of_content(term, run.view)
     else:
         parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
-        if kind == "slow_rank" and table.waited[:, :, term.stage].mean(axis=0).max() > MOST * most_gained(
-            term, run.view
-        ):
+        if kind == "slow_rank" and table.waited[:, :, term.stage].mean(axis=0).max() > much_waiting:
             parts.pop("factor")  # it would be that of passes with waits
         if kind == GARBAGE:
             parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
