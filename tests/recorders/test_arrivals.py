@@ -62,6 +62,22 @@ def test_what_the_device_has_not_ended_is_waited_for(monkeypatch: pytest.MonkeyP
     assert (arrivals.lengths, arrivals.values.tolist()) == (True, [2500])
 
 
+def test_what_has_ended_on_the_device_is_waited_for_until_torch_has_timed_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch sees that a collective has ended when it is asked, and times it when its watchdog looks the next time."""
+    timed = [entry(i, 101 + i, name="nccl:all_reduce", duration_ms=1.0) for i in range(4)]
+    ended = entry(4, 105, name="nccl:all_reduce", retired=False)
+    ended.state = "completed"
+    own = reading(monkeypatch, [*timed, ended], 1)
+    assert own.look() == []
+    ended.retired = True  # and torch could not ask the device for this one
+    (_, (_, _, payload)) = own.look(last=True)
+    (arrivals,) = unpack_arrivals(payload)
+    assert (arrivals.numbers.tolist(), arrivals.values.tolist()) == ([1, 2, 3, 4], [1000] * 4)
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize(
     ("entries", "why"),
     [

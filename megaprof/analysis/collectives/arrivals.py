@@ -7,10 +7,11 @@ waited for no one. Host times are compared only if all ranks are on one host.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,6 +20,8 @@ import numpy.typing as npt
 from megaprof.analysis.trace.groups import INSIDE, axis_of
 from megaprof.formats.steps.arrivals import Arrivals, kept, unpack_arrivals, unpack_groups
 from megaprof.formats.timeline import COLLECTIVES, GROUPS, Timeline
+
+Floats = npt.NDArray[np.float64]
 
 
 class Group(NamedTuple):
@@ -45,13 +48,13 @@ class OfStep:
     groups: Mapping[Group, Arrivals]
     """When the rank came to the collectives of each group."""
 
-    def ran_ms(self, axis: str) -> float:
+    def ran_ms(self, axis: str, pass_ms: float = math.inf) -> float:
         """Returns how many milliseconds the collectives of an axis ran on this rank's device, including waiting; NaN
-        if that is not known."""
+        if that is not known. ``pass_ms``: what a usual pass takes."""
         axis_arrivals = [arrivals for group, arrivals in self.groups.items() if group.axis == axis]
         if not axis_arrivals or not all(arrivals.lengths for arrivals in axis_arrivals):
             return float("nan")
-        return sum(float(arrivals.values.sum()) * 2.0**arrivals.shift for arrivals in axis_arrivals) / 1e3
+        return sum(float(_sum_ms(arrivals.values, arrivals.shift, pass_ms)[0]) for arrivals in axis_arrivals)
 
 
 def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | None) -> Iterator[tuple[int, OfStep]]:
@@ -73,8 +76,9 @@ def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | Non
             yield row, OfStep(rank, host, int(timeline.steps["start_ns"][row]), arrivals_by_group)
 
 
-def waited_ms(ranks: Sequence[OfStep]) -> dict[int, dict[str, float]]:
-    """Returns how many milliseconds of one step each rank waited for its peers, by rank and axis.
+def waited_ms(ranks: Sequence[OfStep], pass_ms: float = math.inf) -> dict[int, dict[str, Floats]]:
+    """Returns how many milliseconds of one step each rank waited for its peers, by rank and axis: all of it, and the
+    part in single waits that are longer than a usual pass takes (``pass_ms``).
 
     This is the sum over all collectives of the groups whose ranks can be compared with each other. A rank that comes
     to a collective early waits until the last one comes; the last one waits for no one. A rank that waits for a slow
@@ -84,20 +88,19 @@ def waited_ms(ranks: Sequence[OfStep]) -> dict[int, dict[str, float]]:
     for rank_step in ranks:
         for group, arrivals in rank_step.groups.items():
             by_group[group].append((rank_step, arrivals))
-    waits_ms: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    waits_ms: defaultdict[int, dict[str, Floats]] = defaultdict(dict)
     for group, members in by_group.items():
         if len(members) < len(group.ranks) or len({arrivals.lengths for _, arrivals in members}) > 1:
             continue
         if not members[0][1].lengths and len({rank_step.host for rank_step, _ in members}) > 1:
             continue
-        for (rank_step, _), waited_us in zip(members, _waited(members), strict=True):
-            waits_ms[rank_step.rank][group.axis] = waits_ms[rank_step.rank].get(group.axis, 0.0) + waited_us / 1e3
+        for (rank_step, _), waited in zip(members, _waited(members, pass_ms), strict=True):
+            waits_ms[rank_step.rank][group.axis] = waits_ms[rank_step.rank].get(group.axis, 0.0) + waited
     return dict(waits_ms)
 
 
-def _waited(members: Sequence[tuple[OfStep, Arrivals]]) -> npt.NDArray[np.float64]:
-    """Returns how many microseconds each member waited: in the collectives that all members kept, scaled up to those
-    that were not kept."""
+def _waited(members: Sequence[tuple[OfStep, Arrivals]], pass_ms: float) -> list[Floats]:
+    """Returns how long each member waited, from the collectives that all members kept."""
     shift = max(arrivals.shift for _, arrivals in members)
     common = members[0][1].numbers
     for _, arrivals in members:
@@ -111,8 +114,15 @@ def _waited(members: Sequence[tuple[OfStep, Arrivals]]) -> npt.NDArray[np.float6
             for rank_step, arrivals in members
         ]
     )
-    waited_us: npt.NDArray[np.float64] = (came_us.max(axis=0, keepdims=True) - came_us).sum(axis=1) * 2.0**shift
-    return waited_us
+    return [_sum_ms(waited_us, shift, pass_ms) for waited_us in came_us.max(axis=0, keepdims=True) - came_us]
+
+
+def _sum_ms(values_us: npt.NDArray[Any], shift: int, pass_ms: float) -> Floats:
+    """Returns the sum of values of which one in 2^``shift`` was kept, and the part longer than a pass. Such a value
+    counts once: had there been more of them, there would be as many longer passes."""
+    longer = values_us > 1e3 * pass_ms
+    longer_us = values_us[longer].sum()
+    return np.array((values_us[~longer].sum() * 2.0**shift + longer_us, longer_us)) / 1e3
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +23,7 @@ from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
 from megaprof.analysis.table.counted import warming_up
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
-from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
@@ -101,8 +102,10 @@ def _table(
     most_replica_steps = max(1, _MOST_PASSES // (schedule.stages * passes_per_rank))
     step_count = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most_replica_steps // len(replicas)))
     with_arrivals = plan.numbers[np.isin(plan.numbers, plan.arrival_steps)]
-    numbers = with_arrivals if len(with_arrivals) >= min(step_count, _FEWEST_STEPS) else plan.numbers
-    plan = plan._replace(numbers=_spread(numbers, step_count, changes))
+    # Half of the steps tell more if it is known who waited in them: of the last ones it often is not.
+    known = 2 * len(with_arrivals) >= min(step_count, _FEWEST_STEPS)
+    in_compute = Note("groups_in_compute", count=len(with_arrivals), of=len(plan.numbers))
+    plan = plan._replace(numbers=_spread(with_arrivals if known else plan.numbers, step_count, changes))
     chosen_replicas = _chosen(replicas, max(1, most_replica_steps // step_count))
     peer_groups = [peers for replica in chosen_replicas for peers in replicas[replica]]
     # Peers wait for each other in every pass, so one of them shows the passes of all, but not which one enters late.
@@ -123,7 +126,7 @@ def _table(
     if not rank_steps:
         raise Unfit(Note("no_timed_passes"))
     table = table_of(key, _without_waiting(rank_steps), plan.metadata, schedule)
-    table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes)))
+    table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes, in_compute)))
     if len(chosen_replicas) == len(replicas):
         return table
     # The reduction may have waited for a replica that is not in the table, so only its shortest time is certain.
@@ -132,12 +135,12 @@ def _table(
     return replace(table, reduction=reduction, length=length, captured=len(replicas))
 
 
-def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
-    """Yields what a timeline does not show."""
+def _warnings(table: Table, sizes: ParallelSizes, in_compute: Note) -> Iterator[Note]:
+    """Yields what a timeline does not show. ``in_compute``: why collectives are not told apart from computing."""
     if sizes.pp > 1:
         yield Note("pp_unknown")
     if hidden_axes := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
-        yield Note("groups_in_compute", names=tuple(hidden_axes))
+        yield msgspec.structs.replace(in_compute, names=tuple(hidden_axes))
     if shown_axes := [axis for axis in INSIDE if axis in table.spent]:
         yield Note("groups_with_waiting", names=tuple(shown_axes))
 
@@ -331,8 +334,9 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
             arrivals[number] = of_step
     # A combined pass computes during its collectives on purpose.
     axes = () if schedule.combined else INSIDE
+    usual_ms = list(zip(numbers, _usual_pass(start, end), strict=True))
     ran_ms = {
-        axis: np.array([arrivals[number].ran_ms(axis) if number in arrivals else np.nan for number in numbers])
+        axis: np.array([arrivals[each].ran_ms(axis, ms) if each in arrivals else np.nan for each, ms in usual_ms])
         for axis in axes
     }
     ran_ms = {axis: ms for axis, ms in ran_ms.items() if np.isfinite(ms).all()}
@@ -371,30 +375,36 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
     """Returns the ranks without the time they waited for their peers in collectives. This time is taken evenly from the
     passes of a step, because not every clock shows in which pass a rank waited."""
     by_step: dict[tuple[int, int, int], dict[int, OfStep]] = defaultdict(dict)
+    usual_ms: dict[tuple[int, int, int], float] = {}
     for rank in ranks:
-        for number, of_step in rank.came.items():
-            by_step[rank.replica, rank.stage, number][rank.peer] = of_step
-    waits = {key: waited_ms(list(peers.values())) for key, peers in by_step.items()}
+        for number, pass_ms in zip(rank.steps.tolist(), _usual_pass(rank.start, rank.end), strict=True):
+            if number in rank.came:
+                key = rank.replica, rank.stage, number
+                by_step[key][rank.peer], usual_ms[key] = rank.came[number], pass_ms
+    waits = {key: waited_ms(list(peers.values()), usual_ms[key]) for key, peers in by_step.items()}
     return [_waiting(rank, waits) for rank in ranks]
 
 
-def _waiting(rank: RankSteps, waits: Mapping[tuple[int, int, int], Mapping[int, Mapping[str, float]]]) -> RankSteps:
-    """Returns the rank with its waiting in ``spent``, and without it in ``compute``."""
-    keys = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
-    waits_by_axis = {number: waits.get(key, {}).get(rank.names[0][0], {}) for number, key in keys.items()}
-    working_fraction = _working_fraction(rank, np.array([sum(by_axis.values()) for by_axis in waits_by_axis.values()]))
-    axis_ms = {axis: np.array([by_axis.get(axis, np.nan) for by_axis in waits_by_axis.values()]) for axis in INSIDE}
+def _usual_pass(start: Floats, end: Floats) -> list[float]:
+    """Returns how long the usual passes of each step take, in milliseconds: those of the kind that takes longest."""
+    usual_ms: list[float] = np.median(end - start, axis=3).max(axis=(1, 2)).tolist()
+    return usual_ms
+
+
+def _waiting(rank: RankSteps, waits: Mapping[tuple[int, int, int], Mapping[int, Mapping[str, Floats]]]) -> RankSteps:
+    """Returns the rank with its waiting in ``spent``, and without it in ``compute``. Waits that are longer than a usual
+    pass stay there: they are in single passes, and would be taken from all."""
+    of_steps = [
+        waits.get((rank.replica, rank.stage, number), {}).get(rank.names[0][0], {}) for number in rank.steps.tolist()
+    ]
+    unknown = np.full(2, np.nan)
+    waits_ms = {axis: np.array([by_axis.get(axis, unknown) for by_axis in of_steps]) for axis in INSIDE}
+    usual_ms = sum(np.nan_to_num(ms[:, 0] - ms[:, 1]) for ms in waits_ms.values())
+    waiting_fraction = np.clip(usual_ms / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING)
     # Steps in which a peer recorded nothing are not in the table, so their waiting need not be known.
-    known_ms = {f"{axis}_waiting": ms for axis, ms in axis_ms.items() if np.isfinite(ms).any()}
-    return replace(rank, spent={**rank.spent, **known_ms}, compute=rank.compute * working_fraction[:, None, None, None])
-
-
-def _working_fraction(rank: RankSteps, waiting_ms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns the fraction of its passes in which a rank did not wait, [t]. ``waiting_ms``: how long it waited."""
-    fraction: npt.NDArray[np.float64] = 1.0 - np.clip(
-        waiting_ms / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
-    )
-    return fraction
+    known_ms = {f"{axis}_waiting": ms[:, 0] for axis, ms in waits_ms.items() if np.isfinite(ms).any()}
+    compute = rank.compute * (1.0 - waiting_fraction)[:, None, None, None]
+    return replace(rank, spent={**rank.spent, **known_ms}, compute=compute)
 
 
 class _Places(NamedTuple):

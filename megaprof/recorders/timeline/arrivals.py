@@ -103,7 +103,8 @@ class Reading:
                 continue
             whole += 1
             called = collectives[np.searchsorted(times, step.start_ns) : np.searchsorted(times, step.end_ns)]
-            if not all(entry.ended for entry in called):
+            # Only then does torch time one of the device: up to a tenth of a second after it has ended.
+            if not all(entry.retired for entry in called):
                 waiting.append(step)
                 continue
             groups = list(self._grouped(step, called))
@@ -126,17 +127,18 @@ class Reading:
         for entry in called:
             by_group[entry.process_group[0]].append(entry)
         for name, members in sorted(by_group.items()):
-            numbers = np.array([entry.collective_seq_id for entry in members], dtype=np.int64)
             host = members[0].profiling_name.startswith(_GLOO)
-            if host:  # such a collective runs on the host when it is called
-                values = np.array([entry.time_created_ns - step.start_ns for entry in members], dtype=np.int64) // 1000
-            elif all(entry.duration_ms is not None for entry in members):
-                values = np.array([1e3 * (entry.duration_ms or 0.0) for entry in members]).astype(np.int64)
-            else:
+            times_us = {
+                # One of gloo runs on the host when it is called.
+                each.collective_seq_id: int((each.time_created_ns - step.start_ns) // 1000 if host else 1e3 * ms)
+                for each in members
+                if (ms := 0.0 if host else each.duration_ms) is not None
+            }
+            if not times_us:
                 self._warn(f"torch does not time them: set {flight.TIMING}=1 before the first process group")
                 continue
-            numbers, first = np.unique(numbers, return_index=True)
-            yield Arrivals(name, not host, 0, numbers, values[first])
+            numbers, values = np.array(sorted(times_us.items()), dtype=np.int64).T
+            yield Arrivals(name, not host, 0, numbers, values)
 
     def _described_in(self, place: Place, groups: Sequence[Arrivals]) -> Iterator[tuple[Place, int, bytes]]:
         new = {arrivals.group for arrivals in groups} - self._described[place.file]

@@ -40,12 +40,17 @@ def at(value: int) -> list[int]:
     return [0] * 31 + [value]
 
 
+def sums(ranks: list[OfStep]) -> dict[int, dict[str, float]]:
+    """How many milliseconds each rank waited, by axis."""
+    return {rank: {axis: float(waited[0]) for axis, waited in axes.items()} for rank, axes in waited_ms(ranks).items()}
+
+
 def test_who_comes_first_waits_for_who_comes_last() -> None:
-    assert waited_ms([of(0, at(1000)), of(1, at(3000))]) == {0: {"tp": 2.0}, 1: {"tp": 0.0}}
+    assert sums([of(0, at(1000)), of(1, at(3000))]) == {0: {"tp": 2.0}, 1: {"tp": 0.0}}
     # Hosts enter steps at different times; what counts is when they came.
-    assert waited_ms([of(0, [1000] * 32), of(1, [0] * 32, start_ns=5_000_000)]) == {0: {"tp": 128.0}, 1: {"tp": 0.0}}
+    assert sums([of(0, [1000] * 32), of(1, [0] * 32, start_ns=5_000_000)]) == {0: {"tp": 128.0}, 1: {"tp": 0.0}}
     # On a device the shortest part is that of the last.
-    assert waited_ms([of(0, at(9000), lengths=True), of(1, at(2000), lengths=True, host="b")]) == {
+    assert sums([of(0, at(9000), lengths=True), of(1, at(2000), lengths=True, host="b")]) == {
         0: {"tp": 7.0},
         1: {"tp": 0.0},
     }
@@ -57,7 +62,7 @@ def test_who_comes_first_waits_for_who_comes_last() -> None:
 def test_who_is_late_to_one_group_because_of_another_has_waited() -> None:
     """Rank 0 comes 9 ms late to rank 1, which therefore comes late to rank 2."""
     both = replace(of(1, [0]), groups={**of(1, [0]).groups, **of(1, [9000], group=_EXPERT).groups})
-    assert waited_ms([of(0, [9000]), both, of(2, [0], group=_EXPERT)]) == {
+    assert sums([of(0, [9000]), both, of(2, [0], group=_EXPERT)]) == {
         0: {"tp": 0.0},
         1: {"tp": 9.0, "ep": 0.0},
         2: {"ep": 9.0},
@@ -68,8 +73,20 @@ def test_what_was_left_out_counts_as_what_was_kept() -> None:
     all_of_them = of(0, [0] * 64)
     numbers = all_of_them.groups[_TENSOR].numbers
     some = numbers[kept(numbers, 3)]
-    found = waited_ms([all_of_them, of(1, [1000] * len(some), numbers=some, shift=3)])
-    assert found == {0: {"tp": 8.0 * len(some)}, 1: {"tp": 0.0}}
+    slow = of(1, [1000] * len(some), numbers=some, shift=3)
+    assert sums([all_of_them, slow]) == {0: {"tp": 8.0 * len(some)}, 1: {"tp": 0.0}}
+
+
+def test_a_wait_longer_than_a_usual_pass_counts_once() -> None:
+    """Of 64 collectives some are kept, and the peer is late to one of them by 200 ms: no other pass is as long."""
+    numbers = np.arange(1, 65)[kept(np.arange(1, 65), 3)]
+    values = [1000] * len(numbers)
+    stalled = of(1, [200_000, *values[1:]], lengths=True, numbers=numbers, shift=3)
+    rest_ms = 8.0 * (len(numbers) - 1)
+    (group,) = stalled.groups
+    found = waited_ms([of(0, [0] * len(numbers), lengths=True, numbers=numbers, shift=3), stalled], pass_ms=30.0)
+    assert found[1][group.axis].tolist() == [rest_ms + 200.0, 200.0]
+    assert stalled.ran_ms("tp", 30.0) == rest_ms + 200.0
 
 
 GROUP = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP"}
@@ -78,7 +95,7 @@ GROUP = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP
 def two_peers(directory: Path, axis: str, values: Callable[[int, int], npt.NDArray[np.int64]], **other: Any) -> Table:
     """The table of two ranks that wait for each other, whose collectives have ``values(rank, step)``."""
     layout = WorldLayout(ParallelSizes.of(2, **{axis: 2}))
-    paths = write_timelines(directory, layout, steps=24, noise=0.01)
+    paths = write_timelines(directory, layout, steps=other.get("steps", 24), noise=0.01)
     for path in paths:
         timeline = read_timeline(path)
         facts = [format.fact_record(0, format.GROUPS, pack_groups({"7": GroupConfig(GROUP[axis], "[0, 1]")}))]
@@ -110,6 +127,22 @@ def test_a_timeline_with_arrivals_names_one_of_its_peers(tmp_path: Path, late: i
     named = [(cause.ranks, cause.price) for cause in causes if cause.kind == "slow_rank"]
     assert [ranks for ranks, _ in named] == ([] if late is None else [(late,)])
     assert [price for _, price in named if not price.low < 48.0 < price.high] == []
+
+
+@pytest.mark.parametrize("known", [range(7), range(1, 8), range(4)])
+def test_steps_without_arrivals_hide_no_slow_rank(tmp_path: Path, known: range) -> None:
+    """Rank 1 comes 48 ms late in each of eight steps. What ended last is often not read any more."""
+
+    def values(rank: int, step: int) -> npt.NDArray[np.int64]:
+        return np.full(64 * (step in known), 1750 - 750 * rank)
+
+    causes = diagnose(examine(two_peers(tmp_path, "tp", values, lengths=True, steps=8))).causes
+    assert [cause.ranks for cause in causes if cause.kind == "slow_rank"] == [(1,)]
+
+
+def test_too_few_steps_with_arrivals_are_said(tmp_path: Path) -> None:
+    table = two_peers(tmp_path, "tp", lambda rank, step: np.full(64 * (step < 3), 1000), lengths=True, steps=8)
+    assert [(note.count, note.of) for note in table.warnings if note.kind == "groups_in_compute"] == [(3, 8)]
 
 
 def test_how_long_timed_collectives_ran_is_exposed_in_the_report_of_a_timeline(tmp_path: Path) -> None:

@@ -201,8 +201,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"exposed {_joined(n)} cannot be told apart: the collectives of a CPU trace name no process group"
     ),
     "groups_in_compute": lambda n: (
-        f"exposed {_joined(n)} {'is' if len(n.names) == 1 else 'are'} in compute: no collectives inside microbatches "
-        "were recorded"
+        f"exposed {_joined(n)} {'is' if len(n.names) == 1 else 'are'} in compute: "
+        f"{f'in only {n.count} of {n.of} steps' if n.count else 'no'} collectives inside microbatches were recorded"
     ),
     "groups_with_waiting": lambda n: (
         f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
