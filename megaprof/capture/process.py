@@ -57,6 +57,8 @@ class Process:
         """The open window; None if there is none. Kineto holds one session, so a process has at most one window."""
         self.prepared: Prepared | None = None
         """The recorders that were prepared after the last call, for the next one; None if none were."""
+        self.disturbed = False
+        """True if a window closed, or prepared recorders were discarded, since the last call that was recorded."""
         self.capturers: list[Any] = []
         """The sessions that captured a window, including removed ones, in the order of their last windows."""
         self.repeats: dict[str, int] = {}
@@ -99,7 +101,8 @@ class Process:
         self.sessions.clear()
         self.capturers.clear()
         self.answers.clear()
-        self.window, self.prepared, self.memory_full, self.urgent = None, None, None, False
+        self.window, self.prepared, self.memory_full = None, None, None
+        self.urgent = self.disturbed = False
 
 
 process = Process()

@@ -52,7 +52,7 @@ class Profiler:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
         if not process.sessions:
-            process.sessions = []
+            process.sessions, process.disturbed = [], False
             self.dispatcher = Dispatcher()
             self._exit.arm()
         self.dispatcher.add(session)

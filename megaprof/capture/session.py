@@ -160,12 +160,13 @@ class Session:
         """Handles the end of the call for which ``begin`` returned ``call``. ``failed``: whether it raised an exception
         of the host's."""
         try:
+            coming = self._coming if not failed and not capturing() and self._pace.ends() else ()
             if call.timed and self.timeline is not None:
-                self.timeline.end(call.tape, failed=failed)
+                # A GPU is still at work on a call that ends, so preparing the profiler disturbs it.
+                self.timeline.end(call.tape, failed=failed, disturbed=bool(coming))
             if call.outermost is not None:
                 call.outermost.close()
             opened = None if process.window is None else self._own_window
-            coming = self._coming
             if opened is None and not coming:
                 return
             with self._termination:
@@ -173,7 +174,7 @@ class Session:
                     self._close("the host raised an exception")
                 elif opened is not None and opened.planned.complete and not opened.planned.outlasts_call:
                     self._close(None)
-                if coming and not failed and process.window is None and not capturing() and self._pace.ends():
+                if coming and process.window is None:
                     process.prepared = prepared = Prepared(self, coming)
                     prepared.prepare()
         except BaseException as fault:
@@ -309,6 +310,7 @@ class Session:
         """Discards the recorders that were prepared for the call that has begun, unless a window uses them now."""
         prepared, process.prepared = process.prepared, None
         if prepared is not None:
+            process.disturbed = True
             opened = self._own_window
             prepared.leave(() if opened is None else opened.recorders)
 
@@ -359,11 +361,12 @@ class Session:
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """Returns the record of the call for the open window and the timeline; None if nothing is recorded."""
         window, timeline = process.window, self.timeline
+        disturbed, process.disturbed = window is not None or process.disturbed, False
         ranged = window is not None or (facts.graph == "capture" and names.available)
         ranged = ranged and self.config.ranges != "step"
         # Nothing may be timed while a CUDA graph is captured.
         if timeline is not None and step.target in self._timed and facts.graph != "capture":
-            timed = timeline.begin(facts, step.target, step.role, step.number, captured=window is not None)
+            timed = timeline.begin(facts, step.target, step.role, step.number, disturbed=disturbed)
             call = RecordedCall(facts, timed, True, ranged)
         elif window is not None or ranged or self._coming:
             call = RecordedCall(facts, Tape(facts.chunks, facts.forward_only), False, ranged)
@@ -469,7 +472,7 @@ class Session:
         opened = self._own_window
         if opened is not None:
             opened.device.end()
-            process.window = None
+            process.window, process.disturbed = None, True
 
 
 def _reference(model: Any) -> Callable[[], Any]:

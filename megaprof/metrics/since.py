@@ -57,7 +57,7 @@ def _compute_us(path: Path, run: RunRecord, target: str) -> dict[int, int]:
     for metadata, steps in timeline.by_metadata():
         if metadata.target != target:
             continue
-        clean = steps["flags"] & (format.FAILED | format.CAPTURED) == 0
+        clean = steps["flags"] & (format.FAILED | format.DISTURBED) == 0
         steps = steps[clean & (steps["start_ns"] / 1e9 > run.started - _CLOCKS_SECONDS)]
         passes_us = steps["forward"].astype(np.int64) + steps["backward"] + steps["combined"]
         computed.update(zip(steps["step"].tolist(), passes_us.tolist(), strict=True))

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import ahead
 from megaprof.capture.agenda import CountedStep, Demand
 from megaprof.capture.ahead import Pace
 from megaprof.capture.profiler import profiler
+from megaprof.formats.timeline import DISTURBED, read_timeline
 from megaprof.recorders import build_recorders
 from megaprof.recorders.torch_profiler import TorchRecorder
 
@@ -97,6 +99,18 @@ def test_by_default_it_is_prepared_behind_the_call_before(one_rank: Any, tmp_pat
             said.append(watched.said.copy())
     assert said[1:] == [[], ["prepare"], ["prepare", "start", "stop"], ["prepare", "start", "stop"]]
     assert prepared(tmp_path) == {3: True}
+
+
+@pytest.mark.parametrize("target", ["train_actor", "train_overall"])
+def test_calls_that_the_profiler_disturbs_are_marked(
+    target: str, one_rank: Any, tmp_path: Path, watched: Watched
+) -> None:
+    """The call behind which it is prepared, the window, and the call right behind: no other looks like a slow one."""
+    with install_hooks(one_rank.chunks, on(tmp_path, target, tool=("torch", "timeline"))):
+        for _ in range(7):
+            one_rank.train_step()
+    (timeline,) = map(read_timeline, find_timelines(tmp_path))
+    assert timeline.steps["flags"].tolist() == [0, 0, DISTURBED, DISTURBED, DISTURBED, 0, 0]
 
 
 @pytest.mark.parametrize("merge_steps", [False, True])

@@ -268,7 +268,7 @@ def test_every_phase_of_every_step_is_in_the_timeline(name: str, job: Callable[[
             if workload.pp > 1:
                 assert 0 < fixed["p2p"] < fixed["duration"]
             assert fixed["own"] > 0
-            assert fixed["flags"] == (format.CAPTURED if (target, step) in {each[:2] for each in CAPTURED} else 0)
+            assert fixed["flags"] == (format.DISTURBED if (target, step) in {each[:2] for each in CAPTURED} else 0)
         # Steps of one kind have one shape, and an evaluation runs as a log-prob pass does.
         assert len(timeline.shapes) == 2
 

@@ -372,7 +372,7 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
         stood[rank_rows] = stood_still(calls[rank_rows], compute[rank_rows])
         series.stood += stood_or_failed(calls[rank_rows], compute[rank_rows], stood[rank_rows], metadata[rank].coords)
     # A step that the GPU did not finish in time was written without times.
-    is_timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0) & ~stood
+    is_timed = (calls["flags"] & (format.FAILED | format.DISTURBED) == 0) & (calls["duration"] > 0) & ~stood
     counted_calls: npt.NDArray[Any] = calls[is_timed]
     compute, rank_of_call = compute[is_timed], rank_of_call[is_timed]
 

@@ -44,11 +44,11 @@ def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArr
     longest_us = np.maximum(calls["duration"].astype(np.int64), compute)
     if longest_us.max(initial=0) <= STUCK_SECONDS * 1e6:
         return np.zeros(len(calls), dtype=np.bool_)
-    usable = calls["flags"] & (format.FAILED | format.CAPTURED) == 0
+    usable = calls["flags"] & (format.FAILED | format.DISTURBED) == 0
     usual_us = float(np.median(calls["duration"][usable])) if usable.any() else 0.0
     least_us = np.full(len(calls), 1e6 * limit(usual_us / 1e6))
     least_us[:1] = max(least_us[0], FIRST_STEP_SECONDS * 1e6) if len(calls) else 0.0
-    stood: npt.NDArray[np.bool_] = (longest_us > least_us) & (calls["flags"] & format.CAPTURED == 0)
+    stood: npt.NDArray[np.bool_] = (longest_us > least_us) & (calls["flags"] & format.DISTURBED == 0)
     return stood
 
 

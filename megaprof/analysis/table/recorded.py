@@ -38,7 +38,7 @@ from megaprof.parallel.topology import ParallelSizes
 
 #: How many steps are read, evenly spread over the run. A report has no time for more.
 STEPS = 48
-_LEFT_OUT = format.FAILED | format.CAPTURED
+_LEFT_OUT = format.FAILED | format.DISTURBED
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
 #: The most passes in a table, so that it fits into memory and time.
 _MOST_PASSES = 500_000

@@ -50,7 +50,7 @@ WAKING_STEPS = 64
 #: Steps that the background thread writes before it pauses. They hold the interpreter's lock for about a millisecond.
 STEPS_AT_ONCE = 16
 _NO_TIME = (0,) * len(codes.KINDS)
-_UNUSUAL = format.INCOMPLETE | format.CAPTURED | format.FAILED
+_UNUSUAL = format.INCOMPLETE | format.DISTURBED | format.FAILED
 #: A step that the GPU has not finished after this time is written without times.
 GIVE_UP_SECONDS = 300.0
 #: The longest time that `TimelineRecorder.close` waits for a write in progress.
@@ -113,9 +113,9 @@ class TimelineRecorder:
             self._without = str(missing)
         return None if self._device is None else self._device.mark
 
-    def begin(self, facts: CallFacts, target: str, role: str | None, number: int, *, captured: bool) -> RecordedStep:
-        """Starts to record a schedule call, which is step ``number`` of its target and role. ``captured``: a window is
-        open."""
+    def begin(self, facts: CallFacts, target: str, role: str | None, number: int, *, disturbed: bool) -> RecordedStep:
+        """Starts to record a schedule call, which is step ``number`` of its target and role. ``disturbed``: the
+        profiler was opened or closed right before it."""
         calls = self._calls.get((target, role))
         if calls is None:
             calls = self._calls[target, role] = Calls(target, role)
@@ -124,20 +124,20 @@ class TimelineRecorder:
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
         step.number, step.index, step.own = number, calls.index, 0
         step.description = self._description(calls, facts)
-        step.flags = (format.CAPTURED if captured else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
+        step.flags = (format.DISTURBED if disturbed else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._running = step
         step.start_ns = time.time_ns()
         step.began = step.mark()
         return step
 
-    def end(self, step: RecordedStep, *, failed: bool) -> None:
-        """Ends the record of a call that returned, or ``failed`` with an exception of the host's."""
+    def end(self, step: RecordedStep, *, failed: bool, disturbed: bool = False) -> None:
+        """Ends the record of a call that returned, or ``failed`` with an exception of the host's. ``disturbed``: the
+        profiler is prepared right behind it."""
         step.ended = step.mark()
         entered = time.perf_counter_ns()
         step.end_ns = time.time_ns()
         step.memory = None if self._memory is None else self._memory()
-        if failed:
-            step.flags |= format.FAILED
+        step.flags |= (format.FAILED if failed else 0) | (format.DISTURBED if disturbed else 0)
         if step.began is None or step.ended is None:  # a CUDA graph was being captured
             step.flags |= format.INCOMPLETE
         self._running = None

@@ -83,7 +83,7 @@ def test_captured_failed_and_untimed_steps_are_left_out(tmp_path: Path) -> None:
     paths = write(tmp_path)
     timeline = format.read_timeline(paths[0])
     records = [format.MAGIC, format.metadata_record(timeline.metadata[0].as_dict()), format.shape_record([])]
-    flags = [0] * 7 + [format.INCOMPLETE, format.CAPTURED, format.FAILED]
+    flags = [0] * 7 + [format.INCOMPLETE, format.DISTURBED, format.FAILED]
     for step, flag in zip(timeline.steps[:10], flags, strict=True):
         untimed = flag == format.INCOMPLETE  # given up on the GPU: no times at all
         kinds = {name: 0 if untimed else int(step[name]) for name in ("forward", "backward", "finalize")}
