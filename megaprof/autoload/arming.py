@@ -1,10 +1,10 @@
 """Installs the hooks in a host that nobody edited, when it asks megatron-core for its schedule.
 
 ``arm()`` waits for ``megatron.core.pipeline_parallel.schedules`` to be imported and wraps ``get_forward_backward_func``
-there, before any host can import the name. When the host calls it for the first time, its ranks are laid out and its
-arguments are parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. A host that trains without
-Megatron's schedule gets its hooks before its first batch. The functions of a host that say more about a call
-(`megaprof.integrations`) are wrapped when their modules are imported.
+and the schedules there, before any host can import their names. When the host calls one of them for the first time, its
+ranks are laid out and its arguments are parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. A
+host that trains without Megatron's schedule gets its hooks before its first batch. The functions of a host that say
+more about a call (`megaprof.integrations`) are wrapped when their modules are imported.
 
 `environment` makes a process arm itself: it puts the directory ``path`` beside this file on ``PYTHONPATH``, and Python
 runs the ``sitecustomize.py`` in it at start-up. Child processes inherit it, however they are started.
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 PATH = str(Path(__file__).resolve().parent / "path")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _GET_SCHEDULE = "get_forward_backward_func"
+_SCHEDULE = "forward_backward_"  # begins the names of all schedules, and of nothing else there (0.12 to 0.19)
 _RAY = "ray._private.worker"
 #: Packages that have a module to watch. All others pass the finder at the cost of one look-up.
 _HOSTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
@@ -66,7 +67,8 @@ def arm(config: ProfileConfig | None = None) -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     armed.config, armed.since = config, time.time()
-    armed.install, armed.finish_job, armed.awaits_batch = install, _finish_job, True
+    armed.install, armed.finish_job = install, _finish_job
+    armed.awaits_schedule = armed.awaits_batch = True
     sys.meta_path.insert(0, _Finder())
     for name in [name for name in sys.modules if name.partition(".")[0] in _ROOTS]:
         _loaded(name)
@@ -147,15 +149,15 @@ def _finish_job() -> None:
 
 
 def _watch(schedules: ModuleType) -> None:
+    from megaprof.runtime.patching import modules_with
+
     _keep_collectives()
-    original = getattr(schedules, _GET_SCHEDULE, None)
-    if original is None or hasattr(original, "_megaprof"):
-        return
-    installing_function = _installing(original)
-    for module in list(sys.modules.values()):  # also those that imported the name before we were armed
-        attributes = getattr(module, "__dict__", {})
-        if attributes.get(_GET_SCHEDULE) is original:
-            attributes[_GET_SCHEDULE] = installing_function
+    for name, original in list(vars(schedules).items()):
+        if (name == _GET_SCHEDULE or name.startswith(_SCHEDULE)) and not hasattr(original, "_megaprof"):
+            wrapper = _asked(original) if name == _GET_SCHEDULE else _called(original)
+            wrapper._megaprof = True  # type: ignore[attr-defined]
+            for module in modules_with(name, original):  # also those that imported the name before we were armed
+                setattr(module, name, wrapper)
 
 
 def _keep_collectives() -> None:
@@ -177,39 +179,37 @@ def _keep_collectives() -> None:
         )
 
 
-def _installing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns Megatron's ``get_forward_backward_func`` so that it installs the hooks first."""
-    pending = True
 
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        nonlocal pending
-        if pending or _moved():
-            pending = not install()
-        schedule = original(*args, **kwargs)
-        return waiting(schedule) if pending else schedule
+        if armed.awaits_schedule or _moved():
+            armed.awaits_schedule = not install()
+        return original(*args, **kwargs)
 
-    def waiting(schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``schedule`` so that its first call installs the hooks: the call is given the process groups where
-        Megatron's own do not exist (several modules, Megatron-Bridge's ``use_decentralized_pg``)."""
-
-        @functools.wraps(schedule)
-        def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal pending
-            if pending:
-                communicator = kwargs.get("p2p_communicator")
-                # With several modules, it says in which order they follow each other, which groups alone do not.
-                has_several_modules = hasattr(communicator, "module_to_grid_map")
-                pending = not install(groups=communicator if has_several_modules else kwargs.get("pg_collection"))
-            hooked: Any = getattr(sys.modules[_SCHEDULES], schedule.__name__, None)
-            if getattr(hooked, "__wrapped__", None) is schedule:
-                return hooked(*args, **kwargs)
-            return schedule(*args, **kwargs)
-
-        return forward_backward
-
-    get_forward_backward_func._megaprof = True  # type: ignore[attr-defined]
     return get_forward_backward_func
+
+
+def _called(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a schedule that can be hooked wherever a host keeps it: it runs what `armed.schedules` has for it.
+
+    The first call may install the hooks: it is given the groups where Megatron's own do not exist (several modules,
+    Megatron-Bridge's ``use_decentralized_pg``).
+    """
+    name = original.__name__
+    setattr(armed.schedules, name, original)
+
+    @functools.wraps(original)
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        if armed.awaits_schedule:
+            groups = kwargs.get("p2p_communicator")
+            if not hasattr(groups, "module_to_grid_map"):  # the order of several modules, which groups do not say
+                groups = kwargs.get("pg_collection")
+            armed.awaits_schedule = not install(groups=groups)
+        return getattr(armed.schedules, name)(*args, **kwargs)
+
+    return schedule
 
 
 def _moved() -> bool:

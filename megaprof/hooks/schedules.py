@@ -1,7 +1,7 @@
 """Hooks the three schedules, so that every ``forward_backward_func`` call may be recorded.
 
-Every host calls ``megatron.core.pipeline_parallel.get_forward_backward_func``. At each call that function looks up the
-schedules in ``megatron.core.pipeline_parallel.schedules`` (0.12 to 0.19), so replacing them there reaches every host.
+Hosts call ``get_forward_backward_func``, which looks the schedules up in their module at each call (0.12 to 0.19), or
+import a schedule by its name. So it is replaced in every module that has it; in an armed process also behind that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from megaprof.hooks.models import patch_models
 from megaprof.hooks.modules import patch_modules
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
+from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Contained
-from megaprof.runtime.patching import Patches
+from megaprof.runtime.patching import Patches, modules_with
 
 SCHEDULES = {
     "forward_backward_no_pipelining": "no_pipelining",
@@ -42,7 +43,8 @@ def patch_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
     from megatron.core.pipeline_parallel import schedules
 
     for name, label in SCHEDULES.items():
-        patches.apply(schedules, name, partial(_hooked, label, dispatcher))
+        for owner in (armed.schedules, *modules_with(name, getattr(schedules, name))):
+            patches.apply(owner, name, partial(_hooked, label, dispatcher))
     patches.apply(schedules, "create_cudagraphs", partial(_without_window, dispatcher))
     try:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper

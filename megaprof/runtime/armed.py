@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -27,13 +28,17 @@ class Armed:
         called again. Does nothing in a process that is not armed."""
         self.finish_job: Callable[[], object] = _not_armed
         """Waits for the files of the job's other processes."""
+        self.schedules = SimpleNamespace()
+        """By the name of a schedule: what runs when a host calls it, wherever it has it from. Empty if not armed."""
+        self.awaits_schedule = False
+        """True until the hooks are installed or cannot be: the next schedule that is called or asked for does it."""
         self.awaits_batch = False
         """True until the hooks are installed or cannot be. While it is, the first batch of a trainer without Megatron's
         schedule installs them."""
         self.marks: Path | None = None
         """The directory where the processes of a job mark how far they came (`runtime.unmet`); None if nobody looks."""
         self.asked_too_early = False
-        """True if the host asked for a schedule before Megatron-Core's process groups existed."""
+        """True if the host asked for a schedule, or called one, before Megatron-Core's process groups existed."""
 
 
 armed = Armed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,11 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 _INHERITED = object()
 #: Objects whose attributes are set by ``setattr``: their ``__dict__`` is a read-only view.
 _NAMESPACES = type, ModuleType
+
+
+def modules_with(name: str, function: object) -> list[ModuleType]:
+    """Returns the loaded modules that have ``function`` under its ``name``: its own, and those that imported it."""
+    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is function]
 
 
 class Patches:

@@ -26,9 +26,10 @@ _REASONS = (
     "neither torch nor megatron.core was imported",
     "torch was imported, but megatron.core was not, and no step of a trainer that megaprof supports without it ran",
     "megatron.core was imported, but not megatron.core.pipeline_parallel.schedules",
-    "megatron.core was imported, but get_forward_backward_func(), with which it gives its schedules, was never called",
-    "get_forward_backward_func() was called, but neither had megatron.core.parallel_state been initialised, nor was "
-    "the schedule given process groups",
+    "megatron.core was imported, but no call of its schedules was seen, nor of get_forward_backward_func(), which "
+    "returns them",
+    "a schedule of megatron.core was asked for or called, but neither had megatron.core.parallel_state been "
+    "initialised, nor was the schedule given process groups",
 )
 
 
@@ -84,4 +85,4 @@ def _log_reason(pid: int) -> None:
     furthest = max((int(mark) for mark in marks if mark.isdigit()), default=0)
     processes = "this process" if marks == {str(_progress())} else "this process, or those that it started here"
     reason = _REASONS[min(furthest, len(_REASONS) - 1)]
-    logger.warning("megaprof: no Megatron schedule ran in %s; nothing was captured: %s", processes, reason)
+    logger.warning("megaprof: no hooks were installed in %s; nothing was captured: %s", processes, reason)

@@ -22,10 +22,11 @@ from megaprof.autoload.arming import PATH, environment
 from megaprof.capture.profiler import profiler
 from megaprof.integrations import registry
 from megaprof.runtime.armed import armed
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 #: What a program that never sees Megatron-Core says at its end.
-UNMET = re.compile(r"megaprof: no Megatron schedule ran in this process\b.*\n")
+UNMET = re.compile(r"megaprof: no hooks were installed in this process\b.*\n")
 
 
 def python(code: str, env: dict[str, str], *options: str, cwd: Path | None = None) -> Any:
@@ -127,7 +128,7 @@ with cpu_megatron():
     gpt = build(GPTWorkload(layers=2, microbatches=2, hidden=32, seq_length=16, heads=2))
     assert schedules.forward_backward_no_pipelining is untouched
     forward_backward = get_forward_backward_func()
-    print("hooked", forward_backward is not untouched)
+    print("hooked")
     for _ in range(2):
         gpt.train_step(forward_backward)
 """
@@ -148,6 +149,70 @@ def test_a_world_that_the_configuration_does_not_fit_stops_before_the_first_step
     assert run.returncode == 1
     assert "ValueError: MEGAPROF_SELECT: rank 7" in run.stderr
     assert "hooked" not in run.stdout
+
+
+#: Megatron-Bridge 0.6.2 keeps a schedule that it imported by name: of several modules it calls only that, and with
+#: ``dist_train`` it has asked for another one before.
+KEEPS_A_SCHEDULE = """
+import sys
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining, get_forward_backward_func
+import megaprof
+from megaprof.testing import GPTWorkload, build, cpu_megatron
+
+def train(way, config=None):
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+    with cpu_megatron():
+        gpt = build(GPTWorkload(layers=2, microbatches=2, hidden=32, seq_length=16, heads=2))
+        if way == "asks for another":
+            get_forward_backward_func(pp_size=2, vp_size=None)
+        if way == "two lines":
+            megaprof.install_hooks(gpt.chunks, config)
+        for _ in range(2):
+            gpt.train_step(forward_backward_no_pipelining)
+    dist.destroy_process_group()
+"""
+
+
+def captured(directory: Path) -> list[str]:
+    return sorted(path.name.partition(".pp0")[0] for path in directory.glob("*.pt.trace.json.gz"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["never asks", "asks for another"])
+def test_a_schedule_that_was_imported_by_its_name_is_captured(way: str, env: dict[str, str], tmp_path: Path) -> None:
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path / "out"), steps="0:2", activities=("cpu",))
+    (tmp_path / "bridge.py").write_text(KEEPS_A_SCHEDULE)
+    code = f"import bridge; bridge.train({way!r})"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environment(config, {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert captured(tmp_path / "out") == ["train_actor.step000000", "train_actor.step000001"]
+    assert "megaprof ends: 2 windows captured" in run.stderr
+    assert "nothing was captured" not in run.stderr
+
+
+@pytest.mark.parametrize("way", ["armed late", "two lines"])
+def test_nor_is_one_missed_that_was_imported_before_megaprof(way: str, tmp_path: Path) -> None:
+    (tmp_path / "bridge.py").write_text(KEEPS_A_SCHEDULE)
+    code = f"""
+import sys
+sys.path.insert(0, sys.argv[1])
+import bridge
+from megaprof import ProfileConfig
+from megaprof.autoload.arming import arm
+config = ProfileConfig(("train_actor",), sys.argv[2], steps="0", activities=("cpu",))
+{"arm(config)" if way == "armed late" else ""}
+bridge.train({way!r}, config)
+"""
+    run = programs.run(code, tmp_path, tmp_path / "out")
+    assert run.returncode == 0, run.stderr
+    assert captured(tmp_path / "out") == ["train_actor.step000000"], run.stderr
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -176,10 +241,13 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     monkeypatch.setattr("megaprof.capture.this_rank.has_groups", lambda: False)
     config = ProfileConfig(("train_actor",), str(tmp_path), steps="0", activities=("cpu",))
     monkeypatch.setattr(armed, "config", config)
-    asked = arming._installing(lambda: schedules.forward_backward_no_pipelining)
-    run = asked()
+    monkeypatch.setattr(armed, "schedules", SimpleNamespace())
+    monkeypatch.setattr(armed, "awaits_schedule", True)
+    kept = arming._called(schedules.forward_backward_no_pipelining)
+    arming._asked(lambda: kept)()
+    assert armed.awaits_schedule, "it is too early"
     try:
-        assert one_rank.train_step(partial(run, pg_collection=given))
+        assert one_rank.train_step(partial(kept, pg_collection=given))
         sessions = profiler.sessions
     finally:
         for session in profiler.sessions:

@@ -25,7 +25,8 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
     untouched = schedules.forward_backward_pipelining_without_interleaving
     config = ProfileConfig(("train_actor",), str(tmp_path), tool=("timeline",))
     monkeypatch.setattr(armed, "config", config)
-    ask = arming._installing(lambda: schedules.forward_backward_pipelining_without_interleaving)
+    monkeypatch.setattr(armed, "awaits_schedule", True)
+    ask = arming._asked(lambda: schedules.forward_backward_pipelining_without_interleaving)
     paths = places.Paths.of(tmp_path, None, 4)
     try:
         for rank in (1, 2):  # of the first stage, then of the second

@@ -50,7 +50,7 @@ def said(tmp_path: Path, *command: str, **env: str) -> list[str]:
 )
 def test_one_line_says_how_far_it_came(tmp_path: Path, code: str, came: int) -> None:
     (line,) = said(tmp_path, "-c", code)
-    assert line.startswith("megaprof: no Megatron schedule ran in this process")
+    assert line.startswith("megaprof: no hooks were installed in this process")
     assert line.endswith(unmet._REASONS[came])
 
 
