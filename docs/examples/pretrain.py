@@ -15,7 +15,7 @@ def main() -> None:
     args = parser.parse_args()
     init_distributed()
     with cpu_megatron():
-        gpt = build(GPTWorkload(pp=2, layers=8, layout=(6, 2), microbatches=8))
+        gpt = build(GPTWorkload(pp=2, layers=8, layout=(6, 2), microbatches=8, hidden=64, layer_ms=(8.0, 16.0)))
         install_hooks(gpt.chunks, args)  # 2. after the model is built, before the training loop
         forward_backward_func = get_forward_backward_func()
         for step in range(args.steps):

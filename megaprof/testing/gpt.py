@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megaprof.testing.faults import layers, pace
 from megaprof.testing.workload import GPTWorkload
 
 __all__ = ["BuiltGPT", "build"]
@@ -158,6 +159,8 @@ def build(workload: GPTWorkload, device: str = "cpu") -> BuiltGPT:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     chunks = [_build_chunk(workload, config, chunk, device) for chunk in range(workload.vpp or 1)]
+    if (layer_ms := workload.layer_ms) is not None:
+        pace(layers(chunks), lambda: layer_ms)
     if workload.overlap_grad_reduce:
         # As Megatron-LM's train() does: a function for one chunk, a list of them for several.
         no_sync = [chunk.no_sync for chunk in chunks]

@@ -64,6 +64,9 @@ class GPTWorkload:
     """Seed of weights and data."""
     dtype: str = "float32"
     """``float32`` or ``bfloat16``."""
+    layer_ms: tuple[float, float] | None = None
+    """Milliseconds of a layer's forward and of its backward. The layer waits until they have passed, as a host waits
+    for a GPU, so other work on the machine hardly changes them. None: as long as it computes."""
     learning_rate: float = 1e-3
     """Learning rate of the optimizer."""
 
@@ -84,6 +87,10 @@ class GPTWorkload:
         for name in ("heads", "vocab"):
             if getattr(self, name) % self.tp:
                 raise ValueError(f"tp={self.tp}: must divide {name}={getattr(self, name)}")
+        if self.layer_ms is not None and not all(ms >= 0 for ms in self.layer_ms):
+            raise ValueError(f"layer_ms={self.layer_ms}: must not be negative")
+        if self.layer_ms is not None and self.combined_1f1b:
+            raise ValueError(f"layer_ms={self.layer_ms}: needs combined_1f1b=False, which runs parts of layers")
         if self.num_experts is not None and self.num_experts % self.ep:
             raise ValueError(f"num_experts={self.num_experts}: must be a multiple of ep={self.ep}")
         if self.dp is not None and self.dp % self.ep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaprof.testing import faults
+from megaprof.testing import build, faults
 
 
 def test_modules_that_linger_wait_in_both_passes_and_compute_the_same(
@@ -54,6 +55,16 @@ def test_what_paced_modules_compute_is_part_of_the_time_that_they_take(monkeypat
     faults.pace(chain, lambda: (10e3, 30e3))
     assert torch.equal(passes(), before)
     assert waited == [9.0, 9.0, 29.0, 29.0]
+
+
+def test_layers_with_a_time_of_their_own_wait_in_both_passes(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[float] = []
+    monkeypatch.setattr(faults, "_until", ends.append)
+    monkeypatch.setattr(faults.time, "perf_counter", lambda: 0.0)
+    paced = build(dataclasses.replace(one_rank.workload, layer_ms=(10.0, 30.0)))
+    paced.train_step()
+    layers, microbatches = 2, 3
+    assert sorted(ends) == [0.01] * layers * microbatches + [0.03] * layers * microbatches
 
 
 def test_something_comes_before_each_forward(one_rank: Any) -> None:

@@ -217,6 +217,9 @@ def test_layouts_and_groups_of_four_ranks() -> None:
         ({"combined_1f1b": True}, r"needs ep > 1"),
         ({"combined_1f1b": True, "ep": 2}, r"needs dtype='bfloat16'"),
         ({"dtype": "int8"}, r"must be one of float32, bfloat16"),
+        ({"layer_ms": (-1.0, 2.0)}, r"layer_ms=\(-1\.0, 2\.0\): must not be negative"),
+        ({"layer_ms": (float("nan"), 2.0)}, r"must not be negative"),
+        ({"layer_ms": (1.0, 2.0), "combined_1f1b": True, "ep": 2, "dtype": "bfloat16"}, r"needs combined_1f1b=False"),
     ],
 )
 def test_impossible_workloads_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
 
 DESCRIPTION = """Train a small but real Megatron-Core GPT on this machine's CPU, with its layers deliberately split
-unevenly. Capture six training steps and six log-prob passes on one rank per pipeline stage, and report which stage is
-slow and which layout would be faster. With --live, the job runs until Ctrl-C, so that you can watch it and make it
-capture from another shell."""
+unevenly. Every layer waits for a given time, as a host waits for a GPU, so that a busy machine changes little. Capture
+six training steps and six log-prob passes on one rank per pipeline stage, and report which stage is slow and which
+layout would be faster. With --live, the job runs until Ctrl-C, so that you can watch it and make it capture from
+another shell."""
 #: Steps that warm up and are not captured, if there are more.
 _WARM_UP = 3
 #: The fewest captured steps of each target, if there are as many: a single step may be disturbed, and nothing would
@@ -33,6 +34,9 @@ _STEPS = _WARM_UP + _FEWEST
 #: Phases besides the steps: starting the ranks, the evaluation pass, finishing the files.
 _OTHER_PHASES = 3
 _PP = 2
+#: Milliseconds of a layer's forward and of its backward: several times what a layer of hidden size 64 computes, even if
+#: four ranks share a core.
+_LAYER_MS = (8.0, 16.0)
 _TIME_LIMIT = 600.0
 #: Silences Kineto and a CPU-only megatron-core, whose messages would bury the progress.
 _QUIET = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
@@ -74,7 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "'balanced' (default: most layers on stage 0, on purpose; with --fault, balanced)",
     )
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches per step (default: 8)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: 256)")
+    parser.add_argument(
+        "--real", action="store_true", help="let the layers take as long as they compute, which other programs disturb"
+    )
+    parser.add_argument("--hidden", type=int, default=None, help="hidden size (default: 64; with --real, 256)")
     parser.add_argument("--seq-length", type=int, default=128, help="tokens per sequence (default: 128)")
     parser.add_argument(
         "--steps",
@@ -112,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
         f"hidden {workload.hidden}",
         flush=True,
     )
+    if workload.layer_ms is not None:
+        print("Each layer waits {:g} ms forward and {:g} ms backward (--real: computes).".format(*workload.layer_ms))
     if not args.live:
         _capture(workload, out, args.steps, args.fault, args.time_limit)
     elif not live.run(workload, out, fault=args.fault, steps=args.steps, time_limit=args.time_limit, env=_QUIET):
@@ -172,6 +181,7 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
         microbatches=args.microbatches,
         hidden=args.hidden,
         seq_length=args.seq_length,
+        layer_ms=None if args.real else _LAYER_MS,
     )
 
 
@@ -184,6 +194,7 @@ def _fill_in_defaults(args: argparse.Namespace) -> None:
     sizes = faults.least(args.fault, args.ep)
     args.pp = sizes.get("pp", _PP) if args.pp is None else args.pp
     args.dp = sizes.get("dp") if args.dp is None else args.dp
+    args.hidden = (256 if args.real else 64) if args.hidden is None else args.hidden
     if not args.live:
         args.steps = _STEPS if args.steps is None else args.steps
         args.time_limit = _TIME_LIMIT if args.time_limit is None else args.time_limit
