@@ -4,6 +4,7 @@ TORCH ?= torch==2.13.0
 MEGATRON_CORE ?= megatron-core==0.16.1
 # Other versions that the suite runs on: the oldest and the newest. 0.14.0 and 0.15.3 also work.
 MATRIX ?= 0.12.3 0.19.2
+TORCH_MATRIX ?= 2.14.1
 BIN := .venv/bin
 # Modules are compiled when they are first imported; most of an environment never is.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -17,7 +18,7 @@ SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 # Compile our sources and the tests once, and not again in every process of a test.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
+.PHONY: demo test test-slow test-matrix test-torch test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
     bench bench-arrivals bench-capture bench-closing bench-overhead bench-packing bench-replay bench-report bench-scale bench-timeline bench-truth bench-tune bench-whatif clean docs
 
 # Uses an environment with only what it needs (mostly torch), or .venv if that exists.
@@ -44,6 +45,12 @@ test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
 	.venv/mcore-$*/bin/python $(RUN) $(SHARED) $(QUICK) $(ARGS) $(ON_EACH)
+
+# The quick tests that touch torch, on newer versions of it. Each brings CUDA, 5 GB, so CI does not run them.
+test-torch: $(TORCH_MATRIX:%=test-torch-%)
+
+test-torch-%: .venv/torch-%/ready
+	.venv/torch-$*/bin/python $(RUN) $(SHARED) $(QUICK) $(ARGS) $(addprefix tests/,artifacts capture hooks recorders)
 
 # HTA, TensorBoard's plugin and Perfetto open what megaprof writes. Perfetto's trace processor needs Node.js.
 test-viewers: .venv/viewers/ready
@@ -130,6 +137,16 @@ LEAN := .venv/demo/bin/python $(INSTALL)
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	.venv/mcore-$*/bin/python $(INSTALL) --no-deps --ignore-requires-python \
 	    "megatron-core==$*" $(if $(filter 0.17.% 0.18.% 0.19.%,$*),einops triton)
+	touch $@
+
+.PRECIOUS: .venv/torch-%/ready
+
+.venv/torch-%/ready: .venv/ready
+	$(BIN)/python -m venv .venv/torch-$*
+	.venv/torch-$*/bin/python $(INSTALL) "torch==$*"
+	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
+	own=$$(.venv/torch-$*/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	touch $@
 
 # One for the viewers, which install half of Jupyter.

@@ -36,8 +36,6 @@ def _entered(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[.
 
 def _left(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     def __exit__(graph: Any, *exception: Any) -> Any:
-        with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
-            names.ends()
         failed = True
         try:
             result = original(graph, *exception)

@@ -14,8 +14,20 @@ EXEC = 100
 
 
 class Runtime:
-    """The functions of ``cuda.bindings.runtime`` that `torch.cuda._graph_annotations` calls."""
+    """The functions of ``cuda.bindings`` that `torch.cuda._graph_annotations` calls: ``runtime``'s and, from torch 2.14
+    on, ``driver``'s."""
 
+    CUgraphNodeType = SimpleNamespace(
+        CU_GRAPH_NODE_TYPE_KERNEL=KERNEL,
+        CU_GRAPH_NODE_TYPE_MEMCPY=MEMCPY,
+        CU_GRAPH_NODE_TYPE_MEMSET="memset",
+        CU_GRAPH_NODE_TYPE_BATCH_MEM_OP="memory operations",
+        CU_GRAPH_NODE_TYPE_EVENT_RECORD="record",
+        CU_GRAPH_NODE_TYPE_WAIT_EVENT="wait",
+        CU_GRAPH_NODE_TYPE_HOST="host",
+        CU_GRAPH_NODE_TYPE_GRAPH="graph",
+        CU_GRAPH_NODE_TYPE_CONDITIONAL="conditional",
+    )
     cudaStreamCaptureStatus = SimpleNamespace(cudaStreamCaptureStatusActive=ACTIVE)
     cudaGraphNodeType = SimpleNamespace(cudaGraphNodeTypeKernel=KERNEL, cudaGraphNodeTypeMemcpy=MEMCPY)
 
@@ -48,6 +60,8 @@ class Runtime:
 
     def cudaGraphNodeGetType(self, node: int) -> Any:
         return SUCCESS, self.kinds[node]
+
+    cuGraphNodeGetType = cudaGraphNodeGetType
 
     def cudaGraphNodeGetToolsId(self, node: int) -> Any:
         return SUCCESS, self.graph << 32 | node
@@ -137,5 +151,8 @@ def made_up_runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(annotations, "_tools_id_available", True)
     monkeypatch.setattr(annotations, "_ANNOTATABLE_TYPES", None)
     monkeypatch.setattr(annotations, "_check_cuda_bindings", checked)
+    if hasattr(annotations, "_cuda_driver"):  # torch 2.14 brought it
+        monkeypatch.setattr(annotations, "_cuda_driver", runtime)
+        monkeypatch.setattr(annotations, "_check_cuda_bindings_driver", checked)
     annotations.clear_kernel_annotations()
     return runtime

@@ -157,17 +157,18 @@ def test_a_capture_that_fails_is_the_hosts_and_leaves_no_names(one_rank: Any, ke
         assert names.text() is None
 
 
-def test_a_graph_that_its_owner_annotates_keeps_those_names(one_rank: Any, kernels: Runtime, tmp_path: Path) -> None:
+def test_a_graph_that_its_owner_annotates_keeps_those_names(
+    one_rank: Any, kernels: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     annotations = torch.cuda._graph_annotations
     with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=9)):
         graph = torch.cuda.graph(Graph(), enable_annotations=True)
-        annotations.enable_annotations()
+        monkeypatch.setattr(annotations, "_annotations_enabled", True)
         with graph:
-            with annotations.mark_kernels("theirs"):
+            with annotations.mark_kernels({"name": "theirs"}):
                 kernels.launch()
             annotations.resolve_pending_annotations()
-        annotations.disable_annotations()
-    assert list(annotations.get_kernel_annotations().values()) == [[{"str": "theirs"}]]
+    assert list(annotations.get_kernel_annotations().values()) == [[{"name": "theirs"}]]
     assert names.text() is None
 
 

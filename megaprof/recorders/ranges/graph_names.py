@@ -1,13 +1,15 @@
-"""Gives the kernels of CUDA graphs our range names, with torch's own annotations (torch 2.13, CUDA 13.1).
+"""Gives the kernels of CUDA graphs our range names, with torch's own annotations (torch 2.13 on, CUDA 13.1).
 
-A replay runs no Python, so there can be no range around a part of it. But torch can note, while it captures a graph,
-which nodes are captured within a block, and Kineto writes the node of every kernel into the trace. The notes stay in
-this process. Every window writes them when it closes (`megaprof.formats.graphs`).
+A replay runs no Python, so there can be no range around a part of it. But torch can find, while it captures a graph,
+which nodes are captured within a block, and Kineto writes the node of every kernel into the trace. What torch found is
+taken from it when the block ends: what it does with it later differs (2.13 to 2.15), and may fail the host's capture.
+The notes stay in this process. Every window writes them when it closes (`megaprof.formats.graphs`).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -19,7 +21,6 @@ from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 _MODULE = "torch.cuda._graph_annotations"
-_PREFIX = "megaprof:"
 
 
 class GraphNames:
@@ -27,9 +28,10 @@ class GraphNames:
 
     def __init__(self) -> None:
         self._torch: Any = None
+        self._options: dict[str, bool] = {}
         self._nodes: dict[int, tuple[str, ...]] = {}
+        self._captured: dict[int, dict[str, str]] = {}
         self._text: str | None = None
-        self._enabled_before = False
         self._noting = False  # True while a graph is captured
         self._off = False
 
@@ -51,18 +53,15 @@ class GraphNames:
         """Begins to note ranges: ``graph``, a ``torch.cuda.graph``, has begun to capture. A graph that its owner
         annotates keeps the owner's names."""
         if self.available and not graph._enable_annotations:
-            self._try(self._begin)
-
-    def ends(self) -> None:
-        """Prepares for the end of the capture, which the next CUDA call ends."""
-        if self._noting:
-            self._try(self._resolve)
+            self._noting, emit.mark = True, self._mark
 
     def ended(self, graph: Any, *, failed: bool) -> None:
         """Keeps the names after the capture, when the graph can be launched. ``failed``: drops them."""
         if self._noting:
             self._noting, emit.mark = False, None
-            self._try(self._close, graph.cuda_graph, failed or self._off)
+            captured, self._captured = self._captured, {}
+            if captured and not failed and not self._off:
+                self._try(self._keep, captured, graph.cuda_graph)
 
     def _load(self) -> None:
         if importlib.util.find_spec(_MODULE) is None:
@@ -70,41 +69,45 @@ class GraphNames:
         module = importlib.import_module(_MODULE)
         if not module._is_tools_id_unavailable():
             self._torch, self._off = module, False
-
-    def _begin(self) -> None:
-        self._enabled_before = self._torch._annotations_enabled
-        self._torch.enable_annotations()
-        self._noting, emit.mark = True, self._mark
+            if "backward" in inspect.signature(module.mark_kernels).parameters:
+                self._options = {"backward": False}  # 2.14 on: a backward has ranges of its own
 
     def _mark(self, name: str) -> AbstractContextManager[object]:
-        # One key for each kind of range: of nested ranges with the same key, torch keeps only the innermost.
-        read = ranges.parse(name)
-        return _Marked(self, self._torch.mark_kernels({f"{_PREFIX}{'' if read is None else read.label}": name}))
+        return _Marked(self, name)
 
-    def _resolve(self) -> None:
-        self._torch.resolve_pending_annotations()
-
-    def _close(self, graph: Any, failed: bool) -> None:
-        annotations = self._torch.get_kernel_annotations()
+    def _block(self, note: dict[str, str]) -> AbstractContextManager[object]:
+        """Returns one of torch's blocks, entered. Torch is told to record only for that moment: with a graph that does
+        not record, it would do so for a whole capture, and number the nodes anew at its end."""
+        block: AbstractContextManager[object] = self._torch.mark_kernels(note, **self._options)
+        before, self._torch._annotations_enabled = self._torch._annotations_enabled, True
         try:
-            if not failed:
-                self._torch.remap_to_exec_graph(graph)
-                self._take(annotations)
+            block.__enter__()
         finally:
-            for node in [node for node, notes in annotations.items() if any(map(_ours, notes))]:
-                del annotations[node]  # we keep them in less memory, or their graph does not exist
-            if not self._enabled_before:
-                self._torch.disable_annotations()
+            self._torch._annotations_enabled = before
+        return block
 
-    def _take(self, annotations: dict[int, list[Any]]) -> None:
-        for node, notes in annotations.items():
-            if stack := [name for note in notes if _ours(note) for name in note.values()]:
-                self._nodes[node] = tuple(reversed(stack))  # torch lists the inner ranges first
+    def _take(self, block: AbstractContextManager[object], note: dict[str, str]) -> None:
+        """Leaves a block, and takes its nodes from torch."""
+        block.__exit__(None, None, None)
+        found = self._torch._pending_scopes
+        for scope in [scope for scope in found if scope[0] is note]:
+            found.remove(scope)
+            read = ranges.parse(note["name"])
+            for node in scope[1]:  # of nested ranges of one kind, the innermost, which ends first, counts
+                self._captured.setdefault(node, {}).setdefault("" if read is None else read.label, note["name"])
+
+    def _keep(self, captured: dict[int, dict[str, str]], graph: Any) -> None:
+        """Keeps the nodes under the numbers of the graph that is launched, which the upper half of a number says."""
+        runtime = self._torch._cuda_runtime
+        handle = runtime.cudaGraphExec_t(init_value=graph.raw_cuda_graph_exec())
+        launched = self._torch._check_cuda_bindings(runtime.cudaGraphExecGetId(handle))
+        for node, stack in captured.items():
+            self._nodes[launched << 32 | node & 0xFFFFFFFF] = tuple(reversed(stack.values()))
         self._text = None
 
-    def _try(self, step: Callable[..., object], *arguments: Any) -> None:
+    def _try(self, step: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            step(*arguments)
+            return step(*arguments)
         except Exception as fault:
             if from_host(fault):
                 raise
@@ -113,24 +116,20 @@ class GraphNames:
 
 
 class _Marked:
-    """Wraps one of torch's blocks, so that its faults end only the naming."""
+    """One range while a graph is captured. A fault in it ends only the naming."""
 
-    __slots__ = ("_block", "_names")
+    __slots__ = ("_block", "_names", "_note")
 
-    def __init__(self, names: GraphNames, block: AbstractContextManager[object]) -> None:
+    def __init__(self, names: GraphNames, name: str) -> None:
         self._names = names
-        self._block = block
+        self._note = {"name": name}
 
     def __enter__(self) -> None:
-        self._names._try(self._block.__enter__)
+        self._block = self._names._try(self._names._block, self._note)
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         if not self._names._off:
-            self._names._try(self._block.__exit__, None, None, None)
-
-
-def _ours(note: Any) -> bool:
-    return isinstance(note, dict) and any(str(key).startswith(_PREFIX) for key in note)
+            self._names._try(self._names._take, self._block, self._note)
 
 
 names = GraphNames()
