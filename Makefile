@@ -218,7 +218,7 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	    numpy==1.26.4 pyarrow==20.0.0
 	touch $@
 
-# Everything that needs a GPU, on a machine that has one; see docs/gpu.md. PYTHON_GPU is an interpreter with CUDA's torch,
+# Everything that needs a GPU, on a machine that has one, within eight minutes; see docs/gpu.md. PYTHON_GPU is an interpreter with CUDA's torch,
 # perhaps from an image that has nothing else. `make gpu-packages`, here or on another machine, puts the other packages
 # into build/gpu for the Python of that image. Copy build/gpu with the checkout, and set PYTHONPATH=build/gpu.
 PYTHON_GPU ?= $(BIN)/python

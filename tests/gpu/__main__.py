@@ -21,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=str(__doc__).splitlines()[0])
     parser.add_argument("--docs", metavar="PAGE", type=Path, help="put a table of all figures into this page")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--seconds", type=float, default=bench.SECONDS, help="for all of it; default: %(default)g")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write all figures here after each part")
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="leave recordings of jobs here, a directory for each")
     parser.add_argument("--cpu", action="store_true", help="rehearse without a GPU; figures mean nothing")
     args = parser.parse_args(arguments)
     missing = [name for name in NEEDED if not _there(name)]
@@ -33,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             print("there is no GPU that torch can use; --cpu rehearses without one", file=sys.stderr)
             return 2
-    found = bench.run(args.parts, cpu=args.cpu)
+    chosen = [name for name in PARTS if name in args.parts]
+    found = bench.Bench(chosen, cpu=args.cpu, seconds=args.seconds, out=args.out, keep=args.keep).run()
     if args.docs:
         page.write(args.docs, found)
     print(json.dumps(found))

@@ -2,60 +2,116 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from megaprof.recorders import tape
 from tests.gpu.parts import PARTS
+from tests.gpu.ranks import DEADLINE, multi_process_service
 
-SECONDS = 540.0
+SECONDS = 450.0
 """For all parts together."""
-MOST = 120.0
-"""For one part."""
+LEAST = 15.0
+"""A part that has less time than this is not begun."""
 _MODULES = ("torch", "megatron-core", "transformer-engine", "nvtx")
 
 
-def run(names: Sequence[str], *, cpu: bool, seconds: float = SECONDS) -> dict[str, Any]:
-    """Every part by its name: ``figures`` and ``checks``, or ``skipped`` or ``failed`` with the reason."""
-    began, parts = time.monotonic(), {}
-    for name in names:
-        left = min(MOST, seconds - (time.monotonic() - began))
-        print(f"{name}: {PARTS[name]}", file=sys.stderr, flush=True)
-        parts[name] = _part(name, cpu, left) if left > 5 else {"failed": f"no time was left of {seconds:.0f} s"}
-        for line in lines(parts[name]):
+class Bench:
+    """The parts that are to run, and what was found so far."""
+
+    def __init__(
+        self, names: Sequence[str], *, cpu: bool, seconds: float, out: Path | None = None, keep: Path | None = None
+    ) -> None:
+        self.names, self.cpu, self.out, self.keep = names, cpu, out, keep
+        self.began = time.monotonic()
+        self.ends = self.began + seconds
+        self.parts: dict[str, dict[str, Any]] = {}
+        self.device, self.versions = _device(cpu), _versions()
+
+    def run(self) -> dict[str, Any]:
+        """First the parts that may run beside each other, and then the others one after the other."""
+        beside = [name for name in self.names if not PARTS[name].alone]
+        with _service(beside, self.cpu) as env, ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
+            running = {pool.submit(self._part, name, env): name for name in beside}
+            for each in as_completed(running):
+                self._note(running[each], each.result())
+        for name in self.names:
+            if PARTS[name].alone:
+                with _service([name], self.cpu) as env:
+                    self._note(name, self._part(name, env))
+        return self.found()
+
+    def found(self) -> dict[str, Any]:
+        """Every part by its name: ``figures`` and ``checks``, or ``skipped`` or ``failed`` with the reason."""
+        missing = {"failed": "not reached"}
+        parts = {name: self.parts.get(name, missing) for name in self.names}
+        return {
+            "as_expected": all(map(held, parts.values())),
+            "device": self.device,
+            "versions": self.versions,
+            "seconds": time.monotonic() - self.began,
+            "not_reached": [name for name, part in parts.items() if verdict(part).startswith("failed: not reached")],
+            "parts": parts,
+        }
+
+    def _note(self, name: str, part: dict[str, Any]) -> None:
+        self.parts[name] = part
+        print(f"{name} ({part.get('seconds', 0.0):.0f} s): {PARTS[name].what}", file=sys.stderr)
+        for line in lines(part):
             print(f"  {line}", file=sys.stderr, flush=True)
-    as_expected = all(map(held, parts.values()))
-    return {
-        "as_expected": as_expected,
-        "device": _device(cpu),
-        "versions": _versions(),
-        "seconds": time.monotonic() - began,
-        "parts": parts,
-    }
+        if self.out is not None:  # now, because the machine may go away
+            partial = self.out.with_name(f"{self.out.name}.partial")
+            partial.write_text(json.dumps(self.found()))
+            partial.replace(self.out)
+
+    def _part(self, name: str, env: Mapping[str, str]) -> dict[str, Any]:
+        most = math.inf if self.cpu else PARTS[name].seconds  # of a machine that does other things, too
+        left = min(most, self.ends - time.monotonic())
+        if left < LEAST:
+            return {"failed": f"not reached: {max(left, 0.0):.0f} s were left"}
+        with tempfile.TemporaryDirectory(prefix=f"megaprof-gpu-{name}-", ignore_cleanup_errors=True) as work:
+            began = time.monotonic()
+            found = _process(name, work, self.cpu, left, env if PARTS[name].ranks else {})
+            if self.keep is not None and (Path(work) / "keep").exists():
+                shutil.copytree(Path(work) / "keep", self.keep, dirs_exist_ok=True)
+            return {**found, "seconds": time.monotonic() - began}
 
 
-def _part(name: str, cpu: bool, seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix=f"megaprof-gpu-{name}-", ignore_cleanup_errors=True) as work:
-        result = Path(work) / "result.json"
-        command = [sys.executable, "-m", "tests.gpu.parts", name, work, *(["--cpu"] if cpu else [])]
-        began = time.monotonic()
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"it took longer than {seconds:.0f} s"}
-        if done.returncode or not result.exists():
-            said = done.stderr.strip().splitlines()
-            return {"failed": said[-1] if said else f"exit status {done.returncode}", "stderr": said[-60:]}
-        found: dict[str, Any] = json.loads(result.read_text())
-        return {**found, "seconds": time.monotonic() - began}
+def _service(names: Sequence[str], cpu: bool) -> contextlib.AbstractContextManager[dict[str, str]]:
+    ranks = any(PARTS[name].ranks for name in names)
+    return multi_process_service() if ranks and not cpu else contextlib.nullcontext({})
+
+
+def _process(name: str, work: str, cpu: bool, seconds: float, env: Mapping[str, str]) -> dict[str, Any]:
+    result = Path(work) / "result.json"
+    command = [sys.executable, "-m", "tests.gpu.parts", name, work, *(["--cpu"] if cpu else [])]
+    given = {**os.environ, **env, DEADLINE: str(time.monotonic() + seconds)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, env=given)
+    except subprocess.TimeoutExpired as late:
+        # What was said is bytes here, whatever was asked for.
+        said = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else late.stderr or ""
+        return {"failed": f"it took longer than {seconds:.0f} s", "stderr": said.splitlines()[-60:]}
+    said = done.stderr.strip()
+    if not result.exists():
+        how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit status {done.returncode}"
+        return {"failed": f"{how}: {said.rpartition(chr(10))[2]}", "stderr": said.splitlines()[-60:]}
+    found: dict[str, Any] = json.loads(result.read_text())
+    return {**found, "stderr": said.splitlines()[-60:]} if "failed" in found else found
 
 
 def held(part: Mapping[str, Any]) -> bool:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+
+def difference(those: Sequence[float], these: Sequence[float]) -> list[float]:
+    """The median of the differences of neighbours, and its standard error as the median deviation has it."""
+    pairs = [one - other for one, other in zip(those, these, strict=True)]
+    middle = statistics.median(pairs)
+    spread = 1.4826 * statistics.median(abs(each - middle) for each in pairs)
+    return [middle, 1.2533 * spread / len(pairs) ** 0.5]
 
 
 @dataclass(frozen=True)
@@ -45,3 +55,9 @@ class Found:
         held = found is not None and expected is not None and abs(found - expected) <= share * abs(expected)
         shown = "a number" if expected is None else f"{expected:.4g} within {100 * share:g} %"
         self.on_a_gpu(cpu, what, found, shown, held)
+
+    def nothing(self, cpu: bool, what: str, cost: list[float], of: float, share: float) -> None:
+        """Note that ``cost``, as `difference` has it, should be less than ``share`` of ``of``, give or take its
+        error."""
+        held = abs(cost[0]) <= share * of + 2 * cost[1]
+        self.on_a_gpu(cpu, what, f"{cost[0]:.3g} give or take {cost[1]:.2g}", f"0 within {share * of:.3g}", held)

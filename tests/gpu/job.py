@@ -32,6 +32,29 @@ def workload(cpu: bool, **options: Any) -> GPTWorkload:
     return GPTWorkload(**{**sizes, "dtype": "bfloat16", **options})
 
 
+def small(cpu: bool, **options: Any) -> GPTWorkload:
+    """What parts that compare no times run on a GPU, where several of them run at once."""
+    return workload(cpu, **({} if cpu else {"layers": 4, "hidden": 1024, "seq_length": 1024}) | options)
+
+
+def shorten(gpt: BuiltGPT, cp: int) -> None:
+    """What a host does with context parallelism: each rank gets its share of every sequence."""
+    whole, length = gpt.data_iterator, gpt.workload.seq_length // cp
+    gpt.data_iterator = (
+        lambda step: (  # type: ignore[method-assign]
+            (tokens[:, :length], labels[:, :length]) for tokens, labels in whole(step)
+        )
+    )
+
+
+def large(cpu: bool) -> dict[str, Any]:
+    """Options of a job that the GPU limits: microbatches as large as its memory allows, 16 sequences in a step."""
+    if cpu:
+        return {}
+    size = min(max(torch.cuda.get_device_properties(0).total_memory >> 34, 1), 8)
+    return {"micro_batch_size": size, "microbatches": max(16 // size, 1)}
+
+
 @contextlib.contextmanager
 def device_of(cpu: bool) -> Iterator[str]:
     """The device to build on."""

@@ -23,7 +23,7 @@ def table(found: Mapping[str, Any]) -> str:
     ]
     for name, part in found["parts"].items():
         figures = "; ".join(f"{key.replace('_', ' ')} {shown(value)}" for key, value in part.get("figures", {}).items())
-        rows.append(f"| {name}: {PARTS[name]} | {verdict(part)} | {figures} |".replace("\n", " "))
+        rows.append(f"| {name}: {PARTS[name].what} | {verdict(part)} | {figures} |".replace("\n", " "))
     return "\n".join(rows)
 
 

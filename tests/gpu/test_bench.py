@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from megaprof.testing.launcher import RankReport, RanksFailed
 from tests import programs
 from tests.gpu import bench, page
 from tests.gpu.__main__ import main
-from tests.gpu.parts import PARTS
+from tests.gpu.found import difference
+from tests.gpu.parts import PARTS, Part
+from tests.gpu.parts.__main__ import said
 
 PAGE = f"# Figures\n\n{page.BEGIN}\n\nNot run yet.\n\n{page.END}\n\nThe end.\n"
 
@@ -34,11 +37,10 @@ def begun_at_once(command: list[str], *, timeout: float, **_: object) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*PARTS} - {"nsys"}))  # which the next test runs
 def test_every_part_is_as_expected_in_a_rehearsal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "MOST", bench.SECONDS)  # of a machine that does other things, too
     monkeypatch.setattr(bench.subprocess, "run", begun_at_once)
     if name in ("compiled", "transformer_engine"):  # which decide what is imported, so that no fork would do
         monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    part = bench.run([name], cpu=True)["parts"][name]
+    part = bench.Bench([name], cpu=True, seconds=600).run()["parts"][name]
     assert "failed" not in part, part
     assert part["checks"] or part["skipped"]
     assert [check for check in part["checks"] if check["held"] is False] == []
@@ -48,13 +50,14 @@ def test_every_part_is_as_expected_in_a_rehearsal(name: str, monkeypatch: pytest
 def test_one_part_that_fails_leaves_the_others_and_the_last_line_is_all_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(PARTS, "gone", "a part that no module has")
-    written = tmp_path / "gpu.md"
+    monkeypatch.setitem(PARTS, "gone", Part("a part that no module has", alone=True))
+    written, out = tmp_path / "gpu.md", tmp_path / "out.json"
     written.write_text(PAGE)
-    assert main(["--cpu", "--parts", "gone", "nsys", "--docs", str(written)]) == 1
-    out, err = capfd.readouterr()
-    (line,) = out.splitlines()
+    assert main(["--cpu", "--parts", "gone", "nsys", "--docs", str(written), "--out", str(out)]) == 1
+    said, err = capfd.readouterr()
+    (line,) = said.splitlines()
     found = json.loads(line)
+    assert json.loads(out.read_text())["parts"] == found["parts"]
     assert found["as_expected"] is False
     assert "No module named 'tests.gpu.parts.gone'" in found["parts"]["gone"]["failed"]
     assert [(each["expected"], each["found"]) for each in found["parts"]["nsys"]["checks"]] == [(2, 2), (2, 2)]
@@ -66,10 +69,30 @@ def test_one_part_that_fails_leaves_the_others_and_the_last_line_is_all_figures(
     assert page.table(found) in text
 
 
-def test_a_part_that_hangs_is_ended_and_a_total_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "MOST", 0.01)
-    assert bench._part("capture", True, 0.01) == {"failed": "it took longer than 0 s"}
-    assert bench.run(["nsys"], cpu=True, seconds=1.0)["parts"]["nsys"] == {"failed": "no time was left of 1 s"}
+def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
+    assert bench._process("capture", str(tmp_path), True, 0.01, {})["failed"] == "it took longer than 0 s"
+
+
+def test_a_total_limit_is_kept_and_what_was_not_reached_is_named() -> None:
+    found = bench.Bench(["nsys", "capture"], cpu=True, seconds=1.0).run()
+    assert found["not_reached"] == ["nsys", "capture"]
+    assert not found["as_expected"]
+
+
+def test_the_exception_is_said_and_not_the_last_line_of_stderr(tmp_path: Path) -> None:
+    reports = (
+        RankReport(0, "raised", traceback="Traceback\nValueError: 3\n", stderr="a warning"),
+        RankReport(1, "hung", stack="..."),
+    )
+    ranks = "rank 0: ValueError: 3; rank 1 hung, killed at the time limit"
+    assert said(RanksFailed(reports, 1.0)) == ranks
+    assert said(KeyError("a")) == "KeyError: 'a'"
+
+
+def test_the_difference_of_neighbours_ignores_a_drift_and_a_step_that_stalls() -> None:
+    these = [100.0 + number for number in range(9)]
+    those = [each + 5.0 for each in these[:-1]] + [900.0]
+    assert difference(those, these) == [5.0, 0.0]
 
 
 def test_every_part_is_a_module_and_has_a_row_in_the_documentation() -> None:

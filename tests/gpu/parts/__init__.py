@@ -1,29 +1,74 @@
 """The parts of the bench, each a module with ``run(work, cpu)``.
 
 ``work`` is an empty directory, and ``cpu`` says whether this is a rehearsal without a GPU. What a part raises is its
-failure.
+failure. What it leaves in ``work / "keep"`` is a recording for others (``--keep``).
 """
 
-#: What each part compares; the ones that matter most come first, because time may run out.
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a part is run."""
+
+    what: str
+    """What it compares."""
+    alone: bool = False
+    """It compares times of different runs, so nothing else runs meanwhile."""
+    ranks: bool = False
+    """It has several ranks, which share the GPU."""
+    seconds: float = 75.0
+    """The longest that it may take."""
+
+
+#: Parts that time nothing come first, because they run beside each other; then, one after the other, those that time
+#: something. Among each, what matters most comes first, because time may run out.
 PARTS = {
-    "capture": "PP=1 on NCCL, bf16: the report against CUDA events, the kernel summary against torch's key_averages()",
-    "any_stage": "any rank of TP, EP, CP and PP jobs, exchanges faked and kernels real: coordinates, names, passes",
-    "pipeline": "PP=2 as two processes on the one GPU, through host memory: slow stage, what-if against a re-run",
-    "interleaved": "the same with two model chunks per stage",
-    "device_clock": "PP=2 recorded by the timeline on the device's clock: stages and passes against CUDA events",
-    "start": "what the profiler's start takes on each of two ranks, and the report's step all the same",
-    "activities": "Kineto with and without CPU operators, and without CUDA: what is known and what is null",
-    "cupti_held": "a second subscriber that holds CUPTI: the window says that kernels are missing",
-    "cost": "step time off, armed, ranges, CUDA only, full profiler and timeline; the end of a window against torch's",
-    "marks": "host time of one mark of the timeline in C and in Python; marks against torch's events, and in a capture",
-    "whole_graph": "full-iteration CUDA graphs: replayed steps are counted, captured, and say so",
-    "graph_names": "kernels of a replayed full-iteration graph bear microbatch and layer, by torch's annotations",
-    "layer_graphs": "CUDA graphs of single layers: captured, and what has no ranges is said",
-    "transformer_engine": "Transformer Engine's real layers, bf16 and FP8: ranges and kernels",
-    "memory": "CUDA memory history of a window, and the snapshot on out of memory",
-    "nsys": "cudaProfilerStart and Stop, seen by nsys where there is one",
-    "compiled": "layers compiled by torch.compile: captured, said in the metadata",
-    "axes": "TP=2 over NCCL, with and without CPU operators: whose communication it is; needs two GPUs",
-    "arrivals": "NCCL's times of collectives, what timing costs; of two GPUs the late rank is named",
-    "overlap": "gradient reduction that overlaps with compute, in a group of one: group names on kernels",
+    "device_clock": Part(
+        "PP=2 over NCCL recorded by the timeline on the device's clock: stages and passes against CUDA events",
+        ranks=True,
+    ),
+    "axes": Part("TP=2, EP=2, CP=2 over NCCL, with and without CPU operators: whose communication it is", ranks=True),
+    "overlap": Part("gradient reduction of two replicas that overlaps with compute: groups on kernels", ranks=True),
+    "whole_graph": Part("full-iteration CUDA graphs: replayed steps are counted, captured, and say so"),
+    "any_stage": Part("any rank of TP, EP, CP and PP jobs, exchanges faked and kernels real: coordinates, passes"),
+    "compiled": Part("a layer compiled by torch.compile: captured, said in the metadata", seconds=120.0),
+    "cupti_held": Part("a second subscriber that holds CUPTI: the window says that kernels are missing"),
+    "layer_graphs": Part("CUDA graphs of single layers: captured, and what has no ranges is said"),
+    "memory": Part("CUDA memory history of a window, and the snapshot on out of memory"),
+    "nsys": Part("cudaProfilerStart and Stop, seen by nsys where there is one"),
+    "graph_names": Part("kernels of a replayed full-iteration graph bear microbatch and layer, by annotations"),
+    "transformer_engine": Part("Transformer Engine's real layers, bf16 and FP8: ranges and kernels"),
+    "twins_pipeline": Part(
+        "PP=4 with and without each of five faults: the price in the report against plain steps",
+        alone=True,
+        ranks=True,
+        seconds=130.0,
+    ),
+    "cost": Part(
+        "a job that the host limits: what each recording adds to a step, before and after CUPTI was attached",
+        alone=True,
+    ),
+    "cost_large": Part("the same of a job that the GPU limits", alone=True, seconds=90.0),
+    "twins_tensor": Part("TP=2 with and without a slow rank", alone=True, ranks=True, seconds=90.0),
+    "twins_replicas": Part("PP=2 DP=2 with and without a slow rank", alone=True, ranks=True, seconds=90.0),
+    "capture": Part(
+        "PP=1 that the host limits: the report against CUDA events, kernels against torch's key_averages()",
+        alone=True,
+    ),
+    "capture_large": Part("the same of a job that the GPU limits", alone=True),
+    "marks": Part("what one mark of the timeline takes in C and in Python, against the bare event", alone=True),
+    "start": Part(
+        "what the profiler's start takes on each of two ranks, and the report's step", alone=True, ranks=True
+    ),
+    "pipeline": Part("PP=2: the slow stage, and what-if against a re-run", alone=True, ranks=True),
+    "interleaved": Part("the same with two model chunks per stage", alone=True, ranks=True),
+    "activities": Part("Kineto with and without CPU operators, and without CUDA: what is known", alone=True),
+    "arrivals": Part(
+        "NCCL's times of collectives, what timing costs, and which tensor-parallel rank is late",
+        alone=True,
+        ranks=True,
+    ),
 }

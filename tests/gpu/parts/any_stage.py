@@ -21,7 +21,7 @@ from megaprof.formats.ranges import BACKWARD, COMBINED, FORWARD
 from megaprof.testing.gpt import BuiltGPT, build
 from tests.gpu.fake_world import rank_of
 from tests.gpu.found import Found
-from tests.gpu.job import config, device_of, hooked, steps_from, train, workload
+from tests.gpu.job import config, device_of, hooked, shorten, small, steps_from, train
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ def run(work: Path, cpu: bool) -> Found:
     with device_of(cpu) as device:
         for number, (name, job) in enumerate(_JOBS.items()):
             directory = work / str(number)
-            asked = workload(cpu, **_SIZES[cpu] | job.options)
+            asked = small(cpu, **{"layers": 4, **job.options})
             with rank_of(job.rank, asked.world_size, context_parallel_size=job.cp):
                 gpt = build(asked, device)
-                _shorten(gpt, job.cp)
+                if job.cp > 1:
+                    shorten(gpt, job.cp)
                 train(gpt, 1)
                 with hooked(gpt, config(directory, cpu, ranges="module", **steps_from(gpt, 1))):
                     train(gpt, 1)
@@ -79,21 +80,6 @@ def run(work: Path, cpu: bool) -> Found:
             (path,) = find_traces(directory)
             _compare(found, cpu, name, job, gpt, layers, read_trace(path))
     return found
-
-
-#: Some of the full size, so that five jobs take a minute.
-_SIZES: dict[bool, dict[str, Any]] = {True: {"layers": 4}, False: {"layers": 4, "hidden": 1024, "seq_length": 1024}}
-
-
-def _shorten(gpt: BuiltGPT, cp: int) -> None:
-    """What a host does with context parallelism: each rank gets its share of every sequence."""
-    whole, length = gpt.data_iterator, gpt.workload.seq_length // cp
-    if cp > 1:
-        gpt.data_iterator = (
-            lambda step: (  # type: ignore[method-assign]
-                (tokens[:, :length], labels[:, :length]) for tokens, labels in whole(step)
-            )
-        )
 
 
 def _compare(

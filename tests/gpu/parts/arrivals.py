@@ -1,11 +1,7 @@
-"""Who comes last, by NCCL's own times: that every collective has one, what timing costs, and which rank is named.
-
-A late rank needs a peer, and NCCL takes one rank per GPU: with one GPU only the times are looked at.
-"""
+"""Who comes last, by NCCL's own times: that every collective has one, what timing costs, and which rank is named."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,27 +14,18 @@ from megaprof.formats.timeline import COLLECTIVES, SUFFIX, read_timeline
 from megaprof.recorders import flight
 from megaprof.testing.faults import layers
 from megaprof.testing.gpt import build
-from megaprof.testing.launcher import init_distributed, run_ranks
 from tests.gpu.found import Found
-from tests.gpu.job import WARM, config, device_of, hooked, train, workload
+from tests.gpu.job import WARM, config, hooked, train, workload
+from tests.gpu.ranks import joined, together
 
 _COUNT, _STEPS, _LATE_MS = 500, 16, 20.0
 #: Of every rank: timed or not, and with room for all steps.
 _ENV = {flight.SIZE: "20000"}
 
 
-def _joined(cpu: bool) -> None:
-    if cpu:
-        init_distributed()
-    else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
-
-
 def called(cpu: bool) -> tuple[float, list[float | None]]:
     """Microseconds of the host for one all-reduce, and the milliseconds that torch says of each."""
-    with device_of(cpu) as device:
-        _joined(cpu)
+    with joined(cpu) as device:
         values = torch.ones(1 << 16, device=device)
         for _ in range(WARM):
             dist.all_reduce(values)
@@ -61,8 +48,7 @@ def one_rank(directory: str, cpu: bool, late: int | None) -> None:
         else:
             torch.cuda._sleep(int(_LATE_MS * 1.5e6))  # in cycles
 
-    with device_of(cpu) as device:
-        _joined(cpu)
+    with joined(cpu) as device:
         gpt = build(workload(cpu, tp=2), device)
         if dist.get_rank() == late:
             layers(gpt.chunks)[0].self_attention.register_forward_pre_hook(wait)
@@ -74,18 +60,15 @@ def one_rank(directory: str, cpu: bool, late: int | None) -> None:
 def run(work: Path, cpu: bool) -> Found:
     found = Found()
     for timed in (True,) if cpu else (False, True):
-        (each,) = run_ranks(called, 1, cpu, timeout=120, env={**_ENV, flight.TIMING: str(int(timed))})
+        (each,) = together(called, 1, cpu, cpu=cpu, env={**_ENV, flight.TIMING: str(int(timed))})
         name = "timed" if timed else "untimed"
         found.figures[f"all_reduce_{name}_us"] = each[0]
         found.expect(f"{name}: collectives in the recorder", len(each[1]), _COUNT)
         known = sum(ms is not None for ms in each[1])
         found.on_a_gpu(cpu, f"{name}: collectives of which torch says how long they ran", known, _COUNT * timed)
-    if not cpu and torch.cuda.device_count() < 2:
-        found.figures["named"] = "not tried: one GPU"
-        return found
     for late in (1,) if cpu else (None, 1):
         own = work / f"late-{late}"
-        run_ranks(one_rank, 2, str(own), cpu, late, timeout=300, env={**_ENV, flight.TIMING: "1"})
+        together(one_rank, 2, str(own), cpu, late, cpu=cpu, env={**_ENV, flight.TIMING: "1"})
         timelines = [read_timeline(path) for path in own.rglob(f"*{SUFFIX}")]
         steps = [len(timeline.facts(COLLECTIVES)) for timeline in timelines]
         found.expect(f"late {late}: steps of each rank with its collectives", steps, [_STEPS, _STEPS])

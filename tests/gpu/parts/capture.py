@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,19 +12,30 @@ from megaprof.analysis.report.report import analyze
 from megaprof.testing.gpt import build
 from tests.artifacts.summaries import summarise
 from tests.gpu.found import Found
-from tests.gpu.job import WARM, Stopwatch, activities, config, hooked, machine, steps_from, train, workload
+from tests.gpu.job import WARM, Stopwatch, activities, config, hooked, machine, train, workload
+
+_AROUND, _WINDOWS = 3, 3
+"""Steps before and after the windows, with the hooks in place, and windows."""
 
 
 def run(work: Path, cpu: bool) -> Found:
+    return compare(work, cpu, {})
+
+
+def compare(work: Path, cpu: bool, options: dict[str, Any]) -> Found:
+    """The report on windows of a job with these options of its workload."""
     with machine(cpu, work) as device:
-        gpt, watch = build(workload(cpu), device), Stopwatch()
+        gpt, watch = build(workload(cpu, **options), device), Stopwatch()
         train(gpt, WARM, watch)
         watch.take()
-        train(gpt, 5, watch)
+        train(gpt, 8, watch)
         plain = statistics.median(watch.take())
-        with hooked(gpt, config(work / "traces", cpu, kernels=True, **steps_from(gpt, 3))) as handle:
-            train(gpt, 3)
+        first = gpt.step + _AROUND
+        with hooked(gpt, config(work / "traces", cpu, kernels=True, steps=f"{first}:{first + _WINDOWS}")) as handle:
+            train(gpt, _AROUND + _WINDOWS, watch)
+            in_windows = statistics.median(watch.take()[_AROUND:])
             summary = handle.kernel_summary(60.0)
+            train(gpt, _AROUND)
         with torch.profiler.profile(activities=activities(cpu)) as profiler:
             train(gpt, 1)
             torch.cuda.synchronize()
@@ -36,6 +48,7 @@ def run(work: Path, cpu: bool) -> Found:
     found = Found(
         {
             "step_ms_by_events": plain,
+            "step_ms_in_windows_by_events": in_windows,
             "step_ms_in_the_report": step.mean if step else None,
             "compute_ms": stage.compute_ms.mean if stage.compute_ms else None,
             "host_bound_ms": stage.host_bound_ms.mean if stage.host_bound_ms else None,

@@ -1,4 +1,4 @@
-"""Layers compiled by ``torch.compile``: captured, and said in the metadata."""
+"""A layer compiled by ``torch.compile``: captured, and said in the metadata."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.testing import faults
 from megaprof.testing.gpt import build
 from tests.gpu.found import Found
-from tests.gpu.job import WARM, config, hooked, machine, steps_from, train, workload
+from tests.gpu.job import WARM, config, hooked, machine, small, steps_from, train
 
 
 def run(work: Path, cpu: bool) -> Found:
     with machine(cpu, work) as device:
-        gpt = build(workload(cpu), device)
+        gpt = build(small(cpu, layers=1), device)
         for layer in faults.layers(gpt.chunks):
             layer.compile()
         train(gpt, WARM)

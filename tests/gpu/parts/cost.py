@@ -1,10 +1,12 @@
-"""What each kind of recording adds to a step, in alternating blocks, and how long the end of a window blocks."""
+"""What each kind of recording adds to a step: the timeline and armed hooks by steps that alternate, before CUPTI was
+ever attached and after, and what records windows in blocks; and how long the end of a window blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,24 +20,106 @@ from megaprof.formats.ranges import FORWARD
 from megaprof.formats.steps import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import BuiltGPT, build
-from tests.gpu.found import Found
-from tests.gpu.job import WARM, activities, config, hooked, machine, steps_from, train, workload
+from tests.gpu.found import Found, difference
+from tests.gpu.job import WARM, Stopwatch, activities, config, hooked, machine, steps_from, train, workload
 from tests.gpu.stand_ins import Cudart, faked
 
-_BLOCKS, _STEPS = 6, 5
-"""How often each kind of recording takes its turn, and for how many steps."""
+_TURNS_S = 10.0
+"""Seconds of steps that alternate, before windows; after them, half as much."""
+_WINDOWS = 3
+"""Steps of each kind of window. The first of them attaches CUPTI, where it does."""
+
+
+class _Job:
+    """A model, and the milliseconds of its steps: of the host, whole, and of the GPU, from the schedule's begin to its
+    end."""
+
+    def __init__(self, gpt: BuiltGPT, work: Path, cpu: bool) -> None:
+        self.gpt, self.work, self.cpu = gpt, work, cpu
+        self.watch = None if cpu else Stopwatch()
+        self.number = 0
+
+    def steps(self, count: int, options: dict[str, Any] | None) -> tuple[list[float], list[float]]:
+        """Times of ``count`` steps with these options, or without hooks; one more comes before them, unless they are
+        windows."""
+        self.number += 1
+        quiet = options is None or "steps" in options or options.get("tool") == ("timeline",)
+        given = steps_from(self.gpt, count) | (options or {})
+        hooks = None if options is None else hooked(self.gpt, config(self.work / str(self.number), self.cpu, **given))
+        whole = []
+        with hooks or contextlib.nullcontext():
+            for _ in range(count + quiet):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                self.gpt.train_step(self.watch)
+                torch.cuda.synchronize()
+                whole.append((time.perf_counter() - began) * 1e3)
+        by_events = self.watch.take() if self.watch else whole
+        return whole[quiet:], by_events[quiet:]
+
+    def turns(self, seconds: float) -> dict[str, list[float]]:
+        """Steps without hooks, with armed ones, and with the timeline, in turn."""
+        modes: dict[str, dict[str, Any] | None] = {
+            "off": None,
+            "armed": {"steps": "1000000"},
+            "off_again": None,
+            "timeline": {"tool": ("timeline",), "steps": "schedule"},
+        }
+        found: dict[str, list[float]] = {name: [] for name in modes}
+        ends = time.monotonic() + seconds
+        while not found["timeline"] or (time.monotonic() < ends and not self.cpu):
+            for name, options in modes.items():
+                found[name] += self.steps(1, options)[0]
+        return found
 
 
 def run(work: Path, cpu: bool) -> Found:
-    modes: dict[str, dict[str, Any] | None] = {
-        "off": None,
-        "armed": {"steps": "1000000"},
+    return compare(work, cpu, {})
+
+
+def compare(work: Path, cpu: bool, options: dict[str, Any]) -> Found:
+    """The cost of recording a job with these options of its workload."""
+    windows: dict[str, dict[str, Any]] = {
         "ranges": {"tool": ("nsys",)},
         "cuda_only": {} if cpu else {"activities": ("cuda",)},
+        "default": {},
         "full": {"record_shapes": True, "with_stack": True},
-        "timeline": {"tool": ("timeline",)},
     }
-    took: dict[str, list[float]] = {name: [] for name in modes}
+    with machine(cpu, work) as device, faked(cpu, {"cuda.is_initialized": lambda: True, "cuda.cudart": Cudart()}):
+        job = _Job(build(workload(cpu, **options), device), work, cpu)
+        train(job.gpt, WARM)
+        before = job.turns(_TURNS_S)
+        with _ends() as ends:
+            took = {name: job.steps(_WINDOWS, given) for name, given in windows.items()}
+        after = job.turns(_TURNS_S / 2)
+        theirs = _theirs(job.gpt, work / "theirs", cpu)
+        both = config(work / "both", cpu, tool=("torch", "timeline"), **steps_from(job.gpt, 3))
+        with hooked(job.gpt, both):
+            train(job.gpt, 3)
+    found = Found({"off_ms": statistics.median(before["off"]), "turns": len(before["off"])})
+    off = found.figures["off_ms"]
+    for name, (whole, by_events) in took.items():
+        found.figures[f"{name}_ms"] = statistics.median(whole)
+        found.figures[f"{name}_by_events_ms"] = statistics.median(by_events)
+    for name in ("armed", "timeline", "off_again"):
+        costs = {when: difference(turns[name], turns["off"]) for when, turns in (("before", before), ("after", after))}
+        found.figures |= {f"{name}_costs_{when}_windows_ms": cost for when, cost in costs.items()}
+        found.nothing(cpu, f"{name} (ms) costs nothing before any window", costs["before"], off, 0.005)
+    count = min(len(before["off"]), len(after["off"]))
+    found.figures["after_windows_ms"] = difference(after["off"][:count], before["off"][-count:])
+    found.nothing(cpu, "steps after the windows (ms) are as before", found.figures["after_windows_ms"], off, 0.01)
+    ours = statistics.median(ends[-_WINDOWS:])
+    found.on_a_gpu(
+        cpu, "the end of a window (ms) is sooner than torch's", ours, f"less than {theirs:.4g}", ours < theirs
+    )
+    timeline, kineto = _by_timeline(work / "both"), _by_kineto(work / "both")
+    found.within(cpu, "the timeline's forwards (ms) are Kineto's", timeline, kineto, 0.02)
+    return found
+
+
+@contextlib.contextmanager
+def _ends() -> Iterator[list[float]]:
+    """Milliseconds that the end of each window blocks."""
     blocked: list[float] = []
     end = Session.end
 
@@ -44,38 +128,8 @@ def run(work: Path, cpu: bool) -> Found:
         end(self, *args, **kwargs)
         blocked.append((time.perf_counter() - began) * 1e3)
 
-    usual: dict[str, list[float]] = {}
-    steps = 2 if cpu else _STEPS
-    with machine(cpu, work) as device, faked(cpu, {"cuda.is_initialized": lambda: True, "cuda.cudart": Cudart()}):
-        gpt = build(workload(cpu), device)
-        train(gpt, WARM)
-        for block in range(1 if cpu else _BLOCKS):
-            for name, options in modes.items():
-                directory = work / f"{name}{block}"
-                wanted = None if options is None else config(directory, cpu, **{**steps_from(gpt, steps), **options})
-                hooks = hooked(gpt, wanted) if wanted else None
-                blocked.clear()
-                with patch.object(Session, "end", timed_end), hooks or contextlib.nullcontext():
-                    for _ in range(steps):
-                        torch.cuda.synchronize()
-                        began = time.perf_counter()
-                        gpt.train_step()
-                        torch.cuda.synchronize()
-                        took[name].append((time.perf_counter() - began) * 1e3)
-                usual.setdefault(name, []).extend(blocked)
-        theirs = _theirs(gpt, work / "theirs", cpu)
-        both = config(work / "both", cpu, tool=("torch", "timeline"), **steps_from(gpt, 3))
-        with hooked(gpt, both):
-            train(gpt, 3)
-    found = Found({f"{name}_ms": statistics.median(each) for name, each in took.items()})
-    ours = statistics.median(usual["full"])
-    found.on_a_gpu(
-        cpu, "the end of a window (ms) is sooner than torch's", ours, f"less than {theirs:.4g}", ours < theirs
-    )
-    found.within(cpu, "armed (ms) is as off", found.figures["armed_ms"], found.figures["off_ms"], 0.01)
-    timeline, kineto = _by_timeline(work / "both"), _by_kineto(work / "both")
-    found.within(cpu, "the timeline's forwards (ms) are Kineto's", timeline, kineto, 0.02)
-    return found
+    with patch.object(Session, "end", timed_end):
+        yield blocked
 
 
 def _theirs(gpt: BuiltGPT, directory: Path, cpu: bool) -> float:

@@ -15,7 +15,7 @@ from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.testing.gpt import build
 from tests.gpu.found import Found
-from tests.gpu.job import WARM, config, hooked, machine, steps_from, train, workload
+from tests.gpu.job import WARM, config, hooked, machine, small, steps_from, train
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
 
@@ -41,7 +41,7 @@ def run(work: Path, cpu: bool) -> Found:
     said = _Said()
     logging.getLogger("megaprof").addHandler(said)
     with machine(cpu, work) as device:
-        gpt = build(workload(cpu), device)
+        gpt = build(small(cpu), device)
         train(gpt, WARM)
         with hooked(gpt, config(work / "traces", cpu, **steps_from(gpt, 2))):
             train(gpt, 2)

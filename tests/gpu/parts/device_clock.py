@@ -1,4 +1,4 @@
-"""A pipeline of two stages on the one GPU, recorded by the timeline on the device's clock, against CUDA events.
+"""A pipeline of two stages over NCCL on one GPU, recorded by the timeline on the device's clock, against CUDA events.
 
 The events stand around the same two functions of Megatron's, below megaprof's hooks.
 """
@@ -19,10 +19,9 @@ from megaprof.analysis.report.report import analyze
 from megaprof.formats.steps import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import build
-from megaprof.testing.launcher import run_ranks
 from tests.gpu.found import Found
 from tests.gpu.job import WARM, Stopwatch, config, hooked, steps_from, train, workload
-from tests.gpu.two_stages import joined
+from tests.gpu.ranks import joined, together
 
 _STEPS = 8
 _PASSES = {"forward_step": "forward", "backward_step": "backward"}
@@ -73,7 +72,7 @@ def _watched() -> Iterator[dict[str, list[tuple[Any, Any]]]]:
 
 
 def run(work: Path, cpu: bool) -> Found:
-    by_events = run_ranks(one_stage, 2, str(work / "timelines"), cpu, timeout=300)
+    by_events = together(one_stage, 2, str(work / "timelines"), cpu, cpu=cpu)
     found = Found()
     for stage, path in enumerate(sorted((work / "timelines").glob(f"*{SUFFIX}"))):
         timeline = read_timeline(path)

@@ -15,7 +15,7 @@ from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.inputs import unpacked
 from tests.gpu.found import Found
-from tests.gpu.job import machine, workload
+from tests.gpu.job import machine, small
 from tests.gpu.parts.whole_graph import train_replayed
 
 _MODULE = "torch.cuda._graph_annotations"
@@ -28,7 +28,7 @@ def run(work: Path, cpu: bool) -> Found:
     with machine(cpu, work) as device:
         train_replayed(work / "traces", cpu, device, ranges="module")
     found = Found()
-    every = range(workload(cpu).microbatches)
+    every = range(small(cpu).microbatches)
     passes = {f"megaprof/{kind} mb={number} chunk=0" for kind in ("forward", "backward") for number in every}
     for path in sorted(find_traces(work / "traces"))[-2:]:  # the replayed steps
         stacks = list(_stacks(json.loads(b"".join(unpacked(path)))))
@@ -41,7 +41,7 @@ def run(work: Path, cpu: bool) -> Found:
         layers = sum(name.startswith("megaprof/layer ") for name in names)
         passes_of_calls = [len(call.phases) for call in calls_of(read_trace(path))]
         found.expect(f"{step}: passes in the report", passes_of_calls, [len(passes)])
-        found.expect(f"{step}: layers among the names", layers, workload(cpu).layers)
+        found.expect(f"{step}: layers among the names", layers, small(cpu).layers)
     return found
 
 

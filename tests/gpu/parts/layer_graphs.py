@@ -7,7 +7,7 @@ from pathlib import Path
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.install import install_hooks
 from tests.gpu.found import Found
-from tests.gpu.job import build_with, config, machine, train, workload
+from tests.gpu.job import build_with, config, machine, small, train
 
 
 def run(work: Path, cpu: bool) -> Found:
@@ -17,7 +17,7 @@ def run(work: Path, cpu: bool) -> Found:
         return Found(skipped="tests/hooks/test_layer_graphs.py rehearses it, with replaced CUDA calls")
     with machine(cpu, work) as device:
         get_cuda_rng_tracker(use_cudagraphable_rng=True)
-        gpt = build_with(workload(cpu), device, cuda_graph_impl="local")
+        gpt = build_with(small(cpu), device, cuda_graph_impl="local")
         with install_hooks(gpt.chunks, config(work / "traces", cpu, skip_first=0, repeat=0, ranges="module")):
             train(gpt, 5)
     metadata = [read_trace(path).metadata for path in find_traces(work / "traces")]

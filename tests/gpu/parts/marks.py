@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ def run(work: Path, cpu: bool) -> Found:
         share = _OF_A_STEP * found.figures["mark_ns"] / 100e6
         found.on_a_gpu(cpu, "share of a step of 100 ms with 256 marks", share, "at most 0.002", share <= 0.002)
         if not cpu:
+            found.figures["cuEventRecord_ns"] = _bare_event_ns()
             _against_torch(found, clock)
     return found
 
@@ -54,6 +56,25 @@ def _nanoseconds(clock: DeviceClock, mark: Callable[[], Any]) -> float:
         rounds.append((time.perf_counter_ns() - began) / _MARKS)
         clock.take_back([each for each in marks if each is not None])
     return statistics.median(rounds[1:])  # the first makes the events
+
+
+def _bare_event_ns() -> float:
+    """Of the driver's `cuEventRecord` alone: what a call through ctypes takes, less one that does next to nothing."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.record()
+    arguments = ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    version = (ctypes.byref(ctypes.c_int()),)
+    took: dict[Any, list[float]] = {}
+    for _ in range(_ROUNDS):
+        for function, given in ((driver.cuEventRecord, arguments), (driver.cuDriverGetVersion, version)):
+            torch.cuda.synchronize()
+            began = time.perf_counter_ns()
+            for _ in range(_MARKS):
+                function(*given)
+            took.setdefault(function, []).append((time.perf_counter_ns() - began) / _MARKS)
+    record, nothing = map(statistics.median, took.values())
+    return record - nothing
 
 
 def _against_torch(found: Found, clock: DeviceClock) -> None:

@@ -12,7 +12,7 @@ import torch
 from megaprof.testing import faults
 from megaprof.testing.gpt import build
 from tests.gpu.found import Found
-from tests.gpu.job import WARM, config, hooked, machine, steps_from, train, workload
+from tests.gpu.job import WARM, config, hooked, machine, small, steps_from, train
 from tests.gpu.stand_ins import faked
 
 
@@ -34,7 +34,7 @@ def run(work: Path, cpu: bool) -> Found:
                 torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
 
     with machine(cpu, work) as device, faked(cpu, answers):
-        gpt = build(workload(cpu), device)
+        gpt = build(small(cpu), device)
         train(gpt, WARM)
         faults.before_forward(gpt.chunks[0], run_out)
         with hooked(gpt, config(work / "files", cpu, tool=("memory",), **steps_from(gpt, 1))):

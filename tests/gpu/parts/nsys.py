@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megaprof.testing.gpt import build
 from tests.gpu.found import Found
-from tests.gpu.job import WARM, config, hooked, machine, steps_from, train, workload
+from tests.gpu.job import WARM, config, hooked, machine, small, steps_from, train
 from tests.gpu.stand_ins import Cudart, faked
 
 _WINDOWS = 2
@@ -40,7 +40,7 @@ def run(work: Path, cpu: bool) -> Found:
 def capture(work: Path, cpu: bool) -> None:
     """The job that nsys starts."""
     with machine(cpu, work) as device:
-        gpt = build(workload(cpu), device)
+        gpt = build(small(cpu), device)
         train(gpt, WARM)
         with hooked(gpt, config(work / "files", cpu, tool=("nsys",), **steps_from(gpt, _WINDOWS))):
             train(gpt, _WINDOWS)

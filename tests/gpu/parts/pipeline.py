@@ -1,4 +1,4 @@
-"""Two stages as two processes on the one GPU: the slow stage is the one built slow, and advice is run and compared."""
+"""Two stages over NCCL on one GPU: the slow stage is the one built slow, and advice is run and compared."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.testing.gpt import build
-from megaprof.testing.launcher import run_ranks
 from tests.gpu.found import Found
 from tests.gpu.job import WARM, Stopwatch, config, hooked, steps_from, train, workload
-from tests.gpu.two_stages import joined
+from tests.gpu.ranks import joined, together
 
 _STEPS = 4
 
@@ -33,8 +32,8 @@ def run(work: Path, cpu: bool) -> Found:
 
 def compare(work: Path, cpu: bool, built: tuple[int, ...], even: tuple[int, ...], vpp: int | None) -> Found:
     """The report of a pipeline that was ``built`` uneven, and the ``even`` one that it should predict."""
-    run_ranks(one_stage, 2, str(work / "built"), cpu, built, vpp, timeout=300)
-    again = run_ranks(one_stage, 2, str(work / "even"), cpu, even, vpp, timeout=300)
+    together(one_stage, 2, str(work / "built"), cpu, built, vpp, cpu=cpu)
+    again = together(one_stage, 2, str(work / "even"), cpu, even, vpp, cpu=cpu)
     (target,) = analyze(work / "built").targets
     measured = max(map(statistics.median, again))
     other = next((each for each in target.what_if.candidates if each.layers == (4, 4)), None)

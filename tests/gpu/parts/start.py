@@ -11,10 +11,9 @@ from pathlib import Path
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.testing.gpt import build
-from megaprof.testing.launcher import run_ranks
 from tests.gpu.found import Found
 from tests.gpu.job import WARM, Stopwatch, config, hooked, train, workload
-from tests.gpu.two_stages import joined
+from tests.gpu.ranks import joined, together
 
 _BEFORE, _WINDOWS = 2, 3
 
@@ -33,7 +32,7 @@ def one_stage(directory: str, cpu: bool) -> float:
 
 
 def run(work: Path, cpu: bool) -> Found:
-    usual = max(run_ranks(one_stage, 2, str(work / "traces"), cpu, timeout=300))
+    usual = max(together(one_stage, 2, str(work / "traces"), cpu, cpu=cpu))
     traces = sorted((read_trace(path) for path in find_traces(work / "traces")), key=lambda each: each.metadata.steps)
     found = Found()
     starts: dict[int, list[float]] = {}

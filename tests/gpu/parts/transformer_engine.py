@@ -14,7 +14,7 @@ from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.ranges import module_backward, module_range
 from tests.gpu.found import Found
-from tests.gpu.job import build_with, config, hooked, machine, steps_from, train, workload
+from tests.gpu.job import build_with, config, hooked, machine, small, steps_from, train
 
 _STAND_INS = str(Path(__file__).parents[2] / "stand_ins")
 _KINDS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def run(work: Path, cpu: bool) -> Found:
     found = Found()
     with machine(cpu, work) as device:
         for number, (name, options) in enumerate(list(_KINDS.items())[: 1 if cpu else None]):
-            gpt = build_with(workload(cpu), device, spec, **options)
+            gpt = build_with(small(cpu), device, spec, **options)
             train(gpt, 2)
             with hooked(gpt, config(work / str(number), cpu, ranges="module", **steps_from(gpt, 1))):
                 train(gpt, 1)
