@@ -15,10 +15,11 @@ Kind = Literal[
     "graph_names_damaged", "without_sidecar", "timeline_damaged", "timelines_damaged", "timelines_cut",
     "timelines_of_host", "timelines_without_times",
     # kernels and passes of a call that are missing
-    "kernels_not_asked", "kernels_unsupported", "no_kernels", "no_kernels_of_nsys", "kernels_lost", "closed_early",
+    "kernels_not_asked", "kernels_unsupported", "no_kernels", "no_kernels_of_nsys", "kernels_lost", "kernels_anonymous",
+    "kernels_untimed", "kernels_shortened", "compute_beyond_step", "closed_early",
     "passes_missing",
     # communication
-    "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_with_waiting",
+    "groups_unknown", "groups_unnamed", "axes_unseen", "groups_not_apart", "groups_in_compute", "groups_with_waiting",
     "pp_unknown", "pp_not_split", "exposed_unknown", "in_flight_unreadable", "group_differs",
     # clocks
     "host_contradicted", "host_shared", "clocks_contradicted", "clocks_disagree", "clocks_unconnected",

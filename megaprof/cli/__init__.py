@@ -117,7 +117,9 @@ def print_json(answer: object) -> None:
     """Prints the answer of a command with ``--json``: a dataclass, a struct, or plain data."""
     import msgspec
 
-    print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+    from megaprof.formats.phrases import json_of
+
+    print(msgspec.json.format(json_of(answer), indent=2).decode())
 
 
 def in_a_line(fault: Exception) -> str | None:

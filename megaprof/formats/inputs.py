@@ -8,6 +8,7 @@ import stat
 import threading
 import zlib
 from collections.abc import Generator, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,6 +57,11 @@ def most_bytes() -> int:
     return _allowed if _allowed is not None else max(SMALL, int(_SHARE * memory_left()))
 
 
+def fits(size: int) -> bool:
+    """Returns whether so many bytes of one input may be in memory now."""
+    return (_allowed is None and size <= SMALL) or size <= most_bytes()  # most_bytes reads many files
+
+
 def memory_left() -> int:
     """Returns the bytes that this process may still take, as far as the system says."""
     try:
@@ -92,12 +98,16 @@ def read_input(path: Path) -> bytes:
             raise UnusableInput("it does not fit into memory") from None
 
 
-def unpacked(path: Path) -> Iterator[bytes]:
+def unpacked(path: Path) -> Generator[bytes, None, None]:
     """Yields the content of a regular file in pieces of at most `PIECE` bytes, unpacked if it is gzipped (according to
-    its content, not its name). A thread reads and unpacks a few pieces ahead. Raises OSError, and BrokenOff after the
-    last good byte of a damaged file.
+    its content, not its name). A thread reads and unpacks a few pieces ahead, if there are several. Raises OSError, and
+    BrokenOff after the last good byte of a damaged file.
     """
-    return _ahead(_pieces(path))
+    pieces = _pieces(path)
+    yield from islice(pieces, 2)  # a thread costs more than reading a small file
+    if (piece := next(pieces, None)) is not None:
+        yield piece
+        yield from _ahead(pieces)
 
 
 def _pieces(path: Path) -> Generator[bytes, None, None]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
 
 
 def counted(count: int, noun: str) -> str:
@@ -40,3 +43,19 @@ def ago(seconds: float) -> str:
 def printable(value: str) -> str:
     """Returns `value` with a space for each character that would control a terminal."""
     return "".join(character if character.isprintable() else " " for character in value)
+
+
+def json_of(value: object, enc_hook: Callable[[Any], Any] | None = None) -> bytes:
+    """Returns a document as JSON. Bytes of names of files that are not UTF-8 become question marks."""
+    try:
+        return msgspec.json.encode(value, enc_hook=enc_hook)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_readable(msgspec.to_builtins(value, enc_hook=enc_hook)))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_readable(key): _readable(entry) for key, entry in value.items()}
+    return [_readable(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
 from megaprof.formats import inputs
-from megaprof.formats.inputs import UnusableInput, open_input, read_input
+from megaprof.formats.inputs import UnusableInput, open_input, read_input, unpacked
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 
 
@@ -68,6 +69,16 @@ def test_the_bound_can_be_set(tmp_path: Path) -> None:
         read_input(path)
     inputs.allow(1 << 30)
     assert len(read_input(path)) == inputs.SMALL + 1
+
+
+@pytest.mark.parametrize("size", [10, inputs.PIECE + 1, 20 * inputs.PIECE])
+def test_only_a_file_of_several_pieces_takes_a_thread(size: int, tmp_path: Path) -> None:
+    (path := tmp_path / "x").write_bytes(b"x" * size)
+    pieces = unpacked(path)
+    for _ in range(4):
+        next(pieces, None)
+    assert any(thread.name == "megaprof-unpack" for thread in threading.enumerate()) is (size > 2 * inputs.PIECE)
+    pieces.close()
 
 
 @pytest.mark.parametrize("make", [fifo, lambda path: sparse(path, 1 << 41)])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.attribution import unfed
-from megaprof.analysis.trace.groups import axis_of
+from megaprof.analysis.trace.groups import INSIDE, axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
@@ -39,7 +40,9 @@ class RankFacts:
     """One rank, from the first activity of its GPU to the last."""
 
     file: str
-    """Name of the file."""
+    """File, below the directory that has all of them."""
+    window: int
+    """Number of its window, from 1: only recordings of one window are compared with each other."""
     rank: int | None
     """Global rank; None if not known."""
     rank_from: str
@@ -56,14 +59,11 @@ class RankFacts:
     """Communication while nothing computed, the longest first."""
     idle_ms: float
     """Milliseconds in which nothing ran."""
-    host_bound_ms: float
-    """Milliseconds of idle time that began when no launched work was left to run."""
-
-    @property
-    def exposed_ms(self) -> float:
-        """Milliseconds of any communication while nothing computed; less than the sum of ``exposed`` if kinds
-        overlap."""
-        return self.span_ms - self.compute_ms - self.idle_ms
+    host_bound_ms: float | None
+    """Milliseconds of idle time that began when no launched work was left to run; None if the recording does not show
+    launches."""
+    exposed_ms: float
+    """Milliseconds of any communication while nothing computed; less than the sum of ``exposed`` if kinds overlap."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Late:
     operation: str
     """For example ``allreduce``."""
     matched: int
-    """Number of collectives that all recorded ranks of the group have."""
+    """Number of collectives that all recorded ranks of the group have, in all windows."""
     rank: int
     """Rank that came last most often. Its kernel was the shortest, because all kernels end together."""
     times: int
@@ -89,7 +89,7 @@ class Foreign:
     """The findings from recordings without megaprof's ranges."""
 
     ranks: tuple[RankFacts, ...]
-    """Ranks, in ascending order; those that are not known are last."""
+    """Ranks of each window, in ascending order; those that are not known are last."""
     late: tuple[Late, ...]
     """Ranks that come last, for groups that several recordings share."""
     warnings: tuple[Note, ...]
@@ -105,10 +105,8 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     axis of groups whose ranks fit them.
     """
     axes = _Axes(sizes, max((recording.world or 0 for recording in recordings), default=0))
-    ordered = sorted(
-        recordings,
-        key=lambda recording: (recording.rank is None, recording.rank or 0, str(recording.path), recording.rank_from),
-    )
+    windows = _windows(recordings)
+    ordered = [recording for window in windows for recording in window]
     warnings = list(axes.warnings)
     kinds = {key for recording in recordings for key in recording.communication}
     if any(operation == SEND_RECEIVE for operation, _ in kinds):
@@ -124,9 +122,49 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     )
     stages, why_no_stages = stages_of(ordered)
     warnings += [why_no_stages] if why_no_stages else []
-    return Foreign(
-        tuple(_facts(recording, axes) for recording in ordered), tuple(_late(ordered)), tuple(warnings), stages
+    folder = os.path.commonpath([str(recording.path.parent) for recording in recordings]) + os.sep
+    ranks = tuple(
+        _facts(recording, str(recording.path).removeprefix(folder), number, axes)
+        for number, window in enumerate(windows, 1)
+        for recording in window
     )
+    found = {exposed.axis for rank in ranks for exposed in rank.exposed}
+    if None not in found and (unseen := tuple(a for a in INSIDE if (sizes or {}).get(a, 1) > 1 and a not in found)):
+        warnings.append(Note("axes_unseen", names=unseen))
+    if any(recording.gpu.shortened for recording in recordings):
+        warnings.append(Note("kernels_shortened"))
+    return Foreign(ranks, tuple(_late(windows)), tuple(warnings), stages)
+
+
+def _windows(recordings: Iterable[Recording]) -> list[list[Recording]]:
+    """Returns the recordings that belong together, in order of time: those that overlap in time and in the numbers of
+    their steps. If a folder holds several ranks, others are from elsewhere, such as another role of RL training."""
+    folders: defaultdict[str, set[int | None]] = defaultdict(set)
+    for recording in recordings:
+        folders[str(recording.path.parent)].add(recording.rank)
+    apart = any(len(ranks) > 1 for ranks in folders.values())
+    windows: defaultdict[str, list[list[Recording]]] = defaultdict(list)
+    for recording in sorted(recordings, key=lambda recording: recording.extent):
+        of_folder = windows[str(recording.path.parent) if apart else ""]
+        window = next((window for window in of_folder if all(_together(recording, other) for other in window)), None)
+        if window is None:
+            of_folder.append([recording])
+        else:
+            window.append(recording)
+    in_order = sorted(
+        (window for of_folder in windows.values() for window in of_folder),
+        key=lambda window: (window[0].extent[0], str(window[0].path)),
+    )
+    return [
+        sorted(window, key=lambda each: (each.rank is None, each.rank or 0, str(each.path), each.rank_from))
+        for window in in_order
+    ]
+
+
+def _together(one: Recording, other: Recording) -> bool:
+    (start, end), (other_start, other_end) = one.extent, other.extent
+    same_steps = not one.numbers or not other.numbers or bool(one.numbers & other.numbers)
+    return start <= other_end and other_start <= end and same_steps and (one.rank is None or one.rank != other.rank)
 
 
 class _Axes:
@@ -150,15 +188,17 @@ class _Axes:
                     self._by_ranks[frozenset(first_rank + n * stride for n in range(size))] = axis
 
     def of(self, group: Group) -> str | None:
+        if group.axis is not None:
+            return group.axis
         if group.description and (axis := axis_of(group.description)) is not None:
             return axis
         return self._by_ranks.get(frozenset(group.ranks)) if group.ranks else None
 
 
-def _facts(recording: Recording, axes: _Axes) -> RankFacts:
+def _facts(recording: Recording, file: str, window: int, axes: _Axes) -> RankFacts:
     gpu = recording.gpu
     computing = union(gpu.spans[recording.computes])
-    start, end = int(gpu.spans[:, 0].min()), int(gpu.spans[:, 1].max())
+    start, end = recording.extent
     idle = difference(union(intervals([(start, end)])), union(gpu.spans))
     rows_by_kind: defaultdict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     for (operation, group), rows in recording.communication.items():
@@ -169,7 +209,8 @@ def _facts(recording: Recording, axes: _Axes) -> RankFacts:
     ]
     lengths_ns = (recording.steps[:, 1] - recording.steps[:, 0]).tolist()
     return RankFacts(
-        file=recording.path.name,
+        file=file,
+        window=window,
         rank=recording.rank,
         rank_from=recording.rank_from,
         span_ms=(end - start) / 1e6,
@@ -178,7 +219,8 @@ def _facts(recording: Recording, axes: _Axes) -> RankFacts:
         compute_ms=total(computing) / 1e6,
         exposed=tuple(sorted(exposed, key=lambda entry: -entry.ms)),
         idle_ms=total(idle) / 1e6,
-        host_bound_ms=total(unfed(gpu, idle)) / 1e6 if gpu.known.any() else 0.0,
+        host_bound_ms=total(unfed(gpu, idle)) / 1e6 if gpu.known.any() else None,
+        exposed_ms=(end - start - total(computing) - total(idle)) / 1e6,
     )
 
 
@@ -193,29 +235,32 @@ def _holds(group: Group, rank: int) -> bool:
     return rank in group.ranks
 
 
-def _late(recordings: Sequence[Recording]) -> list[Late]:
+def _late(windows: Iterable[Sequence[Recording]]) -> list[Late]:
     """Returns which rank comes last to the collectives of each group, the longest waiting first. Matches collectives by
-    their number in the group, which all of its ranks count alike."""
-    lengths_ns: defaultdict[tuple[Group, str], dict[int, list[int]]] = defaultdict(dict)
-    for recording in recordings:
-        if recording.rank is None:
-            continue
-        for (operation, group), rows in recording.communication.items():
-            if _holds(group, recording.rank):
-                spans = recording.gpu.spans[rows]
-                lengths_ns[group, operation][recording.rank] = (spans[:, 1] - spans[:, 0]).tolist()
+    their number in the group, which all of its ranks count alike within a window."""
+    calls_ns: defaultdict[tuple[Group, str], list[dict[int, int]]] = defaultdict(list)
+    for window in windows:
+        lengths_ns: defaultdict[tuple[Group, str], dict[int, list[int]]] = defaultdict(dict)
+        for recording in window:
+            for (operation, group), rows in recording.communication.items():
+                if recording.rank is not None and _holds(group, recording.rank):
+                    spans = recording.gpu.spans[rows]
+                    lengths_ns[group, operation][recording.rank] = (spans[:, 1] - spans[:, 0]).tolist()
+        for key, by_rank in lengths_ns.items():
+            # A recording that begins later lacks the first collectives. Only equal counts are surely the same ones.
+            if len(by_rank) > 1 and len({len(lengths) for lengths in by_rank.values()}) == 1:
+                calls_ns[key] += [
+                    dict(zip(by_rank, lengths, strict=True)) for lengths in zip(*by_rank.values(), strict=True)
+                ]
     late = []
-    for (group, operation), by_rank in lengths_ns.items():
-        # A recording that begins later lacks the first collectives. Only equal counts are surely the same ones.
-        if len(by_rank) < 2 or len({len(lengths) for lengths in by_rank.values()}) != 1:
-            continue
-        calls_ns = [dict(zip(by_rank, lengths, strict=True)) for lengths in zip(*by_rank.values(), strict=True)]
-        last_ranks = [min(call_ns, key=lambda rank: call_ns[rank]) for call_ns in calls_ns]
+    for (group, operation), calls in calls_ns.items():
+        last_ranks = [min(call_ns, key=lambda rank: call_ns[rank]) for call_ns in calls]
         rank, times = Counter(last_ranks).most_common(1)[0]
-        late_ns = [call_ns for call_ns, last_rank in zip(calls_ns, last_ranks, strict=True) if last_rank == rank]
+        late_ns = [call_ns for call_ns, last_rank in zip(calls, last_ranks, strict=True) if last_rank == rank]
         waits_ms = [
             (statistics.median(ns for other, ns in call_ns.items() if other != rank) - call_ns[rank]) / 1e6
             for call_ns in late_ns
         ]
-        late.append(Late(group.name, operation, len(calls_ns), rank, times, statistics.median(waits_ms)))
+        if (waited_ms := statistics.median(waits_ms)) > 0:
+            late.append(Late(group.name, operation, len(calls), rank, times, waited_ms))
     return sorted(late, key=lambda entry: -entry.waited_ms * entry.times)

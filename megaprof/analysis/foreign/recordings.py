@@ -13,28 +13,32 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import grouped
 from megaprof.analysis.trace.decoding import Args, Document, Event, Undecodable, read, whole_number
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, LONGEST, Activities, GpuEvents, spans_of
-from megaprof.analysis.trace.groups import COMMUNICATES
+from megaprof.analysis.trace.groups import COMMUNICATES, COMPUTE, USES, ByName
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.analysis.trace.nsys.files import NsysFile, Process, processes
 from megaprof.analysis.trace.reading import Source, path_of
-from megaprof.analysis.trace.traces import UnreadableTrace, refusing
-from megaprof.formats.inputs import most_bytes
+from megaprof.analysis.trace.traces import ROW_BYTES, TOO_MANY, UnreadableTrace, refusing
+from megaprof.analysis.trace.unseen import without_times
+from megaprof.formats.inputs import fits
 
-#: At most this many bytes of memory are needed per event while a report is made.
-_ROW_BYTES = 200
 _NO_TIMES: Intervals = np.zeros((0, 2), dtype=np.int64)
 _MOST_RANKS = 1 << 20
-_COMMUNICATION = re.compile(r"^(?:nccl|rccl|mscclpp?|oneccl)|nccl(?:Dev)?Kernel", re.I)
-#: Operations in the names of NCCL's and RCCL's kernels, in lower case.
-_OPERATIONS = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall", "reduce")
+#: Operations in the names of kernels that communicate, in lower case.
+_OPERATIONS = (
+    *("allreduce", "allgather", "reducescatter", "broadcast", "alltoall", "reduce", "dispatch", "combine", "memcpy"),
+)
 SEND_RECEIVE = "send-receive or all-to-all"
 #: Name of a group about which nothing is known.
 UNKNOWN = "?"
 _UNNAMED = ("", "undefined", "default_pg", "default")
-_STEP = re.compile(r"ProfilerStep#\d+")
+_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
+_NO_KERNELS = "it was not written by megaprof, and holds no kernels of a GPU either"
+#: Processes that torch_npu has in its traces.
+_ASCEND = ("Ascend Hardware", "Overlap Analysis")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[._-]?(\d{1,7})(?!\d)", re.I)
 
 
@@ -42,10 +46,11 @@ class _Args(
     Args,
     gc=False,
     frozen=True,
-    rename={"group": "Process Group Name", "ranks": "Process Group Ranks"},
+    rename={"group": "Process Group Name", "ranks": "Process Group Ranks", "label": "name"},
 ):
     group: str | None = None
     ranks: str | None = None
+    label: str | None = None
 
 
 _NO_ARGS = _Args()
@@ -65,6 +70,8 @@ class Group:
     """Description from the framework; None if there is none."""
     ranks: tuple[int, ...] | None = None
     """Global ranks of the group; None if the recording does not say."""
+    axis: str | None = None
+    """Axis that alone uses kernels of this name; None if several may."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,20 @@ class Recording:
     """Start and end of each step on the host: ``ProfilerStep#n``, or any nsys range that is named like a step."""
     unreadable: int
     """Events without a possible time or type."""
+    numbers: frozenset[int] = frozenset()
+    """Numbers of the steps in ``ProfilerStep#n``."""
     cut: str | None = None
     """Reason why the file ends too early; None for a whole file."""
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Returns when the first activity began and the last one ended."""
+        return int(self.gpu.spans[:, 0].min()), int(self.gpu.spans[:, 1].max())
+
+    @property
+    def untimed(self) -> Note | None:
+        """Returns why its times cannot be used; None if they can."""
+        return without_times(self.gpu)
 
     @property
     def computes(self) -> npt.NDArray[np.bool_]:
@@ -105,19 +124,26 @@ def read_recording(source: Source) -> list[Recording]:
     path = path_of(source)
     with refusing(path):
         recordings = list(_nsys(source)) if isinstance(source, NsysFile) else [_kineto(source)]
-    recordings = [recording for recording in recordings if recording.gpu.kernel.any()]
+    recordings = [recording for recording in recordings if recording.gpu.kernel.any() or recording.untimed]
     if not recordings:
-        raise UnreadableTrace(path, "it shows no stage, and holds no GPU kernels either")
+        raise UnreadableTrace(path, _NO_KERNELS)
     return recordings
 
 
 def _kineto(path: Path) -> Recording:
     document: Document[_Event] = read(path, _Event, top=("baseTimeNanoseconds", "distributedInfo"))
-    collected, most_rows = _Collected(), most_bytes() // _ROW_BYTES
+    collected = _Collected()
     for events in document:
         collected.add(events)
-        if collected.gpu.rows > most_rows:
-            raise Undecodable(f"it has more than the {most_rows:,} events that fit into memory (see --max-input-mib)")
+        if not fits(collected.gpu.rows * ROW_BYTES):
+            raise Undecodable(TOO_MANY)
+    if collected.ascend and not collected.gpu.kernels:
+        raise Undecodable(
+            "it is a trace of an Ascend NPU by torch_npu, which megaprof does not read: its times are text, and its "
+            "kernels have no category"
+        )
+    if not collected.gpu.kernels:
+        raise Undecodable(_NO_KERNELS)
     base = whole_number(document, "baseTimeNanoseconds")
     base = base if abs(base) < LONGEST else 0
     gpu, _ = collected.gpu.activities(base, None)
@@ -125,13 +151,15 @@ def _kineto(path: Path) -> Recording:
     communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
     for position, row in enumerate(gpu.row.tolist()):
         if row in collected.communication:
-            name, kernel_args = collected.communication[row]
-            # RCCL's kernels have no metadata; the operator with the same external id does.
-            args = kernel_args
+            name, args = collected.communication[row]
+            # RCCL's kernels have no metadata, nor have copies; the operator with the same external id does.
             if not (args.collective or args.group):
                 args = collected.params.get(args.external, args)
+            group = _group(args, collected.by_name[name])
+            if collected.by_name[name] == COMPUTE and len(group.ranks or ()) < 2:
+                continue  # a copy in no collective
             operation = _operation(name, args.collective or launched.at(int(gpu.launched[position])))
-            communication[operation, _group(args)].append(position)
+            communication[operation, group].append(position)
     info = _decoded(document, "distributedInfo")
     rank, rank_from = _rank(info.get("rank"), path.name)
     return Recording(
@@ -142,7 +170,8 @@ def _kineto(path: Path) -> Recording:
         gpu=gpu,
         communication=_as_arrays(communication),
         steps=_moved(collected.steps, base),
-        unreadable=document.unreadable + collected.impossible,
+        unreadable=document.unreadable + collected.impossible + gpu.impossible,
+        numbers=frozenset(collected.numbers),
         cut=document.cut,
     )
 
@@ -152,6 +181,8 @@ class _Collected:
 
     def __init__(self) -> None:
         self.gpu = GpuEvents()
+        self.by_name = ByName()
+        self.ascend = False
         self.impossible = 0
         self.communication: dict[int, tuple[str, _Args]] = {}
         """Names and arguments of the kernels that communicate, by their position among all activities."""
@@ -161,9 +192,11 @@ class _Collected:
         self.launched_names: list[str] = []
         """Names of the collectives that torch says it launches; ``launched_spans`` has their times."""
         self.steps: list[Intervals] = []
+        self.numbers: set[int] = set()
         self._count = 0
 
     def add(self, events: Sequence[_Event]) -> None:
+        self.ascend |= any(event.ph == "M" and event.args.label in _ASCEND for event in events)
         complete = [event for event in events if event.ph == "X"]
         _, possible = spans_of(0, complete)
         self.impossible += len(complete) - int(possible.sum())
@@ -172,8 +205,8 @@ class _Collected:
         kernels = by_kind.get(KERNEL, [])
         copies = [event for kind in COPIES for event in by_kind.get(kind, ())]
         self.gpu.add(kernels, copies, [event for kind in LAUNCHES for event in by_kind.get(kind, ())])
-        for position, event in enumerate(kernels, self._count):
-            if _COMMUNICATION.search(event.name):
+        for position, event in enumerate((*kernels, *copies), self._count):
+            if self.by_name[event.name] != COMPUTE or (event.args.external and event.cat in COPIES):
                 self.communication[position] = event.name, event.args
         self._count += len(kernels) + len(copies)
         self.params |= {
@@ -188,16 +221,19 @@ class _Collected:
             if kind != "gpu_user_annotation"
             for event in events_of_kind
         )
-        self.steps.append(spans_of(0, [event for event in on_host if _STEP.fullmatch(event.name)])[0])
+        steps = [(event, match) for event in on_host if (match := _STEP.fullmatch(event.name))]
+        self.steps.append(spans_of(0, [event for event, _ in steps])[0])
+        self.numbers.update(int(match[1]) for _, match in steps)
 
 
 def _nsys(file: NsysFile) -> Iterator[Recording]:
     gpu_processes: list[Process] = processes(file)
+    by_name = ByName()
     for process in gpu_processes:
         communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
-        for position in np.flatnonzero(process.gpu.kernel).tolist():
-            if _COMMUNICATION.search(name := process.names[position]):
-                communication[_operation(name, None), Group(UNKNOWN)].append(position)
+        for position in np.flatnonzero(process.gpu.use != COMPUTE).tolist():
+            name = process.names[position]
+            communication[_operation(name, None), _group(_NO_ARGS, by_name[name])].append(position)
         rank, rank_from = _rank(None, file.path.name if len(gpu_processes) == 1 else "")
         yield Recording(
             path=file.path,
@@ -207,7 +243,7 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
             gpu=process.gpu,
             communication=_as_arrays(communication),
             steps=process.steps,
-            unreadable=0,
+            unreadable=process.gpu.impossible,
         )
 
 
@@ -240,8 +276,9 @@ def _operation(kernel: str, named: str | None) -> str:
     return SEND_RECEIVE if "sendrecv" in name else "communication"
 
 
-def _group(args: _Args) -> Group:
-    ranks = None
+def _group(args: _Args, use: int) -> Group:
+    """Returns the group that a kernel's arguments name, or that its ``use`` by name implies (`groups.ByName`)."""
+    ranks, axis = None, USES[use] if use > COMPUTE else None
     if args.ranks:
         try:
             ranks = tuple(msgspec.json.decode(args.ranks, type=list[int]))[:_MOST_RANKS]
@@ -249,10 +286,10 @@ def _group(args: _Args) -> Group:
             ranks = None
     description = args.description if args.description not in (None, *_UNNAMED) else None
     if description:
-        return Group(description, description, ranks)
+        return Group(description, description, ranks, axis)
     if ranks:
-        return Group(f"ranks {_short(ranks)}", None, ranks)
-    return Group(f"group {args.group}" if args.group else UNKNOWN)
+        return Group(f"ranks {_short(ranks)}", None, ranks, axis)
+    return Group(f"group {args.group}" if args.group else UNKNOWN, axis=axis)
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from megaprof.analysis.report.text.notes import said, told
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill, completed
-from megaprof.formats.phrases import of_several
+from megaprof.formats.phrases import json_of, of_several
 from megaprof.version import __version__
 
 
@@ -242,7 +242,7 @@ class Report(Document):
     def json(self) -> bytes:
         """Returns the document as JSON."""
         document = Document(**{entry.name: getattr(self, entry.name) for entry in fields(Document)})
-        return msgspec.json.encode(document, enc_hook=plain_number)
+        return json_of(document, plain_number)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the document as plain data: strings, finite numbers, lists, dicts and None."""

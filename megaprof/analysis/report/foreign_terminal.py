@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.console import Console
 
 from megaprof.analysis.foreign.facts import Foreign, RankFacts
@@ -15,12 +17,17 @@ _MOST_ROWS = 16
 def show_foreign(foreign: Foreign, console: Console) -> None:
     """Prints the facts of every rank, and what these recordings cannot show."""
     heading(console, "Recordings without ranges of megaprof's")
-    made = table("per rank, ms", left=["rank", "from"])
+    folders = {rank.window: os.path.dirname(rank.file) for rank in foreign.ranks}
+    made = table("per rank, ms", left=["rank", "window" if len(folders) > 1 else "from"])
     number_columns(made, "steps", "a step", "recorded", "compute", "exposed", "idle", "host bound")
     for rank in foreign.ranks[:_MOST_ROWS]:
         times = (rank.step_ms, rank.span_ms, rank.compute_ms, rank.exposed_ms, rank.idle_ms, rank.host_bound_ms)
-        made.add_row(called(rank), text(rank.rank_from), str(rank.steps), *map(number, times))
+        origin = str(rank.window) if len(folders) > 1 else rank.rank_from
+        made.add_row(called(rank), text(origin), str(rank.steps), *map(number, times))
     console.print(made)
+    for window, folder in folders.items():
+        if folder:
+            console.print(text(f"window {window}: {folder}"))
     if len(foreign.ranks) > _MOST_ROWS:
         console.print(f"and {len(foreign.ranks) - _MOST_ROWS} more ranks")
     _show_exposed(foreign, console)

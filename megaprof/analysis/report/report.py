@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.text.notes import told
+from megaprof.analysis.report.text.notes import clause, told
 from megaprof.analysis.table.counted import counted
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
@@ -31,16 +32,20 @@ from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
-from megaprof.analysis.trace.traces import UnreadableTrace
+from megaprof.analysis.trace.traces import NOT_OURS, UnreadableTrace
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import what_if, withheld
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.phrases import listed
-from megaprof.formats.remote import place
+from megaprof.formats.remote import files_below, place
 from megaprof.formats.timeline import SUFFIX
 
 #: If a directory holds no files with names of ours, at most this many others are tried, in case they were renamed.
 _MOST_OTHERS = 64
+#: What tools call traces of the torch profiler; verl: ``prof_rank-0_031904.json.gz``.
+_TRACE = re.compile(r"trace|prof|rank", re.IGNORECASE)
+_OF_ROCPROF = (".pftrace", ".otf2", "_results.db", "_trace.csv", "_stats.csv")
+_ROCPROF = "rocprofv3 writes such files, which megaprof does not read. It reads traces of the torch profiler"
 #: How to get a trace, for a person who has none yet.
 _TO_HAVE_ONE = "`megaprof run` records a training command, and `megaprof demo` a small one on this machine"
 
@@ -101,10 +106,8 @@ def analyze(
     traced = {key: table_of_calls(counted_calls) for key, counted_calls in captured.items()}
     tabled = tables(traced, fleet_reading, fleets, workers)
     diagnosed = {key: _diagnosed(table) for key, table in tabled.items()}
-    if not calls and not fleets and (foreign := _foreign(path, traces, sizes or {})) is not None:
-        return foreign
     if not calls and not fleets:
-        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(told(warnings))))
+        return _foreign(path, traces, sizes or {}, warnings)
     job = (path.parent if path.is_file() else path).absolute()
     targets = []
     for key, counted_calls in captured.items():
@@ -136,6 +139,8 @@ def analyze(
 
 def _files(path: Path) -> tuple[list[Source], list[Path]]:
     """Returns the traces and the timelines under ``path``. Raises NothingToReport."""
+    if path.is_file() and path.name.endswith(_OF_ROCPROF):
+        raise NothingToReport(f"{path}: {_ROCPROF}")
     if path.is_file():
         return ([], [path]) if path.name.endswith(SUFFIX) else (sources_in(path), [])
     if not path.is_dir():
@@ -144,22 +149,33 @@ def _files(path: Path) -> tuple[list[Source], list[Path]]:
     if not traces and not timelines:
         traces = [*_others(path)]
     if not traces and not timelines:
+        if wrote := [file.name for file in files_below(path, _OF_ROCPROF)]:
+            raise NothingToReport(f"{path} holds {listed(sorted(wrote), 5)}: {_ROCPROF}")
         kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE}, *{REPORT}) and no timeline (*{SUFFIX}"
         raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}; {_TO_HAVE_ONE}")
     return traces, timelines
 
 
-def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int]) -> Report | None:
-    """Returns a report on recordings without ranges of ours; None if there are no such recordings."""
-    recordings, skipped = [], []
+def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int], warnings: Sequence[Note]) -> Report:
+    """Returns a report on recordings without ranges of ours. ``warnings``: why they are no traces of ours. Raises
+    NothingToReport."""
+    recordings, reasons = [], dict[str, str]()
     others = _others(path) if path.is_dir() else []
     for source in dict.fromkeys((*traces, *others)):
         try:
             recordings += read_recording(source)
         except UnreadableTrace as fault:
-            skipped.append(Note("skipped", files=(fault.path.name,), said=fault.reason))
+            reasons[fault.path.name] = fault.reason
+    for recording in recordings:
+        if recording.untimed is not None:
+            reasons[recording.path.name] = clause(recording.untimed)
+    recordings = [recording for recording in recordings if recording.untimed is None]
+    skipped = [Note("skipped", files=(name,), said=reason) for name, reason in reasons.items()]
     if not recordings:
-        return None
+        ours = [note for note in warnings if note.said != NOT_OURS]
+        theirs = [note for note in skipped if not any(note.files[0] in other.files for other in ours)]
+        said = told((*ours, *of_files(theirs)))
+        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(said)))
     files = dict.fromkeys(recording.path for recording in recordings)
     foreign = facts_of(recordings, dict(sizes))
     return Report(
@@ -248,9 +264,11 @@ def _reported(
 
 
 def _others(directory: Path) -> list[Path]:
-    """Returns files that may be traces under another name, because names are only a hint; at most `_MOST_OTHERS`."""
-    listed = (p for p in sorted(directory.iterdir()) if p.name.endswith((".json", ".json.gz")) and p.is_file())
-    return [p for p in listed if not p.name.startswith(".")][:_MOST_OTHERS]
+    """Returns files below a directory that may be traces under another name, because names are only a hint: all that
+    are called like one, and at most `_MOST_OTHERS` more."""
+    paths = sorted(files_below(directory, (".json", ".json.gz")), key=lambda path: (not _TRACE.search(path.name), path))
+    named = sum(_TRACE.search(path.name) is not None for path in paths)
+    return paths[: named + _MOST_OTHERS]
 
 
 def _contents(directory: Path) -> str:

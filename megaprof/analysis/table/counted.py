@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call, grouped
+from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
@@ -68,7 +70,7 @@ def counted(calls: Iterable[Call]) -> list[Counted]:
         for other_key in groups:
             if other_key[:2] == (label, role) and other_key[2] != sizes:
                 findings.warn(Note("other_sizes", said=str(other_key[2])))
-        kept = _without_warm_up(_examine(group_calls, sizes, findings), findings)
+        kept = _without_axes(_without_warm_up(_examine(group_calls, sizes, findings), findings), sizes, findings)
         _check_same_job(kept, findings)
         for call in kept:
             _explain(call, findings)
@@ -208,6 +210,18 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
     if cold_steps:
         findings.warn(Note("first_steps", steps=cold_steps))
     return [call for call in calls if call.step not in cold_steps]
+
+
+def _without_axes(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
+    """Returns the calls without exposed communication of the axes of which no rank has a single kernel, if the GPU was
+    recorded: it goes by names that are not known, and is counted as compute."""
+    found = frozenset().union(*(call.gpu.axes for call in calls if call.gpu is not None))
+    axes = tuple(axis for axis in parallel_of(INSIDE, sizes) if axis not in found)
+    if not axes or not any(call.gpu is not None for call in calls):
+        return calls
+    if names := tuple(axis for axis in axes if any(call.exposed_ns[axis] is not None for call in calls)):
+        findings.warn(Note("axes_unseen", names=names))
+    return [dataclasses.replace(call, exposed_ns={**call.exposed_ns, **dict.fromkeys(axes)}) for call in calls]
 
 
 def _explain(call: Call, findings: Findings) -> None:

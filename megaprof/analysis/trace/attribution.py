@@ -76,6 +76,8 @@ class Attribution:
     """Send-receive kernels of the pipeline group."""
     lost: int
     """The number of activities whose launch is not in the trace."""
+    axes: frozenset[str]
+    """The axes of its communication, as far as they are known."""
 
 
 def attribute(
@@ -132,6 +134,7 @@ def attribute(
         host_bound=host_bound,
         pipeline=difference(exposed_spans["pp"], union(pass_spans)),
         exchanges=_exchanges(gpu, in_call & (use == PP), exchanges),
+        axes=frozenset(AXES).intersection(USES[index] for index in np.unique(use[in_call]).tolist()),
         lost=int((~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)).sum()),
     )
 

@@ -21,7 +21,7 @@ from megaprof.analysis.trace.groups import AXES, INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intervals, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass
 from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
-from megaprof.analysis.trace.unseen import without_some
+from megaprof.analysis.trace.unseen import MOST_UNSEEN, without_some
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PassId
@@ -196,6 +196,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
     if gpu is not None:
         phases = tuple(_phase(traced, metadata, *on_gpu) for traced, on_gpu in zip(passes, gpu.passes, strict=True))
         split, reasons = _split_gpu(metadata, gpu)
+        reasons += [Note("kernels_shortened")] if trace.gpu is not None and trace.gpu.shortened else []
     else:
         exposed_spans, ambiguous = _exposed_spans(trace, passes)
         exposed_ns = {group: covered(spans, times_of(passes)).tolist() for group, spans in exposed_spans.items()}
@@ -228,6 +229,8 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
         memory=memory_of(trace.memory, outer.start, outer.end),
     )
     unseen = trace.unseen or without_some(trace.launches, outer.start, outer.end)
+    if gpu is not None and sum(phase.gpu_ns or 0 for phase in phases) > (1 + MOST_UNSEEN) * (gpu.end - gpu.start):
+        unseen = unseen or Note("compute_beyond_step")
     return call if unseen is None else _emptied(call, unseen)
 
 

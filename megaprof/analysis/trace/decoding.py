@@ -64,6 +64,7 @@ class Event(msgspec.Struct, gc=False):
     cat: str | None = None
     ts: float = 0.0
     dur: float = 0.0
+    pid: int | str = 0
     tid: int | str = 0
     args: Args = _NO_ARGS
 
@@ -140,6 +141,8 @@ class Document(Generic[Anything]):
             name = text.value()
             if not text.passes(b":"):
                 raise _Truncated if text.peek() is None else _Damaged("it is not JSON: it has a name without a value")
+            if name == b'"rocprofiler-sdk-tool"':
+                raise Undecodable("it is a file of rocprofv3, which megaprof does not read")
             if name == b'"traceEvents"':
                 if has_events or not text.passes(b"["):
                     raise Undecodable("it is JSON, but not a trace: it has no list of `traceEvents`, or several")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from megaprof.analysis.trace.intervals import Intervals
 
 KERNEL = "kernel"
 COPIES = ("gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver")
 INSTANTS = "cpu_instant_event"
 _ALLOCATION = "[memory]"
 _MOST_BYTES = 1 << 53
@@ -45,8 +45,10 @@ _CORRELATION, _EXTERNAL = attrgetter("args.correlation"), attrgetter("args.exter
 _NODE = attrgetter("args.node")
 _Numbers = npt.NDArray[np.int64]
 _NONE = np.zeros(0, dtype=np.int64)
-_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE, _NONE, _NONE)
-_NO_LAUNCHES = (_NONE, _NONE, _NONE.astype(np.bool_))
+_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE, _NONE, _NONE, _NONE)
+_NO_LAUNCHES = (_NONE.reshape(-1, 2), _NONE, _NONE.astype(np.bool_))
+#: Nanoseconds by which activities may certainly lie apart from the rest of a recording, or as long as the rest itself.
+_BEYOND = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,16 @@ class Activities:
     """The CUDA graph node that each activity ran, as `formats.graphs` counts them; 0 if no graph launched it."""
     row: npt.NDArray[np.int64]
     """The place of each activity in the order of reading."""
+    impossible: int = 0
+    """The number of activities that were left out because their times are impossible."""
+    shortened: int = 0
+    """The number of activities that lasted longer than is possible, and so end where the next one of their stream
+    begins."""
+
+    def rows(self, chosen: npt.NDArray[Any]) -> Activities:
+        """Returns the activities that ``chosen`` selects, in the same order."""
+        columns = {name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return replace(self, **columns)
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,8 @@ class Launches:
     """When each call began, in wall-clock nanoseconds, ascending."""
     unanswered: npt.NDArray[np.int64]
     """When each call began that has no activity in the trace."""
+    anonymous: int = 0
+    """The number of kernels in the trace that name no call."""
 
 
 class Timed(Protocol):
@@ -110,14 +124,17 @@ class GpuEvents:
         """True if there are kernels, including those with impossible times."""
         self.launches = 0
         """The number of calls that launched a kernel or a graph."""
+        self.impossible = 0
+        """The number of activities without a possible time."""
         self._by_name = ByName()
         self._starting = _Starting()
+        self._streams: dict[tuple[int | str, int | str], int] = {}
         self._groups: dict[tuple[str | None, bool], int] = {}
         self._operators: dict[int, str] = {}
         self._activities: list[
-            tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers, _Numbers, _Numbers]
+            tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers, _Numbers, _Numbers, _Numbers]
         ] = []
-        self._launches: list[tuple[_Numbers, _Numbers, npt.NDArray[np.bool_]]] = []
+        self._launches: list[tuple[Intervals, _Numbers, npt.NDArray[np.bool_]]] = []
 
     def add(
         self,
@@ -130,9 +147,12 @@ class GpuEvents:
         self.kernels |= bool(kernels)
         if events := [*kernels, *copies]:
             spans, possible = spans_of(0, events)
+            self.impossible += len(events) - len(spans)
             kernel = np.arange(len(events)) < len(kernels)
             numbers = (_whole(list(map(field, events))) for field in (_CORRELATION, _EXTERNAL, _NODE))
-            columns = np.array(self._uses(events), dtype=np.int32), kernel, *numbers
+            number_of = self._streams.setdefault
+            streams = np.array([number_of((event.pid, event.tid), len(self._streams)) for event in events])
+            columns = np.array(self._uses(events), dtype=np.int32), kernel, *numbers, streams
             self._activities.append((spans, *(column[possible] for column in columns)))  # type: ignore[arg-type]
         for operator in communicating:
             if 0 < operator.args.external < LONGEST and operator.args.description is not None:
@@ -141,17 +161,17 @@ class GpuEvents:
             spans, possible = spans_of(0, launches)
             starting = np.array([self._starting[launch.name] for launch in launches], dtype=np.bool_)[possible]
             self.launches += int(starting.sum())
-            self._launches.append((_whole(list(map(_CORRELATION, launches)))[possible], spans[:, 0].copy(), starting))
+            self._launches.append((spans, _whole(list(map(_CORRELATION, launches)))[possible], starting))
         self.rows += len(events) + len(launches) + len(communicating)
 
     def activities(self, base: int, sizes: object) -> tuple[Activities, Launches]:
         """Returns all activities and launches, and forgets them. ``base``: the moment from which times count, in
         nanoseconds. ``sizes`` has the number of ranks of each axis."""
-        spans, uses, kernel, correlations, externals, node = (
+        spans, uses, kernel, correlations, externals, node, stream = (
             np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
         )
         self._activities.clear()
-        numbers, starts, starting = (
+        calls, numbers, starting = (
             np.concatenate(column) for column in zip(_NO_LAUNCHES, *self._launches, strict=True)
         )
         self._launches.clear()
@@ -160,11 +180,13 @@ class GpuEvents:
         )
         pairwise = np.array([False] * len(USES) + [pairwise for _, pairwise in self._groups], dtype=np.bool_)[uses]
         use = self._by_operator(use_of_index[uses], kernel, externals, externals != correlations, sizes)
+        untimed: npt.NDArray[np.bool_] = (spans == 0).all(axis=1)  # Kineto writes so what it does not know
         spans += base
-        starts += base
-        activities = arranged(spans, use, kernel, pairwise, correlations, numbers, starts, node)
-        times, answered = starts[starting], np.isin(numbers[starting], correlations)
-        return activities, Launches(np.sort(times), np.sort(times[~answered]))
+        calls += base
+        activities = arranged(spans, use, kernel, pairwise, correlations, numbers, calls, stream, node, untimed)
+        times, answered = calls[starting, 0], np.isin(numbers[starting], correlations)
+        launches = Launches(np.sort(times), np.sort(times[~answered]), int((kernel & (correlations <= 0)).sum()))
+        return replace(activities, impossible=activities.impossible + self.impossible), launches
 
     def _uses(self, events: Sequence[Event]) -> list[int]:
         """Returns an index into `USES` for each event, or a number beyond it for each group."""
@@ -208,21 +230,66 @@ def arranged(
     pairwise: npt.NDArray[np.bool_],
     correlations: npt.NDArray[np.int64],
     numbers: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
+    calls: Intervals,
+    stream: npt.NDArray[np.int64],
     node: npt.NDArray[np.int64] | None = None,
+    untimed: npt.NDArray[np.bool_] | None = None,
 ) -> Activities:
-    """Returns the activities in order of their start, each with its launch. The first five arrays have one row per
-    activity. ``numbers`` and ``starts`` are the correlations and times of the launching calls. ``node``: None if
-    unknown."""
-    launched, has_launch = _launches(correlations, numbers, starts)
-    order = np.argsort(spans[:, 0], kind="stable")
+    """Returns the activities in order of their start, each with its launch. Leaves out those whose times are
+    impossible, and shortens those that last too long.
+
+    The first five arrays, ``stream``, ``node`` and ``untimed`` have one row per activity. ``numbers`` and ``calls`` are
+    the correlations and times of the launching calls. ``node``: None if unknown. ``untimed``: True for activities
+    without a time; None without any.
+    """
+    launched, has_launch = _launches(correlations, numbers, calls[:, 0])
     node = np.zeros(len(spans), dtype=np.int64) if node is None else node
     launched = np.where(has_launch, launched, spans[:, 0])
     # The clocks of host and GPU differ by microseconds, but all activities of one graph launch stay together.
     launched = np.where(node > 0, launched, np.minimum(launched, spans[:, 0]))
-    return Activities(
+    order = np.argsort(spans[:, 0], kind="stable")
+    activities = Activities(
         spans[order], launched[order], has_launch[order], use[order], kernel[order], pairwise[order], node[order], order
     )
+    timed = np.ones(len(spans), dtype=np.bool_) if untimed is None else ~untimed
+    timed[timed] = _possible(spans[timed], calls)
+    possible = timed[order]
+    if not possible.all():
+        activities = replace(activities.rows(possible), impossible=int((~possible).sum()))
+    # The activities of a graph have one launch, and may run at the same time.
+    _, index, times = np.unique(correlations, return_inverse=True, return_counts=True)
+    alone = (correlations <= 0) | (times[index] == 1)
+    ends = _possible_ends(activities.spans, np.where(alone, stream, -1)[activities.row])
+    shortened = int((ends < activities.spans[:, 1]).sum())
+    return replace(activities, spans=np.column_stack((activities.spans[:, 0], ends)), shortened=shortened)
+
+
+def _possible(spans: Intervals, calls: Intervals) -> npt.NDArray[np.bool_]:
+    """Returns which activities lie near the calls of the host and the middle half of the activities themselves."""
+    if not len(spans):
+        return np.ones(0, dtype=np.bool_)
+    starts = np.sort(spans[:, 0])
+    near = np.concatenate((calls.ravel(), starts[[len(starts) // 4, len(starts) * 3 // 4]]))
+    first, last = int(near.min()), int(near.max())
+    margin = max(last - first, _BEYOND)
+    possible: npt.NDArray[np.bool_] = (spans[:, 0] >= first - margin) & (spans[:, 1] <= last + margin)
+    return possible
+
+
+def _possible_ends(spans: Intervals, stream: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns when activities ended that run one after the other in each stream; a stream of -1: at any time.
+
+    ROCm writes ends that cover later activities of the stream (AMD-AGI/TraceLens#669). Viewers cut such an activity off
+    where the next one begins, and so does this. An activity may still begin before the one before it has ended.
+    """
+    ends = spans[:, 1].copy()
+    for number in np.unique(stream[stream >= 0]):
+        rows = np.flatnonzero((stream == number) & (spans[:, 1] > spans[:, 0]))
+        starts, stream_ends = spans[rows, 0], spans[rows, 1]
+        least_later_end = np.minimum.accumulate(stream_ends[::-1])[::-1][1:]
+        covers = (stream_ends[:-1] > least_later_end) & (starts[1:] > starts[:-1])
+        ends[rows[:-1][covers]] = starts[1:][covers]
+    return ends
 
 
 def _launches(

@@ -7,6 +7,8 @@ communication that does not go through a ``ProcessGroup``. `attribution` finds o
 
 from __future__ import annotations
 
+import re
+
 #: The uses of an activity; `Activities.use` has their index. ``other``: communication in a group that is not
 #: Megatron's. ``unknown``: communication in a group that nothing names.
 USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other", "unknown")
@@ -49,16 +51,27 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 }
 #: The names that torch gives a group that was made without a name.
 _UNNAMED = (None, "", "undefined")
-#: Kernels that only one axis uses: DeepEP's and NCCL EP's dispatch and combine, Transformer Engine's user buffers.
-_NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "nccl_ep": "ep", "userbuffers": "tp"}
-#: Communication that any group may launch: torch's symmetric memory, and copies from one device to another, which copy
-#: engines make for NCCL and for symmetric memory. (A process of Megatron's computes on only one device.)
-_OF_ANY = (
-    *("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_", "multimem_one_shot"),
-    *("symmetric_memory::", "nvshmem_extension::", "nccl_extension::", "Memcpy PtoP"),
+#: The axes of the dimensions of a device mesh. torch calls the group of a dimension ``mesh_tp``, and of several that
+#: were flattened ``mesh_dp_shard_cp``. ``sp``: sequences that are exchanged for heads (Ulysses).
+_DIMENSIONS = {
+    **{axis: axis for axis in AXES},
+    **dict.fromkeys(("ddp", "fsdp", "efsdp", "replicate", "shard", "batch", "loss"), "dp"),
+    **{"etp": "tp", "sp": "cp"},
+}
+_MESH = "mesh_"
+#: Names of communication kernels and copies, and the axis of those that only one axis uses. ``None``: any group may
+#: launch it: the libraries of collectives, symmetric memory, and copies from one device to another, which copy engines
+#: make for NCCL and for symmetric memory. (A process of Megatron's computes on only one device.)
+_KERNELS: tuple[tuple[str, str | None], ...] = (
+    (r"deep_ep::|hybrid_ep::|uccl::(?:intranode|internode)|nccl_ep|\bEp(?:Dispatch|Combine)|mori::moe::", "ep"),
+    (r"userbuffers|cross_device_reduce", "tp"),
+    (r"\b(?:nccl|rccl|msccl|oneccl|xccl|hccl|hcom_)", None),
+    (r"one_shot_all_reduce|two_shot_all_reduce|multimem_all_|multimem_one_shot|symmetric_memory::", None),
+    (r"nvshmem|rocshmem|mori::|Memcpy PtoP", None),
 )
-#: Parts of the names of NCCL's kernels in which ranks exchange in pairs, for an all-to-all or for the pipeline.
-_PAIRWISE = ("SendRecv", "AlltoAll", "AllToAll")
+_AXIS_OF_KERNEL = tuple((re.compile(names, re.IGNORECASE), axis) for names, axis in _KERNELS)
+#: Parts of the names of kernels in which ranks exchange in pairs, for an all-to-all or for the pipeline.
+_PAIRWISE = ("sendrecv", "alltoall")
 
 BY_GROUP, BY_GROUP_PAIRWISE = -1, -2
 
@@ -73,12 +86,11 @@ class ByName(dict[str, int]):
 
 
 def _by_name(name: str) -> int:
-    for part, axis in _NAMES.items():
-        if part in name:
-            return USES.index(axis)
-    if name.startswith("nccl"):
-        return BY_GROUP_PAIRWISE if any(part in name for part in _PAIRWISE) else BY_GROUP
-    return BY_GROUP if any(part in name for part in _OF_ANY) else COMPUTE
+    for pattern, axis in _AXIS_OF_KERNEL:
+        if pattern.search(name):
+            pairwise = any(part in name.lower() for part in _PAIRWISE)
+            return USES.index(axis) if axis else BY_GROUP_PAIRWISE if pairwise else BY_GROUP
+    return COMPUTE
 
 
 def axis_of(description: str) -> str | None:
@@ -109,4 +121,7 @@ def parallel_of(axes: tuple[str, ...], sizes: object) -> list[str]:
 
 
 def _axes(description: str) -> tuple[str, ...]:
+    if description.startswith(_MESH):
+        dimensions = description.removeprefix(_MESH).lower().split("_")
+        return tuple(dict.fromkeys(_DIMENSIONS[name] for name in dimensions if name in _DIMENSIONS))
     return _GROUPS[max((name for name in _GROUPS if description.startswith(name)), key=len)]

@@ -34,9 +34,9 @@ from megaprof.analysis.trace.gpu import (
 from megaprof.analysis.trace.groups import COMMUNICATES
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.analysis.trace.replays import replayed
-from megaprof.analysis.trace.unseen import without_kernels
+from megaprof.analysis.trace.unseen import without_kernels, without_times
 from megaprof.formats import graphs, ranges
-from megaprof.formats.inputs import most_bytes
+from megaprof.formats.inputs import fits
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.remote import files_below
@@ -45,11 +45,16 @@ from megaprof.parallel.topology import RankCoords
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
 #: The most bytes of memory that one event takes while a report is made.
-_ROW_BYTES = 200
+ROW_BYTES = 200
+TOO_MANY = "it has more events than fit into memory (see --max-input-mib)"
 _COMMUNICATING = ("c10d::", COMMUNICATES)
 #: Top-level values that are read besides the events.
 _TOP = ("megaprof", "baseTimeNanoseconds", "deviceProperties", graphs.KEY)
 _ON_GPU = frozenset({"user_annotation", KERNEL, INSTANTS, *COPIES, *LAUNCHES})
+
+
+#: Why a trace of another tool is no trace of ours.
+NOT_OURS = "it was not written by megaprof (no `megaprof` metadata): nothing in it shows a stage"
 
 
 class UnreadableTrace(Exception):
@@ -118,7 +123,8 @@ class Trace:
     launches: Launches | None = None
     """The calls that launched kernels; None without kernels, or if the tool does not record them."""
     unseen: Note | None = None
-    """Why it has no kernels although the model ran on a GPU; None if it has some, or if the model ran on a CPU."""
+    """Why it has no kernels, or none with usable times, although the model ran on a GPU; None if it has some, or if the
+    model ran on a CPU."""
     warnings: tuple[Note, ...] = ()
     """Warnings about the file."""
     knows_collectives: bool = True
@@ -187,7 +193,6 @@ class _File:
         self._collectives: list[Collective] = []
         self._broken = 0
         self._device: str | None = None
-        self._most_rows = most_bytes() // _ROW_BYTES
         self._document: Document[Event] = read(path, Event, top=_TOP)
         for events in self._document:
             on_gpu = self._says_gpu()
@@ -215,8 +220,6 @@ class _File:
         if not -LONGEST < base < LONGEST:
             raise Undecodable("its `baseTimeNanoseconds` is out of range")
         warnings = list(_name_warnings(path, metadata.coords))
-        if unusable := self._broken + document.unreadable:
-            warnings.append(Note("events_left_out", files=(path.name,), count=unusable))
         if document.cut is not None:
             warnings.append(Note("cut", files=(path.name,), said=document.cut))
         traced_ranges = [TracedRange(traced.name, traced.start + base, traced.end + base) for traced in self._ranges]
@@ -229,6 +232,17 @@ class _File:
         ]
         collectives.sort(key=lambda collective: collective.start)
         gpu, launches = self.gpu.activities(base, metadata.sizes) if has_kernels else (None, None)
+        unseen = (
+            without_times(gpu)
+            if has_kernels
+            else without_kernels(metadata, self.gpu.launches, has_gpu=_has_gpu(document))
+        )
+        if (
+            unusable := self._broken
+            + document.unreadable
+            + (0 if gpu is None or unseen is not None else gpu.impossible)
+        ):
+            warnings.append(Note("events_left_out", files=(path.name,), count=unusable))
         if gpu is not None and graphs.KEY in document.top:
             try:
                 names = graphs.read_names(bytes(document.top[graphs.KEY]))
@@ -250,7 +264,7 @@ class _File:
             compute=self._operators.compute(base) if collectives else intervals(()),
             gpu=gpu,
             launches=launches,
-            unseen=None if has_kernels else without_kernels(metadata, self.gpu.launches, has_gpu=_has_gpu(document)),
+            unseen=unseen,
             warnings=tuple(warnings),
             cut=document.cut,
             base=base,
@@ -281,16 +295,13 @@ class _File:
         rows = (
             self.gpu.rows + self._memory.rows + self._operators.rows + 4 * (len(self._ranges) + len(self._collectives))
         )
-        if rows > self._most_rows:
-            raise Undecodable(
-                f"it has more than the {self._most_rows:,} events that fit into memory (see --max-input-mib)"
-            )
+        if not fits(rows * ROW_BYTES):
+            raise Undecodable(TOO_MANY)
 
 
 def _metadata(document: Document[Event]) -> Metadata:
     if "megaprof" not in document.top:
-        reason = "it was not written by megaprof (no `megaprof` metadata): nothing in it shows a stage"
-        raise Undecodable(document.cut or reason)
+        raise Undecodable(document.cut or NOT_OURS)
     try:
         return read_metadata(bytes(document.top["megaprof"]))
     except ValueError as fault:

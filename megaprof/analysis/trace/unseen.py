@@ -1,5 +1,5 @@
-"""Detects kernels that ran and are missing in the trace. Then all numbers that come from kernels, or from the gaps
-between them, are wrong.
+"""Detects kernels that ran and are missing in the trace, or have impossible times there. Then all numbers that come
+from kernels, or from the gaps between them, are wrong.
 
 Kineto drops kernels silently if GPU activity was not requested, if another tool holds CUPTI, if its buffers were full,
 or if a session follows another one too soon (pytorch/kineto#1554). It also drops a few at the start of each session,
@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.gpu import Launches
+from megaprof.analysis.trace.gpu import Activities, Launches
 from megaprof.formats.metadata import Metadata
 
-#: In healthy traces (A100, H100, B200, MI300) every launch has its kernel. If a larger part than this has none, a
-#: step's numbers are not shown.
+#: In healthy traces (A100, H100, B200, MI300) every launch has its kernel, and every kernel a possible time. If a
+#: larger part than this has none, a step's numbers are not shown.
 MOST_UNSEEN = 0.01
 
 
@@ -37,6 +37,13 @@ def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: b
     return Note("no_kernels_of_nsys" if nsys else "no_kernels")
 
 
+def without_times(gpu: Activities | None) -> Note | None:
+    """Returns why the times of the activities cannot be used; None if enough of them are possible."""
+    if gpu is None or gpu.impossible <= MOST_UNSEEN * (gpu.impossible + len(gpu.spans)):
+        return None
+    return Note("kernels_untimed", factor=round(gpu.impossible / (gpu.impossible + len(gpu.spans)), 2))
+
+
 def without_some(launches: Launches | None, start: int, end: int) -> Note | None:
     """Returns why there are too few kernels for the step between two moments; None if there are enough, or if the tool
     does not record launches."""
@@ -47,4 +54,6 @@ def without_some(launches: Launches | None, start: int, end: int) -> Note | None
     )
     if lost <= MOST_UNSEEN * launched:
         return None
+    if len(launches.unanswered) - launches.anonymous <= MOST_UNSEEN * len(launches.times):
+        return Note("kernels_anonymous", factor=round(lost / launched, 2))
     return Note("kernels_lost", factor=round(lost / launched, 2))

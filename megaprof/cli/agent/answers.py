@@ -20,6 +20,7 @@ from megaprof.cli.files.diff import compared
 from megaprof.cli.files.report import analyzed
 from megaprof.cli.files.what_if import in_words, predicted
 from megaprof.cli.jobs import status as job_status
+from megaprof.formats.phrases import json_of
 from megaprof.formats.remote import RemotePath, files_below, place
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
@@ -48,7 +49,7 @@ def of_change(
 ) -> dict[str, Any]:
     """Returns the JSON of ``megaprof what-if DIR --json``. Raises CommandError, and the errors of reading files."""
     answer = predicted(_report(directory, run), choices, target, role)
-    return {"headline": in_words(answer), **msgspec.json.decode(msgspec.json.encode(answer))}
+    return {"headline": in_words(answer), **msgspec.json.decode(json_of(answer))}
 
 
 def of_diff(before: str, after: str) -> dict[str, Any]:

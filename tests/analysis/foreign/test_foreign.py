@@ -151,12 +151,13 @@ def test_rccl_kernels_take_the_group_of_their_operator(tmp_path: Path) -> None:
 
 
 def test_who_comes_last(tmp_path: Path) -> None:
-    """Rank 1's kernels are the shortest: it comes when the others wait already. Clocks do not matter."""
+    """Rank 1's kernels are the shortest: it comes when the others wait already. Clocks that are a little apart do not
+    matter."""
     for rank in range(3):
         job = Job(rank, 3)
         for number in range(5):
             length = 1 if rank == 1 else 5
-            job.reduce(1000 * rank + 10 * number + 5 - length, length, [0, 1, 2])
+            job.reduce(20 * rank + 10 * number + 5 - length, length, [0, 1, 2])
         job.write(tmp_path / f"{rank}.pt.trace.json")
     (late,) = foreign(tmp_path).late
     assert (late.rank, late.times, late.matched, late.waited_ms, late.group) == (1, 5, 5, 4, "ranks 0-2")
@@ -295,3 +296,142 @@ def test_refusals_of_one_kind_are_one_line() -> None:
     files = [Note("skipped", files=(name,), said="it is empty") for name in "abcd"]
     assert [each.count for each in of_files([*files, Note("skipped", files=("x",), said="y"), *files])] == [4, 0]
     assert [*of_files(files[:3])] == files[:3]
+
+
+def test_kernels_of_libraries_that_name_no_group(tmp_path: Path) -> None:
+    job = Job()
+    job.kernel("gemm", 0, 10)
+    job.kernel("void deep_ep::intranode::dispatch<8>(int4*)", 10, 2)
+    job.kernel("void mori::moe::EpCombineIntraNodeKernel<float>(float*)", 14, 1)
+    job.kernel("nvshmemi_transfer_rma_p2p", 16, 1)
+    found = foreign(job.write(tmp_path / "a.json"))
+    assert found.ranks[0].compute_ms == 10
+    assert {(each.operation, each.axis, each.ms) for each in found.ranks[0].exposed} == {
+        ("dispatch", "ep", 2), ("combine", "ep", 1), ("communication", None, 1)
+    }  # fmt: skip
+
+
+def test_copies_of_a_collective_communicate(tmp_path: Path) -> None:
+    """Copy engines run it; other copies compute."""
+    job = Job()
+    job.event("cpu_op", "record_param_comms", 0, 1, **{"External id": 5, "Process Group Ranks": "[0, 1]"})
+    job.events[-1]["args"] |= {"Collective name": "allgather", "Process Group Description": "mesh_tp"}
+    for number in (5, 6):
+        job.kernel("Memcpy DtoD (Device -> Device)", number, 1, **{"External id": number})
+        job.events[-1]["cat"] = "gpu_memcpy"
+    job.kernel("gemm", 8, 1)
+    (rank,) = foreign(job.write(tmp_path / "a.json")).ranks
+    assert [(each.operation, each.axis, each.ms) for each in rank.exposed] == [("allgather", "tp", 1)]
+    assert rank.compute_ms == 2
+
+
+def test_an_axis_of_which_no_kernel_is_known_is_said(tmp_path: Path) -> None:
+    job = Job()
+    job.kernel("gemm", 0, 10)
+    job.reduce(10, 1, [0, 1], TP)
+    path = job.write(tmp_path / "a.json")
+    assert [note.names for note in foreign(path, tp=2, cp=2).warnings if note.kind == "axes_unseen"] == [("cp",)]
+    assert "axes_unseen" not in kinds(foreign(path, tp=2).warnings)
+
+
+def test_what_the_host_delayed_is_unknown_without_launches(tmp_path: Path) -> None:
+    job = Job()
+    job.kernel("gemm", 0, 10, launch=0)
+    job.kernel("gemm", 15, 5, launch=14)
+    for event in job.events[::2]:
+        event["cat"] = "xpu_runtime"
+        event["name"] = "urEnqueueKernelLaunch"
+    assert foreign(job.write(tmp_path / "a.json")).ranks[0].host_bound_ms == 5
+    del job.events[::2]
+    assert foreign(job.write(tmp_path / "a.json")).ranks[0].host_bound_ms is None
+
+
+def test_times_that_cannot_be_true(tmp_path: Path) -> None:
+    job = Job()
+    for number in range(200):
+        job.kernel("gemm", 1e9 + number, 1)
+    job.events[-1] |= {"ts": 0.0, "dur": 0.0}  # without it, the recording is no 11 days long
+    job.events[101]["dur"] = 150e3  # ends where the next one begins
+    path = job.write(tmp_path / "a.json")
+    found = foreign(path)
+    assert (found.ranks[0].span_ms, found.ranks[0].compute_ms) == (199, 199)
+    assert {note.kind: note.count for note in found.warnings}["events_left_out"] == 1
+    for event in job.events[1::20]:
+        event |= {"ts": 0.0, "dur": 0.0}
+    job.write(path)
+    with pytest.raises(NothingToReport, match="10% of its kernels have impossible times"):
+        analyze(path)
+
+
+def windows(directory: Path, *recorded: tuple[int, int, float], steps: bool = True) -> Foreign:
+    """``recorded``: window, rank and milliseconds of each of four collectives."""
+    for window, rank, length in recorded:
+        job = Job(rank, 2)
+        for number in range(4):
+            job.reduce(1000 * window + 20 * number + 10 - length, length, [0, 1])
+        if steps:
+            job.event("user_annotation", f"ProfilerStep#{window}", 1000 * window, 100)
+        job.write(directory / f"node_{rank}.{window}.pt.trace.json")
+    return foreign(directory)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_recordings_of_different_windows_are_not_compared(steps: bool, tmp_path: Path) -> None:
+    found = windows(tmp_path, (1, 0, 5), (1, 1, 4), (2, 0, 1), steps=steps)
+    assert [(rank.window, rank.rank) for rank in found.ranks] == [(1, 0), (1, 1), (2, 0)]
+    (late,) = found.late
+    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 4, 4, 1)
+
+
+def test_ranks_of_different_windows_alone_are_not_compared(tmp_path: Path) -> None:
+    assert windows(tmp_path, (1, 0, 5), (2, 1, 4)).late == ()
+
+
+def test_all_windows_count(tmp_path: Path) -> None:
+    (late,) = windows(tmp_path, (1, 0, 5), (1, 1, 4), (2, 0, 5), (2, 1, 3), (3, 0, 2), (3, 1, 4)).late
+    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 8, 12, 1.5)
+
+
+def test_who_came_last_is_unknown_if_all_came_together(tmp_path: Path) -> None:
+    assert windows(tmp_path, (1, 0, 5), (1, 1, 5)).late == ()
+
+
+def test_the_folders_of_roles_are_read_and_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As verl's torch profiler writes them: trainers and rollouts."""
+    for role, slow in (("actor_update", 1), ("ref_compute_log_prob", 0)):
+        for rank in range(2):
+            job = Job(rank, 2)
+            job.reduce(10, 1 if rank == slow else 4, [0, 1])
+            (tmp_path / role).mkdir(exist_ok=True)
+            job.write(tmp_path / role / f"prof_rank-{rank}_031904.json")
+    (tmp_path / "agent_loop_rollout_replica_0").mkdir()
+    job.write(tmp_path / "agent_loop_rollout_replica_0" / "node1_372640.1771730291744166997.pt.trace.json")
+    found = foreign(tmp_path)
+    assert [(rank.file.partition("/")[0], rank.rank) for rank in found.ranks] == [
+        ("actor_update", 0), ("actor_update", 1), ("agent_loop_rollout_replica_0", 1),
+        ("ref_compute_log_prob", 0), ("ref_compute_log_prob", 1),
+    ]  # fmt: skip
+    assert main(["report", str(tmp_path)]) == 0
+    assert "window 3: ref_compute_log_prob" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("trace_view.json", [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "Overlap Analysis"}},
+                             {"ph": "X", "name": "Computing", "pid": 1, "tid": 2, "ts": "1773285899055563.250"}],
+         "Ascend NPU"),
+        ("1_results.json", {"rocprofiler-sdk-tool": [{"metadata": {}}]}, "rocprofv3"),
+        ("1_results.db", {}, "rocprofv3"),
+        ("1_results.pftrace", {}, "rocprofv3"),
+        ("a.pt.trace.json", {"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}]},
+         "no kernels of a GPU"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_a_file_is(name: str, content: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "host" / name
+    path.parent.mkdir()
+    path.write_text(json.dumps(content))
+    for place in (tmp_path, path):
+        with pytest.raises(NothingToReport, match=said):
+            analyze(place)

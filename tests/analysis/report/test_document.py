@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,3 +51,13 @@ def test_a_step_in_brief_is_the_one_that_causes_are_priced_in(tmp_path: Path) ->
     assert milliseconds(run.step_ms) in page(replace(report, targets=(later,)), {})
     assert replace(later, captured=True).shown_imbalance == "1.50"
     assert replace(later, diagnosis=None).judged_step_ms == captured.step_ms
+
+
+def test_a_path_that_is_not_utf_8_is_written_with_question_marks(tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"a\xff")
+    pipeline(directory, [6, 2])
+    for path in [*directory.iterdir()]:
+        path.rename(directory / os.fsdecode(b"\xff" + os.fsencode(path.name)))
+    report = analyze(directory)
+    assert report.to_json()["source"] == str(tmp_path / "a?")
+    assert Document.from_json(report.json()).run == report.run

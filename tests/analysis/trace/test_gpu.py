@@ -6,6 +6,7 @@ import pytest
 
 from megaprof.analysis.clocks.matching import ends_of
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.trace import groups
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.kineto import launched
@@ -429,3 +430,141 @@ def test_traces_whose_kernels_nobody_launched_are_host_time(tmp_path):
     (target,) = analyze(tmp_path).targets
     assert target.causes == ()
     assert "launches_unknown" in kinds(target.warnings)
+
+
+class TestImpossibleTimes:
+    """`gpu.arranged` sees the times of every reader."""
+
+    def test_a_kernel_ends_where_the_next_of_its_stream_begins(self, step, tmp_path):
+        step.kernel(1, 100)
+        step.kernel(3, 2)
+        step.kernel(5.5, 1)
+        step.kernel(4, 0.5, stream=9)  # runs beside them
+        step.kernel(21, 3)
+        stage, target = step.stage(tmp_path)
+        assert (stage.forward_ms.mean, stage.backward_ms.mean) == (5, 3)  # 1 to 5 and 5.5 to 6.5
+        assert "kernels_shortened" in kinds(target.warnings)
+
+    def test_a_kernel_may_begin_before_the_one_before_it_ends(self, step, tmp_path):
+        """Programmatic dependent launch, and the rounding of clocks."""
+        step.kernel(1, 4)
+        step.kernel(4.5, 2)
+        step.kernel(4.5, 1)
+        step.kernel(21, 3)
+        stage, target = step.stage(tmp_path)
+        assert stage.forward_ms.mean == 5.5
+        assert "kernels_shortened" not in kinds(target.warnings)
+
+    def test_many_kernels_without_a_time_allow_no_verdict(self, step, tmp_path):
+        for number in range(4):
+            step.kernel(1 + number, 1)
+        for event in [event for event in step.trace.events if event["cat"] == "kernel"][::2]:
+            event |= {"ts": 0.0, "dur": 0.0}
+        stage, target = step.stage(tmp_path)
+        assert (stage.forward_ms, stage.compute_ms, target.step_time_ms) == (None, None, None)
+        assert target.unjudgeable.kind == "kernels_untimed"
+        assert target.unjudgeable.factor == 0.5
+
+    @pytest.mark.parametrize(
+        "time", [{"ts": 0.0, "dur": 0.0}, {"dur": 52 * 86400e6}, {"ts": -52 * 86400e6}, {"dur": -1.0}]
+    )
+    def test_a_few_are_left_out_with_their_number(self, time, step, tmp_path):
+        for number in range(150):
+            step.kernel(0.1 + 0.05 * number, 0.05, stream=7 + (number == 149), launch=0.01)
+        step.trace.events[-1] |= time
+        path = step.trace.write(tmp_path)
+        (target,) = analyze(path).targets
+        assert target.stages[0].forward_ms.mean == pytest.approx(149 * 0.05)
+        assert {note.kind: note.count for note in analyze(path).warnings}["events_left_out"] == 1
+
+    def test_passes_do_not_compute_longer_than_their_step(self, step, tmp_path):
+        step.kernel(1, 40)
+        step.kernel(21, 40, stream=9)
+        step.kernel(22, 1, stream=10)
+        stage, target = step.stage(tmp_path)
+        assert stage.compute_ms is None
+        assert target.unjudgeable.kind == "compute_beyond_step"
+
+    def test_kernels_that_name_no_launch_are_not_lost(self, step, tmp_path):
+        """ROCm writes correlation 0 for RCCL's kernels."""
+        step.kernel(1, 4)
+        step.kernel(21, 3)
+        step.trace.events[-1]["args"]["correlation"] = 0
+        _, target = step.stage(tmp_path)
+        assert target.unjudgeable.kind == "kernels_anonymous"
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("void deep_ep::intranode::combine<__nv_bfloat16, 8, 768>(...)", "ep"),
+        (
+            "void mori::moe::EpDispatchIntraNodeKernel<hip_bfloat16>(mori::moe::EpDispatchCombineArgs<hip_bfloat16>)",
+            "ep",
+        ),
+        ("EpCombineInterNodeV1Kernel_bf16", "ep"),
+        ("void uccl::internode::dispatch<8>(...)", "ep"),
+        ("void transformer_engine::userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<8>(...)", "tp"),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 4>(...)", "tp"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", "by group"),
+        ("mscclKernel_Sum_half_Simple_false", "by group"),
+        ("void rocshmem::put_nbi<float>(...)", "by group"),
+        ("nvshmemi_transfer_rma_p2p", "by group"),
+        ("one_shot_all_reduce_kernel<8, 16>", "by group"),
+        ("Memcpy PtoP (Device -> Device)", "by group"),
+        ("ncclDevKernel_SendRecv(...)", "in pairs"),
+        ("rcclAllToAllKernel", "in pairs"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", "compute"),
+        ("StepDispatchKernel", "compute"),
+    ],
+)
+def test_names_of_kernels(name, use):
+    by_group = {"by group": groups.BY_GROUP, "in pairs": groups.BY_GROUP_PAIRWISE}
+    assert groups.ByName()[name] == (by_group[use] if use in by_group else groups.USES.index(use))
+
+
+@pytest.mark.parametrize(
+    ("description", "axis"),
+    [
+        *((f"mesh_{axis}", axis) for axis in ("tp", "pp", "ep", "cp", "dp")),
+        *(
+            ("mesh_dp_shard", "dp"),
+            ("mesh_dp_shard_cp", "dp"),
+            ("mesh_fsdp", "dp"),
+            ("mesh_sp", "cp"),
+            ("mesh_dim_tp", "tp"),
+        ),
+        *(
+            ("mesh_infer_tp", "tp"),
+            ("mesh_etp", "tp"),
+            ("mesh_default", None),
+            ("DATA_PARALLEL_GROUP_WITH_CP_AG", "dp"),
+        ),
+    ],
+)
+def test_names_of_groups(description, axis):
+    assert groups.axis_of(description) == axis
+
+
+def test_an_axis_of_which_no_kernel_is_known_is_unknown(tmp_path):
+    """Its communication is counted as compute. If one stage has a kernel, none on another is none."""
+    for stages_with in ((), (0,)):
+        directory = tmp_path / str(len(stages_with))
+        for pp in range(2):
+            gpu = Gpu(pp=pp, pp_size=2, microbatches=1, sizes={"ep": 2, "dp": 2}, chunks=[chunk(2)])
+            gpu.trace.call(0, 50)
+            gpu.trace.forward(0, 10 * pp, 10)
+            gpu.trace.backward(0, 40 - 10 * pp, 10)
+            gpu.kernel(10 * pp + 1, 8)
+            gpu.kernel(41 - 10 * pp, 8)
+            if pp in stages_with:
+                gpu.nccl(10 * pp + 9, 0.5, group="ep")
+            else:
+                gpu.kernel(10 * pp + 9, 0.5, name="an_unknown_all_to_all", stream=20)
+            gpu.trace.write(directory)
+        (target,) = analyze(directory).targets
+        exposed = [stage.exposed_ms["ep"] and stage.exposed_ms["ep"].mean for stage in target.stages]
+        assert exposed == ([0.5, 0.0] if stages_with else [None, None])
+        assert [note.names for note in target.warnings if note.kind == "axes_unseen"] == (
+            [] if stages_with else [("ep",)]
+        )

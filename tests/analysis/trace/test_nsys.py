@@ -340,3 +340,26 @@ def test_annotations_in_a_window_are_kept(tmp_path: Path) -> None:
     write_nsys(replace(trace), tmp_path)
     (read,) = read_nsys(*find_nsys(tmp_path))
     assert [r.name.label for r in read.ranges] == ["train_actor", "forward", "role/ref"]
+
+
+@pytest.mark.parametrize(
+    ("change", "known"),
+    [("end = end + 200000000", True), ("start = 0, end = 0", False), ("end = end + 4000000000000000", False)],
+)
+def test_impossible_times_of_kernels(change: str, known: bool, tmp_path: Path) -> None:
+    """The same checks as for traces of Kineto's."""
+    write(Scenario("gpu", layers=(2, 2), microbatches=4), tmp_path / "kineto")
+    as_nsys(tmp_path / "kineto", tmp_path / "nsys")
+    (whole,) = analyze(tmp_path / "nsys").targets
+    table = "CUPTI_ACTIVITY_KIND_KERNEL"
+    stream = f"SELECT MIN(streamId) FROM {table}"
+    some = f"SELECT rowid FROM {table} WHERE streamId = ({stream}) ORDER BY start LIMIT 3 OFFSET 2"
+    for path in (tmp_path / "nsys").glob("*.sqlite"):
+        edit(path, f"UPDATE {table} SET {change} WHERE rowid IN ({some})")
+    (found,) = analyze(tmp_path / "nsys").targets
+    for stage, expected in zip(found.stages, whole.stages, strict=True):
+        if known:
+            assert stage.compute_ms.mean == pytest.approx(expected.compute_ms.mean, rel=0.01)
+        else:
+            assert stage.compute_ms is None
+    assert ("kernels_shortened" if known else "kernels_untimed") in kinds(found.warnings)

@@ -132,8 +132,8 @@ def test_memory_that_is_left_bounds_the_events_that_are_read(tmp_path, monkeypat
     for number in range(200):
         trace.event("gemm", number, 1, cat="kernel")
     path = trace.write(tmp_path)
-    monkeypatch.setattr(traces, "most_bytes", lambda: 1 << 14)
-    with pytest.raises(UnreadableTrace, match=r"more than the 81 events that fit into memory \(see --max-input-mib\)"):
+    monkeypatch.setattr(traces, "fits", lambda size: size <= 1 << 14)
+    with pytest.raises(UnreadableTrace, match=r"more events than fit into memory \(see --max-input-mib\)"):
         read_trace(path)
 
 

@@ -16,9 +16,9 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import activations, name_of, of_costs
 from megaprof.analysis.what_if.by_hand import chosen, moved, split, stages_after
 from megaprof.analysis.what_if.changeable import Changeable, tried
-from megaprof.analysis.what_if.changes import resliced
+from megaprof.analysis.what_if.changes import Prediction, resliced
 from megaprof.analysis.what_if.contents import Cost, CostFit
-from megaprof.analysis.what_if.layouts import check_layout, parse_layout
+from megaprof.analysis.what_if.layouts import check_layout, format_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli import FAILED, USAGE, main
 from megaprof.cli.agent import answers
@@ -146,6 +146,14 @@ def test_another_number_of_chunks_is_named_with_the_captured_one(tmp_path: Path)
     fewer, other = (name_of(chosen(run, {"layout": text}).prediction, target.what_if) for text in ("4,4", "2,2,2,2"))
     assert fewer == "4+4 layers, 1 model chunk per stage instead of 2"
     assert "per stage" not in other
+
+
+def test_model_chunks_are_counted_in_a_layout_that_is_written_short() -> None:
+    """As on 8 stages of one chunk each: ``Et|(t|)*6tL``."""
+    now = WhatIf(layout=format_layout(("Et", *["t"] * 6, "tL")))
+    layout = format_layout(("Et", *["t"] * 14, "tL"))
+    change = Prediction("by_hand", 1.0, 1.0, 1.0, 1.0, layers=(2,) * 8, layout=layout, chunks=2)
+    assert name_of(change, now) == f"{layout}, 2 model chunks per stage instead of 1"
 
 
 def test_the_command_the_tool_and_the_page_say_the_same(

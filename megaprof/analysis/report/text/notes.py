@@ -190,10 +190,25 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "kernels_lost": lambda n: (
         f"{n.factor:.0%} of its kernel launches have no kernel in the trace: {_LOST}, or a graph was captured"
     ),
+    "kernels_anonymous": lambda n: (
+        f"{n.factor:.0%} of its kernel launches have no kernel that names them, as ROCm writes it: the kernels are in "
+        "the trace, and name no launch, so nothing says which pass they belong to"
+    ),
+    "kernels_untimed": lambda n: (
+        f"{n.factor:.0%} of its kernels have impossible times in the trace: none at all, or days apart from the rest"
+    ),
+    "kernels_shortened": (
+        "some kernels cover later ones of their stream, which none can: they count until the next one begins"
+    ),
+    "compute_beyond_step": "by the trace its passes computed longer than the step took, so its times are wrong",
     "closed_early": lambda n: f"the window was closed early ({n.said or 'no reason given'})",
     "passes_missing": lambda n: f"it holds {n.count} {n.names[0]} ranges where {n.of} belong",
     # communication
     "groups_unknown": _groups_unknown,
+    "axes_unseen": lambda n: (
+        f"exposed {_joined(n)} {'is' if len(n.names) == 1 else 'are'} not known: not one kernel of such communication "
+        "was found, so it goes by names that megaprof does not know, and is counted as compute"
+    ),
     "groups_unnamed": (
         "communication of process groups that bear none of Megatron's names took time and is counted for no group"
     ),

@@ -14,6 +14,7 @@ from megaprof.analysis.report.text.words import both, counted, number, percent, 
 from megaprof.analysis.table.modules import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import Assumption, CostFit
+from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.analysis.what_if.packing import switch_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.phrases import listed
@@ -74,7 +75,7 @@ def _by_hand(change: Prediction, predictions: WhatIf) -> str:
     other = change.packing in _PACKINGS or change.packing is None  # else the packing names them
     layout = change.layout or ""
     # For stages with one chunk each, the numbers of layers say everything, unless there are MTP layers somewhere.
-    plain = "m" not in layout and layout.count("|") < len(change.layers)
+    plain = "m" not in layout and (not layout or _chunks_of(layout, len(change.layers)) == 1)
     parts = (
         (_layers(change, predictions) if plain else layout) if change.layout != predictions.layout else None,
         f"{counted(change.chunks, 'model chunk')} per stage instead of {_chunks_now(change, predictions)}"
@@ -90,7 +91,12 @@ def _by_hand(change: Prediction, predictions: WhatIf) -> str:
 
 def _chunks_now(change: Prediction, predictions: WhatIf) -> int:
     """Returns the number of model chunks per stage in the captured layout, which has as many stages."""
-    return ((predictions.layout or "").count("|") + 1) // len(change.layers)
+    return _chunks_of(predictions.layout or "", len(change.layers))
+
+
+def _chunks_of(layout: str, stages: int) -> int:
+    """Returns the number of model chunks per stage in a layout."""
+    return len(parse_layout(layout, stages)) // stages
 
 
 _NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {

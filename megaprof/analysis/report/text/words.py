@@ -25,7 +25,8 @@ def number(ms: float | None, error: float = 0.0) -> str:
     if ms is None:
         return ABSENT
     digits = 0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2
-    return f"{ms:.{min(digits, _digits(error)) if error else digits}f}"
+    digits = min(digits, _digits(error)) if error else digits
+    return f"{round(ms, digits) + 0.0:.{digits}f}"  # adding zero makes -0.00 0.00
 
 
 def with_error(ms: float, error: float) -> str:

@@ -36,7 +36,7 @@ from megaprof.analysis.trace.nsys.gpu import (
 )
 from megaprof.analysis.trace.nsys.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
-from megaprof.analysis.trace.unseen import without_kernels
+from megaprof.analysis.trace.unseen import without_kernels, without_times
 from megaprof.formats import ranges
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
@@ -258,7 +258,9 @@ class _Reader:
                 metadata=metadata,
                 ranges=inner_ranges,
                 gpu=activities,
-                unseen=None if activities is not None else without_kernels(metadata, 0, has_gpu=has_gpu, nsys=True),
+                unseen=without_times(activities)
+                if activities is not None
+                else without_kernels(metadata, 0, has_gpu=has_gpu, nsys=True),
                 warnings=warnings,
                 knows_collectives=activities is not None,
                 after_opening=not number and 0 <= outermost[0].start - self._base < _OPENED_NS,

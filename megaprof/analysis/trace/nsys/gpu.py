@@ -48,11 +48,22 @@ def read_process(tables: Tables, base: int, pid: int) -> tuple[Activities, list[
     use[between_devices] = UNKNOWN
     launches = np.zeros((0, 3), dtype=np.int64)
     if len(rows) and tables.has(LAUNCHES, *COLUMNS_OF_LAUNCH):
-        query = f"SELECT start, correlationId, 0 FROM {LAUNCHES} WHERE (globalTid >> 24) & {PROCESS} = ?"
+        query = f"SELECT start, end, correlationId FROM {LAUNCHES} WHERE (globalTid >> 24) & {PROCESS} = ?"
         launches = _array(tables.rows(query, (pid,)), 3)
     pairwise = (uses == BY_GROUP_PAIRWISE)[number_of_row]
-    spans, starts = base + rows[:, :2], base + launches[:, 0]
-    gpu = arranged(spans, use, kernel, pairwise, rows[:, 2], launches[:, 1], starts)
+    untimed: npt.NDArray[np.bool_] = (rows[:, :2] == 0).all(axis=1)
+    _, stream = np.unique(rows[:, 4:], axis=0, return_inverse=True)
+    gpu = arranged(
+        base + rows[:, :2],
+        use,
+        kernel,
+        pairwise,
+        rows[:, 2],
+        launches[:, 2],
+        base + launches[:, :2],
+        stream,
+        untimed=untimed,
+    )
     return gpu, [names[number] for number in number_of_row[gpu.row].tolist()]
 
 
@@ -61,17 +72,18 @@ def launched_between(gpu: Activities, begin: int, end: int) -> Activities | None
     rows = (gpu.launched >= begin) & (gpu.launched < end)
     if not (rows & gpu.kernel).any():
         return None
-    return Activities(*(column[rows] for column in vars(gpu).values()))
+    return gpu.rows(rows)
 
 
 def _table(tables: Tables, table: str, pid: int, column: str) -> npt.NDArray[np.int64]:
-    """Returns the start, end, correlation and ``column`` of every activity of a process; -1 if the table has no
-    such column. Leaves out activities whose times are impossible."""
+    """Returns the start, end, correlation, ``column``, device, context and stream of every activity of a process; -1
+    for a column that the table does not have. Leaves out activities whose times are impossible."""
     if not tables.has(table, *COLUMNS):
-        return np.zeros((0, 4), dtype=np.int64)
-    column = column if tables.has(table, column) else "-1"
-    query = f"SELECT start, end, correlationId, {column} FROM {table} WHERE (globalPid >> 24) & {PROCESS} = ?"
-    rows = _array(tables.rows(query, (pid,)), 4)
+        return np.zeros((0, 7), dtype=np.int64)
+    others = (name if tables.has(table, name) else "-1" for name in (column, "deviceId", "contextId", "streamId"))
+    columns = ", ".join(("start", "end", "correlationId", *others))
+    query = f"SELECT {columns} FROM {table} WHERE (globalPid >> 24) & {PROCESS} = ?"
+    rows = _array(tables.rows(query, (pid,)), 7)
     return rows[rows[:, 1] >= rows[:, 0]]
 
 
