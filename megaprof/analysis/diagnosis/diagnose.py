@@ -13,7 +13,7 @@ from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
 from megaprof.analysis.diagnosis.terms import Term, terms, waiting
-from megaprof.analysis.diagnosis.view import View
+from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
 
@@ -402,7 +402,8 @@ def _sizes(term: Term, view: View) -> dict[str, Floats]:
     if term.kind not in ("slow_rank", "uneven_microbatches", "unequal_replicas"):
         return {}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)
-    ratio = (before.passes / np.maximum(after.passes, 1e-9))[:, :, some]
+    exchanged = affected.held[EXCHANGE]
+    ratio = ((before.passes - exchanged) / np.maximum(after.passes - exchanged, 1e-9))[:, :, some]
     # The median over chunks and kinds is the factor of a microbatch or of a replica.
     ratio = np.median(ratio, axis=(2, 3, 4) if term.kind == "uneven_microbatches" else (2, 3, 4, 5))
     return {"factor": ratio.max(axis=-1)}

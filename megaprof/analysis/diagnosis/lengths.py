@@ -17,6 +17,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
+from megaprof.analysis.diagnosis.view import EXCHANGE
 from megaprof.analysis.table.table import Floats
 
 #: An explanation counts if it covers at least this fraction of a difference.
@@ -114,7 +115,7 @@ def fit(run: Examined) -> Fit | None:
     view = run.view
     # Slowness of ranks applies to all microbatches alike, so it is not part of their content.
     slow = view.rank * view.pace * view.peer.max(axis=3)
-    passes = view.state.passes / slow[..., None, None, None]
+    passes = (view.state.passes - view.held[EXCHANGE]) / slow[..., None, None, None]
     _, _, s, c, k, _ = passes.shape
     y = np.moveaxis(passes, 5, 2).reshape(-1, s * c * k)
     some = slice(None, None, -(-len(y) // _TELLING))

@@ -11,8 +11,6 @@ from megaprof.analysis.diagnosis.exchanges import links
 from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.table.table import Floats, Table
 
-#: How many steps are replayed to compare the models of exchanges.
-_COMPARED = 8
 #: Milliseconds that no timeline resolves. If models differ by less, the one that the metadata name is used.
 _RESOLUTION = 1e-3
 
@@ -20,7 +18,7 @@ _RESOLUTION = 1e-3
 @dataclass(frozen=True)
 class State:
     """Times in milliseconds: ``passes`` [..., d, s, c, k, m], ``entry`` and ``link`` [..., d, s], ``tail`` [...]. The
-    leading axes are draws or steps."""
+    leading axes are draws or steps. A pass contains what its stage exchanged before it, apart from ``link``."""
 
     passes: Floats
     entry: Floats
@@ -54,17 +52,22 @@ def measured(table: Table) -> tuple[State, Replay]:
     best: tuple[float, State, Replay] | None = None
     for model in models:
         replay = compiled(schedule, *model)
-        state = State(table.passes, entry, links(table, replay), table.reduction)
-        missed = _missed(table, state, replay)
+        link = links(table, replay)
+        apart = table.start - replay.earliest(table.end, entry=entry, link=link)
+        missed = float(np.mean(np.abs(apart)))
         if best is None or missed < best[0] - _RESOLUTION:
-            best = missed, state, replay
+            between = _between(apart) if table.clocks else 0.0
+            best = missed, State(table.passes + between, entry, link, table.reduction), replay
     if best is None:
         raise RuntimeError("no model of exchanges was tried")
     return best[1:]
 
 
-def _missed(table: Table, state: State, replay: Replay) -> float:
-    """Returns how far the ends of passes in a replay are off, on average, in milliseconds."""
-    some = state.at(np.arange(min(_COMPARED, len(table.steps))))
-    ends = replay.ends(some.passes, entry=some.entry, link=some.link)
-    return float(np.mean(np.abs(ends - table.end[: len(ends)])))
+def _between(apart: Floats) -> Floats:
+    """Returns how long each pass began after it could, with a usual exchange, [t, d, s, c, k, m]: what its stage took
+    to exchange, although it had nothing to wait for, and what the exchange took beyond a usual one. What a stage has
+    only once in a step counts no more than its second longest, because every step has many exchanges."""
+    late = np.maximum(apart, 0.0)
+    most = np.sort(late.reshape(*late.shape[:3], -1), axis=3)[..., -2:].min(axis=3)
+    between: Floats = np.minimum(late, most[..., None, None, None])
+    return between

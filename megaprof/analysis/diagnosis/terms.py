@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.analysis.diagnosis.policy import LEAST
-from megaprof.analysis.diagnosis.view import View
+from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.table.table import WAIT, Floats, Table
 
 Change = Callable[[View], View]
@@ -182,7 +182,8 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
         def at_once(v: View) -> View:
             # This is what all links have in common; a slow one among several has a term of its own.
             usual = np.quantile(v.state.link[..., :count], 0.5, axis=-1, keepdims=True, method="lower")
-            return v.waiting(link=np.maximum(v.state.link - usual, 0.0))
+            quick = v.waiting(link=np.maximum(v.state.link - usual, 0.0))
+            return quick.less(v.held[EXCHANGE], held={**v.held, EXCHANGE: np.zeros_like(v.held[EXCHANGE])})
 
         yield Term("communication", at_once, group="pp", link=(0, 1) if count == 1 else None)
 
@@ -224,7 +225,7 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         once=True,
         doubt=min(1.0, float(view.opened.max(axis=1).mean()) / max(float(view.first.max(axis=1).mean()), 1e-9)),
     )
-    for kind in view.held:
+    for kind in table.held:
         ranks = waiting(table, step_ms) if kind == WAIT else ()
         # Waits of ranks that are not named are not in the price.
         named: Floats = np.ones(table.ranks.shape[:2])

@@ -14,6 +14,9 @@ from megaprof.analysis.diagnosis.state import State
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
+#: Among what held passes up: what their stages exchanged before them (`State`).
+EXCHANGE = "exchange"
+
 
 @dataclass(frozen=True)
 class View:
@@ -171,7 +174,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
     late = np.zeros((n, d, s))
     if d * s > 1:
         late = np.maximum(against_others(state.entry.reshape(n, -1), 1), 0.0).reshape(n, d, s)
-    over = state.passes - sum(table.held.values()) - model.expected
+    over = table.passes - sum(table.held.values()) - model.expected
     first = over[:, :, 0, 0, 0, 0]
     # With one stage, the opening may explain all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
@@ -204,7 +207,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
         stalling=stalling,
         exposed=table.exposed,
         idle=table.idle,
-        held=table.held,
+        held={**table.held, EXCHANGE: state.passes - table.passes},
     )
 
 

@@ -113,11 +113,19 @@ class Replay:
         shape, _, tables = self._tables(passes, entry, link)
         return np.concatenate([table[self._before].max(axis=0).T for table in tables]).reshape(shape)
 
+    def earliest(
+        self, ends: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
+    ) -> Milliseconds:
+        """Returns when each pass could have begun if all others ended when ``ends`` says, in milliseconds and in the
+        shape of ``ends``, which is that of passes. Raises ValueError as `step_ms` does."""
+        shape, _, tables = self._tables(ends, entry, link, ended=True)
+        return np.concatenate([table[self._before].max(axis=0).T for table in tables]).reshape(shape)
+
     def _tables(
-        self, passes: npt.ArrayLike, entry: npt.ArrayLike | None, link: npt.ArrayLike | None
+        self, passes: npt.ArrayLike, entry: npt.ArrayLike | None, link: npt.ArrayLike | None, ended: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, ...], Iterator[Milliseconds]]:
         """Returns the shape of the passes of all steps, the shape of their leading axes, and the ends of all nodes,
-        [node, steps], a part of the steps at a time."""
+        [node, steps], a part of the steps at a time. ``ended``: passes are given by when they end."""
         stages = (self.schedule.stages,)
         times = _checked("passes", passes, self.shape)
         entries = _checked("entry", 0.0 if entry is None else entry, stages)
@@ -129,10 +137,14 @@ class Replay:
             return np.broadcast_to(array, (*leading, *shape)).reshape(-1, int(np.prod(shape)))
 
         columns = steps(times, self.shape), steps(entries, stages), steps(links, stages)
-        return (*leading, *self.shape), leading, self._evaluated(*columns)
+        return (*leading, *self.shape), leading, self._evaluated(ended, *columns)
 
-    def _evaluated(self, passes: Milliseconds, entries: Milliseconds, links: Milliseconds) -> Iterator[Milliseconds]:
+    def _evaluated(
+        self, ended: bool, passes: Milliseconds, entries: Milliseconds, links: Milliseconds
+    ) -> Iterator[Milliseconds]:
         nodes = entries.shape[1] + len(self._passes) + len(self._transfers)
+        is_pass = np.zeros(nodes, dtype=np.bool_)
+        is_pass[self._passes] = True
         steps_at_once = max(1, _MOST_HELD // nodes)
         for begin in range(0, max(1, len(passes)), steps_at_once):
             part = slice(begin, begin + steps_at_once)
@@ -142,7 +154,10 @@ class Replay:
             table[self._transfers] = links[part].T[self._links]
             for first, last, inputs in self._levels:
                 level_ends = table[first:last]
-                level_ends += np.maximum.reduce(table.take(inputs, axis=0), axis=0)
+                begins = np.maximum.reduce(table.take(inputs, axis=0), axis=0)
+                if ended:
+                    begins[is_pass[first:last]] = 0.0
+                level_ends += begins
             yield table
 
 

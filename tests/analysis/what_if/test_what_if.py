@@ -179,6 +179,22 @@ def test_what_the_replay_misses_is_uncertain(tmp_path):
     assert analyze(tmp_path).targets[0].what_if.best.layout == "Et*4|t*4L"
 
 
+def test_what_stages_take_to_exchange_is_in_the_replay(tmp_path):
+    """A stage takes 3 ms between passes of 10 and 20 ms although it waits for nobody, and once 40 ms."""
+    run = simulate([[13.0]] * 4, [[23.0]] * 4, 8)
+    for pp in range(4):
+        trace = TraceBuilder(pp=pp, pp_size=4, microbatches=8, chunks=[chunk(2, embedding=pp == 0, loss=pp == 3)])
+        for number, event in enumerate(e for e in run.events if e.stage == pp):
+            start = event.start_ms + 3.0 + 40.0 * (number >= 9)
+            getattr(trace, event.phase)(event.microbatch, start, event.end_ms - event.start_ms - 3.0)
+        trace.call(0.0, run.step_ms + 40.0)
+        trace.write(tmp_path)
+    target = analyze(tmp_path).targets[0]
+    assert target.what_if.replay_error.mean == pytest.approx(-40 / (run.step_ms + 40.0), abs=0.015)
+    (exchanges,) = [cause for cause in target.causes if cause.kind == "communication"]
+    assert (exchanges.group, exchanges.price.ms) == ("pp", pytest.approx(run.step_ms * 3 / 18, rel=0.1))
+
+
 def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
     what_if = found(Scenario("memory", layers=(2, 6), **CPU))
     best = next(each for each in what_if.candidates if each.layout == "Et*4|t*4L")
