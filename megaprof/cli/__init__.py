@@ -32,7 +32,6 @@ COMMANDS = {
     "merge": ("files.merge", "put all captured ranks of a step on one Perfetto timeline"),
     "nsys": ("training.nsys", "print the nsys command line to put before a training command"),
     "open": ("files.open", "open a captured step in Perfetto's UI in the browser"),
-    "patch": ("training.patch", "add megaprof's options and hooks to a host's source, or remove them"),
     "report": ("files.report", "say which pipeline stage is slow, and why, from traces and timelines"),
     "run": ("training.run", "run a training command with profiling, without editing it"),
     "status": ("jobs.status", "show what a running job is doing, and which rank it waits for when it hangs"),

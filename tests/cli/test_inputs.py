@@ -116,7 +116,6 @@ def closed() -> Iterator[Path]:
         ["status", "{}", "--wait", "0"],
         ["watch", "{}", "--once"],
         ["trigger", "{}", "--target", "train_actor"],
-        ["patch", "slime", "{}"],
     ],
     ids=lambda command: command[0],
 )
@@ -137,7 +136,6 @@ def test_what_another_user_has_closed_is_refused_in_one_line(
         ["report", "{}", "--html", "{}"],
         ["export", "{}", "--parquet", "out"],
         ["open", "{}"],
-        ["patch", "slime", "{}"],
         ["status", "{}", "--wait", "0"],
         ["trigger", "{}", "--target", "train_actor"],
         ["ui", "{}"],

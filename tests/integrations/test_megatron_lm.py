@@ -2,7 +2,7 @@
 
 What is profiled has the same parameters after each step of the optimizer, bit by bit.
 
-Needs ``MEGATRON_LM_CHECKOUT``: a checkout of a version that ``megaprof patch`` knows, copied and left as it is.
+Needs ``MEGATRON_LM_CHECKOUT``: a checkout of a version that has a patch, copied and left as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pytest
 
 from tests.integrations import driving
 from tests.integrations.driving import ROOT
+from tests.integrations.patching import apply
 from tests.trainers.digests import read_digests
 
 pytestmark = pytest.mark.hosts
@@ -165,7 +166,7 @@ def test_tensor_parallel_stages(checkout: Path, tmp_path: Path) -> None:
 
 def test_with_the_patch(checkout: Path, plain: Digests, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    megaprof("patch", "megatron-lm", str(checkout))
+    apply("megatron-lm", checkout)
     profiled = pretrain(
         checkout,
         arguments=(

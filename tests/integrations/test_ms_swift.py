@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
+from tests.integrations.patching import apply
 
 pytestmark = pytest.mark.hosts
 
@@ -176,7 +176,7 @@ def train_dpo(host: str) -> None:
 
 def test_options_of_its_own_and_an_evaluation(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     host = wheel("ms-swift")
-    assert main(["patch", "ms-swift", str(host)]) == 0
+    apply("ms-swift", host)
     env = host_environment(host, None)
     skip_without_packages()
     options = [

@@ -18,6 +18,7 @@ import pytest
 from megaprof.cli import main
 from megaprof.testing import RanksFailed, run_ranks
 from tests.integrations.driving import host_environment, labels
+from tests.integrations.patching import apply
 
 pytestmark = pytest.mark.hosts
 
@@ -74,7 +75,7 @@ def test_the_command_of_the_pull_request(
     wheel: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = wheel("ms-swift")
-    assert main(["patch", "ms-swift", str(host)]) == 0
+    apply("ms-swift", host)
     env = host_environment(host, None)
     profiled = run_ranks(train, 2, str(host), *options(tmp_path), timeout=300, env=env)
     plain = run_ranks(train, 2, str(host), *options(tmp_path), "--enable_profiler", "false", timeout=300, env=env)
@@ -96,7 +97,7 @@ def test_the_command_of_the_pull_request(
 
 def test_a_target_that_such_a_trainer_does_not_have(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     host = wheel("ms-swift")
-    assert main(["patch", "ms-swift", str(host)]) == 0
+    apply("ms-swift", host)
     with pytest.raises(RanksFailed, match="--profiler_target: evaluate is not valid for a trainer without Megatron"):
         run_ranks(
             *(

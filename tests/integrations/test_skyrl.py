@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.integrations.driving import (
     PATIENT_RAY,
@@ -32,6 +31,7 @@ from tests.integrations.driving import (
     start_ray,
     traces,
 )
+from tests.integrations.patching import apply
 
 pytestmark = pytest.mark.hosts
 
@@ -213,7 +213,7 @@ def test_roles_of_the_workers(patched: bool, wheel: Callable[[str], Path], tmp_p
     host = wheel("skyrl")
     overrides = []
     if patched:
-        assert main(["patch", "skyrl", str(host)]) == 0
+        apply("skyrl", host)
         overrides = [f"trainer.policy.megatron_config.megaprof={json.dumps(options)}"]
     env = host_environment(host, None if patched else ProfileConfig(**options))
     skip_without_packages()

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
+from tests.integrations.patching import apply
 
 pytestmark = pytest.mark.hosts
 
@@ -322,7 +322,7 @@ def test_roles_of_colocated_workers(patched: bool, wheel: Callable[[str], Path],
     }
     host = wheel("verl")
     if patched:
-        assert main(["patch", "verl", str(host)]) == 0
+        apply("verl", host)
     env = host_environment(host, None if patched else ProfileConfig(**options))
     skip_without_packages()
     run_ranks(train, WORKLOAD.world_size, str(host), options, timeout=240, env=env)
