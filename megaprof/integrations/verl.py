@@ -19,7 +19,7 @@ from megaprof.capture.process import process
 from megaprof.config.options import ProfileConfig
 from megaprof.hooks.batch import Batch
 from megaprof.integrations.contract import Facts, Hook, Host, callers, install_as_asked, over
-from megaprof.integrations.verl_settings import NO_STEP, config_from, config_of_job, config_of_worker
+from megaprof.integrations.verl_settings import NO_STEP, announces, config_from, config_of_job, config_of_worker
 from megaprof.runtime.logs import logger, show_lines
 
 __all__ = ["HOST", "config_from"]
@@ -28,6 +28,7 @@ _WORKERS = "verl.workers.engine_workers"
 _OLD_WORKERS = "verl.workers.megatron_workers"
 _PROFILER = "verl.utils.profiler.profile"
 _SFT_TRAINER = "verl.trainer.sft_trainer"
+_EXPERIMENTAL = "verl.experimental"
 
 #: The number of a profiled step that the trainer does not number: megaprof counts it.
 _UNNUMBERED = -1
@@ -64,7 +65,7 @@ def _adopt(worker: Any) -> None:
         _Requested.config, _Requested.step = mistake, NO_STEP
         return
     if config is not None:
-        _Requested.config, _Requested.step = config, NO_STEP
+        _Requested.config, _Requested.step = config, NO_STEP if announces(worker) else _UNNUMBERED
         install_as_asked()
 
 
@@ -163,7 +164,8 @@ def _run_job(arguments: Mapping[str, Any]) -> Facts:
     """Learns from verl's settings where the workers' files are: the trainer's process waits for them at the end. It may
     be on any node, so it logs where it is."""
     if _Requested.config is None and "MEGAPROF_TARGET" not in os.environ:
-        _Requested.config = config_of_job(getattr(arguments["self"], "config", None) or {})
+        config = arguments.get("config", getattr(arguments.get("self"), "config", None))
+        _Requested.config = config_of_job(config or {})
     show_lines()
     logger.info("megaprof: verl's controller is process %d on %s", os.getpid(), socket.gethostname())
     return Facts()
@@ -226,6 +228,12 @@ HOST = Host(
             )
         ),
         Hook("verl.trainer.sft_trainer_ray", "SFTTrainer.fit", _run_job, ends="job"),
+        # Trainers that override it. That of fully_async_policy is an actor of Ray, whose methods are out of reach; when
+        # it is done, the process that runs the job clears the queue of samples.
+        Hook(f"{_EXPERIMENTAL}.separation.utils", "create_role_worker_mapping", _run_job),
+        Hook(f"{_EXPERIMENTAL}.separation.ray_trainer", "SeparateRayPPOTrainer.fit", ends="job"),
+        Hook(f"{_EXPERIMENTAL}.one_step_off_policy.ray_trainer", "OneStepOffRayTrainer.fit", ends="job"),
+        Hook(f"{_EXPERIMENTAL}.fully_async_policy.message_queue", "MessageQueueClient.clear_queue", ends="job"),
     ),
     config=_config,
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
+from megaprof.runtime.logs import logger
 
 #: The value of ``global_profiler.tool`` that hands verl's settings to megaprof.
 TOOL = "megaprof"
@@ -15,16 +16,45 @@ TOOL = "megaprof"
 #: ``tool_config.torch`` has the options of a trace.
 _TOOLS = {"torch": "torch", "nsys": "nsys", "torch_memory": "memory"}
 _CONTENTS = {"shapes": "record_shapes", "memory": "profile_memory", "stack": "with_stack"}
-#: For each role whose work runs Megatron's schedule, the path of its profiler settings.
-_PROFILERS = {
-    "actor": "actor_rollout_ref.actor.profiler",
-    "ref": "actor_rollout_ref.ref.profiler",
-    "critic": "critic.profiler",
-    "reward": "reward_model.profiler",
+#: The sections of the roles whose work runs Megatron's schedule; their settings are in ``profiler`` there. The rollout
+#: does not run it, but it works in the same worker (up to 0.6): with ``discrete`` it has a file of its own.
+_ROLES = {
+    "actor_rollout_ref.actor": "actor",
+    "actor_rollout_ref.ref": "ref",
+    "critic": "critic",
+    "actor_rollout_ref.critic": "critic",
+    "reward_model": "reward",
+    "actor_rollout_ref.rm": "reward",
+    "actor_rollout_ref.rollout": "rollout",
 }
-#: The rollout does not run Megatron's schedule, but it works in the same worker (up to 0.6): with ``discrete`` it has a
-#: file of its own.
-_ROLLOUT = "actor_rollout_ref.rollout.profiler"
+_OF_ROLE = ["tool", "enable", "all_ranks", "ranks", "save_path", "tool_config", "global_tool_config", "discrete"]
+_AT_END = ["relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"]
+#: The profiling settings that verl has or had, by section: in its guide to Nsight Systems (``profile_steps``, and those
+#: of a role that begin with ``profile_``), and up to 0.6 (``step_start``, ``step_end``). With them, the values that ask
+#: for nothing beyond what megaprof does; None if every value is translated, refused, or for verl itself.
+_KNOWN: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    "global_profiler": dict.fromkeys(
+        ["tool", "steps", "profile_continuous_steps", "global_tool_config", "save_path", *_AT_END]
+    ),
+    "profiler": dict.fromkeys([*_OF_ROLE, *_AT_END]),
+    "tool_config": dict.fromkeys(["torch", "nsys", "torch_memory", "npu", "precision_debugger"]),
+    "torch": {
+        **dict.fromkeys(["contents", "discrete", "schedule", "step_start", "step_end"]),
+        **dict.fromkeys(["profile_token_start", "profile_token_end"], (None,)),
+    },
+    "schedule": dict.fromkeys(["active", "skip_first", "wait", "warmup", "repeat"]),
+    "nsys": dict.fromkeys(["discrete", "controller_nsight_options", "worker_nsight_options"]),
+    "torch_memory": {
+        "trace_alloc_max_entries": (100_000,),
+        "stack_depth": (32,),
+        "memory_snapshot_num_steps": (1,),
+        "context": ("all",),
+        "stacks": ("all", "python"),
+        "kw_args": ({},),
+    },
+    "profile_": dict.fromkeys(["profile_ranks", "profile_ranks_all", "profile_discrete"]),
+    "trainer": dict.fromkeys(["profile_steps", "profile_interval"]),
+}
 #: The number of a step that verl's trainer does not profile. verl counts from 1, and never gets there.
 NO_STEP = 2**31 - 1
 _ANY_STEP = range(NO_STEP)
@@ -50,8 +80,16 @@ def config_of_worker(worker: Any) -> ProfileConfig | None:
     if _get(worker_config, "profiler_config.tool") != TOOL:
         return None
     # A worker that has only the settings of its own profiler; its trainer announces when to profile.
-    path = _PROFILERS["critic"] if _get(worker_config, "model_type") == "value_model" else "profiler"
+    path = "critic.profiler" if _get(worker_config, "model_type") == "value_model" else "profiler"
     return _from_profilers(_ANY_STEP, {path: worker_config.profiler_config})
+
+
+def announces(worker: Any) -> bool:
+    """Returns whether verl's trainer says when a step of `config_of_worker` begins: not if the steps are from settings
+    that it does not read."""
+    worker_config: Any = getattr(worker, "config", None)
+    job_config = worker_config._get_root() if hasattr(worker_config, "_get_root") else {}
+    return "global_profiler" not in job_config or _get(job_config, "global_profiler.steps") is not None
 
 
 def config_from(config: Any) -> ProfileConfig:
@@ -66,23 +104,76 @@ def config_from(config: Any) -> ProfileConfig:
             "global_profiler.profile_continuous_steps: True is not valid: a file of megaprof's holds one step; valid: "
             "False"
         )
-    profilers = {path: profiler for path in _PROFILERS.values() if (profiler := _get(config, path)) is not None}
-    return _from_profilers(_get(config, "global_profiler.steps"), profilers, _get(config, _ROLLOUT))
+    _heed("global_profiler", _get(config, "global_profiler", {}), "global_profiler")
+    _heed("trainer", _get(config, "trainer", {}), "trainer", prefix="profile")
+    steps, early = _get(config, "global_profiler.steps"), _get(config, "trainer.profile_steps")
+    if early is not None:
+        early = _numbers("trainer.profile_steps", early)
+        if steps is not None and list(steps) != early:
+            raise ValueError(
+                f"trainer.profile_steps: {early} and global_profiler.steps: {steps} contradict each other; valid: one"
+            )
+        steps = early
+    # A tool is only named in later versions: the guide is to Nsight Systems.
+    tool = _get(config, "global_profiler.tool", "nsys")
+    save_path = _get(config, "global_profiler.save_path")
+    of_tool = f"global_profiler.global_tool_config.{tool}"
+    _heed(of_tool, _get(config, of_tool, {}), tool)
+    profilers = {}
+    for role_path in _ROLES:
+        section = _get(config, role_path, {})
+        _heed(role_path, section, "profile_", prefix="profile_")
+        if (profiler := _get(section, "profiler")) is not None:
+            profilers[f"{role_path}.profiler"] = profiler
+        if any(_get(section, name) is not None for name in _KNOWN["profile_"]):
+            if _get(profiler, "enable", False):
+                raise ValueError(
+                    f"{role_path}.profile_*: not valid beside {role_path}.profiler.enable: True; valid: one"
+                )
+            profilers.pop(f"{role_path}.profiler", None)
+            profilers[role_path] = _as_in_the_guide(section, role_path, tool, save_path)
+    return _from_profilers(steps, profilers)
 
 
-def _from_profilers(steps: Any, profilers: Mapping[str, Any], rollout: Any = None) -> ProfileConfig:
-    """Returns what profiler settings ask for. ``profilers``: those of each role, by path; ``rollout``: those of the
-    rollout."""
-    enabled = {path: profiler for path, profiler in profilers.items() if _get(profiler, "enable", False)}
+def _as_in_the_guide(section: Any, path: str, tool: str, save_path: str | None) -> dict[str, Any]:
+    """Returns the profiler settings of a role from those that verl's guide to Nsight Systems has for it."""
+    ranks, every = _get(section, "profile_ranks"), bool(_get(section, "profile_ranks_all", False))
+    ranks = [] if ranks is None else _numbers(f"{path}.profile_ranks", ranks)
+    if ranks and every:
+        raise ValueError(f"{path}.profile_ranks_all: True and profile_ranks: {ranks} contradict each other; valid: one")
+    return {
+        "tool": tool,
+        "enable": every or bool(ranks),
+        "ranks": ranks,
+        "all_ranks": every,
+        "save_path": save_path,
+        "discrete": bool(_get(section, "profile_discrete", False)),
+    }
+
+
+def _from_profilers(steps: Any, profilers: Mapping[str, Any]) -> ProfileConfig:
+    """Returns what profiler settings ask for. ``profilers``: those of each role, by path."""
+    enabled = {
+        path: profiler
+        for path, profiler in profilers.items()
+        if _get(profiler, "enable", False) and _role(path) != "rollout"
+    }
+    tool = _common(enabled, "tool")
+    section = "tool_config." + (tool if tool not in (TOOL, None) else "torch")
+    for path, profiler in profilers.items():
+        if path.endswith("profiler"):
+            _heed(path, profiler, "profiler")
+            _heed(f"{path}.tool_config", _get(profiler, "tool_config", {}), "tool_config")
+            _heed(f"{path}.{section}", _get(profiler, section, {}), section.rpartition(".")[2])
+            _heed(f"{path}.{section}.schedule", _get(profiler, f"{section}.schedule", {}), "schedule")
     if steps is not None and not isinstance(steps, range):
         steps = _numbers("global_profiler.steps", steps)
-    tool = _common(enabled, "tool")
+    steps = _with_step_range(steps, enabled, section)
     if not steps or tool is None:
         return ProfileConfig()
     tools = _tools(tool)
-    section = "tool_config." + (tool if tool != TOOL else "torch")
     path = _common(enabled, "save_path")
-    discrete = bool(_common(enabled, f"{section}.discrete", False))
+    discrete = bool(_common(enabled, f"{section}.discrete", False)) or bool(_common(enabled, "discrete", False))
     # By default, verl writes one file for all the work of a process in a step. A timeline has no windows.
     by_target = discrete or tools == ("timeline",)
     values: dict[str, Any] = {
@@ -92,7 +183,7 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any], rollout: Any = Non
         "tool": tools,
         "discrete": discrete,
     }
-    values |= _chosen_ranks(profilers, rollout if discrete else None)
+    values |= _chosen_ranks(profilers, discrete)
     if "torch" in tools:
         values |= _torch(enabled, section)
     elif tool == TOOL and (contents := _common(enabled, f"{section}.contents")):
@@ -103,6 +194,46 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any], rollout: Any = Non
     if command is not None:
         values |= {"on_finish": _finish_command(enabled, tool, command), "on_finish_when": "end"}
     return ProfileConfig.from_values(values)
+
+
+def _with_step_range(steps: Any, enabled: Mapping[str, Any], section: str) -> Any:
+    """Returns the steps to capture, of which ``step_start`` and ``step_end`` may say more: the mini-batches of a step
+    (up to 0.6) or, if nothing else says which steps, these. The end is not captured."""
+    names = f"{section}.step_start", f"{section}.step_end"
+    start, end = (_common(enabled, name) for name in names)
+    for name, value in zip(names, (start, end), strict=True):
+        if value is not None:
+            _numbers(name, [value])
+    if start is not None and end is not None and start >= end:
+        raise ValueError(f"{names[0]}: {start} must be less than {names[1]}: {end}")
+    if not steps:
+        return steps if steps is not None or end is None else range(start or 0, end)
+    for name, value, valid in zip(names, (start, end), ((None, 0), (None, 1)), strict=True):
+        if value not in valid:
+            raise ValueError(
+                f"{name}: {value} is not valid for megaprof beside global_profiler.steps: it selects mini-batches of a "
+                f"step, of which megaprof captures the first; valid: {valid[1]}, or no steps"
+            )
+    return steps
+
+
+def _role(path: str) -> str | None:
+    return _ROLES.get(path.removesuffix(".profiler"))
+
+
+def _heed(path: str, node: Any, section: str, prefix: str = "") -> None:
+    """Logs the settings of a section, of those whose names begin with ``prefix``, that have no effect."""
+    if section not in _KNOWN:  # of a tool that is refused
+        return
+    known = _KNOWN[section]
+    for name in node if isinstance(node, Mapping) else getattr(node, "__dict__", ()):
+        if name.startswith("_") or not name.startswith(prefix) or name in ("name", "profiler"):
+            continue
+        value, neutral = _get(node, name), known.get(name, ())
+        if name not in known:
+            logger.warning("megaprof: %s.%s: unknown, so it has no effect; known: %s", path, name, ", ".join(known))
+        elif neutral is not None and value is not None and value not in neutral:
+            logger.warning("megaprof: %s.%s: %r has no effect with megaprof", path, name, value)
 
 
 def _tools(tool: str) -> tuple[str, ...]:
@@ -123,21 +254,21 @@ def _tools(tool: str) -> tuple[str, ...]:
     return (_TOOLS[tool],)
 
 
-def _chosen_ranks(profilers: Mapping[str, Any], rollout: Any) -> dict[str, str]:
+def _chosen_ranks(profilers: Mapping[str, Any], discrete: bool) -> dict[str, str]:
     """Returns the options that select the ranks of each role or, without roles, of the one model of an SFT run."""
-    if profilers.keys().isdisjoint(_PROFILERS.values()):
+    if not any(map(_role, profilers)):
         return {"select": next(_ranks(path, profiler) for path, profiler in profilers.items()) or "0"}
-    ranks_by_role = {role: _ranks(path, profilers[path]) for role, path in _PROFILERS.items() if path in profilers}
-    if rollout is not None:
-        ranks_by_role["rollout"] = _ranks(_ROLLOUT, rollout)
+    ranks_by_role = {_role(path): _ranks(path, profiler) for path, profiler in profilers.items()}
+    if not discrete:
+        ranks_by_role.pop("rollout", None)
     chosen = [f"{role}={ranks}" for role, ranks in ranks_by_role.items() if ranks is not None]
     return {"role_select": ";".join(chosen)} if chosen else {}
 
 
 def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
     schedule = _common(enabled, f"{section}.schedule")
-    for name in ("active", "skip_first", "wait", "warmup") if schedule is not None else ():
-        value, valid = _get(schedule, name, 0), (0, 1) if name == "active" else (0,)
+    for name in _KNOWN["schedule"] if schedule is not None else ():
+        value, valid = _get(schedule, name, 0), (0, 1) if name in ("active", "repeat") else (0,)
         if value not in valid:
             raise ValueError(
                 f"{section}.schedule.{name}: {value!r} is not valid for megaprof, which captures the first mini-batch "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import copy
 import json
 import os
@@ -12,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from megaprof.autoload import slime as slime_entry
 from megaprof.integrations import registry, skyrl, slime, verl, verl_settings
 from megaprof.integrations.contract import Facts
 from megaprof.runtime.armed import armed
+from megaprof.runtime.patching import Patches
 from tests.integrations.driving import host_environment, skip_without_packages
 
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler", "critic.profiler"
@@ -203,6 +206,7 @@ def test_verl_off(settings: dict[str, Any]) -> None:
         ({f"{ACTOR}.tool_config.torch.contents": ["gpu"]}, r"torch\.contents: unknown 'gpu'; valid: cpu, cuda"),
         ({f"{ACTOR}.tool_config.torch.schedule.active": 2}, r"schedule\.active: 2 .* valid: 0, 1"),
         ({f"{ACTOR}.tool_config.torch.schedule.wait": 1}, r"schedule\.wait: 1 .* valid: 0"),
+        ({f"{ACTOR}.tool_config.torch.schedule.repeat": 2}, r"schedule\.repeat: 2 .* valid: 0, 1"),
         ({f"{ACTOR}.finish_hook_cmd": "ls", f"{ACTOR}.finish_hook_ranks": [0]}, r"finish_hook_ranks: \[0\] .* unset"),
         ({f"{REF}.enable": True, f"{REF}.save_path": "/b"}, r"ref\.profiler\.save_path: '/b' .* '/data/traces'"),
         ({f"{ACTOR}.save_path": None}, "--profile-dir is not set"),
@@ -211,6 +215,97 @@ def test_verl_off(settings: dict[str, Any]) -> None:
 def test_verl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verl.config_from(verl_tree({f"{ACTOR}.enable": True} | settings))
+
+
+def test_verls_guide_to_nsight_systems() -> None:
+    """Its settings, of before there was a tool to name: [] and null are no ranks."""
+    tree: dict[str, Any] = {
+        "trainer": {"profile_steps": [1, 2, 5]},
+        "global_profiler": {"save_path": "/data/traces"},
+        "actor_rollout_ref": {
+            "actor": {"profile_discrete": True, "profile_ranks": [0, 1]},
+            "rollout": {"profile_discrete": True, "profile_ranks": None},
+            "ref": {"profile_discrete": False, "profile_ranks": []},
+        },
+        "critic": {"profile_discrete": True, "profile_ranks_all": True},
+    }
+    config = verl.config_from(tree)
+    assert (config.tool, config.steps, config.discrete) == (("nsys",), "1,2,5", True)
+    assert config.role_select == "actor=0,1;ref=none;critic=all;rollout=none"
+    tree["trainer"]["profile_steps"] = None
+    assert not verl.config_from(tree).enabled
+    tree["trainer"]["profile_steps"] = [1]
+    for path, value, message in (
+        ("critic.profile_ranks", [3], r"critic\.profile_ranks_all: True and profile_ranks: \[3\]"),
+        ("critic.profile_ranks", [-1], r"critic\.profile_ranks: -1"),
+        ("critic.profile_discrete", False, "profile_discrete|discrete: False"),
+        ("critic.profiler.enable", True, r"critic\.profile_\*"),
+        ("global_profiler.steps", [2], r"trainer\.profile_steps: \[1\] and global_profiler\.steps: \[2\]"),
+        ("trainer.profile_steps", "2", r"trainer\.profile_steps: '2'"),
+    ):
+        wrong = copy.deepcopy(tree)
+        assign(wrong, path, value)
+        with pytest.raises(ValueError, match=message):
+            verl.config_from(wrong)
+
+
+def test_verls_range_of_steps() -> None:
+    """``step_start`` and ``step_end`` are the steps to capture, unless something else says them: then they are
+    mini-batches of these, of which the first is captured."""
+    torch = f"{ACTOR}.tool_config.torch"
+    ours = {f"{ACTOR}.enable": True, f"{torch}.step_start": 1, f"{torch}.step_end": 3}
+    assert verl.config_from(verl_tree({**ours, "global_profiler.steps": None})).steps == "1:3"
+    assert not verl.config_from(verl_tree({**ours, "global_profiler.steps": []})).enabled
+    assert not verl.config_from(
+        verl_tree({**ours, f"{torch}.step_end": None, "global_profiler.steps": None})
+    ).enabled, "as in verl, where it is the default"
+    first = {**ours, f"{torch}.step_start": 0, f"{torch}.step_end": 1}
+    assert verl.config_from(verl_tree(first)).steps == "1,2,5"
+    for start, end, message in (
+        (1, 3, r"torch\.step_start: 1 .* mini-batches .* valid: 0"),
+        (0, 3, r"torch\.step_end: 3 .* mini-batches .* valid: 1"),
+        (5, 3, r"torch\.step_start: 5 must be less than .*torch\.step_end: 3"),
+        (3, 3, r"torch\.step_start: 3 must be less than .*torch\.step_end: 3"),
+        (-1, 3, r"torch\.step_start: -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            verl.config_from(verl_tree({**ours, f"{torch}.step_start": start, f"{torch}.step_end": end}))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (f"{ACTOR}.rank", [0, 8]),
+        ("global_profiler.step", [1]),
+        ("trainer.profile_stepz", [1]),
+        ("critic.profile_rank", [1]),
+        (f"{ACTOR}.tool_config.torhc", {}),
+        (f"{ACTOR}.tool_config.torch.content", ["cuda"]),
+        (f"{ACTOR}.tool_config.torch.schedule.repeats", 3),
+        (f"{ACTOR}.tool_config.torch.profile_token_start", 4),
+        (f"{ACTOR}.tool_config.torch.profile_token_end", 9),
+        ("global_profiler.global_tool_config.megaprof", {}),
+        ("", None),
+    ],
+)
+def test_no_setting_of_verl_is_lost_in_silence(path: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    verl.config_from(verl_tree({f"{ACTOR}.enable": True} | ({path: value} if path else {})))
+    said = [record.getMessage() for record in caplog.records]
+    if value in (None, {}) and path != f"{ACTOR}.tool_config.torhc":
+        assert said == []
+    else:
+        (line,) = said
+        assert line.startswith(f"megaprof: {path}:")
+
+
+@pytest.mark.parametrize(("name", "usual", "other"), [("stack_depth", 32, 8), ("context", "all", "alloc")])
+def test_settings_of_verls_memory_tool(name: str, usual: Any, other: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ours = {f"{ACTOR}.enable": True, f"{ACTOR}.tool": "torch_memory", "global_profiler.tool": "torch_memory"}
+    for value in (usual, other):
+        verl.config_from(verl_tree({**ours, f"global_profiler.global_tool_config.torch_memory.{name}": value}))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"megaprof: global_profiler.global_tool_config.torch_memory.{name}: {other!r} has no effect with megaprof"
+    ]
 
 
 def test_verls_controller_says_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -227,7 +322,7 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def facts(function: str, worker: Any, **arguments: Any) -> Any:
-    (hook,) = [hook for hook in verl.HOST.hooks if hook.function.endswith(function)]
+    (hook,) = [hook for hook in verl.HOST.hooks if f".{hook.function}".endswith(f".{function}")]
     return hook.read({"self": worker, **arguments})
 
 
@@ -249,6 +344,70 @@ def test_verl_profiles_when_its_trainer_says_so() -> None:
     assert plan.captures(5, 0)
     facts("stop_profile", worker)
     assert not plan.captures(facts("train_batch", worker).iteration, 0)
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_steps_that_verls_trainer_does_not_know_are_those_that_came_with_the_batches() -> None:
+    settings = {f"{CRITIC}.enable": True, "global_profiler.steps": None}
+    steps = {f"{CRITIC}.tool_config.torch.step_start": 1, f"{CRITIC}.tool_config.torch.step_end": 3}
+    tree = verl_tree({**settings, **steps})
+    worker = SimpleNamespace(config=SimpleNamespace(model_type="value_model", _get_root=lambda: tree))
+    assert facts("train_batch", worker, data=SimpleNamespace(meta_info={"megaprof_step": 2})).iteration == 2
+    config = registry.config()
+    assert config is not None
+    assert config.plan("train_overall", "critic").captures(2, 0)
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_verls_trainers_that_override_fit_wait_for_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(armed, "finish_job", lambda: waited.append(registry.config()))
+    experimental = "verl.experimental"
+
+    class OneStepOffRayTrainer:
+        async def fit(self) -> str:
+            assert not waited
+            return "trained"
+
+    class MessageQueueClient:
+        async def clear_queue(self) -> None: ...
+
+    modules = {
+        "separation.utils": {"create_role_worker_mapping": lambda config: "mapping"},
+        "separation.ray_trainer": {"SeparateRayPPOTrainer": type("Trainer", (), {"fit": lambda self: "trained"})},
+        "one_step_off_policy.ray_trainer": {"OneStepOffRayTrainer": OneStepOffRayTrainer},
+        "fully_async_policy.message_queue": {"MessageQueueClient": MessageQueueClient},
+    }
+    for name, content in modules.items():
+        module = ModuleType(f"{experimental}.{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    patches = Patches()
+    registry.adapt(patches)
+    loaded = {name: sys.modules[f"{experimental}.{name}"] for name in modules}
+    tree = verl_tree({f"{ACTOR}.enable": True})
+    assert loaded["separation.utils"].create_role_worker_mapping(tree) == "mapping"
+    assert asyncio.run(OneStepOffRayTrainer().fit()) == "trained"
+    assert loaded["separation.ray_trainer"].SeparateRayPPOTrainer().fit() == "trained"
+    asyncio.run(MessageQueueClient().clear_queue())
+    patches.restore()
+    assert waited == [verl.config_from(tree)] * 3
+
+
+@pytest.mark.hosts
+def test_every_trainer_of_verl_ends_its_job(wheel: Callable[[str], Path]) -> None:
+    """Of the released verl, each class with a ``fit`` of its own, except actors of Ray and the SFT trainer under
+    torchrun, whose ranks end by themselves."""
+    root = wheel("verl")
+    found = set()
+    for path in (root / "verl").rglob("*trainer*.py"):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        for node in ast.parse(path.read_text()).body:
+            methods = {getattr(method, "name", None) for method in getattr(node, "body", [])}
+            if isinstance(node, ast.ClassDef) and not node.decorator_list and "fit" in methods:
+                found.add((module, f"{node.name}.fit"))
+    ends = {(hook.module, hook.function) for hook in verl.HOST.hooks if hook.ends == "job"}
+    assert found - ends == {("verl.trainer.sft_trainer", "SFTTrainer.fit")}
 
 
 @pytest.mark.usefixtures("unsettled")
