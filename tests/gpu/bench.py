@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -14,19 +13,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from megaprof.recorders import tape
 from tests.gpu.parts import PARTS
-from tests.gpu.ranks import DEADLINE, multi_process_service
+from tests.gpu.ranks import multi_process_service
 
 SECONDS = 450.0
 """For all parts together."""
 LEAST = 15.0
 """A part that has less time than this is not begun."""
+LOCK, ENDS = "MEGAPROF_GPU_LOCK", "MEGAPROF_GPU_ENDS"
+"""Variables of a part: the file that it locks if it runs alone, and the time (`time.monotonic`) at which all of it
+ends."""
 _MODULES = ("torch", "megatron-core", "transformer-engine", "nvtx")
 
 
@@ -43,17 +45,27 @@ class Bench:
         self.device, self.versions = _device(cpu), _versions()
 
     def run(self) -> dict[str, Any]:
-        """First the parts that may run beside each other, and then the others one after the other."""
+        """First the parts that may run beside each other, and then the others one after the other, each of which is
+        imported while the one before it runs."""
         beside = [name for name in self.names if not PARTS[name].alone]
-        with _service(beside, self.cpu) as env, ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
-            running = {pool.submit(self._part, name, env): name for name in beside}
-            for each in as_completed(running):
-                self._note(running[each], each.result())
-        for name in self.names:
-            if PARTS[name].alone:
-                with _service([name], self.cpu) as env:
-                    self._note(name, self._part(name, env))
+        with self._service(beside) as env, ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:
+            self._note_all({pool.submit(self._part, name, env if PARTS[name].ranks else {}): name for name in beside})
+        with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(1 if self.cpu else 2) as pool:
+            alone = [name for name in self.names if PARTS[name].alone]
+            self._note_all({pool.submit(self._alone, name, lock.name): name for name in alone})
         return self.found()
+
+    def _note_all(self, running: Mapping[Future[dict[str, Any]], str]) -> None:
+        for each in as_completed(running):
+            self._note(running[each], each.result())
+
+    def _service(self, names: Sequence[str]) -> contextlib.AbstractContextManager[dict[str, str]]:
+        ranks = any(PARTS[name].ranks for name in names) and not self.cpu
+        return multi_process_service() if ranks else contextlib.nullcontext({})
+
+    def _alone(self, name: str, lock: str) -> dict[str, Any]:
+        with self._service([name]) as env:
+            return self._part(name, {**env, LOCK: lock})
 
     def found(self) -> dict[str, Any]:
         """Every part by its name: ``figures`` and ``checks``, or ``skipped`` or ``failed`` with the reason."""
@@ -79,39 +91,38 @@ class Bench:
             partial.replace(self.out)
 
     def _part(self, name: str, env: Mapping[str, str]) -> dict[str, Any]:
-        most = math.inf if self.cpu else PARTS[name].seconds  # of a machine that does other things, too
-        left = min(most, self.ends - time.monotonic())
+        left = self.ends - time.monotonic()
         if left < LEAST:
-            return {"failed": f"not reached: {max(left, 0.0):.0f} s were left"}
+            return not_reached(left)
         with tempfile.TemporaryDirectory(prefix=f"megaprof-gpu-{name}-", ignore_cleanup_errors=True) as work:
-            began = time.monotonic()
-            found = _process(name, work, self.cpu, left, env if PARTS[name].ranks else {})
+            found = _process(name, work, self.cpu, left, {**env, ENDS: str(self.ends)})
             if self.keep is not None and (Path(work) / "keep").exists():
                 shutil.copytree(Path(work) / "keep", self.keep, dirs_exist_ok=True)
-            return {**found, "seconds": time.monotonic() - began}
+            return found
 
 
-def _service(names: Sequence[str], cpu: bool) -> contextlib.AbstractContextManager[dict[str, str]]:
-    ranks = any(PARTS[name].ranks for name in names)
-    return multi_process_service() if ranks and not cpu else contextlib.nullcontext({})
+def not_reached(left: float) -> dict[str, Any]:
+    """What stands for a part that was not begun."""
+    return {"failed": f"not reached: {max(left, 0.0):.0f} s were left"}
 
 
 def _process(name: str, work: str, cpu: bool, seconds: float, env: Mapping[str, str]) -> dict[str, Any]:
     result = Path(work) / "result.json"
     command = [sys.executable, "-m", "tests.gpu.parts", name, work, *(["--cpu"] if cpu else [])]
-    given = {**os.environ, **env, DEADLINE: str(time.monotonic() + seconds)}
+    given = {**os.environ, **env}
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, env=given)
     except subprocess.TimeoutExpired as late:
         # What was said is bytes here, whatever was asked for.
         said = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else late.stderr or ""
         return {"failed": f"it took longer than {seconds:.0f} s", "stderr": said.splitlines()[-60:]}
-    said = done.stderr.strip()
-    if not result.exists():
-        how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit status {done.returncode}"
-        return {"failed": f"{how}: {said.rpartition(chr(10))[2]}", "stderr": said.splitlines()[-60:]}
-    found: dict[str, Any] = json.loads(result.read_text())
-    return {**found, "stderr": said.splitlines()[-60:]} if "failed" in found else found
+    lines = done.stderr.strip().splitlines()
+    if result.exists():
+        found: dict[str, Any] = json.loads(result.read_text())
+        return {**found, "stderr": lines[-60:]} if "failed" in found else found
+    how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit status {done.returncode}"
+    telling = next((line for line in lines if line.startswith("Timeout (")), lines[-1] if lines else "")
+    return {"failed": f"{how}: {telling}", "stderr": lines[-60:]}
 
 
 def held(part: Mapping[str, Any]) -> bool:

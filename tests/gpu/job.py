@@ -34,7 +34,9 @@ def workload(cpu: bool, **options: Any) -> GPTWorkload:
 
 def small(cpu: bool, **options: Any) -> GPTWorkload:
     """What parts that compare no times run on a GPU, where several of them run at once."""
-    return workload(cpu, **({} if cpu else {"layers": 4, "hidden": 1024, "seq_length": 1024}) | options)
+    return workload(
+        cpu, **({} if cpu else {"layers": 4, "hidden": 1024, "seq_length": 1024, "microbatches": 4}) | options
+    )
 
 
 def shorten(gpt: BuiltGPT, cp: int) -> None:

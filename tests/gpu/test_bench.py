@@ -70,12 +70,12 @@ def test_one_part_that_fails_leaves_the_others_and_the_last_line_is_all_figures(
 
 
 def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
-    assert bench._process("capture", str(tmp_path), True, 0.01, {})["failed"] == "it took longer than 0 s"
+    assert bench._process("cost", str(tmp_path), True, 0.01, {})["failed"] == "it took longer than 0 s"
 
 
 def test_a_total_limit_is_kept_and_what_was_not_reached_is_named() -> None:
-    found = bench.Bench(["nsys", "capture"], cpu=True, seconds=1.0).run()
-    assert found["not_reached"] == ["nsys", "capture"]
+    found = bench.Bench(["nsys", "cost"], cpu=True, seconds=1.0).run()
+    assert found["not_reached"] == ["nsys", "cost"]
     assert not found["as_expected"]
 
 

@@ -26,10 +26,6 @@ class Part:
 #: Parts that time nothing come first, because they run beside each other; then, one after the other, those that time
 #: something. Among each, what matters most comes first, because time may run out.
 PARTS = {
-    "device_clock": Part(
-        "PP=2 over NCCL recorded by the timeline on the device's clock: stages and passes against CUDA events",
-        ranks=True,
-    ),
     "axes": Part("TP=2, EP=2, CP=2 over NCCL, with and without CPU operators: whose communication it is", ranks=True),
     "overlap": Part("gradient reduction of two replicas that overlaps with compute: groups on kernels", ranks=True),
     "whole_graph": Part("full-iteration CUDA graphs: replayed steps are counted, captured, and say so"),
@@ -48,27 +44,23 @@ PARTS = {
         seconds=130.0,
     ),
     "cost": Part(
-        "a job that the host limits: what each recording adds to a step, before and after CUPTI was attached",
+        "a job that the host limits: what recording adds to a step, before and after CUPTI was attached; the report",
         alone=True,
+        seconds=90.0,
     ),
-    "cost_large": Part("the same of a job that the GPU limits", alone=True, seconds=90.0),
     "twins_tensor": Part("TP=2 with and without a slow rank", alone=True, ranks=True, seconds=90.0),
+    "cost_large": Part("the cost and the report of a job that the GPU limits", alone=True, seconds=100.0),
     "twins_replicas": Part("PP=2 DP=2 with and without a slow rank", alone=True, ranks=True, seconds=90.0),
-    "capture": Part(
-        "PP=1 that the host limits: the report against CUDA events, kernels against torch's key_averages()",
-        alone=True,
-    ),
-    "capture_large": Part("the same of a job that the GPU limits", alone=True),
-    "marks": Part("what one mark of the timeline takes in C and in Python, against the bare event", alone=True),
-    "start": Part(
-        "what the profiler's start takes on each of two ranks, and the report's step", alone=True, ranks=True
-    ),
-    "pipeline": Part("PP=2: the slow stage, and what-if against a re-run", alone=True, ranks=True),
-    "interleaved": Part("the same with two model chunks per stage", alone=True, ranks=True),
-    "activities": Part("Kineto with and without CPU operators, and without CUDA: what is known", alone=True),
-    "arrivals": Part(
-        "NCCL's times of collectives, what timing costs, and which tensor-parallel rank is late",
+    "device_clock": Part(
+        "PP=2 recorded by the timeline on the device's clock: stages and passes against CUDA events",
         alone=True,
         ranks=True,
     ),
+    "marks": Part("what one mark of the timeline takes in C and in Python, against the bare event", alone=True),
+    "pipeline": Part(
+        "PP=2: the slow stage, what-if against a re-run, what the profiler's start takes", alone=True, ranks=True
+    ),
+    "interleaved": Part("the same with two model chunks per stage", alone=True, ranks=True),
+    "activities": Part("Kineto with and without CPU operators, and without CUDA: what is known", alone=True),
+    "arrivals": Part("NCCL's times of collectives, and what timing costs", alone=True, ranks=True),
 }

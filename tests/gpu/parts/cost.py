@@ -1,9 +1,11 @@
 """What each kind of recording adds to a step: the timeline and armed hooks by steps that alternate, before CUPTI was
-ever attached and after, and what records windows in blocks; and how long the end of a window blocks."""
+ever attached and after, and what records windows in blocks; how long the end of a window blocks; and the report on the
+windows against CUDA events around plain steps, with the kernel summary against torch's ``key_averages()``."""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import statistics
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture.session import Session
@@ -20,19 +23,22 @@ from megaprof.formats.ranges import FORWARD
 from megaprof.formats.steps import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import BuiltGPT, build
+from tests.artifacts.summaries import summarise
 from tests.gpu.found import Found, difference
 from tests.gpu.job import WARM, Stopwatch, activities, config, hooked, machine, steps_from, train, workload
 from tests.gpu.stand_ins import Cudart, faked
 
 _TURNS_S = 10.0
 """Seconds of steps that alternate, before windows; after them, half as much."""
-_WINDOWS = 3
-"""Steps of each kind of window. The first of them attaches CUPTI, where it does."""
+_WINDOWS, _AROUND = 3, 3
+"""Steps of each kind of window, and steps with the hooks in place before and after those that the report is about."""
+_ANY = ("1000000", "schedule")
+"""Steps of armed hooks, which never come, and of the timeline, which has all."""
 
 
 class _Job:
-    """A model, and the milliseconds of its steps: of the host, whole, and of the GPU, from the schedule's begin to its
-    end."""
+    """A model, and the milliseconds of its steps: whole, by the host, and from the schedule's begin to its end, by
+    events."""
 
     def __init__(self, gpt: BuiltGPT, work: Path, cpu: bool) -> None:
         self.gpt, self.work, self.cpu = gpt, work, cpu
@@ -43,27 +49,31 @@ class _Job:
         """Times of ``count`` steps with these options, or without hooks; one more comes before them, unless they are
         windows."""
         self.number += 1
-        quiet = options is None or "steps" in options or options.get("tool") == ("timeline",)
         given = steps_from(self.gpt, count) | (options or {})
         hooks = None if options is None else hooked(self.gpt, config(self.work / str(self.number), self.cpu, **given))
-        whole = []
+        quiet = given["steps"] in _ANY or options is None
         with hooks or contextlib.nullcontext():
-            for _ in range(count + quiet):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                self.gpt.train_step(self.watch)
-                torch.cuda.synchronize()
-                whole.append((time.perf_counter() - began) * 1e3)
-        by_events = self.watch.take() if self.watch else whole
+            whole, by_events = self.timed(count + quiet)
         return whole[quiet:], by_events[quiet:]
+
+    def timed(self, count: int) -> tuple[list[float], list[float]]:
+        """Times of ``count`` steps as things are."""
+        whole = []
+        for _ in range(count):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self.gpt.train_step(self.watch)
+            torch.cuda.synchronize()
+            whole.append((time.perf_counter() - began) * 1e3)
+        return whole, self.watch.take() if self.watch else whole
 
     def turns(self, seconds: float) -> dict[str, list[float]]:
         """Steps without hooks, with armed ones, and with the timeline, in turn."""
         modes: dict[str, dict[str, Any] | None] = {
             "off": None,
-            "armed": {"steps": "1000000"},
+            "armed": {"steps": _ANY[0]},
             "off_again": None,
-            "timeline": {"tool": ("timeline",), "steps": "schedule"},
+            "timeline": {"tool": ("timeline",), "steps": _ANY[1]},
         }
         found: dict[str, list[float]] = {name: [] for name in modes}
         ends = time.monotonic() + seconds
@@ -82,21 +92,30 @@ def compare(work: Path, cpu: bool, options: dict[str, Any]) -> Found:
     windows: dict[str, dict[str, Any]] = {
         "ranges": {"tool": ("nsys",)},
         "cuda_only": {} if cpu else {"activities": ("cuda",)},
-        "default": {},
         "full": {"record_shapes": True, "with_stack": True},
     }
     with machine(cpu, work) as device, faked(cpu, {"cuda.is_initialized": lambda: True, "cuda.cudart": Cudart()}):
         job = _Job(build(workload(cpu, **options), device), work, cpu)
         train(job.gpt, WARM)
+        plain = job.timed(5)[1]
         before = job.turns(_TURNS_S)
+        first = job.gpt.step + _AROUND
+        wanted = config(work / "traces", cpu, kernels=True, steps=f"{first}:{first + _WINDOWS}")
+        with hooked(job.gpt, wanted) as handle:
+            whole, by_events = job.timed(_AROUND + _WINDOWS)
+            took = {"default": (whole[_AROUND:], by_events[_AROUND:])}
+            summary = handle.kernel_summary(60.0)
+            job.timed(_AROUND)
         with _ends() as ends:
-            took = {name: job.steps(_WINDOWS, given) for name, given in windows.items()}
+            took |= {name: job.steps(_WINDOWS, given) for name, given in windows.items()}
         after = job.turns(_TURNS_S / 2)
-        theirs = _theirs(job.gpt, work / "theirs", cpu)
+        theirs = _theirs(found := Found(), job.gpt, work / "theirs", cpu)
         both = config(work / "both", cpu, tool=("torch", "timeline"), **steps_from(job.gpt, 3))
         with hooked(job.gpt, both):
             train(job.gpt, 3)
-    found = Found({"off_ms": statistics.median(before["off"]), "turns": len(before["off"])})
+    found.expect("a kernel summary comes with the window", bool(summary and summary["kernels"]), True)
+    _reported(found, cpu, work / "traces", plain)
+    found.figures |= {"off_ms": statistics.median(before["off"]), "turns": len(before["off"])}
     off = found.figures["off_ms"]
     for name, (whole, by_events) in took.items():
         found.figures[f"{name}_ms"] = statistics.median(whole)
@@ -132,14 +151,35 @@ def _ends() -> Iterator[list[float]]:
         yield blocked
 
 
-def _theirs(gpt: BuiltGPT, directory: Path, cpu: bool) -> float:
-    """Milliseconds that the end of torch's own profiler blocks."""
+def _reported(found: Found, cpu: bool, directory: Path, plain: list[float]) -> None:
+    (target,) = analyze(directory).targets
+    stage, step = target.measured.stages[0], target.measured.step_time_ms
+    found.figures["plain_by_events_ms"] = statistics.median(plain)
+    found.figures["compute_ms"] = stage.compute_ms.mean if stage.compute_ms else None
+    found.figures["host_bound_ms"] = stage.host_bound_ms.mean if stage.host_bound_ms else None
+    expected = found.figures["plain_by_events_ms"]
+    found.within(cpu, "the report's step (ms) is that of plain steps", step.mean if step else None, expected, 0.05)
+    found.on_a_gpu(cpu, "the report knows what ran on the GPU", stage.host_bound_ms is not None, True)
+
+
+def _theirs(found: Found, gpt: BuiltGPT, directory: Path, cpu: bool) -> float:
+    """Milliseconds that the end of torch's own profiler blocks. Its kernels are looked at, too."""
     handler = torch.profiler.tensorboard_trace_handler(str(directory), use_gzip=True)
     given: dict[str, Any] = {"activities": activities(cpu), "record_shapes": True, "with_stack": True}
-    with torch.profiler.profile(**given, on_trace_ready=handler):
+    with torch.profiler.profile(**given, on_trace_ready=handler) as profiler:
         gpt.train_step()
+        torch.cuda.synchronize()
         began = time.perf_counter()
-    return (time.perf_counter() - began) * 1e3
+    took = (time.perf_counter() - began) * 1e3
+    # Rows of operators hold the time of the kernels that they launched, which have rows of their own.
+    rows = [row for row in profiler.key_averages() if str(row.device_type) == "DeviceType.CUDA"]
+    kernels = [row for row in rows if not getattr(row, "is_user_annotation", False)]
+    averages = sum(float(row.self_device_time_total) for row in kernels) / 1e3
+    (path,) = directory.iterdir()
+    with gzip.open(path, "rt") as file:
+        ours = sum(each["self_us"] for each in summarise(file)["devices"] if not cpu) / 1e3
+    found.within(cpu, "kernels (ms) add up as in key_averages()", ours, averages, 0.001)
+    return took
 
 
 def _by_kineto(directory: Path) -> float:
