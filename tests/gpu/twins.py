@@ -162,6 +162,11 @@ class Steps:
     def steps(self, kinds: Iterable[str]) -> list[tuple[float, float]]:
         return [self.step(kind) for kind in kinds]
 
+    def schedule_calls(self) -> list[float]:
+        """Milliseconds by events of the schedule's calls since this was asked last, which is what a report calls a
+        step."""
+        return self.watch.take() if self.watch else []
+
     def turns(self, kinds: int) -> int:
         """How many turns ``kinds`` kinds of steps can take, the same on all ranks."""
         took = torch.tensor([end - began for began, end in self.steps([_PLAIN] * 3)]).median()
@@ -172,14 +177,17 @@ class Steps:
 
 
 def one_rank(directory: str, job: Job, cpu: bool) -> dict[str, Any]:
-    """Begins and ends of the steps, by what they were for."""
+    """Begins and ends of the steps, by what they were for, and how long the schedule's calls before any recording
+    took."""
     out = Path(directory)
     with joined(cpu) as device:
         gpt = build(_workload(job, cpu), device)
         run = Steps(gpt, job, cpu)
         run.steps([_PLAIN] * (1 if cpu else WARM) + job.kinds)
         rounds = run.turns(len(job.kinds))
+        run.schedule_calls()
         found: dict[str, Any] = {"before": run.steps(job.kinds * rounds)}
+        found["calls"] = run.schedule_calls()
         with_and_without = partial(_with_and_without, run, out, job, run.turns(4))
         found["timeline_before"] = with_and_without("timeline-before")
         for tool, counts in _STEPS.items():
@@ -219,8 +227,10 @@ def compare(work: Path, cpu: bool, name: str, job: Job) -> Found:
     """Every fault of a job: what it costs, and what reports say."""
     env = {flight.TIMING: "1", flight.SIZE: "20000"} if job.timeline else None
     ranks = together(one_rank, _workload(job, cpu).world_size, str(work), job, cpu, cpu=cpu, env=env)
+    calls = list(map(max, zip(*(rank.pop("calls") for rank in ranks), strict=True)))
     took = {phase: _milliseconds([rank[phase] for rank in ranks]) for phase in ranks[0]}
-    before, after = (_by_kind(job, took[phase]) for phase in ("before", "after"))
+    took["calls"] = calls or took["before"]
+    before, after, usual = (_by_kind(job, took[phase]) for phase in ("before", "after", "calls"))
     kept = work / "keep"
     _keep(kept, work, name, job, cpu, took)
     found = Found({"plain_ms": statistics.median(before[_PLAIN])})
@@ -235,9 +245,9 @@ def compare(work: Path, cpu: bool, name: str, job: Job) -> Found:
     recordings = [(kind, tool) for kind in job.kinds for tool in _STEPS]
     reports = dict(zip(recordings, _reports([work / kind / tool for kind, tool in recordings], cpu), strict=True))
     for (kind, tool), one in reports.items():
-        usual = statistics.median(before[kind])
         found.expect(f"{kind}, {tool}: what the report raises", one.failed, None)
-        found.within(cpu, f"{kind}, {tool}: the report's step (ms) is that of plain steps", one.step_ms, usual, 0.05)
+        expected = statistics.median(usual[kind])
+        found.within(cpu, f"{kind}, {tool}: the report's step (ms) is that of plain steps", one.step_ms, expected, 0.05)
         found.figures[f"{kind}_{tool}_replay_error"] = one.replay_error
         if job.options.get("tp"):
             found.on_a_gpu(
