@@ -20,7 +20,7 @@ Kind = Literal[
     "passes_missing",
     # communication
     "groups_unknown", "groups_unnamed", "axes_unseen", "groups_not_apart", "groups_in_compute", "groups_with_waiting",
-    "pp_unknown", "pp_not_split", "exposed_unknown", "in_flight_unreadable", "group_differs",
+    "pp_unknown", "pp_not_split", "exposed_unknown", "dump_unreadable", "group_differs",
     # clocks
     "host_contradicted", "host_shared", "clocks_contradicted", "clocks_disagree", "clocks_unconnected",
     "messages_unmatched", "clocks_aligned", "aligned_on_gpu", "not_aligned_on_gpu", "host_unnamed", "clocks_apart",

@@ -8,7 +8,6 @@ rank there is taken to wait for those peers that have stood somewhere else for l
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,8 @@ from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, limit
 from megaprof.formats.job.status import Position, RankStatus
 from megaprof.parallel.schedules import RECEIVES, SENDS, Placement
+from megaprof.parallel.topology import WorldLayout
+from megaprof.parallel.waits import Waits
 
 #: A rank that stands still has also not moved for this many of its own looks.
 STUCK_INTERVALS = 3
@@ -92,11 +93,8 @@ def find_culprits(
         rank = fresh.pop()
         edges[rank] = set(_waits_for(run, statuses, rank)) if rank in alive else set()
         fresh |= edges[rank] - edges.keys()
-    waiters: dict[int, set[int]] = defaultdict(set)
-    for rank, others in edges.items():
-        for other in others:
-            waiters[other].add(rank)
-    idle = {rank for rank in waiters if not edges[rank] and rank not in silent}
+    waits = Waits(edges)
+    idle = waits.sinks - silent
     if stuck and not idle and not silent:
         # No rank is waited for, or all wait in a circle: only the rank that stands still longest can be named.
         placed = [rank for rank in stuck if not statuses[rank].whereabouts_unknown]
@@ -106,7 +104,7 @@ def find_culprits(
             rank,
             statuses.get(rank),
             rank in silent,
-            frozenset(_all_waiting(rank, waiters)),
+            frozenset(waits.waiting(rank)),
             _seconds(statuses.get(rank), rank in silent, now),
         )
         for rank in silent | idle
@@ -124,42 +122,35 @@ def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> 
 
 
 def _waits_for(run: RunRecord, statuses: Mapping[int, RankStatus], rank: int) -> Iterator[int]:
-    status = statuses[rank]
-    if status.place is None:
+    status, layout = statuses[rank], run.layout
+    if status.place is None or layout is None:
         return
     if status.place.phase in _COMPUTING:
-        yield from _coupled(run, statuses, status)
+        yield from _coupled(layout, statuses, status)
     elif status.place.phase == ranges.FINALIZE_GRADS:
-        yield from _replicas(run, statuses, status)
+        yield from _replicas(layout, statuses, status, status.place)
     else:
         placement, stage = Placement(run.sizes.pp, run.sizes.vpp), status.coords["pp"]
         exchanged = ranges.transfers(status.place.phase)
         for transfers, other in ((_WITH_PREVIOUS, placement.previous(stage)), (_WITH_NEXT, placement.following(stage))):
             if other is not None and not transfers.isdisjoint(exchanged):
-                yield from _named(run, status, pp=other)
+                yield layout.rank_of(**{axis: status.coords[axis] for axis in ("tp", "cp", "dp")}, pp=other)
 
 
-def _named(run: RunRecord, status: RankStatus, **elsewhere: int) -> Iterator[int]:
-    """Yields the rank whose coordinates differ from those of `status` as `elsewhere` says."""
-    layout = run.layout
-    if layout is not None:
-        yield layout.rank_of(**{axis: {**status.coords, **elsewhere}[axis] for axis in ("tp", "cp", "dp", "pp")})
-
-
-def _replicas(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
+def _replicas(
+    layout: WorldLayout, statuses: Mapping[int, RankStatus], status: RankStatus, place: Position
+) -> Iterator[int]:
     """Yields the ranks that have not reached the gradient reduction of this step: replicas of its stage, and the other
     end of its pipeline, which may share the embedding."""
-    layout, coords = run.layout, status.coords
-    if layout is None or status.place is None:
-        return
-    ends = {0, run.sizes.pp - 1}
+    coords, sizes = status.coords, layout.sizes
+    ends = {0, sizes.pp - 1}
     stages = ends if coords["pp"] in ends else {coords["pp"]}
     for pp in stages:
-        for dp in range(run.sizes.dp) if pp == coords["pp"] else (coords["dp"],):
-            for cp in range(run.sizes.cp) if pp == coords["pp"] else (coords["cp"],):
+        for dp in range(sizes.dp) if pp == coords["pp"] else (coords["dp"],):
+            for cp in range(sizes.cp) if pp == coords["pp"] else (coords["cp"],):
                 rank = layout.rank_of(tp=coords["tp"], cp=cp, dp=dp, pp=pp)
                 other = statuses.get(rank)
-                if rank != status.rank and (other is None or not _reduces(other, status.place)):
+                if rank != status.rank and (other is None or not _reduces(other, place)):
                     yield rank
 
 
@@ -172,10 +163,10 @@ def _reduces(status: RankStatus, reduction: Position) -> bool:
     return last is not None and last >= reduction.step
 
 
-def _coupled(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
+def _coupled(layout: WorldLayout, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
     """Yields the ranks that it communicates with inside a microbatch and that have stood elsewhere for longer."""
-    sizes, layout, coords, place = run.sizes, run.layout, status.coords, status.place
-    if layout is None or place is None or sizes.tp * sizes.cp * sizes.ep == 1:
+    sizes, coords = layout.sizes, status.coords
+    if sizes.tp * sizes.cp * sizes.ep == 1:
         return
     # An expert group reaches over replicas; which ones is a matter of the rank order.
     replicas: Iterable[int] = range(sizes.dp) if sizes.ep > 1 else (coords["dp"],)
@@ -192,15 +183,6 @@ def _coupled(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankSta
 def _position(status: RankStatus) -> tuple[object, ...]:
     place = status.place
     return () if place is None else (place.target, place.role, place.step, place.phase, place.microbatch, place.chunk)
-
-
-def _all_waiting(rank: int, waiters: Mapping[int, set[int]]) -> set[int]:
-    waiting: set[int] = set()
-    fresh = {rank}
-    while fresh:
-        fresh = set().union(*(waiters.get(waiter, set()) for waiter in fresh)) - waiting
-        waiting |= fresh
-    return waiting - {rank}
 
 
 def _seconds(status: RankStatus | None, silent: bool, now: float) -> float:

@@ -3,13 +3,14 @@ are of one standstill. `megaprof hang` reads them as it reads dumps of torch's w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 
 from megaprof.control import directory as places
 from megaprof.control.blame import is_stuck
 from megaprof.formats.files import Directory
-from megaprof.formats.flight import Entry
+from megaprof.formats.flight import Entry, settled
 from megaprof.formats.job import records
 from megaprof.formats.job.in_flight import InFlight
 from megaprof.formats.job.status import RankStatus
@@ -17,7 +18,8 @@ from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import flight
 from megaprof.runtime.logs import logger
 
-#: A record is bounded: it has this many calls that have not ended, the first ones, and this many shapes of each.
+#: A record is bounded: so many calls that have not ended, first those that are the first of their kind, and so many
+#: shapes of each.
 _MOST, _SHAPES = 200, 4
 
 
@@ -77,17 +79,19 @@ class StandstillWriter:
 
 
 def _kept(called: Iterable[Entry]) -> list[Entry]:
-    """Returns what has not ended, and the last collective of each group, in the order of the calls."""
+    """Returns, in the order of the calls, the last collective of each group and the first calls that have not ended."""
     last: dict[str, int] = {}
-    pending = []
-    entries = list(called)
+    pending: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    entries = settled(called)
     for place, entry in enumerate(entries):
         entry.record_id = place  # two rings count by themselves
+        group = entry.process_group[0]
         if not entry.is_p2p:
-            last[entry.process_group[0]] = place
+            last[group] = place
         if not entry.ended:
-            pending.append(place)
-    kept = [entries[place] for place in sorted({*pending[:_MOST], *last.values()})]
+            pending[group, entry.profiling_name if entry.is_p2p else ""].append(place)
+    first = sorted(ordered for places in pending.values() for ordered in enumerate(places))[:_MOST]
+    kept = [entries[place] for place in sorted({*last.values(), *(place for _, place in first)})]
     for entry in kept:
         entry.input_sizes, entry.input_dtypes = entry.input_sizes[:_SHAPES], entry.input_dtypes[:_SHAPES]
     return kept

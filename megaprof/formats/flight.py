@@ -7,6 +7,8 @@ Formats: torch 2.5 and later (``FlightRecorder`` in torch/csrc/distributed/c10d,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
 
@@ -33,7 +35,9 @@ class Call(msgspec.Struct, gc=False):
     record_id: int
     """Its number among all that the process has called, from 0."""
     is_p2p: bool = False
-    """True if it is one side of an exchange."""
+    """True if it is one side of an exchange, or a batch of exchanges."""
+    p2p_seq_id: int = 0
+    """The number of the last exchange, or batch of exchanges, that the process has called in the group."""
     duration_ms: float | None = None
     """Milliseconds that its kernel ran, including waits; only with ``TORCH_NCCL_ENABLE_TIMING=1``, once it has ended.
     (The other times in a dump are those at which torch's watchdog looked, ten times a second.)"""
@@ -43,6 +47,11 @@ class Call(msgspec.Struct, gc=False):
         """True if it is over on this rank."""
         return self.retired or self.state == "completed"
 
+    @property
+    def batch(self) -> tuple[str, int, int]:
+        """What the calls of a batch share, and no other calls."""
+        return self.process_group[0], self.collective_seq_id, self.p2p_seq_id
+
 
 class Entry(Call):
     """A call with its inputs."""
@@ -51,6 +60,28 @@ class Entry(Call):
     """Shapes of its inputs, in elements."""
     input_dtypes: list[str] = []
     """Types of its inputs."""
+
+
+_C = TypeVar("_C", bound=Call)
+
+
+def settled(calls: Iterable[_C]) -> list[_C]:
+    """Returns ``calls``, which are in order, with the states of their batches.
+
+    torch leaves the calls of a batch ``scheduled`` for ever (``batch_isend_irecv``, Megatron's default). It keeps their
+    state in the entry ``nccl:coalesced`` behind them (pytorch/pytorch#137969), which is left out here if a call of the
+    batch is among ``calls``."""
+    batches: dict[tuple[str, int, int], list[_C]] = {}
+    kept = []
+    for call in calls:
+        members = batches.setdefault(call.batch, [])
+        if members and call.profiling_name.endswith("coalesced"):
+            for member in members:
+                member.state, member.retired, member.duration_ms = call.state, call.retired, call.duration_ms
+        else:
+            members.append(call)
+            kept.append(call)
+    return kept
 
 
 class GroupConfig(msgspec.Struct):

@@ -74,11 +74,6 @@ class View:
             return "hangs"
         return "runs" if any(status.calls for status in self.statuses.values()) else "starts"
 
-    @property
-    def awaited(self) -> tuple[Standing, ...]:
-        """The ranks that the others wait for, and where they stand."""
-        return _awaited(self.blame)
-
     @cached_property
     def standstill(self) -> Standstill | None:
         """The standstill of the job, as its statuses show it: now, or when it, or some of its ranks, were killed in the
@@ -159,13 +154,14 @@ def _standstill(
     stuck = [culprit.status.place for culprit in blame.culprits if culprit.status and culprit.status.place]
     last = max((blame.still and stuck) or places, key=lambda place: place.step)
     targets = {call.target for status in statuses.values() for call in status.calls}
-    waited_for = _awaited(blame) if blame.still else ()
+    waited_for = awaited(blame) if blame.still else ()
     waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
     target = last.target if len(targets) > 1 else None
     return Standstill(last.step, blame.still, waited_for, waiting, outcome, target)
 
 
-def _awaited(blame: Blame) -> tuple[Standing, ...]:
+def awaited(blame: Blame) -> tuple[Standing, ...]:
+    """Returns the ranks that the others wait for, and where they stand."""
     return tuple(_standing(culprit.status) for culprit in blame.culprits if culprit.status is not None)
 
 

@@ -78,6 +78,19 @@ def test_what_has_ended_on_the_device_is_waited_for_until_torch_has_timed_it(
     assert caplog.messages == []
 
 
+def test_a_batch_of_collectives_has_the_state_and_the_time_of_the_entry_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("nccl:_broadcast_oop", "nccl:_broadcast_oop", "nccl:coalesced")
+    batch = [entry(place, 101 + place, name=name, retired=False) for place, name in enumerate(names)]
+    for each in batch:
+        each.collective_seq_id = 1
+    batch[-1].retired, batch[-1].duration_ms = True, 2.5
+    (_, (_, _, payload)) = reading(monkeypatch, batch, 1).look()
+    (arrivals,) = unpack_arrivals(payload)
+    assert (arrivals.numbers.tolist(), arrivals.values.tolist()) == ([1], [2500])
+
+
 @pytest.mark.parametrize(
     ("entries", "why"),
     [

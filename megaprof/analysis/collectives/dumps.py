@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from megaprof.formats.flight import EXCHANGE, Entry, Flight
+from megaprof.formats.flight import EXCHANGE, Entry, Flight, settled
 
 #: A recorder holds a few thousand entries of about 1 kB each, with their frames.
 _LARGEST_BYTES = 1 << 28
@@ -34,8 +34,12 @@ class BadDump(ValueError):
 class Operation:
     """A collective, or one side of an exchange, that a rank has called."""
 
+    rank: int
+    """Global rank that has called it."""
     group: str
     """Name of the group, the same on all of its ranks."""
+    batch: tuple[str, int, int]
+    """The same for the exchanges of one batch, which end together."""
     number: int
     """Number among the group's collectives, from 1 on; for an exchange, the number of collectives before it."""
     name: str
@@ -50,6 +54,11 @@ class Operation:
     """When the rank called it, in seconds since 1970 by the clock of its host."""
     started: bool
     """True if the device was seen to begin it; gloo does not report this."""
+
+    @property
+    def between(self) -> tuple[int, ...]:
+        """The two ranks of an exchange; empty for a collective."""
+        return () if self.peer is None else tuple(sorted((self.rank, self.peer)))
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,12 @@ class Dump:
     """Operations that have not ended, in the order of their calls."""
     latest: float
     """When the last operation in the dump was called, in seconds since 1970; 0 if there is none."""
+
+    def first(self, *, sends: bool = True) -> tuple[Operation, ...]:
+        """Returns the first operation that has not ended, and those that end with it. Without ``sends``, passes over
+        batches that only send."""
+        batch = next((operation.batch for operation in self.pending if sends or operation.name != "send"), None)
+        return tuple(operation for operation in self.pending if operation.batch == batch)
 
 
 class _Plain(pickle.Unpickler):
@@ -119,21 +134,24 @@ def dump_of(rank: int, flight: Flight) -> Dump:
     """Returns the dump of ``rank`` from what its flight recorder holds. Raises BadDump."""
     groups = {name: Group(config.desc, _ranks(config.ranks)) for name, config in flight.pg_config.items() if name}
     called: defaultdict[str, int] = defaultdict(int)
-    exchanging, pending = set(), []
-    for entry in sorted(flight.entries, key=lambda entry: entry.record_id):
+    exchanging = set()
+    pending: list[Operation] = []
+    for entry in settled(sorted(flight.entries, key=lambda entry: entry.record_id)):
         name, description = entry.process_group
         group = groups.setdefault(name, Group(description, ()))
         called[name] = max(called[name], entry.collective_seq_id)
         exchange = EXCHANGE.search(entry.profiling_name)
-        if exchange is not None:
+        if exchange is not None or entry.is_p2p:
             exchanging.add(name)
-        if not entry.ended:
-            pending.append(_operation(entry, group, exchange))
+        if entry.ended or (exchange is None and entry.is_p2p):  # of such a batch, the ring has not kept the exchanges
+            continue
+        if exchange is not None or not pending or pending[-1].batch != entry.batch:
+            pending.append(_operation(rank, entry, group, exchange))
     latest = max((entry.time_created_ns for entry in flight.entries), default=0) / 1e9
     return Dump(rank, groups, dict(called), _enqueued(flight), frozenset(exchanging), tuple(pending), latest)
 
 
-def _operation(entry: Entry, group: Group, exchange: re.Match[str] | None) -> Operation:
+def _operation(rank: int, entry: Entry, group: Group, exchange: re.Match[str] | None) -> Operation:
     name = entry.profiling_name.partition(":")[2] or entry.profiling_name
     peer = None
     if exchange is not None:
@@ -142,7 +160,9 @@ def _operation(entry: Entry, group: Group, exchange: re.Match[str] | None) -> Op
             raise BadDump(f"{entry.profiling_name} in a group of {len(group.ranks)} ranks")
         peer = group.ranks[index]
     return Operation(
+        rank,
         entry.process_group[0],
+        entry.batch,
         entry.collective_seq_id,
         name,
         peer,

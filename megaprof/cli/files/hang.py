@@ -39,12 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints which ranks keep the job waiting. Raises CommandError if no dump can be read."""
+    from megaprof.analysis.collectives.dumps import BadDump
+    from megaprof.analysis.collectives.hang import hang_of
     from megaprof.analysis.report.text.hang import plain, sentences
 
+    warnings: list[str] = []
     if (arguments.dir / CONTROL).is_dir():
         hang, warnings = _of_job(arguments.dir, arguments.role)
     else:
-        hang, warnings = _of_dumps(arguments.dir), []
+        try:
+            hang = hang_of(path for path in arguments.dir.iterdir() if path.is_file())
+        except (BadDump, OSError) as fault:
+            raise CommandError(f"{arguments.dir}: {fault}") from None
     if arguments.json:
         print_json(plain(hang))
     else:
@@ -54,30 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
     return UNWELL if hang.culprits or hang.unended or (warnings and not over) else 0
 
 
-def _of_dumps(directory: Path) -> Hang:
-    from megaprof.analysis.collectives.dumps import BadDump
-    from megaprof.analysis.collectives.hang import hang_of
-
-    try:
-        return hang_of(path for path in directory.iterdir() if path.is_file())
-    except (BadDump, OSError) as fault:
-        raise CommandError(f"{directory}: {fault}") from None
-
-
 def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     """Returns what the ranks of a job wrote about their collectives, and further lines.
 
     If their collectives show no culprit, the lines say where the job stands or stood still, as `megaprof status` and
     the report say it: torch does not record exchanges of gloo, and a rank may stand still in its own work.
     """
-    from megaprof.analysis.collectives.hang import Hang
-    from megaprof.cli.jobs.status import collectives, how_it_ended, with_statuses
+    from megaprof.cli.jobs.status import collectives, how_it_ended
     from megaprof.metrics.look import look_at, verdict, waited_for
 
     job = find_job(directory, role)
     view = look_at(job)
-    in_collectives = collectives(view)
-    hang = in_collectives or with_statuses(Hang(1, (), (), (), 0, (), ()), view)
+    hang = collectives(view)
     if hang.culprits or hang.unended:
         return hang, []
     if view.silence is None:
@@ -85,7 +79,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
         lines = [f"! {clause}" for clause in [*waited_for(view)] or whole]
     else:
         lines = [f"! {sentence}" for sentence in how_it_ended(view)]
-    if in_collectives is None and not lines:
+    if not hang.ranks and not lines:
         if view.silence is None:
             raise CommandError(f"no rank of the job in {directory} has reported that it stands still")
         raise CommandError(f"{view.silence}, and its files show no step in which it stood still")

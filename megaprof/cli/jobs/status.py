@@ -25,7 +25,7 @@ from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill, completed
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
 from megaprof.metrics.figures import SlowRanks, Summary, longest_stage, summarise
-from megaprof.metrics.look import State, View, few, gone, look_at, verdict, waited_for
+from megaprof.metrics.look import State, View, awaited, few, gone, look_at, verdict, waited_for
 from megaprof.parallel.topology import ParallelSizes
 
 #: The most lines of the table: everything fits on one screen, however many ranks there are.
@@ -287,20 +287,16 @@ def _said(view: View) -> Iterator[str]:
 
 def _collectives(view: View) -> Hang | None:
     """Returns the collectives that the job waits in; None if it runs, or if its ranks have not written them."""
-    return collectives(view) if view.state in ("hangs", "died") or view.blame.stuck else None
+    hang = collectives(view) if view.state in ("hangs", "died") or view.blame.stuck else None
+    return hang if hang is not None and hang.ranks else None
 
 
-def collectives(view: View) -> Hang | None:
-    """Returns who keeps the job waiting by what its ranks have in flight; None if they have not written that."""
+def collectives(view: View) -> Hang:
+    """Returns who keeps the job waiting, by what its ranks have in flight; unless a collective shows that or the job is
+    gone, also whom its ranks wait for by their statuses."""
     hang = hang_of_job(view.job.in_flight(), view.last_blame.waits_for)
-    return None if hang is None else with_statuses(hang, view)
-
-
-def with_statuses(hang: Hang, view: View) -> Hang:
-    """Returns `hang` with what the statuses say: where the job stands or stood still, and, unless a collective shows
-    that or the job is gone, whom its ranks wait for."""
     explained = hang.culprits or hang.unended or view.silence is not None
-    return replace(hang, outside=() if explained else view.awaited, standstills=standstills(view))
+    return replace(hang, outside=() if explained else awaited(view.blame), standstills=standstills(view))
 
 
 def _table(view: View) -> Iterator[str]:

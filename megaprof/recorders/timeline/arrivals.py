@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.formats import timeline as format
-from megaprof.formats.flight import Call, GroupConfig
+from megaprof.formats.flight import Call, GroupConfig, settled
 from megaprof.formats.steps.arrivals import Arrivals, pack_arrivals, pack_groups
 from megaprof.recorders import flight
 from megaprof.recorders.timeline.files import Place
@@ -92,7 +92,7 @@ class Reading:
         self.share = self.took / every / seconds
 
     def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[Place, int, bytes]]:
-        collectives = [entry for entry in entries if not entry.is_p2p and self._parallel(entry)]
+        collectives = settled(entry for entry in entries if not entry.is_p2p and self._parallel(entry))
         times = np.array([entry.time_created_ns for entry in collectives], dtype=np.int64)
         # A ring that has overflowed begins in the middle of a step.
         since = entries[0].time_created_ns if entries and entries[0].record_id > 0 else 0

@@ -254,7 +254,7 @@ def test_what_must_be_known_about_dumps_is_data(tmp_path: Path, capsys: pytest.C
     hang = hang_in(tmp_path, {0: dump(0, stands), 1: other})
     assert [(note.kind, note.files, note.ranks) for note in hang.warnings] == [
         ("twice", ("older_0", "rank_0"), (0,)),
-        ("skipped", ("rank_2",), ()),
+        ("dump_unreadable", ("rank_2",), (2,)),
         ("group_differs", (), ()),
     ]
     assert hang.warnings[2].names == ("TENSOR_MODEL_PARALLEL_GROUP", "1", "0, 1", "0, 1, 2")

@@ -9,25 +9,32 @@ from typing import Any
 
 import msgspec
 
-from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, HeldUp
+from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, Why
 from megaprof.analysis.report.text.notes import clause, told
-from megaprof.analysis.report.text.words import sentence
+from megaprof.analysis.report.text.words import capital, ranks, sentence
 from megaprof.analysis.trace.groups import axis_of
 from megaprof.formats.phrases import counted
-from megaprof.parallel.selectors import Selector
+
+#: What to say of a culprit, and where the ranks that wait are named after it.
+_SENTENCES: dict[Why, str] = {
+    "absent": "{who} did not {come} {operation}",
+    "held_up": "{who} did not {come} {operation}, because it waits for rank {waits_for}",
+    "no_dump": "{who} left no dump: it has died, or its file is not here. {Waits} for it in {operation}",
+    "unreadable": "{waits} for {who}, of which nothing is known, in {operation}",
+    "stuck": "{who} does not finish {operation}, which others of the group have finished: look at its GPU",
+    "not_begun": "the GPU of {who} has not begun {operation}, which others have: look at what runs on it",
+    "crossed": "{waits} for {who} in {operation}, while it waits itself in {instead}",
+    "differs": "in the same group, {who} called {instead} where {waiting} called {operation}",
+}
+_ALSO = ("absent", "held_up", "stuck", "not_begun")
 
 
 def sentences(hang: Hang) -> Iterator[str]:
     """Yields which ranks keep the job waiting, and in which operations; then notes about the dumps."""
-    for culprit in hang.culprits:
-        yield _culprit(culprit)
-    for held in hang.held_up:
-        yield _held_up(held)
+    yield from map(_culprit, (*hang.culprits, *hang.held_up))
     for awaited in hang.unended:
-        yield (
-            f"{_ranks(awaited.ranks)} all called {_operation(awaited)}, and it does not end: look at their GPUs and at "
-            f"the network between them. {_since(awaited)}"
-        )
+        called = f"{capital(ranks(awaited.ranks))} all called {_operation(awaited)}, and it does not end."
+        yield f"{called} No rank is to blame: look at their GPUs and at the network between them. {_since(awaited)}"
     if (hang.culprits or hang.held_up) and hang.behind:
         they = "it waits for them" if hang.behind == 1 else "they wait for them or for each other"
         yield f"{counted(hang.behind, 'other rank')} cannot go on, because {they}."
@@ -35,7 +42,7 @@ def sentences(hang: Hang) -> Iterator[str]:
         waiting = f"{counted(hang.behind, 'rank')} with something in flight" if hang.behind else "nothing in flight"
         yield f"No rank keeps another waiting in a collective: the dumps show {waiting}."
     if hang.missing and not any(culprit.why == "no_dump" for culprit in hang.culprits):
-        yield f"No dump of {_ranks(hang.missing).lower()} is here."
+        yield f"No dump of {ranks(hang.missing)} is here."
     yield from (sentence(clause(note)) for note in hang.warnings)
 
 
@@ -45,44 +52,22 @@ def plain(hang: Hang) -> dict[str, Any]:
     return told_of
 
 
-def _held_up(held: HeldUp) -> str:
-    who = _who(held.rank, held.stage)
-    why = f"because it waits for rank {held.waits_for}"
-    return f"{who} did not {_come_to(held.awaited)}, {why}. {_wait(held.waiting)} for it. {_since(held.awaited)}"
-
-
 def _culprit(culprit: Culprit) -> str:
-    who, awaited = _who(culprit.rank, culprit.stage), culprit.awaited
-    operation = _operation(awaited)
-    waiting = _ranks(culprit.waiting)
-    waits = _wait(culprit.waiting)
-    if culprit.why == "absent":
-        finding = f"{who} did not {_come_to(awaited)}. {waits} for it."
-    elif culprit.why == "no_dump":
-        finding = f"{who} left no dump: it has died, or its file is not here. {waits} for it in {operation}."
-    elif culprit.why == "stuck":
-        finding = f"{who} does not finish {operation}, which others of the group have finished: look at its GPU."
-    elif culprit.why == "not_begun":
-        finding = f"The GPU of {who.lower()} has not begun {operation}, which others have: look at what runs on it."
-    elif culprit.why == "crossed":
-        finding = f"{waits} for {who.lower()} in {operation}, while it waits for them in another group."
-    else:
-        finding = f"{who} called {culprit.instead} where {waiting.lower()} called {operation}."
-    if culprit.why in ("stuck", "not_begun") and culprit.waiting:
-        finding = f"{finding} {waits} for it."
-    return f"{finding} {_since(awaited)}"
-
-
-def _who(rank: int, stage: int | None) -> str:
-    return f"Rank {rank}" if stage is None else f"Rank {rank} (stage {stage})"
-
-
-def _wait(ranks: tuple[int, ...]) -> str:
-    return f"{_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'}"
-
-
-def _come_to(awaited: Awaited) -> str:
-    return f"{'come to' if awaited.number is not None else 'answer'} {_operation(awaited)}"
+    awaited, waiting = culprit.awaited, culprit.waiting
+    who = ranks([culprit.rank]) + ("" if culprit.stage is None else f" (stage {culprit.stage})")
+    waits = f"{ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    finding = _SENTENCES[culprit.why].format(
+        who=who,
+        come="answer" if awaited.number is None else "come to",
+        operation=_operation(awaited),
+        waiting=ranks(waiting),
+        waits=waits,
+        Waits=capital(waits),
+        instead=culprit.instead,
+        waits_for=culprit.waits_for,
+    )
+    also = f" {capital(waits)} for it." if waiting and culprit.why in _ALSO else ""
+    return f"{sentence(finding)}{also} {_since(awaited)}"
 
 
 def _operation(awaited: Awaited) -> str:
@@ -91,12 +76,9 @@ def _operation(awaited: Awaited) -> str:
     shapes = ", ".join("x".join(map(str, shape)) for shape in awaited.sizes if shape)
     group = axis_of(awaited.group) or awaited.group
     size = f" ({shapes})" if shapes else ""
-    return f"{awaited.operation}{number}{size} of the {group} group of {_ranks(awaited.ranks).lower()}"
+    members = f"of {ranks(awaited.ranks)}" if number else "between ranks {} and {}".format(*awaited.ranks)
+    return f"{awaited.operation}{number}{size} of the {group} group {members}"
 
 
 def _since(awaited: Awaited) -> str:
     return f"That was called at {datetime.fromtimestamp(awaited.since, UTC):%Y-%m-%d %H:%M:%S} UTC."
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"Rank{'s' if len(ranks) != 1 else ''} {Selector.of_ranks(ranks)}"

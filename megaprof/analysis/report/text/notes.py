@@ -236,7 +236,10 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "exchanges is known"
     ),
     "exposed_unknown": ("exposed communication is not measured: the trace does not say who launched its GPU kernels"),
-    "in_flight_unreadable": lambda n: f"what {ranks(n.ranks)} has in flight cannot be read: {n.said}",
+    "dump_unreadable": lambda n: (
+        f"{ranks(n.ranks)}'s file {' '.join((*n.files, 'is'))} there, but cannot be read ({n.said}), so nothing is "
+        f"known of {ranks(n.ranks)}"
+    ),
     "group_differs": lambda n: f"ranks do not agree who is in {n.names[0]} ({n.names[1]}): {' or '.join(n.names[2:])}",
     # clocks
     "host_contradicted": lambda n: (
