@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from megaprof.artifacts.finish import FinishHook
-from megaprof.artifacts.writer import open_writer
+from megaprof.artifacts.writer import Writer, open_writer
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
@@ -179,9 +179,7 @@ def _install(
         role=role,
         numbers=partial(registry.numbers, given=iteration),
         recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else (),
-        timeline=TimelineRecorder(config, this_rank.coords, role, profiler.background, framework)
-        if this_rank.timed
-        else None,
+        timeline=_timeline(config, this_rank, role, framework, directory, writer),
         framework=framework,
     )
     session.handle = handle = Handle(config, role, session)
@@ -190,6 +188,16 @@ def _install(
         if config.listens:
             handle._listener = _listen(session, this_rank.layout, directory)
     return handle
+
+
+def _timeline(
+    config: ProfileConfig, here: ThisRank, role: str | None, framework: str | None, directory: str, writer: Writer
+) -> TimelineRecorder | None:
+    """Returns the recorder of every step, or of those around windows; None if this rank needs neither."""
+    if not here.timed and not (config.around_windows and (here.windowed or config.on_demand)):
+        return None
+    finished = None if here.timed else writer.hand_over
+    return TimelineRecorder(config, here.coords, role, profiler.background, framework, directory, finished)
 
 
 def _with_schedules(patches: Patches, dispatcher: Dispatcher) -> None:

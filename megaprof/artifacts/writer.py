@@ -116,6 +116,11 @@ class Writer:
         self._waiting[artifact] = None
         self._write(artifact)
 
+    def hand_over(self, final: Path) -> None:
+        """Uploads a file that is complete under its final name, and has the finish hook run for it with the next
+        files."""
+        self._put(lambda: self._finished(final))
+
     def end_window(self) -> None:
         """Notes that every file of a window was submitted, so its finish hook runs once they are complete."""
         if self._hook is not None and self._hook.when == "window":

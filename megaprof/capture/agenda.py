@@ -198,6 +198,11 @@ class Wish:
         self.last = number
         self.ran += 1
 
+    @property
+    def goes_on(self) -> bool:
+        """True if any further step is captured."""
+        return self.plan is not None and (bool(self.owed) or self.plan.goes_on(self.last, self.ran - 1))
+
     def asks(self, step: CountedStep) -> int | None:
         """Returns the wanted step that ``step`` can be captured for: itself, or else one that is owed. Returns None if
         there is neither.
@@ -396,6 +401,13 @@ class Agenda:
         """Returns whether the step after ``step`` should be captured."""
         plan = self.wish(step.target, step.role).plan
         return plan is not None and plan.captures(step.number + 1, step.index + 1)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the configuration wants a further window, of a target that ran or of one that may still run."""
+        ran = {target for target, _ in self.wishes}
+        may_run = (self.wish(target, self.role) for target in self._config.target if target not in ran)
+        return any(wish.goes_on for wish in (*self.wishes.values(), *may_run))
 
     def wish(self, target: str, role: str | None) -> Wish:
         """Returns the wish for ``target`` when ``role`` runs it."""

@@ -21,6 +21,7 @@ from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Window
+from megaprof.recorders.timeline.step import BEFORE, BEHIND
 from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 from megaprof.runtime.ray import in_ray_worker
@@ -39,6 +40,8 @@ def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None
         parts.append(f"keeps a timeline of every step on {kept_on}")
     if config.on_demand:
         parts.append("captures when 'megaprof trigger' asks for it")
+    if config.around_windows:
+        parts.append(f"keeps the times of up to {BEFORE} calls before each window and of {BEHIND} behind it")
     stages = _stages(ranks, layout)
     if stages is not None and stages < coords.sizes.pp and config.windowed:
         parts.append(f"sees {stages} of {coords.sizes.pp} stages: add {flag('select')} per-stage for the stage report")

@@ -23,7 +23,7 @@ from megaprof.capture.this_rank import ThisRank, check_role
 from megaprof.capture.window_files import look, names_of, next_repeat, remove
 from megaprof.config.memory import parse_limit
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL
+from megaprof.config.windows import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.formats import ranges
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders import Recorder, Window
@@ -97,7 +97,9 @@ class Session:
         self._windows = 0  # the number of windows that were saved
         self._ended = False
         look(process.repeats, self._folder, here.coords.rank)
-        self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
+        # A request may name any target, and the calls before it are kept in memory only.
+        targets = TARGETS if config.on_demand and config.around_windows else config.target
+        self._timed = frozenset((*targets, TRAIN_ACTOR) if TRAIN_OVERALL in targets else targets)
         self._roles = {role}
         self._losses: set[str] = set()
         self._offloading = Offloading(config)
@@ -202,6 +204,11 @@ class Session:
         with Contained("closing a window", self.abandon), self._termination:
             if (opened := self._own_window) is not None and opened.window.target == ANNOTATED:
                 self._close("the host raised an exception" if failed else None)
+
+    @property
+    def _may_capture(self) -> bool:
+        """True if a further window may open, planned or on demand."""
+        return self.config.listens or self.agenda.goes_on
 
     @property
     def _own_window(self) -> OpenWindow | None:
@@ -364,8 +371,9 @@ class Session:
         disturbed, process.disturbed = window is not None or process.disturbed, False
         ranged = window is not None or (facts.graph == "capture" and names.available)
         ranged = ranged and self.config.ranges != "step"
-        # Nothing may be timed while a CUDA graph is captured.
-        if timeline is not None and step.target in self._timed and facts.graph != "capture":
+        if facts.graph == "capture" or step.target not in self._timed:
+            timeline = None  # nothing may be timed while a CUDA graph is captured
+        if timeline is not None and (self._may_capture or disturbed or timeline.owes(step.target, step.role)):
             timed = timeline.begin(facts, step.target, step.role, step.number, disturbed=disturbed)
             call = RecordedCall(facts, timed, True, ranged)
         elif window is not None or ranged or self._coming:
@@ -440,6 +448,8 @@ class Session:
                 recorder.stop(window, metadata)
             self._last = window
             self._windows += 1
+            if self.timeline is not None:
+                self.timeline.captured(window.target, window.role)
             note_in_span(window)
             if self._speaks:
                 self.writer.run(partial(say_window, self.config, self._folder, window))

@@ -251,6 +251,11 @@ class ProfileConfig:
         return TIMELINE in self.tool
 
     @property
+    def around_windows(self) -> bool:
+        """True if a capture brings a timeline of the calls around its windows."""
+        return not self.timed and (self.on_demand or "torch" in self.tool)
+
+    @property
     def listens(self) -> bool:
         """True if captures can be requested while the job runs."""
         return self.on_demand or self.timed

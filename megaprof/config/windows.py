@@ -38,6 +38,10 @@ class StepList:
         """Returns whether the step after ``step`` is captured as well, so that merged steps put both into one file."""
         return self.captures(step + 1, index + 1)
 
+    def goes_on(self, step: int, index: int) -> bool:
+        """Returns whether any step after ``step`` is captured."""
+        return any(step < steps[-1] for steps in self.ranges)
+
     def windows(self, *, merged: bool) -> int:
         """Returns how many windows the whole run has. With ``merged``, consecutive steps are one window."""
         steps: set[int] = set().union(*self.ranges)
@@ -80,6 +84,10 @@ class Schedule:
         """Returns whether the call after ``index`` is captured in the same cycle, so that merged steps put both into
         one file."""
         return self.captures(step, index) and (index - self.skip_first + 1) % self.cycle != 0
+
+    def goes_on(self, step: int, index: int) -> bool:
+        """Returns whether any call after ``index`` is captured."""
+        return not self.repeat or index + 1 < self.skip_first + self.cycle * self.repeat
 
     def windows(self, *, merged: bool) -> int | None:
         """Returns how many windows the whole run has; None if the cycles never end. With ``merged``, a cycle has one

@@ -152,7 +152,13 @@ class Metadata:
     profiler: Profiler | None = None
     """The torch profiler's recording of it; None for another tool."""
     timeline: dict[str, Any] | None = None
-    """Properties of a timeline, such as its ``clock`` (``host`` or ``device``); None for another tool."""
+    """Properties of a timeline, such as its ``clock`` (``host`` or ``device``), and ``around_windows`` if it holds only
+    the steps around windows of another tool; None for another tool."""
+
+    @property
+    def around_windows(self) -> bool:
+        """True if it is of a timeline that holds only the steps around windows, and not those of the whole run."""
+        return bool((self.timeline or {}).get("around_windows"))
 
     @property
     def sizes(self) -> ParallelSizes:

@@ -121,7 +121,7 @@ def _started(pid: int) -> int:
 
 
 def _ranges(call: RecordedCall, config: ProfileConfig) -> MicrobatchRanges:
-    if call.tape.ran_forward:
+    if call.tape.ran_forward and config.ranges != "step":
         return MicrobatchRanges(without=call.without)
     if call.facts.graph is not None:
         return MicrobatchRanges(False, "the step was replayed from a full-iteration CUDA graph")

@@ -341,7 +341,8 @@ def test_one_line_at_the_start_one_for_each_window_one_at_the_end(
     name = "train_actor.step00000{}.pp0-tp0-cp0-ep0-dp0.rank00000.pt.trace.json.gz"
     # What a killed process of another test left is removed by the next one, with a line.
     assert [line for line in lines() if "a killed process had left" not in line] == [
-        f"megaprof captures train_actor (steps 1,2) on rank 0 of 1; writes to {tmp_path}",
+        f"megaprof captures train_actor (steps 1,2) on rank 0 of 1; keeps the times of up to 20 calls before each "
+        f"window and of 5 behind it; writes to {tmp_path}",
         *(f"megaprof captured train_actor step {n}: {tmp_path / name.format(n)}" for n in (1, 2)),
         f"megaprof ends: 2 windows captured into {tmp_path}",
     ]

@@ -249,7 +249,9 @@ def test_every_phase_of_every_step_is_in_the_timeline(name: str, job: Callable[[
         assert [chunk.layers for chunk in timeline.metadata[0].chunks] == truth["layers"]
         chunks = workload.vpp or 1
         each = [(microbatch, chunk) for chunk in range(chunks) for microbatch in range(workload.microbatches)]
-        for position, (target, step, _) in enumerate(passes):
+        captured = [index for index, step in enumerate(passes) if step[:2] in {window[:2] for window in CAPTURED}]
+        disturbed = {index + behind for index in captured for behind in (0, 1)}
+        for position, (target, _, _) in enumerate(passes):
             here = events(timeline, position)
             forwards = [where for label, where, _, _ in here if label == "forward"]
             backwards = [where for label, where, _, _ in here if label == "backward"]
@@ -268,7 +270,9 @@ def test_every_phase_of_every_step_is_in_the_timeline(name: str, job: Callable[[
             if workload.pp > 1:
                 assert 0 < fixed["p2p"] < fixed["duration"]
             assert fixed["own"] > 0
-            assert fixed["flags"] == (format.DISTURBED if (target, step) in {each[:2] for each in CAPTURED} else 0)
+            assert fixed["flags"] in ((format.DISTURBED,) if position in disturbed else (0, format.DISTURBED))
+            if not {position, position + 1} & disturbed:  # the profiler may be prepared behind the call before
+                assert fixed["flags"] == 0
         # Steps of one kind have one shape, and an evaluation runs as a log-prob pass does.
         assert len(timeline.shapes) == 2
 

@@ -258,10 +258,10 @@ def test_many_steps_are_written_with_pauses_between(
         timeline, written, between = recorded(handle), 0, []
         append = timeline._files.append
 
-        def counted(steps: Any) -> None:
+        def counted(steps: Any) -> Any:
             nonlocal written
             written += len(steps)
-            append(steps)
+            return append(steps)
 
         def pause() -> None:
             nonlocal written

@@ -37,7 +37,7 @@ _TOTALS = ("duration", "forward", "backward", "combined", "finalize", "p2p", "ow
 _FLAGS = {
     "device_clock": format.DEVICE_CLOCK,
     "failed": format.FAILED,
-    "disturbed": format.DISTURBED,
+    "captured": format.DISTURBED,
     "incomplete": format.INCOMPLETE,
 }
 #: ``call_index`` distinguishes the calls of one step. Times that the GPU did not report are null.

@@ -190,11 +190,11 @@ class Fleet:
 
 
 def survey(reading: FleetReading) -> list[Fleet]:
-    """Returns one `Fleet` for each target, role and set of sizes in ``reading``."""
+    """Returns one `Fleet` for each target, role and set of sizes whose timelines are of the whole run."""
     return [
         _fleet(key, series, reading.width.get(key[:2], 1), partial(_longest, key, reading.files.get(key, {})))
         for key, series in reading.series.items()
-        if series.ranks
+        if series.ranks and not any(metadata.around_windows for metadata in series.metadata.values())
     ]
 
 

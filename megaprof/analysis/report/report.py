@@ -106,7 +106,7 @@ def analyze(
     traced = {key: table_of_calls(counted_calls) for key, counted_calls in captured.items()}
     tabled = tables(traced, fleet_reading, fleets, workers)
     diagnosed = {key: _diagnosed(table) for key, table in tabled.items()}
-    if not calls and not fleets:
+    if not calls and not fleet_reading.series:
         return _foreign(path, traces, sizes or {}, warnings)
     job = (path.parent if path.is_file() else path).absolute()
     targets = []
@@ -118,9 +118,11 @@ def analyze(
         draw = partial(drawn.of_calls, counted_calls.calls, measured, step)
         targets.append(_reported(measured, diagnosed[key], draw, fleet, job, memory_limit, traced=True))
     reported = {target.report.key for target in targets}
-    for fleet in fleets:
-        if (fleet.target, fleet.role) not in reported:
-            targets.append(_recorded(fleet, fleet_reading, tabled[fleet.key], diagnosed[fleet.key], job, memory_limit))
+    for key in fleet_reading.series:
+        fleet = next((fleet for fleet in fleets if fleet.key == key), None)
+        # Steps around windows complete the report on these windows.
+        if key[:2] not in reported and (fleet is not None or not calls):
+            targets.append(_recorded(key, fleet_reading, tabled[key], diagnosed[key], fleet, job, memory_limit))
     targets.sort(key=lambda target: order(target.report))
     return Report(
         path=path,
@@ -227,15 +229,16 @@ def _measured(table: Table | Unfit, diagnosed: _Diagnosed, otherwise: Callable[[
 
 
 def _recorded(
-    fleet: Fleet,
+    key: Key,
     reading: FleetReading,
     table: Table | Unfit,
     diagnosed: _Diagnosed,
+    fleet: Fleet | None,
     job: Path,
     memory_limit: int | None,
 ) -> _Target:
     """Reports on a target that has timelines but no traces."""
-    key, draw = fleet.key, None
+    draw = None
     measured = _measured(table, diagnosed, partial(averages.of_series, reading.series[key]))
     if isinstance(table, Table):
         draw = partial(drawn.of_table, table, measured, key, reading.files[key])

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     chunks: tuple[ModelChunk, ...] = ()
     """The rank's model chunks; empty if unknown."""
     timeline: bool = True
-    """True if it is from a timeline, which begins with the first step of its process."""
+    """True if it is from a timeline of the whole run, which begins with the first step of its process."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _recorded(paths: Iterable[Path]) -> Iterator[Piece]:
         for metadata, steps in timeline.by_metadata():
             numbers, last = steps["step"], steps[-1]
             span = int(steps[0]["start_ns"]), int(last["start_ns"]) + 1000 * int(last["duration"])
-            yield _piece(metadata, (int(numbers.min()), int(numbers.max())), span, timeline=True)
+            yield _piece(metadata, (int(numbers.min()), int(numbers.max())), span, timeline=not metadata.around_windows)
 
 
 def _piece(metadata: Metadata, steps: tuple[int, int], span: tuple[int, int], *, timeline: bool) -> Piece:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
-from megaprof.recorders.timeline.step import Description
+from megaprof.recorders.timeline.step import Description, Facts, PackedStep
 from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.logs import logger
 
@@ -24,24 +24,6 @@ from megaprof.runtime.logs import logger
 FILES = 4
 #: The pause after a failed write (a full disk, a lost file server) before the next try, in seconds.
 PAUSE_SECONDS = 60.0
-
-Facts = tuple[tuple[int, bytes], ...]
-"""The facts written next to a step: which fact of `formats.timeline` it is, and its bytes."""
-
-
-class PackedStep(NamedTuple):
-    """A step as it is written."""
-
-    description: Description
-    """The metadata, which it shares with other steps."""
-    events: bytes
-    """The codes of its events as 64-bit integers, in the order of their starts."""
-    begun: tuple[int, int, int, int]
-    """An argument of `formats.timeline.step_record`, like the next two fields."""
-    spent: tuple[int, ...]
-    times: bytes
-    facts: Facts
-    """The facts written next to it."""
 
 
 class Place(NamedTuple):
@@ -121,8 +103,11 @@ class TimelineFiles:
             PAUSE_SECONDS,
         )
 
-    def close(self) -> None:
+    def close(self) -> Path | None:
+        """Ends the open file. Returns it; None if none is open, or if it has no step."""
+        written = self._path if self._file is not None and self._size else None
         self._end_file()
+        return written
 
     def _append(self, steps: Sequence[PackedStep]) -> int:
         """Writes the first of ``steps``, as many as fit into one file. Returns their number."""

@@ -33,10 +33,10 @@ from megaprof.recorders.processor import Waits, waited_ns
 from megaprof.recorders.tape import Tape, raw
 from megaprof.recorders.timeline.arrivals import Reading, Written
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock, device_memory
-from megaprof.recorders.timeline.files import Facts, PackedStep, Place, TimelineFiles
+from megaprof.recorders.timeline.files import Place, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally
-from megaprof.recorders.timeline.step import Calls, Description, RecordedStep
+from megaprof.recorders.timeline.step import Calls, Description, Facts, PackedStep, RecordedStep
 from megaprof.recorders.work import Fetch, read_work
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
@@ -71,12 +71,16 @@ class TimelineRecorder:
         role: str | None,
         background: Background,
         framework: str | None,
+        directory: str,
+        finished: Callable[[Path], object] | None = None,
     ) -> None:
-        """``framework`` names the host."""
+        """``framework`` names the host. Writes every step, or, with ``finished``, only those around windows; then each
+        window's file is passed to this function once it is complete."""
         self._config = config
         self._coords = coords
         self._framework = framework
-        self._files = TimelineFiles(Path(str(config.dir)), role, coords, config.timeline_megabytes << 20)
+        self._files = TimelineFiles(Path(directory), role, coords, config.timeline_megabytes << 20)
+        self._finished = finished
         self._background = background
         self._device: DeviceClock | None = None
         self._memory: Callable[[], format.Memory] | None = None
@@ -88,7 +92,7 @@ class TimelineRecorder:
         self._running: RecordedStep | None = None
         self._waits: Waits | None = None
         self._waits_counted = waited_ns(threading.get_native_id()) is not None
-        self._collectives = Reading() if config.collectives else None
+        self._collectives = Reading() if config.collectives and finished is None else None
         self._last_shapes: list[tuple[Any, ...]] = []
         self._work_of_shapes = b""
         self._collections = Collections()
@@ -142,7 +146,7 @@ class TimelineRecorder:
             step.flags |= format.INCOMPLETE
         self._running = None
         calls, waiting = step.description.calls, self._waiting
-        calls.count += 1
+        step.count = calls.ended(step.flags)
         calls.finished = step.number, calls.count
         waiting.append(step)
         if len(waiting) > WAITING_STEPS:
@@ -167,7 +171,7 @@ class TimelineRecorder:
             try:
                 self._drain()
                 self._read(last=True)
-                self._files.close()
+                self._end_file()
             finally:
                 self._writing.release()
         missing = self.steps_dropped + len(self._waiting), self._files.steps_lost
@@ -207,6 +211,20 @@ class TimelineRecorder:
                         return _position(step, int(_events(step)[i // 2, 0]) if began else 0, time.time())
         return None
 
+    def captured(self, target: str, role: str | None) -> None:
+        """Has the calls before and behind a window written, now that the window is saved. ``target`` and ``role``: the
+        calls that the window is of; a window of other work has all of them. It wakes the background thread, because
+        the host may kill the process right behind a window, as Ray does."""
+        calls = self._calls.get((target, role))
+        for each in self._calls.values() if calls is None else (calls,):
+            each.captured()
+        self._background.wake()
+
+    def owes(self, target: str, role: str | None) -> bool:
+        """Returns whether the next call is written because it is behind a window."""
+        calls = self._calls.get((target, role))
+        return calls is not None and calls.count + 1 in calls.near[1]
+
     def drain(self) -> None:
         """Writes every finished step whose times are known, in order."""
         with self._writing:
@@ -214,26 +232,55 @@ class TimelineRecorder:
             self._read()
 
     def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
-        last: tuple[Place, RecordedStep] | None = None
+        last: tuple[Place | None, RecordedStep] | None = None
         while steps := self._ready():
-            places = self._files.append([packed for _, packed in steps])
-            last = (places[-1], steps[len(places) - 1][0]) if places else last
+            chosen = [written for step, packed in steps for written in self._chosen(step, packed)]
+            places = self._files.append(chosen)
+            if len(places) == len(chosen):
+                last = None if steps[-1][0].description.calls.before else places[-1], steps[-1][0]
             if self._collectives is not None:
                 for place, (step, _) in zip(places, steps, strict=False):
                     self._collectives.wrote(Written(place, step.number, step.start_ns, step.end_ns))
             if self._waiting:
                 pause()
         self._wait_until_now(last)
+        if self._finished is not None:
+            every = list(self._calls.values())
+            self._files.append([step for calls in every for step in calls.due()])
+            if all(calls.packed + 1 >= calls.near[1].stop for calls in every):
+                self._end_file()
 
-    def _wait_until_now(self, last: tuple[Place, RecordedStep] | None) -> None:
+    def _chosen(self, step: RecordedStep, packed: PackedStep) -> list[PackedStep]:
+        """Returns the steps that are written now that ``step`` is packed. Keeps it if only a window that follows makes
+        it worth writing."""
+        if self._finished is None:
+            return [packed]
+        calls = step.description.calls
+        calls.packed = step.count
+        calls.before.append(packed)
+        return calls.due()
+
+    def _end_file(self) -> None:
+        """Ends the file and passes it on."""
+        path = self._files.close()
+        if path is not None and self._finished is not None:
+            self._finished(path)
+
+    def _wait_until_now(self, last: tuple[Place | None, RecordedStep] | None) -> None:
         """Writes how long the training thread has waited for a core since the last time, next to the ``last`` step."""
         if self._waits is None or (last is None and self._waits.began):
             return
         waited = self._waits.read(0 if last is None else last[1].start_ns)
         if waited is not None:
             self.tally.add_wait(waited)
-        if last is not None and waited is not None and (payload := waited.pack()) is not None:
-            self._files.add([(last[0], format.WAITED, payload)])
+        if last is None or waited is None or (payload := waited.pack()) is None:
+            return
+        place, step = last
+        if place is not None:
+            self._files.add([(place, format.WAITED, payload)])
+        else:
+            before = step.description.calls.before
+            before[-1] = before[-1]._replace(facts=(*before[-1].facts, (format.WAITED, payload)))
 
     def _read(self, *, last: bool = False) -> None:
         """Writes when this rank came to the collectives of steps that are written."""
@@ -327,6 +374,8 @@ class TimelineRecorder:
         if varies:
             metadata |= {"seq_length": None, "micro_batch_size": None}
         metadata["timeline"] = self._clock_on(metadata.get("device"))
+        if self._finished is not None:
+            metadata["timeline"]["around_windows"] = True
         if not self._waits_counted:
             metadata["timeline"]["processor_wait"] = "this system does not count how long a thread waits for a core"
         return metadata

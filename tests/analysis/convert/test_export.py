@@ -53,7 +53,7 @@ def test_every_step_of_every_rank_is_one_row(tmp_path: Path) -> None:
             assert row["start_us"] == step["start_ns"] // 1000
             for name in ("duration", "forward", "backward", "combined", "finalize", "p2p", "own"):
                 assert row[f"{name}_us"] == step[name]
-            assert not any(row[name] for name in ("device_clock", "failed", "disturbed", "incomplete"))
+            assert not any(row[name] for name in ("device_clock", "failed", "captured", "incomplete"))
     assert next(found, None) is None
 
 
