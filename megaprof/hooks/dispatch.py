@@ -90,7 +90,7 @@ def ranged(
         call = dispatcher.call
         if call is None:
             return original(*args, **kwargs)
-        timed, tape, opened, began, code = call.timed, call.tape, None, None, 0
+        timed, tape, opened, begun, began, code = call.timed, call.tape, None, False, None, 0
         try:
             try:
                 code = code_of(call, args, kwargs)
@@ -98,17 +98,15 @@ def ranged(
                     opened = Range(str(codes.name(code)) if name_of is None else name_of(call))
                     opened.__enter__()
                 if timed:
-                    tape.now = code
-                    began = tape.mark()
+                    begun, began = True, tape.begin(code, fast is not None)
             except BaseException as fault:
                 if not contained("opening a range", dispatcher.drop, fault):
                     raise
             result = original(*args, **kwargs)
         finally:
             try:
-                if began is not None:
-                    tape.add(code, began, tape.mark())
-                    tape.now = 0
+                if begun:
+                    tape.end(code, began)
                 if opened is not None:
                     opened.close()
             except BaseException as fault:

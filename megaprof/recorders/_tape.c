@@ -28,6 +28,8 @@ typedef struct {
     PyObject_HEAD
     PyObject *clock; /* NULL: the host's clock */
     int64_t now;
+    PyObject *last; /* with a clock: the mark with which the next event begins, if nothing came between; or NULL */
+    int open; /* the number of events that are open, one inside the other */
     int64_t *events; /* code, start and end of each event in turn */
     Py_ssize_t count, room; /* numbers of events */
     int64_t forward; /* -1: None */
@@ -71,10 +73,13 @@ typedef struct {
     PyObject *pool, *make, *stream, *device;
     is_capturing capturing;
     record record;
+    PyObject *latest; /* the mark that was made last */
+    void *latest_stream;
 } Marker;
 
 static PyTypeObject TapeType, GateType, HookType, MarkerType;
 static PyObject *handle_name; /* the attribute of torch's event that holds the event of the GPU's runtime */
+static PyObject *asked_name;
 static PyObject *boundaries_name, *padded_name, *version_name, *shape_name, *wrapped_name;
 
 static int64_t
@@ -286,6 +291,7 @@ static int
 tape_traverse(Tape *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->clock);
+    Py_VISIT(self->last);
     Py_VISIT(self->marks);
     Py_VISIT(self->given);
     return 0;
@@ -294,6 +300,7 @@ tape_traverse(Tape *self, visitproc visit, void *arg)
 static int
 tape_clear(Tape *self)
 {
+    Py_CLEAR(self->last);
     Py_CLEAR(self->given);
     Py_CLEAR(self->clock);
     Py_CLEAR(self->marks);
@@ -314,7 +321,29 @@ tape_dealloc(Tape *self)
 static PyObject *
 tape_mark(Tape *self, PyObject *unused)
 {
-    return self->clock == NULL ? PyLong_FromLongLong(nanoseconds()) : PyObject_CallNoArgs(self->clock);
+    if (self->clock == NULL)
+        return PyLong_FromLongLong(nanoseconds());
+    PyObject *mark = PyObject_CallNoArgs(self->clock);
+    Py_XSETREF(self->last, mark == NULL || mark == Py_None || self->open ? NULL : Py_NewRef(mark));
+    return mark;
+}
+
+/* Returns the mark with which an event begins: the end of the one before, if nothing lies between. */
+static PyObject *
+tape_begin(Tape *self, int64_t code)
+{
+    self->now = code;
+    PyObject *last = self->open++ ? NULL : self->last;
+    return last == NULL ? PyObject_CallNoArgs(self->clock) : PyObject_CallOneArg(self->clock, last);
+}
+
+/* Ends an event, and returns its last mark. */
+static PyObject *
+tape_end(Tape *self)
+{
+    self->now = 0;
+    self->open--;
+    return tape_mark(self, NULL);
 }
 
 static PyObject *
@@ -340,6 +369,42 @@ tape_add(Tape *self, PyObject *const *args, Py_ssize_t count)
     if (tape_append(self, code, start, end))
         return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *
+tape_py_begin(Tape *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "begin(code, follows)");
+        return NULL;
+    }
+    int64_t code = PyLong_AsLongLong(args[0]);
+    if (code == -1 && PyErr_Occurred())
+        return NULL;
+    if (self->clock == NULL) {
+        self->now = code;
+        self->open++;
+        return PyLong_FromLongLong(nanoseconds());
+    }
+    if (args[1] != Py_True)
+        Py_CLEAR(self->last);
+    return tape_begin(self, code);
+}
+
+static PyObject *
+tape_py_end(Tape *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "end(code, start)");
+        return NULL;
+    }
+    PyObject *end = tape_end(self);
+    if (end == NULL)
+        return NULL;
+    PyObject *event[] = {args[0], args[1], end};
+    PyObject *answer = tape_add(self, event, 3);
+    Py_DECREF(end);
+    return answer;
 }
 
 static PyObject *
@@ -426,6 +491,8 @@ tape_set_forward(Tape *self, PyObject *value, void *unused)
 static PyMethodDef tape_methods[] = {
     {"mark", (PyCFunction)tape_mark, METH_NOARGS, "Returns the time now, on this tape's clock."},
     {"add", (PyCFunction)(void (*)(void))tape_add, METH_FASTCALL, "Notes one event."},
+    {"begin", (PyCFunction)(void (*)(void))tape_py_begin, METH_FASTCALL, "Begins an event, and returns its mark."},
+    {"end", (PyCFunction)(void (*)(void))tape_py_end, METH_FASTCALL, "Ends an event, and notes it."},
     {"position", (PyCFunction)(void (*)(void))tape_py_position, METH_FASTCALL,
      "Notes that a forward starts, and returns its part of a code."},
     {"produced", (PyCFunction)tape_py_produced, METH_O, "Notes what the last forward returned, and returns it."},
@@ -598,20 +665,22 @@ fault(Gate *gate)
 static PyObject *
 call_on_clock(Hook *self, Tape *tape, int64_t code, PyObject *const *args, size_t flags, PyObject *kwnames)
 {
-    tape->now = code;
-    PyObject *began = PyObject_CallNoArgs(tape->clock), *ended, *result;
+    PyObject *began = tape_begin(tape, code), *ended, *result;
     if (began == NULL && fault(self->gate)) {
         tape->now = 0;
+        tape->open--;
         return NULL;
     }
     result = PyObject_Vectorcall(self->original, args, flags, kwnames);
-    tape->now = 0;
-    if (began == NULL)
+    if (began == NULL) {
+        tape->now = 0;
+        tape->open--;
         return result;
+    }
     int failed = 0;
     PyObject *type, *value, *traceback; /* an exception of the original is kept as it is */
     PyErr_Fetch(&type, &value, &traceback);
-    ended = PyObject_CallNoArgs(tape->clock);
+    ended = tape_end(tape);
     if (ended == NULL)
         failed = fault(self->gate);
     else if (began != Py_None && ended != Py_None && /* else the clock could not tell: there is no event */
@@ -812,6 +881,47 @@ static PyTypeObject HookType = {
 
 /* ---- Marker ---- */
 
+/* Records an event of the pool, and returns it with the time at which the host asked for it. */
+static PyObject *
+recorded(Marker *self, void *stream)
+{
+    int64_t asked = nanoseconds();
+    PyObject *event, *number;
+    Py_ssize_t last = PyList_GET_SIZE(self->pool) - 1;
+    if (last < 0)
+        event = PyObject_CallNoArgs(self->make);
+    else {
+        event = Py_NewRef(PyList_GET_ITEM(self->pool, last));
+        void *handle = NULL;
+        if (PyList_SetSlice(self->pool, last, last + 1, NULL) ||
+            (number = PyObject_GetAttr(event, handle_name)) == NULL) {
+            Py_DECREF(event);
+            return NULL;
+        }
+        handle = PyLong_AsVoidPtr(number);
+        Py_DECREF(number);
+        if (handle == NULL) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_RuntimeError, "an event of the pool was never recorded");
+            Py_DECREF(event);
+            return NULL;
+        }
+        int status;
+        Py_BEGIN_ALLOW_THREADS /* the call waits while the GPU's queue is full: for ever on a GPU that hangs */
+        status = self->record(handle, stream);
+        Py_END_ALLOW_THREADS
+        if (status) {
+            PyErr_Format(PyExc_RuntimeError, "recording an event on the GPU answered %d", status);
+            Py_CLEAR(event);
+        }
+    }
+    number = event == NULL ? NULL : PyLong_FromLongLong(asked);
+    if (number == NULL || PyObject_SetAttr(event, asked_name, number))
+        Py_CLEAR(event);
+    Py_XDECREF(number);
+    return event;
+}
+
 static PyObject *
 marker_call(Marker *self, PyObject *const *args, size_t flags, PyObject *kwnames)
 {
@@ -823,32 +933,15 @@ marker_call(Marker *self, PyObject *const *args, size_t flags, PyObject *kwnames
     if (stream == NULL && PyErr_Occurred())
         return NULL;
     /* An error counts as a capture, too: if a capture elsewhere forbids the question, it also forbids the event. */
-    int capturing = 0, status;
+    int capturing = 0;
     if (self->capturing(stream, &capturing) || capturing)
         Py_RETURN_NONE;
-    Py_ssize_t last = PyList_GET_SIZE(self->pool) - 1;
-    if (last < 0)
-        return PyObject_CallNoArgs(self->make);
-    PyObject *event = Py_NewRef(PyList_GET_ITEM(self->pool, last));
-    if (PyList_SetSlice(self->pool, last, last + 1, NULL) ||
-        (number = PyObject_GetAttr(event, handle_name)) == NULL) {
-        Py_DECREF(event);
-        return NULL;
-    }
-    void *handle = PyLong_AsVoidPtr(number);
-    Py_DECREF(number);
-    if (handle == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_RuntimeError, "an event of the pool was never recorded");
-        Py_DECREF(event);
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS /* the call waits while the GPU's queue is full: for ever on a GPU that hangs */
-    status = self->record(handle, stream);
-    Py_END_ALLOW_THREADS
-    if (status) {
-        PyErr_Format(PyExc_RuntimeError, "recording an event on the GPU answered %d", status);
-        Py_CLEAR(event);
+    if (PyVectorcall_NARGS(flags) && args[0] == self->latest && stream == self->latest_stream)
+        return Py_NewRef(args[0]);
+    PyObject *event = recorded(self, stream);
+    if (event != NULL) {
+        Py_XSETREF(self->latest, Py_NewRef(event));
+        self->latest_stream = stream;
     }
     return event;
 }
@@ -886,12 +979,14 @@ marker_traverse(Marker *self, visitproc visit, void *arg)
     Py_VISIT(self->pool);
     Py_VISIT(self->make);
     Py_VISIT(self->stream);
+    Py_VISIT(self->latest);
     return 0;
 }
 
 static int
 marker_clear(Marker *self)
 {
+    Py_CLEAR(self->latest);
     Py_CLEAR(self->pool);
     Py_CLEAR(self->make);
     Py_CLEAR(self->stream);
@@ -1063,7 +1158,7 @@ PyInit__tape(void)
     if (!named(&boundaries_name, "cu_seqlens_q") || !named(&padded_name, "cu_seqlens_q_padded") ||
         !named(&version_name, "_version") || !named(&shape_name, "shape") || !named(&wrapped_name, "__wrapped__"))
         return NULL;
-    if (!named(&handle_name, "cuda_event"))
+    if (!named(&handle_name, "cuda_event") || !named(&asked_name, "asked"))
         return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made == NULL)

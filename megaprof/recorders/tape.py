@@ -33,6 +33,8 @@ class PythonTape:
     __slots__ = (
         "_chunks",
         "_forward_only",
+        "_last",
+        "_open",
         "_positions",
         "clock",
         "events",
@@ -44,10 +46,11 @@ class PythonTape:
     )
 
     def __init__(
-        self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: Callable[[], Any] | None = None
+        self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: Callable[..., Any] | None = None
     ) -> None:
         """``chunks``: the model chunks in the order of the call. ``clock``: returns marks of its own kind (CUDA
-        events), or None when it cannot tell the time. Without one, the tape uses the host's clock in nanoseconds."""
+        events), or None when it cannot tell the time; see `begin`. Without one, the tape uses the host's clock in
+        nanoseconds."""
         self.events = array("q")
         """Code, start and end of each event in turn. With a ``clock``, times are 0 here and are in ``marks``."""
         self.marks: list[Any] | None = None if clock is None else []
@@ -65,6 +68,8 @@ class PythonTape:
         packed sequences, the boundaries with padding, and the version of the first tensor; or the position and a
         shape."""
         self._forward_only = forward_only
+        self._last: Any = None  # the mark with which the next event begins, if nothing comes between
+        self._open = 0  # the number of events that are open, one inside the other
         self._chunks = {id(chunk): codes.of_chunk(index) for index, chunk in enumerate(chunks)}
         self._positions: dict[int, int] = {}
 
@@ -73,7 +78,28 @@ class PythonTape:
 
     def mark(self) -> Any:
         """Returns the time now, on this tape's clock."""
-        return time.monotonic_ns() if self.clock is None else self.clock()
+        if self.clock is None:
+            return time.monotonic_ns()
+        mark = self.clock()
+        self._last = None if self._open else mark
+        return mark
+
+    def begin(self, code: int, follows: bool) -> Any:
+        """Begins an event, and returns its mark. ``follows``: nothing runs between this event and the end of the one
+        before it, or the step's beginning, so that both have one mark; a clock of its own takes that as its argument,
+        and returns it, or another one if the stream has changed. An event inside another one has marks of its own."""
+        self.now = code
+        last = self._last if follows and not self._open else None
+        self._open += 1
+        if self.clock is None:
+            return time.monotonic_ns()
+        return self.clock() if last is None else self.clock(last)
+
+    def end(self, code: int, start: Any) -> None:
+        """Ends an event, and notes it."""
+        self.now = 0
+        self._open -= 1
+        self.add(code, start, self.mark())
 
     def add(self, code: int, start: Any, end: Any) -> None:
         """Notes one event. ``start`` and ``end`` are marks. If the clock could not tell one of them, notes nothing."""
@@ -155,8 +181,10 @@ Hook: Any = None if _c is None else _c.Hook
 IN_C = Hook is not None
 #: ``Marker(pool, make, stream, device, is_capturing, record)``: the clock of a GPU in C. None without the C part. It
 #: takes an event from the list ``pool``, records it on the current stream and returns it. If the list is empty, it
-#: returns ``make()``. If the stream is being captured, it returns None. ``stream(device)`` returns the handle of the
-#: current stream. ``is_capturing`` and ``record`` are addresses of functions of the GPU's runtime,
+#: returns ``make()``. If the stream is being captured, it returns None. If it gets the mark that it made last, and the
+#: stream is the same, it returns that one. ``asked`` of a mark is when the host asked for it, in nanoseconds of the
+#: monotonic clock. ``stream(device)`` returns the handle of the current stream. ``is_capturing`` and ``record`` are
+#: addresses of functions of the GPU's runtime,
 #: ``int (*)(stream, int *status)`` and ``int (*)(event, stream)``. They return 0, or else an error.
 Marker: Any = getattr(_c, "Marker", None)
 #: `megaprof.recorders.timeline.packing.in_python` in C. None without the C part.

@@ -16,7 +16,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.recorders import tape
 from megaprof.recorders.tape import PythonTape, Tape
-from megaprof.recorders.timeline import device
+from megaprof.recorders.timeline import device, recorder
 from megaprof.recorders.timeline.device import NoDeviceClock, device_clock
 from tests.recorders.fake_gpu import FakeGpu, compiled
 from tests.recorders.test_timeline import config, recorded, steps
@@ -112,9 +112,9 @@ def test_a_step_is_recorded_behind_the_host(one_rank: Any, gpu: FakeGpu, in_c: b
         assert [step for step, _ in steps(tmp_path)] == [0], "the GPU has not done the second one"
         gpu.ahead = HOUR * 10**9
         recorded(handle).drain()
-        # Three forwards, three backwards and the finalisation, and the step around them.
-        assert gpu.recorded - before == 16
-        assert gpu.python - made == (0 if in_c else 16)
+        # The step's begin, and the ends of three forwards, three backwards, the finalisation and the step.
+        assert gpu.recorded - before == 9
+        assert gpu.python - made == (1 if in_c else 9), "one event of the first step is kept to compare clocks with"
     (path,) = tmp_path.glob("*" + format.SUFFIX)
     timeline = read_timeline(path)
     assert timeline.metadata[0].timeline == {"clock": "device"}
@@ -124,6 +124,51 @@ def test_a_step_is_recorded_behind_the_host(one_rank: Any, gpu: FakeGpu, in_c: b
     assert found is not None
     assert len(found.code) == 7
     assert 0 <= found.start[0] <= found.end[-1] <= timeline.steps[1]["duration"]
+
+
+@pytest.mark.parametrize("made", [Tape, PythonTape])
+def test_an_event_begins_with_the_end_of_the_one_before(made: Any, gpu: FakeGpu, in_c: bool) -> None:
+    own, before = clock(), gpu.recorded
+    noted = made((), False, own.mark)
+    began = noted.mark()
+    for code in range(1, 65):
+        noted.end(code, noted.begin(code, True))
+    assert gpu.recorded - before == 65
+    assert noted.marks[0] is began
+    assert all(end is start for end, start in zip(noted.marks[1::2], noted.marks[2::2], strict=False))
+    outer = noted.begin(65, True)
+    for code in (66, 67):  # what the outer one does lies between them
+        noted.end(code, noted.begin(code, True))
+    noted.end(65, outer)
+    assert gpu.recorded - before == 65 + 2 * 2 + 1
+    gpu.stream = 3  # does not wait for the other stream
+    noted.end(68, noted.begin(68, True))
+    noted.end(69, noted.begin(69, False))  # a trainer's own code may run between two passes
+    assert gpu.recorded - before == 65 + 5 + 2 + 2
+    assert (len(noted), noted.now) == (69, 0)
+    assert all(mark.asked <= mark.own.host for mark in noted.marks)
+
+
+def host_bound(directory: Path) -> list[list[bool]]:
+    """For every step, whether the GPU waited for the host at both ends of each of its six passes."""
+    (path,) = directory.glob("*" + format.SUFFIX)
+    facts = read_timeline(path).facts(format.HOST_BOUND)
+    return [[bool(payload[0] >> number & 1) for number in range(6)] for _, payload in sorted(facts.items())]
+
+
+def test_where_the_gpu_comes_at_once_it_waits_for_its_host(
+    one_rank: Any, gpu: FakeGpu, in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so in the first step. In the second one it has work for a second whenever it is asked."""
+    monkeypatch.setattr(recorder, "AT_ONCE_US", 500_000)  # this machine may be busy
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        one_rank.train_step()
+        recorded(handle).drain()
+        gpu.behind(1.0)
+        gpu.ahead = 2 * 10**9
+        one_rank.train_step()
+        recorded(handle).drain()
+    assert host_bound(tmp_path) == [[True] * 6, [False] * 6]
 
 
 def test_a_step_that_is_captured_is_not_recorded(one_rank: Any, gpu: FakeGpu, in_c: bool, tmp_path: Path) -> None:
@@ -201,9 +246,9 @@ def test_rocm_has_the_same_events(
             one_rank.train_step()
             recorded(handle).drain()
     assert steps(tmp_path) == [(number, format.DEVICE_CLOCK) for number in range(3)]
-    assert gpu.recorded == 48
+    assert gpu.recorded == 27
     if tape.IN_C:
-        assert gpu.python < 48
+        assert gpu.python < 27
 
 
 def test_a_process_that_uses_its_gpu_later_than_the_hooks_go_in(

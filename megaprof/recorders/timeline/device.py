@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from megaprof.formats.timeline import Memory
 from megaprof.recorders.tape import Marker
 from megaprof.runtime.interruption import Suppressed
 
+#: Clocks of host and GPU drift apart: for so long, by less than `recorder.AT_ONCE_US`.
+_SOONEST_NS = 10 * 10**9
 _RELAXED = 2  # cuda.h, CUstreamCaptureMode: nothing that this thread does breaks a capture
 #: The library in which torch's calls end, and the functions used from it. For CUDA it is the driver: a process has only
 #: one, and a call that fails leaves no error behind for torch to find.
@@ -94,27 +97,38 @@ class DeviceClock:
         self._exchange_mode = exchange_mode
         self._pool: list[Any] = []
         self._copies: Any = None
-        self.mark: Callable[[], Any] = self._mark
-        """Records an event on the current stream and returns it. Returns None while a CUDA graph is captured on that
+        self._latest: tuple[Any, Any] = None, None
+        self._soonest: Any = None
+        self.mark: Callable[..., Any] = self._mark
+        """Records an event on the current stream and returns it; its ``asked`` is when the host called, in nanoseconds
+        of the monotonic clock. If called with the mark that it made last, it returns that one, unless the stream is
+        another one now. Returns None while a CUDA graph is captured on that
         stream, because the event would become part of the graph. A step takes as many events as it has boundaries, and
         later steps reuse them.
 
         It asks for the current stream every time, because Megatron works on several. That takes 0.1 us, whereas
         `torch.cuda.current_stream` would make a new object every time."""
-        current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._stream = current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         if Marker is not None and current_stream is not None:
             addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in (is_capturing, record))
             self.mark = Marker(self._pool, self._new, current_stream, self._device, *addresses)
 
-    def _mark(self) -> Any:
+    def _mark(self, last: Any = None) -> Any:
         """Returns the same as `recorders.tape.Marker`, in Python."""
         if self._cuda.is_current_stream_capturing():
             return None
+        stream = None if self._stream is None else self._stream(self._device)
+        if last is not None and stream is not None and self._latest == (last, stream):
+            return last
+        asked = time.monotonic_ns()
         try:
             event = self._pool.pop()  # atomic, so no lock: reading threads only append
         except IndexError:
-            return self._new()
-        event.record()
+            event = self._new()
+        else:
+            event.record()
+        event.asked = asked
+        self._latest = event, stream
         return event
 
     def _new(self) -> Any:
@@ -146,6 +160,21 @@ class DeviceClock:
         """Returns the microseconds between two finished events. To be called inside `reading`."""
         return round(1000 * float(first.elapsed_time(event)))
 
+    def late_us(self, marks: Sequence[Any]) -> list[int]:
+        """Returns how many microseconds after the host asked for it the GPU came to each mark of a step; all have
+        finished. To be called inside `reading`.
+
+        The clocks of host and GPU differ by an unknown time. But the GPU never comes before it is asked, so this is
+        relative to the mark of the last seconds to which it came soonest."""
+        first = self._soonest
+        if first is None or marks[0].asked - first.asked > _SOONEST_NS:
+            first = self._soonest = marks[0]
+        late_us = [self.microseconds(first, mark) - (mark.asked - first.asked) // 1000 for mark in marks]
+        least = min(late_us)
+        if least < 0:
+            self._soonest = marks[late_us.index(least)]
+        return [each - min(least, 0) for each in late_us]
+
     def numbers(self, tensor: Any) -> list[Any]:
         """Returns the numbers in a tensor whose step is finished. Copies them on a stream of our own, which no one else
         waits for. To be called inside `reading`."""
@@ -155,4 +184,5 @@ class DeviceClock:
             return list(tensor.tolist())
 
     def take_back(self, events: list[Any]) -> None:
-        self._pool.extend(events)
+        """Takes back events that nobody else needs any more; an event may be there twice."""
+        self._pool.extend({id(event): event for event in events if event is not self._soonest}.values())

@@ -1,6 +1,6 @@
 """The timeline recorder writes every step of every target, without a window.
 
-On the training thread, a pass or an exchange costs two clock reads (two CUDA events on a GPU) and three stores.
+On the training thread, a pass or an exchange costs two clock reads (one CUDA event on a GPU) and three stores.
 Everything else is done on the background thread.
 """
 
@@ -49,6 +49,8 @@ WAITING_STEPS = 256
 WAKING_STEPS = 64
 #: Steps that the background thread writes before it pauses. They hold the interpreter's lock for about a millisecond.
 STEPS_AT_ONCE = 16
+#: A GPU that comes to a mark within this time after the host asked for it had nothing else to do.
+AT_ONCE_US = 50
 _NO_TIME = (0,) * len(codes.KINDS)
 _UNUSUAL = format.INCOMPLETE | format.DISTURBED | format.FAILED
 #: A step that the GPU has not finished after this time is written without times.
@@ -312,13 +314,13 @@ class TimelineRecorder:
         return False
 
     def _packed(self, step: RecordedStep) -> PackedStep:
-        shape, times, totals, duration = b"", b"", _NO_TIME, 0
+        shape, times, totals, duration, host_bound = b"", b"", _NO_TIME, 0, b""
         if self._device is None:
             duration = (step.ended - step.began + 500) // 1000
             shape, times, totals = pack(raw(step), step.began)
         elif not step.flags & format.INCOMPLETE:
             try:
-                duration, (shape, times, totals) = _timed(step, self._device)
+                duration, (shape, times, totals), host_bound = _timed(step, self._device)
             except (RuntimeError, ValueError):
                 # Its events are on streams that do not wait for each other: one is not finished, or before the step.
                 step.flags |= format.INCOMPLETE
@@ -329,7 +331,10 @@ class TimelineRecorder:
             self.tally.add((calls.target, calls.role), (duration, *totals), step.start_ns)
         begun = min(step.index, 0xFFFF), step.flags, step.number, step.start_ns
         spent = duration, *totals, step.own // 1000
-        return PackedStep(step.description, shape, begun, spent, times, self._facts(step))
+        facts = self._facts(step)
+        if host_bound:
+            facts = (*facts, (format.HOST_BOUND, host_bound))
+        return PackedStep(step.description, shape, begun, spent, times, facts)
 
     def _facts(self, step: RecordedStep) -> Facts:
         """Returns what is written next to a step: the work of its microbatches, its memory, and the garbage collections
@@ -401,13 +406,19 @@ class TimelineRecorder:
         return {"clock": "host", "reason": reason}
 
 
-def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed]:
-    """Returns the microseconds that the step took on the GPU, and its packed events. Raises RuntimeError or ValueError
-    if its marks are not in order."""
-    marks = [1000 * device.microseconds(step.began, mark) for mark in step.marks]
+def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, bytes]:
+    """Returns the microseconds that the step took on the GPU, its packed events, and `format.HOST_BOUND`. Raises
+    RuntimeError or ValueError if its marks are not in order."""
+    marks = list({id(mark): mark for mark in (step.began, *step.marks, step.ended)}.values())
+    came_us = {id(mark): device.microseconds(step.began, mark) for mark in marks}
+    late_us = dict(zip(came_us, device.late_us(marks), strict=True))
     events = _events(step).copy()
-    events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
-    return device.microseconds(step.began, step.ended), pack(events, 0)
+    events[:, 1:] = np.reshape([1000 * came_us[id(mark)] for mark in step.marks], (-1, 2))
+    at_once = np.array([late_us[id(mark)] <= AT_ONCE_US for mark in step.marks], dtype=np.bool_)
+    kinds = events[:, 0] & codes.KIND_MASK
+    passes = (kinds >= codes.FORWARD) & (kinds <= codes.COMBINED)
+    host_bound = np.packbits((at_once[::2] & at_once[1::2])[passes], bitorder="little")
+    return came_us[id(step.ended)], pack(events, 0), host_bound.tobytes()
 
 
 def _events(step: RecordedStep) -> Int64s:
