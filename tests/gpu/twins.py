@@ -34,8 +34,9 @@ from tests.gpu.said import Said, said
 
 _STEPS = {"timeline": (6, 2), "torch": (2, 1)}
 """Steps of a recording, and of one in a rehearsal."""
-_AROUND = 2
-"""Steps before and after a window, with the hooks in place."""
+_BEFORE, _BEHIND = 3, 7
+"""Steps before and behind the windows, with the hooks in place: a capture keeps a timeline of them, of five behind it
+that it does not disturb."""
 _ROUNDS, _AGAIN = (4, 10), 4
 """The least and the most turns that every kind of step takes before anything is recorded, and those at the end."""
 _TURNS_S = 6.0
@@ -193,14 +194,14 @@ def one_rank(directory: str, job: Job, cpu: bool) -> dict[str, Any]:
         for tool, counts in _STEPS.items():
             steps = counts[cpu]
             given = job.timeline if tool == "timeline" else {}
-            around = 0 if tool == "timeline" else _AROUND
+            before, behind = (0, 0) if tool == "timeline" or cpu else (_BEFORE, _BEHIND)
             for kind in job.kinds:
-                first = gpt.step + around
+                first = gpt.step + before
                 wanted = config(
                     out / kind / tool, cpu, **{"tool": (tool,), "steps": f"{first}:{first + steps}", **given}
                 )
                 with hooked(gpt, wanted):
-                    found[f"{tool}/{kind}"] = run.steps([kind] * (steps + 2 * around))
+                    found[f"{tool}/{kind}"] = run.steps([kind] * (before + steps + behind))
         found["after"] = run.steps(job.kinds * (1 if cpu else _AGAIN))
         found["timeline_after"] = with_and_without("timeline-after")
         return found

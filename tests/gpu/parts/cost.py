@@ -30,8 +30,9 @@ from tests.gpu.stand_ins import Cudart, faked
 
 _TURNS_S = 10.0
 """Seconds of steps that alternate, before windows; after them, half as much."""
-_WINDOWS, _AROUND = 3, 3
-"""Steps of each kind of window, and steps with the hooks in place before and after those that the report is about."""
+_WINDOWS, _BEFORE, _BEHIND = 3, 3, 7
+"""Steps of each kind of window, and steps with the hooks in place before and behind those that the report is about: a
+capture keeps a timeline of them, of five behind it that it does not disturb."""
 _ANY = ("1000000", "schedule")
 """Steps of armed hooks, which never come, and of the timeline, which has all."""
 
@@ -99,13 +100,13 @@ def compare(work: Path, cpu: bool, options: dict[str, Any]) -> Found:
         train(job.gpt, WARM)
         plain = job.timed(5)[1]
         before = job.turns(_TURNS_S)
-        first = job.gpt.step + _AROUND
+        first = job.gpt.step + _BEFORE
         wanted = config(work / "traces", cpu, kernels=True, steps=f"{first}:{first + _WINDOWS}")
         with hooked(job.gpt, wanted) as handle:
-            whole, by_events = job.timed(_AROUND + _WINDOWS)
-            took = {"default": (whole[_AROUND:], by_events[_AROUND:])}
+            whole, by_events = job.timed(_BEFORE + _WINDOWS)
+            took = {"default": (whole[_BEFORE:], by_events[_BEFORE:])}
             summary = handle.kernel_summary(60.0)
-            job.timed(_AROUND)
+            job.timed(_BEHIND)
         with _ends() as ends:
             took |= {name: job.steps(_WINDOWS, given) for name, given in windows.items()}
         after = job.turns(_TURNS_S / 2)

@@ -13,7 +13,7 @@ from tests.gpu.found import Found
 from tests.gpu.job import WARM, Stopwatch, config, hooked, train, workload
 from tests.gpu.ranks import joined, together
 
-_BEFORE, _WINDOWS = 2, 4
+_BEFORE, _WINDOWS, _BEHIND = 3, 4, 7
 
 
 def one_stage(directory: str, cpu: bool, layouts: tuple[tuple[int, ...], ...], vpp: int | None) -> list[list[float]]:
@@ -30,7 +30,7 @@ def one_stage(directory: str, cpu: bool, layouts: tuple[tuple[int, ...], ...], v
             first = gpt.step + _BEFORE
             wanted = config(Path(directory) / str(layout), cpu, steps=f"{first}:{first + _WINDOWS}")
             with hooked(gpt, wanted):
-                train(gpt, _BEFORE + _WINDOWS + _BEFORE, watch)
+                train(gpt, _BEFORE + _WINDOWS + _BEHIND, watch)
             found.append(watch.take()[_BEFORE : _BEFORE + _WINDOWS])
     return found
 
