@@ -47,6 +47,16 @@ def _no_ambient_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _no_remote_files() -> Iterator[None]:
+    """What a test wrote to fsspec's ``memory://``, which the process has once, is gone behind it."""
+    yield
+    memory = sys.modules.get("fsspec.implementations.memory")
+    if memory is not None:
+        memory.MemoryFileSystem.store.clear()
+        memory.MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _ranks_begin_at_once() -> Iterator[None]:
     from megaprof.testing import launcher

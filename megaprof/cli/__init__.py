@@ -130,9 +130,10 @@ def in_a_line(fault: Exception) -> str | None:
         text = f"the files cannot be reached: {fault}"
     elif isinstance(fault, OSError) and fault.filename is not None:
         text = f"{fault.filename} cannot be read: {fault.strerror}"
-    elif isinstance(fault, ModuleNotFoundError):
-        package = (fault.name or "").partition(".")[0]
-        text = f"needs {package}: pip install 'megaprof[{_EXTRAS[package]}]'" if package in _EXTRAS else None
+    elif isinstance(fault, ImportError) and (package := (fault.name or "").partition(".")[0]) in _EXTRAS:
+        is_there = sys.modules.get(package) is not None  # in a version that lacks a part
+        text = f"needs {'a later ' * is_there}{package}: pip install 'megaprof[{_EXTRAS[package]}]'"
+        text += ", in another environment if something in this one needs the version that it has" * is_there
     return None if text is None else printable(text)
 
 

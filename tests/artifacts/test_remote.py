@@ -61,7 +61,7 @@ def _registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     fsspec.register_implementation("watched", Watched, clobber=True)
     Watched.operations.clear()
     yield
-    for cls in (MemoryFileSystem, HalfWay, Watched):
+    for cls in (HalfWay, Watched):
         cls.store.clear()
         cls.pseudo_dirs[:] = [""]
 

@@ -366,15 +366,29 @@ def test_a_fault_of_ours_tells_the_agent_nothing_but_the_tool(monkeypatch: pytes
     assert (result.is_error, text(result)) == (True, "Error executing tool report")
 
 
-def test_without_the_extra_one_line_names_it(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(mcp=None)\n")
+@pytest.mark.parametrize(
+    ("installed", "line"),
+    [
+        ("None", "megaprof mcp: needs mcp: pip install 'megaprof[mcp]'\n"),
+        (  # as of nvidia-resiliency-ext, which wants a version below 2
+            "types.ModuleType('mcp')",
+            "megaprof mcp: needs a later mcp: pip install 'megaprof[mcp]', in another environment if something in this "
+            "one needs the version that it has\n",
+        ),
+    ],
+)
+def test_without_the_extra_one_line_names_it(installed: str, line: str, tmp_path: Path) -> None:
+    old = f"import sys, types\nsys.modules['mcp'] = old = {installed}\nif old: old.__path__ = []\n"
+    (tmp_path / "sitecustomize.py").write_text(old)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     for arguments, code, says in (
-        ([], FAILED, "megaprof mcp: needs mcp: pip install 'megaprof[mcp]'\n"),
+        ([], FAILED, line),
         (["--help"], 0, ""),
     ):
-        line = [sys.executable, "-m", "megaprof", "mcp", *arguments]
-        ran = subprocess.run(line, env=environment, input="", capture_output=True, text=True, timeout=60, check=False)
+        command = [sys.executable, "-m", "megaprof", "mcp", *arguments]
+        ran = subprocess.run(
+            command, env=environment, input="", capture_output=True, text=True, timeout=60, check=False
+        )
         assert (ran.returncode, ran.stderr) == (code, says)
 
 
