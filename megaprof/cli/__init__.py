@@ -48,7 +48,7 @@ EXIT_CODES = {
     FAILED: "The input is not sufficient, or only part of the work was done; one line on standard error says why.",
     USAGE: "The arguments make no sense; standard error says which.",
     UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some or all of its ranks have died or are silent. "
-    "`hang` also: it stood still before it ended.",
+    "`hang` also: it stood still before it ended. `megaprof diff --fail-above`: a step is surely slower by more.",
     INTERRUPTED: "Ctrl-C.",
     TERMINATED: "SIGTERM; for `megaprof tune`, also a closed terminal.",
 }

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.report.diff import (
     QUANTITIES,
@@ -110,6 +111,7 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
         stages=stages if one_model else tuple(map(_incomparable_stage, stages)),
         layer=layer,
         prediction=_kept(before, after, layer) if predicted else None,
+        causes=_causes(before.diagnosis, after.diagnosis) if one_model else {},
     )
 
 
@@ -127,7 +129,7 @@ def _layers_by_kind(measured: TargetStages) -> dict[str, int] | None:
 
 
 def _incomparable(times: Difference) -> Difference:
-    return replace(times, change=None, beyond_spread=None)
+    return replace(times, change=None, beyond_spread=None, low=None, high=None)
 
 
 def _incomparable_stage(stage: StageDiff) -> StageDiff:
@@ -250,20 +252,41 @@ def _difference(before: Spread | None, after: Spread | None, old: list[Spread], 
     if before is None or after is None:
         return Difference(before.mean if before else None, after.mean if after else None, None, None)
     fraction = after.mean / before.mean - 1 if before.mean else None
-    beyond = _beyond([before], [after])
-    if beyond is None and old and new:
-        beyond = _beyond(old, new)
-    return Difference(before.mean, after.mean, fraction, beyond)
+    ends = _ends([before], [after])
+    if ends is None and old and new:
+        ends = _ends(old, new)
+    if ends is None:
+        return Difference(before.mean, after.mean, fraction, None)
+    low, high = (None, None) if fraction is None else (end / before.mean for end in ends)
+    return Difference(before.mean, after.mean, fraction, not ends[0] <= 0.0 <= ends[1], low, high)
 
 
-def _beyond(before: list[Spread], after: list[Spread]) -> bool | None:
-    """Returns whether two sums of independent means differ; None if one of the means has too few samples."""
+def _ends(before: list[Spread], after: list[Spread]) -> tuple[float, float] | None:
+    """Returns the interval of the difference of two sums of independent means; None if one of the means has too few
+    samples."""
     if any(spread.count < FEWEST for spread in (*before, *after)):
         return None
     difference = sum(s.mean for s in after) - sum(s.mean for s in before)
     # `stdev` is of the samples themselves (divided by n), so dividing by n - 1 gives the unbiased error of the mean.
     error = math.sqrt(sum(s.stdev**2 / (s.count - 1) for s in (*before, *after)))
-    return abs(difference) > NOISE * error
+    return difference - NOISE * error, difference + NOISE * error
+
+
+def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Difference]:
+    if before is None or after is None:
+        return {}
+    kinds = dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes))
+    return {kind: _prices(_of_kind(before, kind), _of_kind(after, kind)) for kind in kinds}
+
+
+def _of_kind(diagnosis: Diagnosis, kind: str) -> Price:
+    prices = [cause.price for cause in diagnosis.causes if cause.kind == kind]
+    return Price(sum(p.ms for p in prices), sum(p.low for p in prices), sum(p.high for p in prices))
+
+
+def _prices(old: Price, new: Price) -> Difference:
+    apart = new.low > old.high or new.high < old.low
+    return Difference(old.ms, new.ms, new.ms / old.ms - 1.0 if old.ms else None, apart)
 
 
 def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:

@@ -23,6 +23,11 @@ class Difference:
     """``after`` / ``before`` - 1. None if a value is missing, or if the captures are of different models."""
     beyond_spread: bool | None
     """True if it changed by more than it usually varies; None if there are too few samples, or no ``change``."""
+    low: float | None = None
+    """Lower end of the interval of ``change``: two standard errors of the difference below it. None if there are too
+    few samples, or no ``change``."""
+    high: float | None = None
+    """Upper end of that interval."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,25 @@ class TargetDiff:
     captures are of different models."""
     prediction: Kept | None
     """Prediction of the first capture for the layout of the second one; None if it made none."""
+    causes: dict[str, Difference]
+    """What the causes of each kind cost, in milliseconds of a step; 0 in a capture that names none of the kind. There,
+    ``beyond_spread`` says that the intervals of both prices do not overlap. Empty unless both captures look for
+    causes."""
+
+    @property
+    def comparable(self) -> bool:
+        """Returns whether the steps of both captures do the same work, and are measured alike, as far as they say."""
+        before, after = self.before, self.after
+        counted = None in (before.microbatches, after.microbatches) or before.microbatches == after.microbatches
+        return self.same_model and counted and before.step_time_basis == after.step_time_basis
+
+    def slower_by(self, bound: float) -> bool | None:
+        """Returns whether a step is surely slower by more than the fraction ``bound`` (True), or surely not (False);
+        None if that is not certain."""
+        low, high = self.step_time.low, self.step_time.high
+        if low is None or high is None or not self.comparable or low <= bound < high:
+            return None
+        return low > bound
 
     @property
     def same_model(self) -> bool:

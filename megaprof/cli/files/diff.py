@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import CommandError, print_json
+from megaprof.cli import UNWELL, CommandError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.remote import Unreachable, place
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "megaprof diff traces-before traces-after",
+    "megaprof diff main.json traces --fail-above 3%",
     "megaprof diff before.json traces-after --json",
 )
 
@@ -25,7 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", type=place, help=help_text)
     parser.add_argument("after", metavar="B", type=place, help=help_text)
     parser.add_argument("--json", nargs="?", const="-", choices=("-",), help="print JSON instead of tables")
+    parser.add_argument(
+        "--fail-above",
+        metavar="PERCENT",
+        type=_percent,
+        help="exit with 3 if a step of B is surely slower by more than this, and say what moved; what is not certain "
+        "is said and does not fail",
+    )
     add_input_option(parser)
+
+
+def _percent(text: str) -> float:
+    """Reads ``3%`` or ``3`` as a fraction. Raises ArgumentTypeError."""
+    with suppress(ValueError):
+        if 0.0 <= (percent := float(text.removesuffix("%"))) < math.inf:
+            return percent / 100.0
+    raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid: a percentage of at least 0, such as 3%")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
         from megaprof.analysis.report.diff_terminal import show_diff
 
         show_diff(diff, Console(highlight=False))
-    return 0
+    return 0 if arguments.fail_above is None else _judged(diff, arguments.fail_above)
+
+
+def _judged(diff: Diff, bound: float) -> int:
+    """Says of each target whether its step is slower by more than ``bound``, and returns the exit code."""
+    from megaprof.analysis.report.text import words
+    from megaprof.analysis.report.text.diff import of_bound
+
+    for target in diff.targets:
+        say(f"megaprof diff: {words.title(target.target, target.role)}: {of_bound(target, bound)}", sys.stderr)
+    return UNWELL if any(target.slower_by(bound) for target in diff.targets) else 0
 
 
 def compared(before: Path, after: Path) -> Diff:

@@ -82,6 +82,54 @@ def test_several_steps_tell_for_the_step_time_too(tmp_path):
     assert only(compare(before, before)).step_time.beyond_spread is False
 
 
+def test_a_step_is_surely_slower_or_surely_not_or_it_is_not_certain(tmp_path):
+    """The interval of the change, two standard errors to both sides, lies above the bound, below it, or around it."""
+    before, after = (document(report(tmp_path / name, [4, 4], steps=(1, 2, 3))) for name in "ab")
+    for saved, mean in ((before, 100.0), (after, 106.0)):
+        saved["targets"][0]["step_time_ms"] |= {"mean": mean, "stdev": 3.0, "count": 19}
+
+    def judged(**changed):
+        target = only(compare(read(before), replace_in(after, **changed)))
+        return target.slower_by(0.03), text.of_bound(target, 0.03), target.step_time
+
+    slower, said, step = judged()
+    assert (step.change, step.low, step.high) == pytest.approx((0.06, 0.04, 0.08))
+    assert slower is True
+    assert said.startswith("a step is surely more than 3.0% slower (+6.0%, between +4.0% and +8.0%): no cause explains")
+    assert judged(mean=104.0)[0] is None
+    assert "is not certain (+4.0%" in judged(mean=104.0)[1]
+    assert judged(mean=100.5)[0] is False
+    assert judged(mean=90.0)[0] is False
+    assert judged(count=2)[0] is None
+    assert "three steps in each" in judged(count=2)[1]
+
+
+def replace_in(saved, **step_time):
+    saved = json.loads(json.dumps(saved))
+    saved["targets"][0]["step_time_ms"] |= step_time
+    return read(saved)
+
+
+def test_what_made_a_step_slower_is_named(tmp_path):
+    even, uneven = (report(tmp_path / name, split, steps=(1, 2, 3)) for name, split in (("a", [4, 4]), ("b", [6, 2])))
+    target = only(compare(even, uneven))
+    moved = target.causes["layers"]
+    assert (moved.before, moved.beyond_spread, moved.change) == (0.0, True, None)
+    assert moved.after > 100.0
+    assert target.slower_by(0.03) is True
+    assert "layers cost 0" in text.of_bound(target, 0.03)
+    assert text.of_bound(target, 0.03).endswith("most of the difference")
+    assert only(compare(uneven, even)).slower_by(0.03) is False
+
+
+def test_steps_with_other_work_are_not_judged(tmp_path):
+    before = report(tmp_path / "a", [6, 2], steps=(1, 2, 3))
+    after = report(tmp_path / "b", [6, 2], steps=(1, 2, 3), microbatches=8)
+    target = only(compare(before, after))
+    assert target.slower_by(0.03) is None
+    assert "do not do the same work" in text.of_bound(target, 0.03)
+
+
 def test_more_microbatches_are_no_slower_stage(tmp_path):
     before, after = report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [6, 2], microbatches=8)
     target = only(compare(before, after))
@@ -288,4 +336,6 @@ def test_it_is_plain_data(tmp_path):
         "after",
         "change",
         "beyond_spread",
+        "low",
+        "high",
     }

@@ -61,3 +61,25 @@ def test_names_from_files_cannot_speak_to_the_terminal(tmp_path):
     assert run.returncode == 0
     assert "\x1b" not in run.stdout
     assert "[bold red]" in run.stdout
+
+
+def test_a_gate_for_ci(tmp_path):
+    for name, layers in (("a", [4, 4]), ("b", [6, 2])):
+        for step in (1, 2, 3):
+            pipeline(tmp_path / name, layers, step=step)
+    slower = megaprof("diff", tmp_path / "a", tmp_path / "b", "--json", "--fail-above", "3%")
+    assert slower.returncode == 3
+    assert json.loads(slower.stdout)["targets"][0]["step_time"]["low"] > 0.03
+    assert slower.stderr.startswith("megaprof diff: train_actor: a step is surely more than 3.0% slower (+50%")
+    assert megaprof("diff", tmp_path / "b", tmp_path / "a", "--fail-above", "3").returncode == 0
+    assert megaprof("diff", tmp_path / "a", tmp_path / "b", "--fail-above", "80%").returncode == 0
+    for wrong in ("-1", "three", "nan", "inf", "%"):
+        run = megaprof("diff", tmp_path / "a", tmp_path / "b", f"--fail-above={wrong}")
+        assert (run.returncode, run.stdout) == (2, "")
+        assert f"--fail-above: '{wrong}' is not valid; valid: a percentage" in run.stderr
+
+
+def test_a_gate_does_not_fail_for_what_is_not_certain(captures):
+    run = megaprof("diff", captures[1], captures[0], "--fail-above", "3%")  # one step each
+    assert run.returncode == 0
+    assert "is not certain: it takes three steps in each capture" in run.stderr

@@ -30,6 +30,34 @@ def of_machine(target: TargetDiff) -> str:
     )
 
 
+def of_bound(target: TargetDiff, bound: float) -> str:
+    """Returns a clause that says whether a step is slower by more than ``bound``, how sure that is, and what moved."""
+    step, more = target.step_time, f"more than {words.percent(bound)} slower"
+    if not target.comparable:
+        return f"whether a step is {more} is not known: the steps of both captures do not do the same work"
+    if step.low is None or step.high is None:
+        return f"whether a step is {more} is not certain: it takes three steps in each capture"
+    ends = f"{words.percent(step.change, sign=True)}, between {words.percent(step.low, sign=True)} and "
+    ends += words.percent(step.high, sign=True)
+    slower = target.slower_by(bound)
+    if not slower:
+        return (
+            f"a step is not {more} ({ends})" if slower is False else f"whether a step is {more} is not certain ({ends})"
+        )
+    grown = {
+        kind: (cause.after or 0.0) - (cause.before or 0.0)
+        for kind, cause in target.causes.items()
+        if cause.beyond_spread
+    }
+    kind = max(grown, key=lambda kind: grown[kind], default=None)
+    if kind is None or grown[kind] <= 0.0:
+        return f"a step is surely {more} ({ends}): no cause explains it; {of_machine(target)}"
+    cause, mostly = target.causes[kind], 2.0 * grown[kind] > (step.after or 0.0) - (step.before or 0.0)
+    moved = f"{kind} cost {words.number(cause.before)} ms and costs {words.number(cause.after)} ms"
+    moved += ", most of the difference" if mostly else ", a part of the difference"
+    return f"a step is surely {more} ({ends}): {moved}"
+
+
 def of_prediction(kept: Kept) -> str:
     """Returns a clause with what was predicted for a layout, what was measured, and whether the two agree."""
     predicted = f"{words.speedup(kept.predicted, (kept.low, kept.high))} times as fast"
