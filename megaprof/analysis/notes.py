@@ -29,7 +29,7 @@ Kind = Literal[
     "other_sizes", "other_jobs", "other_layers", "other_schedules", "kernels_in_some", "stages_missing",
     "stages_missing_in_step", "replicas_missing", "no_common_step", "stages_differ", "microbatches_differ",
     # steps that are left out, or disturbed
-    "twice", "first_steps", "opened_by_nsys", "entered_apart",
+    "twice", "not_recovered", "first_steps", "opened_by_nsys", "entered_apart",
     "entered_apart_by_nsys", "step_left_out", "step_disturbed", "file_left_out",
     # what a stage lacks
     "modules_without_range", "combined", "no_passes", "launches_unknown", "kernels_without_launch", "whole_step",

@@ -96,6 +96,11 @@ class Demand:
         """The target whose calls are counted: a train_overall window begins with a training step."""
         return TRAIN_ACTOR if self.target == TRAIN_OVERALL else self.target
 
+    @property
+    def goes_on(self) -> bool:
+        """True if it opens a further window."""
+        return not (self.over or self.cancelled) and len(self.taken) < self.steps
+
     def due(self, upcoming: int, *, own: bool, begins: bool) -> bool:
         """Returns whether a window opens with the call that begins.
 

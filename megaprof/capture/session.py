@@ -206,9 +206,9 @@ class Session:
                 self._close("the host raised an exception" if failed else None)
 
     @property
-    def _may_capture(self) -> bool:
-        """True if a further window may open, planned or on demand."""
-        return self.config.listens or self.agenda.goes_on
+    def goes_on(self) -> bool:
+        """True if a further window is planned, or requested."""
+        return self.agenda.goes_on or (self.demand is not None and self.demand.goes_on)
 
     @property
     def _own_window(self) -> OpenWindow | None:
@@ -373,7 +373,9 @@ class Session:
         ranged = ranged and self.config.ranges != "step"
         if facts.graph == "capture" or step.target not in self._timed:
             timeline = None  # nothing may be timed while a CUDA graph is captured
-        if timeline is not None and (self._may_capture or disturbed or timeline.owes(step.target, step.role)):
+        if timeline is not None and (
+            self.config.listens or self.agenda.goes_on or disturbed or timeline.owes(step.target, step.role)
+        ):
             timed = timeline.begin(facts, step.target, step.role, step.number, disturbed=disturbed)
             call = RecordedCall(facts, timed, True, ranged)
         elif window is not None or ranged or self._coming:
@@ -440,7 +442,8 @@ class Session:
     def _save(self, opened: OpenWindow, truncated: str | None) -> None:
         """Stops the recorders of a window and has its files written."""
         self._guard.closes()
-        window = replace(opened.window, last=opened.planned.last.number)
+        final = not any(session.goes_on for session in process.sessions)
+        window = replace(opened.window, last=opened.planned.last.number, final=final)
         call = opened.call or RecordedCall(NO_CALL, Tape())
         try:
             metadata = describe(window, call, self.config, truncated, self._framework)

@@ -79,6 +79,9 @@ class Profiler:
     waited_ns: Number | None = None
     """Nanoseconds of the window in which the training thread could have run but had no processor core; None if the
     system does not count that."""
+    cupti: str | None = None
+    """In the last window of a process with a GPU: ``detached`` if CUPTI was detached behind it, else ``attached: `` and
+    why. Else None."""
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
+from megaprof.recorders.cupti import cupti
 from megaprof.recorders.ranges.graph_names import names
 from megaprof.runtime.isolation import Contained
 from megaprof.runtime.patching import Patches
 
 
 def patch_graphs(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hooks ``torch.cuda.graph``, with which megatron-core and Transformer Engine capture. Does nothing if this torch
-    cannot name kernels."""
+    """Hooks ``torch.cuda.graph``, with which megatron-core, Transformer Engine and torch.compile capture."""
     import torch
 
-    if importlib.util.find_spec("torch.cuda._graph_annotations") is None:
-        return
     patches.apply(torch.cuda.graph, "__enter__", lambda original: _entered(original, dispatcher))
     patches.apply(torch.cuda.graph, "__exit__", lambda original: _left(original, dispatcher))
 
@@ -26,6 +23,7 @@ def patch_graphs(patches: Patches, dispatcher: Dispatcher) -> None:
 def _entered(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     def __enter__(graph: Any) -> Any:
         result = original(graph)
+        cupti.graphs = True
         with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
             if dispatcher.call is not None:
                 names.begun(graph)

@@ -35,6 +35,8 @@ class Window:
     """The number of its last step, known when it closes. None: the same as its first step."""
     asked: int | None = None
     """The step that was asked for, if this one is captured instead because another window was open then; else None."""
+    final: bool = False
+    """True if the process plans no further window and has no request for one, known when it closes."""
     repeat: int = 1
     """Counts the windows with the same names, from 1 on. It keeps a finished file from being replaced."""
 

@@ -21,6 +21,7 @@ from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
 from megaprof.formats.ranges import GARBAGE, operation_range
 from megaprof.recorders import Window
+from megaprof.recorders.cupti import cupti
 from megaprof.recorders.garbage import Collections
 from megaprof.recorders.processor import Waits
 from megaprof.recorders.ranges import emit
@@ -91,6 +92,7 @@ class TorchRecorder:
         if recording is None:
             recording = self._new()
             recording.prepare_trace()
+            cupti.prepared()
         self._profile = recording  # an exception from here on ends in `discard`
         if self._observer is not None:
             recording.execution_trace_observer = self._observer
@@ -132,7 +134,8 @@ class TorchRecorder:
         waited = None if self._waits is None else self._waits.read(0)
         raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
         of = None if waited is None else 1000 * waited.waited
-        how = Profiler(self._config.activities, self._recorded, self._started_in, self._ahead, of)
+        behind = cupti.ends() if window.final and "cuda" in self._recorded else None
+        how = Profiler(self._config.activities, self._recorded, self._started_in, self._ahead, of, behind)
         metadata = {**metadata, "profiler": asdict(how)}
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
@@ -231,6 +234,7 @@ class _Prepared:
     def begin(self) -> None:
         if self._recording is not None:
             self._recording.prepare_trace()
+            cupti.prepared()
         self._begun = True
         _TORCH._prepare_profiler = self._another
 

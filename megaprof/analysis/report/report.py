@@ -10,21 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from megaprof.analysis.diagnosis import averages
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import INDEX_BITS, FleetReading, Key, Series, find_timelines, read_fleet
+from megaprof.analysis.fleet.trends import EXCESS
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text.notes import clause, told
-from megaprof.analysis.table.counted import counted
+from megaprof.analysis.table.counted import Counted, counted, warming_up
 from megaprof.analysis.table.files import tables
-from megaprof.analysis.table.table import Table, Unfit
+from megaprof.analysis.table.table import QUARTILE, Table, Unfit
 from megaprof.analysis.table.traced import table_of_calls
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
@@ -46,6 +49,8 @@ _MOST_OTHERS = 64
 _TRACE = re.compile(r"trace|prof|rank", re.IGNORECASE)
 _OF_ROCPROF = (".pftrace", ".otf2", "_results.db", "_trace.csv", "_stats.csv")
 _ROCPROF = "rocprofv3 writes such files, which megaprof does not read. It reads traces of the torch profiler"
+#: The fewest steps on each side of the windows from which the report says whether the job has recovered.
+_FEWEST_STEPS = 3
 #: How to get a trace, for a person who has none yet.
 _TO_HAVE_ONE = "`megaprof run` records a training command, and `megaprof demo` a small one on this machine"
 
@@ -113,6 +118,11 @@ def analyze(
     for key, counted_calls in captured.items():
         fleet = next((fleet for fleet in fleets if fleet.key == key), None)
         measured = _measured(traced[key], diagnosed[key], partial(averages.of_calls, counted_calls))
+        if (
+            key in fleet_reading.series
+            and (note := _not_recovered(counted_calls, fleet_reading.series[key])) is not None
+        ):
+            measured = replace(measured, warnings=(*measured.warnings, note))
         table = traced[key]
         step = measured.steps[-1] if isinstance(table, Unfit) else drawn.typical(table)
         draw = partial(drawn.of_calls, counted_calls.calls, measured, step)
@@ -226,6 +236,24 @@ def _measured(table: Table | Unfit, diagnosed: _Diagnosed, otherwise: Callable[[
     if isinstance(table, Unfit):
         return otherwise(table.note)
     return averages.averages(table, _slow(diagnosed), _slow(diagnosed, every=True))
+
+
+def _not_recovered(captured: Counted, series: Series) -> Note | None:
+    """Returns that steps behind the last window take longer than those before the first, None if they do not. CUPTI,
+    which stays attached to a process with a GPU, slows down launches."""
+    profiler = captured.calls[-1].metadata.profiler
+    if profiler is None or "cuda" not in profiler.recorded:
+        return None
+    steps, numbers = series.steps >> INDEX_BITS, [call.step for call in captured.calls]
+    before_ms, behind_ms = series.longest[steps < min(numbers)], series.longest[steps > max(numbers)]
+    before_ms = before_ms[warming_up(before_ms.tolist()) :] if len(before_ms) else before_ms
+    if min(len(before_ms), len(behind_ms)) < _FEWEST_STEPS:
+        return None
+    if np.quantile(behind_ms, QUARTILE) <= (1 + EXCESS) * np.quantile(before_ms, 1 - QUARTILE):
+        return None
+    cupti = [call.metadata.profiler.cupti for call in captured.calls if call.metadata.profiler is not None]
+    said = next((state for state in reversed(cupti) if state is not None), "")
+    return Note("not_recovered", ms=(float(np.median(before_ms)), float(np.median(behind_ms))), said=said)
 
 
 def _recorded(

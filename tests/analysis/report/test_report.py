@@ -16,8 +16,10 @@ from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.samples import mean_of
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import write_timelines
 from tests.analysis.scenarios import Scenario, write
-from tests.analysis.synthetic import TraceBuilder, chunk, kinds, pipeline, plain_stage
+from tests.analysis.synthetic import BASE, TraceBuilder, chunk, kinds, pipeline, plain_stage
 
 
 def test_stages_have_what_the_traces_say(tmp_path):
@@ -256,3 +258,22 @@ def test_importing_the_analysis_loads_nothing_heavy():
     code = "import sys, megaprof.analysis; print([m for m in ('msgspec', 'rich', 'isal', 'torch') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("slower", "recorded"), [(1.3, "cuda"), (1.0, "cuda"), (1.3, "cpu")])
+def test_a_job_that_is_slower_behind_its_windows_is_told(slower, recorded, tmp_path):
+    """Only with a GPU: nothing of the profiler stays in a process without one."""
+    state = "attached: the process has CUDA graphs"
+    profiler = {"asked": [recorded], "recorded": [recorded], "cupti": state}
+    pipeline(tmp_path, [6, 2], step=12, metadata={"profiler": profiler, "chunks": []})
+    layout, apart = WorldLayout(ParallelSizes.of(2, pp=2)), 10 * 10**9
+    options = {"forward_ms": (10.0, 8.0), "microbatches": 4}
+    write_timelines(tmp_path, layout, steps=12, start_ns=BASE - apart, **options)
+    after = {**options, "forward_ms": (10.0 * slower, 8.0), "backward_ms": 20.0 * slower}
+    write_timelines(tmp_path, layout, steps=5, first_step=14, start_ns=BASE + apart, **after)
+    (target,) = analyze(tmp_path).targets
+    told = [note for note in target.warnings if note.kind == "not_recovered"]
+    assert len(told) == (slower > 1 and recorded == "cuda")
+    for note in told:
+        assert note.said == state
+        assert note.ms[1] == pytest.approx(1.3 * note.ms[0], rel=0.1)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from megaprof.analysis.clocks.clocks import Alignment, Clock
 from megaprof.analysis.notes import Kind, Note
-from megaprof.analysis.report.text.words import counted, ranks, spans, stages, steps
+from megaprof.analysis.report.text.words import counted, milliseconds, ranks, spans, stages, steps
 from megaprof.analysis.table.counted import WARM_UP
 from megaprof.formats import graphs
 from megaprof.formats.phrases import listed
@@ -310,6 +310,10 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "step_left_out": lambda n: f"{_left_out(n)}: {f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}",
     "step_disturbed": lambda n: f"only the times of passes are shown of {steps(n.steps)}: {_why(n)} ({_FIRST})",
     "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
+    "not_recovered": lambda n: (
+        f"steps behind the last window take {milliseconds(n.ms[1])}, those before the first took "
+        f"{milliseconds(n.ms[0])}: the job is not as quick as before{f' (CUPTI: {n.said})' if n.said else ''}"
+    ),
     "first_steps": lambda n: (
         f"{_left_out(n)}: the first recorded steps took over {WARM_UP:.2f} times as long as the median step"
     ),
