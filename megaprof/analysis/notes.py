@@ -32,7 +32,8 @@ Kind = Literal[
     "twice", "not_recovered", "first_steps", "opened_by_nsys", "entered_apart",
     "entered_apart_by_nsys", "step_left_out", "step_disturbed", "file_left_out",
     # what a stage lacks
-    "modules_without_range", "combined", "no_passes", "launches_unknown", "kernels_without_launch", "whole_step",
+    "modules_without_range", "combined", "waits_for_host", "no_passes", "launches_unknown", "kernels_without_launch",
+    "whole_step",
     # why there is no table of passes
     "no_whole_step", "no_timed_passes", "all_disturbed", "no_step_of_all",
     "place_unknown", "place_beyond_schedule", "schedule_unknown", "schedule_refused", "order_differs",

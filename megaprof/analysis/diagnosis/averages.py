@@ -42,7 +42,7 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
     place = _shown(table, slow, suspects)
     recorded = [stage for stage, metadata in enumerate(table.metadata) if metadata is not None]
     stages = tuple(_stage((place[0], stage, place[1]), first.sizes, table) for stage in recorded)
-    notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings)))
+    notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings, *_waiting_for_host(stages))))
     return TargetStages(
         target=table.target,
         role=table.role,
@@ -158,6 +158,7 @@ _NOTHING = Stage(
     pp_waiting_ms=None,
     gradients_ms=None,
     host_bound_ms=None,
+    host_bound_passes=None,
     modules_ms={},
 )
 
@@ -185,6 +186,14 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     yield from without_ranges(
         module for metadata in table.metadata if metadata is not None for module in metadata.ranges.without
     )
+
+
+def _waiting_for_host(stages: Sequence[Stage]) -> Iterator[Note]:
+    """Yields a note about the stages whose GPUs wait for the host in most passes."""
+    shares = {stage.pp: stage.host_bound_passes for stage in stages}
+    waiting = {pp: share for pp, share in shares.items() if share is not None and share > 0.5}
+    if waiting:
+        yield Note("waits_for_host", stages=tuple(waiting), factor=min(waiting.values()))
 
 
 def _shown(table: Table, slow: Collection[int], suspects: Collection[int]) -> tuple[int, int]:
@@ -241,6 +250,7 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
         pp_waiting_ms=_known(spent, "pp_waiting"),
         gradients_ms=None if table.reduces and "gradients" not in spent else _spread(gradients),
         host_bound_ms=_known(spent, "host_bound"),
+        host_bound_passes=_known_mean(spent.get("host_passes")),
         host_ms={kind: None if table.schedule.combined else _known(spent, f"host_{kind}") for kind in PASSES[:2]},
         modules_ms=_modules(table, pp),
         collectives={
@@ -266,6 +276,11 @@ def _exposed(spent: Mapping[str, Floats], tail: Floats, sizes: ParallelSizes) ->
 
 def _known(spent: Mapping[str, Floats], name: str) -> Spread | None:
     return _maybe(spent.get(name))
+
+
+def _known_mean(values: Floats | None) -> float | None:
+    known = values[np.isfinite(values)] if values is not None else ()
+    return float(np.mean(known)) if len(known) else None
 
 
 def _modules(table: Table, stage: int) -> dict[str, Spread]:

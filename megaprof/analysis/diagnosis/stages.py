@@ -95,6 +95,9 @@ class Stage:
     of it counts as communication."""
     host_bound_ms: Spread | None
     """Time inside passes in which the GPU was idle because nothing was launched; None on a CPU."""
+    host_bound_passes: float | None
+    """Fraction of the passes at both ends of which the GPU had nothing else to do, so that it waited for the host; None
+    if no timeline on the GPU's clock says so."""
     modules_ms: dict[str, Spread]
     """Milliseconds of every pass through a module, by the module's label and the kind of pass."""
     bubble_split: dict[str, Spread | None] = field(default_factory=partial(dict.fromkeys, BUBBLE_PARTS))

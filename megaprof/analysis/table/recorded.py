@@ -275,7 +275,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, collected_ms = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
-    thread_waits_ms = np.zeros(len(numbers))
+    thread_waits_ms, host_passes = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
@@ -292,6 +292,10 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
             memory.append(Peak(allocated.allocated, allocated.peak, allocated.capacity or None))
         if (step_work := unpack_work(works[row])) is not None and len(step_work[1]) == microbatches:
             lengths_from, work[t] = step_work
+        if host_bound := timeline.facts(format.HOST_BOUND).get(row):
+            kinds = timeline.shapes[timeline.steps["shape"][row]] & codes.KIND_MASK
+            passes = int(((kinds >= codes.FORWARD) & (kinds <= codes.COMBINED)).sum())
+            host_passes[t] = int.from_bytes(host_bound, "little").bit_count() / max(passes, 1)
         enter[t] = (start_ns - plan.origin) / 1e6
         device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
         steps_by_shape.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)
@@ -355,7 +359,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         compute=end - start - sum(delay_ms for kind, delay_ms in held_ms.items() if kind != WAIT or arrivals),
         # Not every clock shows in which pass collectives ran, so they are taken evenly from the passes of a step.
         working=(end - start) * (1.0 - ran_fraction)[:, None, None, None],
-        spent=ran_ms,
+        spent={**ran_ms, **({"host_passes": host_passes} if np.isfinite(host_passes).any() else {})},
         idle=np.zeros(shape),
         held=held_ms,
         waited=thread_waits_ms,

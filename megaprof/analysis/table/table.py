@@ -81,7 +81,8 @@ class Table:
     for which it does not. ``tp``, ``ep``, ``cp``, ``dp`` and ``unknown``: communication that nothing hid, until the
     rank's last pass ended (from a timeline: all communication). ``tp_waiting``, ``ep_waiting`` and ``cp_waiting``: the
     part of it before the last peer came. ``pp``: exchanges after both sides had come; ``pp_waiting``: before that.
-    ``host_bound``: the GPU waited for the host. ``gradients``: the GPU computed for no pass. ``host_forward`` and
+    ``host_bound``: the GPU waited for the host. ``host_passes``, no time: the fraction of the passes at both ends of
+    which it did so. ``gradients``: the GPU computed for no pass. ``host_forward`` and
     ``host_backward``: the host's time in these passes, which overlaps the other entries."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in the pass."""

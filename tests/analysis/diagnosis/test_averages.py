@@ -94,6 +94,20 @@ def test_on_the_devices_clock_exchanges_are_used_as_on_the_hosts(tmp_path: Path)
     assert any("Times are the GPU's" in note for note in notes(target.fleet))
 
 
+def test_stages_whose_gpu_waits_for_its_host_are_said(tmp_path: Path) -> None:
+    """In three quarters of its 16 passes on stage 2, in an eighth of them on stage 0; the other files do not say."""
+    host_bound = {0: b"\x03\x00", 2: b"\xff\x0f"}
+    for path in write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0, device_clock=True):
+        timeline = format.read_timeline(path)
+        if (bits := host_bound.get(timeline.metadata[0].coords.pp)) is not None:
+            with path.open("ab") as file:
+                file.write(b"".join(format.fact_record(row, format.HOST_BOUND, bits) for row in range(10, 40)))
+    (target,) = analyze(tmp_path).targets
+    assert [stage.host_bound_passes for stage in target.stages] == [0.125, None, 0.75, None]
+    said = [(note.stages, note.factor) for note in target.warnings if note.kind == "waits_for_host"]
+    assert said == [((2,), 0.75)]
+
+
 def test_steps_without_any_time_are_not_shown_as_steps_of_no_time(tmp_path: Path) -> None:
     """As they are written where the GPU was not done with them in time."""
     paths = write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0, device_clock=True, events=False)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from megaprof.analysis.clocks.clocks import Alignment, Clock
 from megaprof.analysis.notes import Kind, Note
-from megaprof.analysis.report.text.words import counted, milliseconds, ranks, spans, stages, steps
+from megaprof.analysis.report.text.words import counted, milliseconds, percent, ranks, spans, stages, steps
 from megaprof.analysis.table.counted import WARM_UP
 from megaprof.formats import graphs
 from megaprof.formats.phrases import listed
@@ -26,6 +26,7 @@ _NAMING_STAGES = frozenset(
         "stages_missing",
         "stages_missing_in_step",
         "order_differs",
+        "waits_for_host",
         "waits_for_rank",
         "stage_unknown",
         "stage_too_large",
@@ -353,6 +354,10 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "order_differs": _order,
     # what is not predicted
     "not_replayed": lambda n: f"not replayed: {_why(n)}",
+    "waits_for_host": lambda n: (
+        f"the GPU waits for its host in {'at least ' if len(n.stages) > 1 else ''}{percent(n.factor)} of the passes of "
+        f"{stages(n.stages)}: it has nothing else to do at both ends of them; a capture shows what that costs"
+    ),
     "waits_for_rank": lambda n: (
         "no change is predicted: it is not certain how long the passes of "
         f"{ranks(n.ranks) if n.ranks else stages(n.stages)} take without waiting for a processor core, "
