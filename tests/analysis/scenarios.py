@@ -159,7 +159,9 @@ def _run(scenario: Scenario, pipeline: Pipeline) -> Run:
     load = Load([[_bursts(scenario, step)] * d for step in range(t)]) if scenario.load else None
     exposed = {group: part / whole for group, part in scenario.exposed.items()}
     tail = np.full(t, scenario.tail)
-    return ran(pipeline, passes, enter, link, tail, share, exposed, scenario.idle / whole, [load] * p)
+    return ran(
+        pipeline, passes, enter, link, tail, share, exposed, scenario.idle / whole, np.ones((p, t, d)), [load] * p
+    )
 
 
 def _disturb(scenario: Scenario, step: int, rng: random.Random, times: Times) -> None:

@@ -56,15 +56,15 @@ class Cause:
     """Process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further facts. For a stage with its own excess, ``forward_ms`` and ``backward_ms`` of one microbatch. While the
-    cause is present: ``factor`` of a slow rank over its peers, apart from delays of single passes (missing if a rank of
-    its stage waits for a core for half of its excess), or of the longest microbatch or replica
-    over the average; ``explained``, ``explained_low`` and ``explained_high``: the fraction of the difference between
-    microbatches or replicas that the lengths of their sequences explain, with its 90 % interval; for a slow rank or
-    stage in a captured step, ``expert_tokens``, ``usual_expert_tokens`` of the others, and in ``explained`` the
-    largest fraction of its slowness that these can explain; ``transfer_ms`` of a slow link and ``usual_ms`` of the
-    others; ``late_ms`` of a late entry; ``longest_ms`` of garbage collection; ``waited_ms`` for a processor core by
-    the rank that waited longest and, for ``layers``, ``usual_waited_ms`` by the others. These two are per step, inside
-    passes and between them, averaged over all steps."""
+    cause is present: ``factor`` by which a slow rank computes longer than its peers, apart from delays of single
+    passes, or by which the longest microbatch or replica is longer than the average; ``explained``, ``explained_low``
+    and ``explained_high``: the fraction of the difference between microbatches or replicas that the lengths of their
+    sequences explain, with its 90 % interval; for a slow rank or stage in a captured step, ``expert_tokens``,
+    ``usual_expert_tokens`` of the others, and in ``explained`` the largest fraction of its slowness that these can
+    explain; ``transfer_ms`` of a slow link and ``usual_ms`` of the others; ``late_ms`` of a late entry; ``longest_ms``
+    of garbage collection; ``waited_ms`` for a processor core by the rank that waited longest and, for ``layers``,
+    ``usual_waited_ms`` by the others. These two are per step, inside passes and between them, averaged over all
+    steps."""
     alone_ms: float = 0.0
     """Milliseconds that a step would gain, on average, if this cause alone were fixed; 0 if it is only possible."""
     more_steps: int = 0
@@ -187,26 +187,11 @@ def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
         once=True,
         always=any(term.fitted or term.kind == "slow_rank" for term in slow),
     )
-    whole = replace(whole, hidden_ms=_hidden_waits(run, whole))
     return [whole, *(term for term in every if not any(term is part for part in parts))]
 
 
-def _hidden_waits(run: Examined, term: Term) -> float:
-    """Returns how many more milliseconds a step would gain if all waits of the ranks that are named were gone: what the
-    passes do not show of them is taken from all passes alike."""
-    before, after = run.view.state, term.change(run.view).state
-    waits = np.where(np.isin(run.table.ranks, term.ranks), run.table.waited, 0.0).max(axis=3)
-    gone = (before.passes - after.passes).sum(axis=(3, 4, 5)) + before.entry - after.entry
-    share = np.maximum(waits - gone, 0.0) / np.maximum(after.passes.sum(axis=(3, 4, 5)), 1e-9)
-    passes = after.passes * (1.0 - np.minimum(share, 1.0))[..., None, None, None]
-    without_any = replace(term, change=lambda view: view.waiting(passes=passes, entry=after.entry))
-    return max(float((run.gain(without_any) - run.gain(term)).mean()), 0.0)
-
-
 def _with_doubt(run: Examined, term: Term) -> Term:
-    """Returns a term with what waits for a processor core may add to it or hide of it: those that were attributed to no
-    pass. Stages, links and replicas do different work, so all waits of theirs may add to it. Ranks of one stage do the
-    same work, so only that counts which their peers waited longer."""
+    """Returns a term with what waits for a processor core may add to it: those that were attributed to no pass."""
     waits = run.table.waited_beside.mean(axis=0)  # [d, s, p]
     of_stages = waits.mean(axis=0).max(axis=-1)
     most = max(most_gained(term, run.view), 1e-9)
@@ -217,11 +202,6 @@ def _with_doubt(run: Examined, term: Term) -> Term:
     if term.kind in ("ends", "stage", "chunk", "slow_link", "unequal_replicas") or term.group == "pp":
         stages = term.link or (slice(None) if term.stage is None else term.stage)
         return replace(term, doubt=min(1.0, float(of_stages[stages,].sum()) / most))
-    if term.kind == "slow_rank":
-        at_stage, own = run.table.ranks[:, term.stage], np.isin(run.table.ranks[:, term.stage], term.ranks)
-        of_stage = np.broadcast_to(waits[:, term.stage], at_stage.shape)
-        longer = np.median(of_stage[~own]) - of_stage[own].max()
-        return replace(term, hidden_ms=max(float(longer), 0.0))
     return term
 
 
@@ -339,10 +319,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
     table, kind = run.table, term.kind
     sizes = _sizes(term, run.view)
     there, begins = np.ones(len(gain), dtype=bool), None
-    much_waiting = MOST * most_gained(term, run.view)
-    # Where waits may hide most of it, nobody knows how large it is in which step.
-    clear = kind == WAIT or term.hidden_ms <= much_waiting
-    if sure and clear and (kind in _LARGE or term.once or term.ranks):
+    if sure and (kind in _LARGE or term.once or term.ranks):
         # Not its gain, which also depends on what else happened in a step.
         size = _LARGE[kind](sizes) if kind in _LARGE else _taken_ms(run, term)
         there = active(size)
@@ -356,8 +333,6 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
         kind, parts = _of_content(term, run.view)
     else:
         parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
-        if kind == "slow_rank" and table.waited[:, :, term.stage].mean(axis=0).max() > much_waiting:
-            parts.pop("factor")  # it would be that of passes with waits
         if kind == GARBAGE:
             parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
     since = int(table.steps[begins]) if begins else None
@@ -391,7 +366,8 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
 def _sizes(term: Term, view: View) -> dict[str, Floats]:
     """Returns how large a term is in every step, [t] each, by the names of `Cause.parts`."""
     affected = view if term.replica is None else view.of(term.replica)
-    before, after = affected.state, term.change(affected).state
+    without = term.change(affected)
+    before, after = affected.state, without.state
     if term.kind == "slow_link":
         return {
             "transfer_ms": before.link[..., term.stage].mean(axis=1),
@@ -399,14 +375,15 @@ def _sizes(term: Term, view: View) -> dict[str, Floats]:
         }
     if term.kind == "late_entry":
         return {"late_ms": (before.entry - after.entry)[..., term.stage].mean(axis=1)}
-    if term.kind not in ("slow_rank", "uneven_microbatches", "unequal_replicas"):
-        return {}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)
+    if term.kind in ("slow_rank", "unequal_replicas"):
+        return {"factor": (affected.peers / np.maximum(without.peers, 1e-9))[:, :, some].max(axis=(1, 2, 3))}
+    if term.kind != "uneven_microbatches":
+        return {}
     exchanged = affected.held[EXCHANGE]
     ratio = ((before.passes - exchanged) / np.maximum(after.passes - exchanged, 1e-9))[:, :, some]
-    # The median over chunks and kinds is the factor of a microbatch or of a replica.
-    ratio = np.median(ratio, axis=(2, 3, 4) if term.kind == "uneven_microbatches" else (2, 3, 4, 5))
-    return {"factor": ratio.max(axis=-1)}
+    # The median over chunks and kinds is the factor of a microbatch.
+    return {"factor": np.median(ratio, axis=(2, 3, 4)).max(axis=-1)}
 
 
 #: The size of a cause in every step, by its parts.

@@ -106,8 +106,7 @@ class Examined:
         # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
         price, error = self._within(gains, len(gain), mean, of_one**2 + of_content**2)
-        low, high = price.low - term.doubt * mean, max(price.high, mean + term.hidden_ms)
-        return replace(price, low=low, high=high), error
+        return replace(price, low=price.low - term.doubt * mean), error
 
     def of_replay(self, gain: Floats) -> Price:
         """Returns the price of a gain that does not depend on the model of passes."""
@@ -252,10 +251,12 @@ def most_gained(term: Term, view: View) -> float:
 
 
 def _most_gained(term: Term, view: View, without: View) -> float:
-    a, b = _of(term, view).state, without.state
-    shorter: Floats | float = 0.0
+    as_was = _of(term, view)
+    a, b = as_was.state, without.state
+    # A rank that becomes quicker may still wait for another slow one of its group.
+    shorter = np.maximum(as_was.peers - without.peers, 0.0).max(axis=3).sum(axis=2).max(axis=1)
     if a.passes is not b.passes:
-        shorter = np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1)
+        shorter = np.maximum(shorter, np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1))
     sooner = np.maximum(a.entry - b.entry, 0.0).max(axis=(1, 2)) + a.tail - b.tail
     _, _, _, c, k, m = a.passes.shape
     quicker = np.maximum(a.link - b.link, 0.0).sum(axis=2).max(axis=1) * c * k * m

@@ -114,8 +114,7 @@ def fit(run: Examined) -> Fit | None:
         return None
     view = run.view
     # Slowness of ranks applies to all microbatches alike, so it is not part of their content.
-    slow = view.rank * view.pace * view.peer.max(axis=3)
-    passes = (view.state.passes - view.held[EXCHANGE]) / slow[..., None, None, None]
+    passes = (view.state.passes - view.held[EXCHANGE]) / run.model.slow[..., None, None, None]
     _, _, s, c, k, _ = passes.shape
     y = np.moveaxis(passes, 5, 2).reshape(-1, s * c * k)
     some = slice(None, None, -(-len(y) // _TELLING))

@@ -46,43 +46,52 @@ class Model:
     work: Floats
     """[t, d, m]: work of a microbatch, relative to the others of its replica and step."""
     rank: Floats
-    """[t, d, s]: how much slower a rank is than those of the same stage in other replicas; at least 1."""
+    """[t, d, s]: how much longer a rank works than those of the same stage in other replicas; at least 1."""
     pace: Floats
     """[t, d, s]: how much slower a stage is in a step, on all replicas, than in its quicker steps; at least 1."""
-    peer: Floats
-    """[t, d, s, p]: how slow a peer is, relative to the others."""
+    peers: Floats
+    """[t, d, s, p]: milliseconds that each peer works in the passes of a step, without waiting for others."""
+    slow: Floats
+    """[t, d, s]: how much longer whole passes are because of slow ranks, peers and steps; at least 1."""
     own: Floats
     """[t, d, s, m]: additional work of a microbatch on this stage only."""
     expected: Floats
     """[t, d, s, c, k, m]: milliseconds of a pass that follow from all of these."""
+    least: Floats
+    """[t, d, s, c, k, m]: milliseconds of it that the quickest peer computes, which stay when all delays are gone."""
 
 
 def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     """Fits the model of a run. ``steps`` [draw, any number]: the steps that each draw consists of."""
-    log = np.log(np.maximum(table.passes - sum(table.held.values()), 1e-9))
-    t, d, s, c, k, m = log.shape
-    usual = _quantile(np.median(log, axis=5).reshape(t * d, s, c, k), QUARTILE, 0)
-    left = log - usual[:, :, :, None]
-    common = _in_common(np.moveaxis(left, 5, 2).reshape(t, d, m, -1))
-    level = np.median(common, axis=2)
+    took = table.passes - sum(table.held.values())
+    log = np.log(np.maximum(took, 1e-9))
+    t, d, s, c, k, _ = log.shape
+    left, common, level = _levels(log)
     work = common - level[..., None]
     spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
     # If microbatches are uneven, their mean shows how long a rank takes: the median is another one in every step.
     own_work = _own(log - work[:, :, None, None, None, :])
     whose = work[:, :, None] + level[:, :, None, None] + own_work  # [t, d, s, m]
-    rank = np.zeros((t, d, s))
+    # What is a rank's own may be slow, and the communication of its passes as quick as ever.
+    own = took - sum(table.exposed.values())
+    left_of_own, _, level_of_own = _levels(np.log(np.maximum(own, 1e-9))) if table.exposed else (left, common, level)
+    # A trace shows what every peer computes, a timeline at most how long it waited for the others.
+    computed = table.working if table.exposed else np.minimum(table.working, table.compute)
+    rank, peers = np.zeros((t, d, s)), _per_step(computed)
     if d > 1 and s == 1:
-        rank = _own_of_replicas(level)[..., None]
-        whose = whose - rank[..., None]
-        level = level - rank[:, :, 0]
+        rank = _own_of_replicas(level_of_own)[..., None]
     elif d > 1:
-        alone = left - whose[:, :, :, None, None]
+        alone = left_of_own - whose[:, :, :, None, None]
         rank = np.maximum(against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
-    whose = whose + rank[..., None]
+    # Peers enter a collective together, so passes are longer by what the slowest works longer than is usual among them.
+    lost = np.maximum(_per_step(own) * -np.expm1(-rank), peers.max(axis=3) - _lower_median(peers))
+    slow = -np.log1p(-np.minimum(lost / np.maximum(_per_step(took), 1e-9), 1.0 - 1e-9))
+    if d > 1 and s == 1:
+        whose, level = whose - slow[..., None], level - slow[:, :, 0]
+    whose = whose + slow[..., None]
     pace = _pace(left - whose[:, :, :, None, None], spread)
-    peer = _peers(table)
-    whose = whose + pace[..., None] + np.log(np.maximum(peer.max(axis=3), 1.0))[..., None]
+    whose = whose + pace[..., None]
     log = log - whose[:, :, :, None, None, :]
     content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
     drawn = _drawn(log, steps, np.random.default_rng(0))
@@ -94,10 +103,22 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
         work=np.exp(work),
         rank=np.exp(rank),
         pace=np.exp(pace),
-        peer=peer,
+        peers=peers,
+        slow=np.exp(slow + pace),
         own=np.exp(own_work),
         expected=expected,
+        least=np.minimum(computed.min(axis=3) - sum(table.held.values()), expected),
     )
+
+
+def _levels(log: Floats) -> tuple[Floats, Floats, Floats]:
+    """Returns the logarithms of passes without their usual content, what all passes of a microbatch have in common of
+    that, [t, d, m], and all microbatches of a replica, [t, d]."""
+    t, d, s, c, k, m = log.shape
+    usual = _quantile(np.median(log, axis=5).reshape(t * d, s, c, k), QUARTILE, 0)
+    left = log - usual[:, :, :, None]
+    common = _in_common(np.moveaxis(left, 5, 2).reshape(t, d, m, -1))
+    return left, common, np.median(common, axis=2)
 
 
 def divided(
@@ -231,14 +252,10 @@ def _pace(log: Floats, noise: float) -> Floats:
     return np.broadcast_to(pace[:, None], (t, d, s)).copy()
 
 
-def _peers(table: Table) -> Floats:
-    """Returns the factor by which a peer computes longer than the others of its group, [t, d, s, p]. It is below 1 for
-    a quicker one, so that chance averages out."""
-    t, d, s, p = table.compute.shape[:4]
-    if p == 1:
-        return np.ones((t, d, s, p))
-    compute_log = np.median(np.log(np.maximum(table.compute, 1e-9)), axis=(4, 5, 6))
-    return np.exp(against_others(compute_log, 3))
+def _per_step(passes: Floats) -> Floats:
+    """Returns how long all passes of a step take, [...], without what delays single ones of these [..., c, k, m]."""
+    of_step: Floats = np.median(passes, axis=-1).sum(axis=(-2, -1)) * passes.shape[-1]
+    return of_step
 
 
 def against_others(values: Floats, axis: int) -> Floats:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.model import against_others
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.table.table import WAIT, Floats, Table
@@ -35,9 +36,6 @@ class Term:
     """True if it makes every pass of a rank longer, and not only some."""
     doubt: float = 0.0
     """Fraction of it that may have another cause, from 0 to 1."""
-    hidden_ms: float = 0.0
-    """Milliseconds by which it may be larger, because ranks also waited for a processor core in passes that do not show
-    it."""
 
 
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:
@@ -119,7 +117,7 @@ def _of_microbatches(table: Table, view: View) -> Iterator[Term]:
 
 def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
     d, p = table.compute.shape[1], table.compute.shape[3]
-    of_rank = view.state.passes.sum(axis=(3, 4, 5))  # [n, d, s]
+    of_rank = view.alone().sum(axis=(3, 4, 5))  # [n, d, s]
     least = LEAST * step_ms
     if d > 1:
         for replica, stage in np.argwhere((of_rank * (1.0 - 1.0 / view.rank)).mean(axis=0) >= least).tolist():
@@ -127,18 +125,20 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             def mended(v: View, stage: int = stage) -> View:
                 factor = np.ones_like(v.rank)
                 factor[:, :, stage] = 1.0 / v.rank[:, :, stage]
-                return v.scaled(factor[..., None, None, None], rank=v.rank * factor)
+                return v.scaled(factor[..., None, None, None], only_own=True, rank=v.rank * factor)
 
             ranks = tuple(table.ranks[replica, stage].tolist())
             yield Term("slow_rank", mended, stage=stage, replica=replica, ranks=ranks)
     if p > 1:
-        lost = of_rank[..., None] * (1.0 - 1.0 / view.peer)
-        for replica, stage, peer in np.argwhere(lost.mean(axis=0) >= least).tolist():
+        longer = against_others(view.peers, 3)
+        for replica, stage, peer in np.argwhere(longer.mean(axis=0) >= least).tolist():
 
             def like_peers(v: View, stage: int = stage, peer: int = peer) -> View:
-                factor = np.ones_like(v.rank)
-                factor[:, :, stage] = 1.0 / v.peer[:, :, stage, peer]
-                return v.scaled(factor[..., None, None, None])
+                peers = v.peers.copy()
+                peers[:, :, stage, peer] -= against_others(v.peers, 3)[:, :, stage, peer]
+                shorter = v.peers.max(axis=3) - peers.max(axis=3)
+                factor = 1.0 - shorter / np.maximum(v.alone().sum(axis=(3, 4, 5)), 1e-9)
+                return v.scaled(factor[..., None, None, None], only_own=True, peers=peers, least=v.least, idle=v.idle)
 
             yield Term(
                 "slow_rank",
@@ -205,11 +205,11 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
     for group in view.exposed:
 
         def hidden(v: View, group: str = group) -> View:
-            return v.less(v.exposed[group])
+            return v.less(v.exposed[group], exposed={**v.exposed, group: np.zeros_like(v.idle)})
 
         yield Term("communication", hidden, group=group)
     if view.idle.any():
-        yield Term("host_bound", lambda v: v.less(v.idle))
+        yield Term("host_bound", lambda v: v.less(v.idle, idle=np.zeros_like(v.idle)))
     if table.reduces and view.state.tail.any():
         yield Term(
             "communication",

@@ -34,7 +34,7 @@ class View:
     work: Floats
     rank: Floats
     pace: Floats
-    peer: Floats
+    peers: Floats
     own: Floats
     timely: Floats
     """[n, d, s]: when each rank would have entered the step if it had not been late."""
@@ -46,6 +46,7 @@ class View:
     """[n, d, s]: how much longer one pass of a step is than the longest one of a usual step."""
     stalling: npt.NDArray[np.intp]
     """[n, d, s]: which pass that is, in a flattened [c, k, m]."""
+    least: Floats
     exposed: Mapping[str, Floats]
     idle: Floats
     held: Mapping[str, Floats]
@@ -79,25 +80,23 @@ class View:
         per_step: dict[str, Any] = {name: _put(getattr(self, name), one, getattr(other, name)) for name in _PER_STEP}
         return replace(self, state=state, **per_step)
 
-    def scaled(self, factor: Floats, **neutral: Any) -> View:
+    def scaled(self, factor: Floats, *, only_own: bool = False, **neutral: Any) -> View:
         """Returns the view with passes that take ``factor`` times as long, apart from what single passes waited or
-        stalled. ``neutral``: the fields that change with it."""
+        stalled and, with ``only_own``, from exposed communication. ``neutral``: the fields that change with it."""
         if (factor == 1.0).all():
             return replace(self, **neutral)
-        passes = self.state.passes.copy()
-        flat, at = passes.reshape(*self.stalling.shape, -1), self.stalling[..., None]
-
-        def add(sign: float) -> None:
-            for held_ms in self.held.values():
-                np.add(passes, sign * held_ms, out=passes)
-            flat[:, :, 0, 0] += sign * self.first
-            stalled = np.take_along_axis(flat, at, axis=-1) + sign * self.stalled[..., None]
-            np.put_along_axis(flat, at, stalled, axis=-1)
-
-        add(-1.0)
-        passes *= factor
-        add(1.0)
-        return replace(self, state=replace(self.state, passes=passes), **neutral)
+        apart = self.beside() + (sum(self.exposed.values()) if only_own else 0.0)
+        steady = self.state.passes - apart
+        other = steady * factor
+        of_stages = other.sum(axis=(3, 4, 5)) / np.maximum(steady.sum(axis=(3, 4, 5)), 1e-9)
+        exposed = self.exposed if only_own else {group: ms * factor for group, ms in self.exposed.items()}
+        parts = {
+            "peers": self.peers * of_stages[..., None],
+            "least": self.least * factor,
+            "idle": self.idle * factor,
+            "exposed": exposed,
+        }
+        return replace(self, state=replace(self.state, passes=other + apart), **{**parts, **neutral})
 
     def waited(self) -> Floats:
         """Returns how long passes waited for data, [n, d, s, c, k, m]."""
@@ -117,6 +116,10 @@ class View:
         """Returns what passes took in addition to what the model explains, [n, d, s, c, k, m]."""
         return self.waited() + self.stalls() + sum(self.held.values())
 
+    def alone(self) -> Floats:
+        """Returns what is a rank's own in passes, [n, d, s, c, k, m]: all but exposed communication and `beside`."""
+        return np.maximum(self.state.passes - self.beside() - sum(self.exposed.values()), 0.0)
+
     def holding(self, now: Floats) -> View:
         """Returns the view with other contents."""
         now = np.maximum(now, 0.0)
@@ -131,7 +134,7 @@ class View:
 
     def less(self, passes: Floats, **neutral: Any) -> View:
         """Returns the view with shorter passes. ``neutral``: the fields that change with it."""
-        left = np.maximum(self.state.passes - passes, 0.0)
+        left = np.maximum(self.state.passes - passes, np.minimum(self.state.passes, self.least))
         return replace(self, state=replace(self.state, passes=left), **neutral)
 
     def waiting(self, **changes: Any) -> View:
@@ -148,13 +151,14 @@ _PER_STEP = (
     "work",
     "rank",
     "pace",
-    "peer",
+    "peers",
     "own",
     "timely",
     "first",
     "opened",
     "stalled",
     "stalling",
+    "least",
     "idle",
 )
 
@@ -174,7 +178,8 @@ def viewed(table: Table, state: State, model: Model) -> View:
     late = np.zeros((n, d, s))
     if d * s > 1:
         late = np.maximum(against_others(state.entry.reshape(n, -1), 1), 0.0).reshape(n, d, s)
-    over = table.passes - sum(table.held.values()) - model.expected
+    took = table.passes - sum(table.held.values())
+    over = np.minimum(took - model.expected, took - model.least - sum(table.exposed.values()))
     first = over[:, :, 0, 0, 0, 0]
     # With one stage, the opening may explain all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
@@ -198,13 +203,14 @@ def viewed(table: Table, state: State, model: Model) -> View:
         work=model.work,
         rank=model.rank,
         pace=model.pace,
-        peer=model.peer,
+        peers=model.peers,
         own=model.own,
         timely=state.entry - late,
         first=np.maximum(first, 0.0),
         opened=opened,
         stalled=np.maximum(longest - np.maximum(usual, 0.0), 0.0),
         stalling=stalling,
+        least=model.least,
         exposed=table.exposed,
         idle=table.idle,
         held={**table.held, EXCHANGE: state.passes - table.passes},

@@ -158,7 +158,7 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     """Returns the prediction for microbatches of other ``work`` [t, d, m, 3], and the milliseconds of their passes."""
     run, costs, state = sequences.run, sequences.costs, sequences.run.view.state
     n = len(state.passes)
-    slow = (run.view.rank * run.view.pace * run.view.peer.max(axis=3))[..., None, None, None]
+    slow = run.model.slow[..., None, None, None]
     as_was = run.view.pipelines_ms(run.replay).max(axis=1)
 
     def replayed(replay: Replay, passes: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:

@@ -209,18 +209,6 @@ def test_what_waits_for_a_core_may_explain_of_a_stage_or_a_link_is_not_certain(p
     assert place(cause) not in [place(each) for each in busy.causes]
 
 
-def test_a_price_of_waits_reaches_up_to_all_that_was_waited(tmp_path):
-    """All ranks wait in every pass, so their quicker passes contain waits, too."""
-    waits = tuple(Fault("processor_wait", 2.0, stage=stage, replica=0) for stage in range(4))
-    pipeline = replace(HEALTHY, load=0.3, burst_ms=20.0, counted=True, steps=12, faults=waits)
-    (cause,) = diagnosis_of(pipeline, tmp_path).causes
-    assert cause.kind == WAIT
-    lost = Priced(pipeline).length(Priced(pipeline).all).mean()
-    lost -= Priced(replace(pipeline, load=0.0, faults=())).length(frozenset()).mean()
-    assert cause.price.low < cause.price.ms < 0.7 * lost
-    assert 0.9 * lost < cause.price.high < 1.2 * lost
-
-
 def test_layers_may_be_cheaper_by_what_their_passes_contain_of_waits(tmp_path):
     prices = []
     for factor in (1.005, 1.5):
@@ -233,20 +221,6 @@ def test_layers_may_be_cheaper_by_what_their_passes_contain_of_waits(tmp_path):
     assert quiet.low <= quiet.ms <= quiet.high
     # A third of every pass may be waits.
     assert busy.low < busy.ms * 2 / 3 < quiet.high < busy.ms
-
-
-def test_waits_of_its_peers_hide_how_slow_a_rank_is(tmp_path):
-    slow = Fault("slow_rank", 2.0, stage=2, replica=1)
-    waits = tuple(Fault("processor_wait", 1.6, stage=2, replica=replica) for replica in (0, 2))
-    pipeline = replace(REPLICAS, counted=True, faults=(slow, *waits))
-    found = diagnosis_of(pipeline, tmp_path)
-    (cause,) = (each for each in (*found.causes, *found.perhaps) if each.kind == "slow_rank")
-    assert cause.ranks == (7,)
-    alone = Priced(replace(pipeline, faults=(slow,)))
-    assert cause.price.ms < 0.7 * alone.price(slow).mean() < cause.price.high
-    assert (cause.parts.get("factor"), cause.share) == (None, 1.0)
-    (quiet,) = diagnosis_of(replace(pipeline, faults=(slow,)), tmp_path / "quiet").causes
-    assert quiet.parts["factor"] == pytest.approx(2.0, rel=0.05)
 
 
 def test_waits_of_ranks_that_are_not_named_are_not_in_the_price(tmp_path):

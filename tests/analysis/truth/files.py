@@ -320,13 +320,16 @@ class _Cpu:
         run, stage = self.rank.run, self.rank.stage
         first = stage == 0 and what == Pass(FORWARD, 0, 0)
         wait = sum(fault.size for fault in self.rank.pipeline.faults if fault.kind == "data_wait") if first else 0.0
-        one = (length - wait) / (1.0 + sum(run.exposed.values()) + run.idle)
-        own = (
-            one * float(run.share[stage, self.rank.peer, what.chunk, what.microbatch, step])
-            if self.rank.pipeline.peers > 1
-            else one
+        slow = float(run.slow[stage, step, self.rank.replica])
+        one = (length - wait) / (slow + sum(run.exposed.values()) + run.idle)
+        share = float(run.share[stage, self.rank.peer, what.chunk, what.microbatch, step])
+        own = slow * one * (share if self.rank.pipeline.peers > 1 else 1.0)
+        return (
+            own + wait,
+            slow * one - own,
+            [(group, part * one) for group, part in run.exposed.items()],
+            run.idle * one,
         )
-        return own + wait, one - own, [(group, part * one) for group, part in run.exposed.items()], run.idle * one
 
     def computed(self, what: Pass, step: int, start: float, end: float) -> None:
         self.trace.event(f"megaprof/{KINDS[what.kind]} mb={what.microbatch} chunk={what.chunk}", start, end - start)

@@ -109,8 +109,10 @@ class Pipeline:
 @dataclass(frozen=True)
 class Run:
     """What happened: ``done`` by stage, ``enter`` and ``finish`` (behind the gradient reduction) ``[stage, step,
-    replica]``, ``length`` ``[step]``. ``exposed``: part of a pass by group, ``idle``: likewise. ``share``: of what a
-    pass computes, how much of it each peer computes, ``[stage, peer, chunk, microbatch, step]``."""
+    replica]``, ``length`` ``[step]``. ``exposed``: by group, how long a pass communicates, as a part of what
+    an equal rank computes in it, ``idle``: likewise. ``slow``: how much longer than an equal rank each computes,
+    ``[stage, step, replica]``. ``share``: of what a pass computes, how much of it each peer computes, ``[stage, peer,
+    chunk, microbatch, step]``."""
 
     done: list[list[Done]]
     enter: Times
@@ -118,6 +120,7 @@ class Run:
     length: Times
     exposed: dict[str, float]
     idle: float
+    slow: Times
     share: Times
 
 
@@ -266,6 +269,7 @@ class Priced:
         usual = one.link_ms if self.links in faults else 0.0
         link = np.broadcast_to(usual * np.exp(0.1 * random.link), random.link.shape).copy()
         share = 1.0 - 0.01 * np.minimum(random.peers, 3.0)
+        slow = np.ones((one.stages, t, one.replicas))
         for each in sorted(faults, key=repr):
             there = np.zeros((t, 1))
             there[slice(None) if each.steps is None else list(each.steps)] = 1.0
@@ -278,11 +282,11 @@ class Priced:
             elif each.kind in ("slow_rank", "processor_wait"):
                 factor = 1.0 + (each.size - 1.0) * there
                 if each.peer is not None:
-                    work[each.stage] *= factor
+                    slow[each.stage] *= factor
                     others = [peer for peer in range(one.peers) if peer != each.peer]
                     share[each.stage, others] /= factor[:, 0]
                 else:
-                    work[each.stage, ..., each.replica] *= factor[:, 0]
+                    slow[each.stage, :, each.replica] *= factor[:, 0]
             elif each.kind == "slow_link":
                 link[each.stage] += each.size * there
             elif each.kind == "late_entry":
@@ -294,7 +298,8 @@ class Priced:
             elif each.kind == "host_bound":
                 idle = each.size
         tail = tail * (1.0 + 0.05 * random.tail)
-        work *= 1.0 + sum(exposed.values()) + idle
+        # A slow rank computes longer; messages are as quick as ever.
+        work *= slow[:, None, None, None] + sum(exposed.values()) + idle
         for each in faults:
             if each.kind == "data_wait":
                 work[0, 0, FORWARD, 0] += each.size
@@ -303,7 +308,7 @@ class Priced:
                 for s, step, r in np.argwhere(random.stalled < STALLED):
                     work[s, 0, kind, random.where[s, step, r], step, r] += each.size
         shares = np.broadcast_to(share[:, :, None, None], (*share.shape[:2], chunks, one.microbatches, t))
-        return ran(one, work, enter, link, tail, shares, exposed, idle, self.loads)
+        return ran(one, work, enter, link, tail, shares, exposed, idle, slow, self.loads)
 
 
 def ran(
@@ -315,6 +320,7 @@ def ran(
     share: Times,
     exposed: dict[str, float],
     idle: float,
+    slow: Times,
     loads: Sequence[Load | None] = (),
 ) -> Run:
     """``work``, ``enter`` and ``link`` as `simulate` has them; ``tail``: of the gradient reduction, ``[step]``."""
@@ -329,4 +335,4 @@ def ran(
     finish = ends
     if not one.forward_only:
         finish = np.broadcast_to(ends.max(axis=2, keepdims=True) + tail[:, None], ends.shape)
-    return Run(done, enter, finish, finish.max(axis=(0, 2)), exposed, idle, share)
+    return Run(done, enter, finish, finish.max(axis=(0, 2)), exposed, idle, slow, share)

@@ -65,7 +65,8 @@ def replayed(table: Table, passes: np.ndarray) -> Table:
     """A run whose passes took so long."""
     ends = compiled(table.schedule, rendezvous=True).ends(passes, entry=table.entry, link=np.zeros(table.entry.shape))
     length = ends.reshape(*ends.shape[:2], -1).max(axis=2).max(axis=1)
-    return replace(table, start=ends - passes, end=ends, compute=passes[:, :, :, None], length=length)
+    own = {"compute": passes[:, :, :, None], "working": passes[:, :, :, None], "idle": np.zeros_like(passes)}
+    return replace(table, start=ends - passes, end=ends, length=length, **own)
 
 
 @pytest.fixture(scope="module")
