@@ -235,9 +235,6 @@ def _by_experts(run: Examined, cause: Cause) -> Cause:
     return replace(cause, reason="expert_load", price=price, while_ms=while_ms, parts={**cause.parts, **parts})
 
 
-_PricedTerm = tuple[Term, Cause]
-
-
 def _needed(run: Examined, hiding: list[Term], last: Term) -> list[Term]:
     """Returns, of the terms that were mended to find the ``last`` one, those without which it would not certainly cost
     enough."""
@@ -276,7 +273,7 @@ def _unsure(together: list[Cause], run: Examined) -> list[Cause]:
     return [replace(cause, more_steps=more) for cause in together]
 
 
-def _dearest(run: Examined, left: list[Term]) -> tuple[_PricedTerm | None, list[Cause]]:
+def _dearest(run: Examined, left: list[Term]) -> tuple[tuple[Term, Cause] | None, list[Cause]]:
     """Returns the most expensive term that certainly costs enough, and the more expensive ones that only may."""
     doubtful: list[Cause] = []
     priced = sorted(((float(gain.mean()), gain, term) for term, gain in run.gains(left)), key=lambda entry: -entry[0])
@@ -382,7 +379,6 @@ def _sizes(term: Term, view: View) -> dict[str, Floats]:
         return {}
     exchanged = affected.held[EXCHANGE]
     ratio = ((before.passes - exchanged) / np.maximum(after.passes - exchanged, 1e-9))[:, :, some]
-    # The median over chunks and kinds is the factor of a microbatch.
     return {"factor": np.median(ratio, axis=(2, 3, 4)).max(axis=-1)}
 
 

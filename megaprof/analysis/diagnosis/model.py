@@ -76,8 +76,9 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     # What is a rank's own may be slow, and the communication of its passes as quick as ever.
     own = took - sum(table.exposed.values())
     left_of_own, _, level_of_own = _levels(np.log(np.maximum(own, 1e-9))) if table.exposed else (left, common, level)
-    # A trace shows what every peer computes, a timeline at most how long it waited for the others.
-    computed = table.working if table.exposed else np.minimum(table.working, table.compute)
+    # A timeline knows how long a peer waited, and perhaps what all of them transferred; a trace knows it of kernels.
+    shared = (table.compute - table.working).min(axis=3, keepdims=True)
+    computed = table.compute - (shared if table.exposed else np.maximum(shared, 0.0))
     rank, peers = np.zeros((t, d, s)), _per_step(computed)
     if d > 1 and s == 1:
         rank = _own_of_replicas(level_of_own)[..., None]
@@ -107,7 +108,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
         slow=np.exp(slow + pace),
         own=np.exp(own_work),
         expected=expected,
-        least=np.minimum(computed.min(axis=3) - sum(table.held.values()), expected),
+        # Communication that names no group may go on behind its pass.
+        least=np.minimum(np.minimum(computed.min(axis=3) - sum(table.held.values()), own), expected),
     )
 
 

@@ -12,15 +12,13 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.table.table import WAIT, Floats, Table
 
-Change = Callable[[View], View]
-
 
 @dataclass(frozen=True)
 class Term:
     """One term. ``change`` makes it neutral, only in one ``replica`` if that is given."""
 
     kind: str
-    change: Change
+    change: Callable[[View], View]
     stage: int | None = None
     stages: tuple[int, ...] = ()
     chunk: int | None = None

@@ -40,17 +40,25 @@ def completed(recorded: Table, traced: Table) -> Table:
         return traced
 
     def part(lost_ms: Floats) -> Floats:
-        """Returns milliseconds of each pass, [t, d, s, c, k, m], by the usual fraction of traced passes."""
-        usual_fraction = np.median(lost_ms / np.maximum(traced.passes, 1e-9), axis=(0, 1, 5))
-        part_ms: Floats = recorded.passes * usual_fraction[..., None]
+        """Returns milliseconds of each pass, in the shape of ``lost_ms``, by the usual fraction of traced passes."""
+        of_peers = (slice(None),) * 3 + (None,) * (lost_ms.ndim - traced.passes.ndim)
+        usual_fraction = np.median(lost_ms / np.maximum(traced.passes[of_peers], 1e-9), axis=(0, 1, -1))
+        part_ms: Floats = recorded.passes[of_peers] * usual_fraction[..., None]
         return part_ms
 
-    exposed = {group: part(exposed_ms) for group, exposed_ms in traced.exposed.items()}
+    exposed, idle = {group: part(exposed_ms) for group, exposed_ms in traced.exposed.items()}, part(traced.idle)
     same_shape = recorded.compute.shape[1:4] == traced.compute.shape[1:4]
+    working, compute = part(traced.working), part(traced.compute)
+    if working.shape != recorded.working.shape or any(name.endswith("_waiting") for name in recorded.spent):
+        # The timeline knows better which peer waits for which.
+        unseen = idle + sum(exposed_ms for group, exposed_ms in exposed.items() if group not in recorded.spent)
+        working, compute = np.maximum(recorded.working - unseen[:, :, :, None], 0.0), recorded.compute
     return replace(
         recorded,
         exposed=exposed,
-        idle=part(traced.idle),
+        idle=idle,
+        working=working,
+        compute=compute,
         experts=traced.experts if same_shape else None,
         memory=tuple(map(combined_peak, zip(recorded.memory, traced.memory, strict=True))),
         modules=traced.modules,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,24 @@ def tabulate(
     """Puts the ranks of one job into a table. Raises Unfit if a stage is missing, or if no step is whole."""
     table_ranks, common_steps, shape = _places(ranks, schedule.stages)
 
-    def stacked(name: str) -> Floats:
-        """Returns one array of every rank, [t, d, s, p, ...]."""
-        rows = [_at(rank, getattr(rank, name), common_steps) for rank in table_ranks]
+    def of_ranks(arrays: Iterable[Floats]) -> Floats:
+        """Returns one array, [t, d, s, p, ...], from those of every rank."""
+        rows = [
+            values[np.searchsorted(rank.steps, common_steps)] for rank, values in zip(table_ranks, arrays, strict=True)
+        ]
         return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common_steps), *shape, *rows[0].shape[1:])
+
+    def stacked(name: str) -> Floats:
+        return of_ranks(getattr(rank, name) for rank in table_ranks)
+
+    def parts(name: str, like: str, missing: float) -> dict[str, Floats]:
+        """Returns arrays by name; that of a rank without one is ``missing``, in the shape of its field ``like``."""
+        return {
+            part: of_ranks(
+                getattr(rank, name).get(part, np.full_like(getattr(rank, like), missing)) for rank in table_ranks
+            )
+            for part in sorted({part for rank in table_ranks for part in getattr(rank, name)})
+        }
 
     start, end = stacked("start"), stacked("end")
     recorded = np.array([rank.metadata is not None for rank in table_ranks]).reshape(shape)
@@ -54,35 +68,13 @@ def tabulate(
     last_pass_end = np.fmax.reduce(end.reshape(len(common_steps), -1), axis=1)
     step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(common_steps), -1), axis=1))
 
-    def parts(name: str) -> dict[str, Floats]:
-        """Returns the arrays of every rank by name, [t, d, s, p, c, k, m]."""
-        arrays = {}
-        for part in sorted({part for rank in table_ranks for part in getattr(rank, name)}):
-            zeros = np.zeros((1, *table_ranks[0].start.shape[1:]))
-            rows = [
-                rank_arrays[part][np.searchsorted(rank.steps, common_steps)]
-                if part in (rank_arrays := getattr(rank, name))
-                else np.repeat(zeros, len(common_steps), axis=0)
-                for rank in table_ranks
-            ]
-            arrays[part] = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common_steps), *shape, *rows[0].shape[1:])
-        return arrays
-
-    held_ms = {kind: np.nan_to_num(delay_ms)[whole_steps] for kind, delay_ms in parts("held").items()}
+    held_ms = {kind: np.nan_to_num(delay_ms)[whole_steps] for kind, delay_ms in parts("held", "start", 0.0).items()}
     # Peers may have different data, and all wait for the one with the most. The first stage that knows its data counts:
     # later stages get an input that they do not read, in SkyRL with padding that the first stage does not have.
     by_stage = np.fmax.reduce(stacked("work"), axis=3)[whole_steps]
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([rank.experts for rank in table_ranks]).reshape(shape)
     names = _names(table_ranks, shape)
-    not_recorded = np.full(len(common_steps), np.nan)
-    spent = {
-        name: np.stack(
-            [_at(rank, rank.spent[name], common_steps) if name in rank.spent else not_recorded for rank in table_ranks],
-            axis=1,
-        )
-        for name in sorted({name for rank in table_ranks for name in rank.spent})
-    }
     ranks_by_stage = [[rank for rank in table_ranks if rank.stage == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -93,16 +85,21 @@ def tabulate(
         steps=np.array(common_steps)[whole_steps] >> CALLS,
         opening=stacked("opening").max(axis=(1, 2, 3))[whole_steps].astype(np.bool_),
         ranks=np.array([[rank for rank, _ in members] for members in names]).reshape(*shape[:2], -1),
-        hosts=_nested([[host for _, host in members] for members in names], shape[1]),
+        hosts=tuple(
+            tuple(tuple(host for _, host in members) for members in names[first : first + shape[1]])
+            for first in range(0, len(names), shape[1])
+        ),
         metadata=tuple(stage_ranks[0].metadata for stage_ranks in ranks_by_stage),
         layers=np.array([_layers(stage_ranks[0].metadata, schedule.chunks) for stage_ranks in ranks_by_stage]),
         start=start.min(axis=3)[whole_steps],
         end=end.max(axis=3)[whole_steps],
         compute=stacked("compute")[whole_steps],
         working=stacked("working")[whole_steps],
-        spent={name: spent_ms.reshape(len(common_steps), *shape)[whole_steps] for name, spent_ms in spent.items()},
+        spent={name: ms[whole_steps] for name, ms in parts("spent", "enter", np.nan).items()},
         # The last peer to arrive waits for no one, so the smallest time is communication alone.
-        exposed={group: exposed_ms.min(axis=3)[whole_steps] for group, exposed_ms in parts("exposed").items()},
+        exposed={
+            group: exposed_ms.min(axis=3)[whole_steps] for group, exposed_ms in parts("exposed", "start", 0.0).items()
+        },
         idle=stacked("idle").min(axis=3)[whole_steps],
         # All peers wait for the one that is held up most.
         held={kind: delay_ms.max(axis=3) for kind, delay_ms in held_ms.items()},
@@ -123,12 +120,6 @@ def tabulate(
         experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(table_ranks, shape, np.array(common_steps)[whole_steps]),
     )
-
-
-def _at(rank: RankSteps, values: Floats, steps: Sequence[int]) -> Floats:
-    """Returns the values of these steps."""
-    values_of_steps: Floats = values[np.searchsorted(rank.steps, steps)]
-    return values_of_steps
 
 
 def _layers(metadata: Metadata | None, chunks: int) -> list[float]:
@@ -247,7 +238,3 @@ def _names(ranks: Sequence[RankSteps], shape: tuple[int, int, int]) -> list[list
     if len({len(names) for names in names_by_stage}) > 1:
         names_by_stage = [[rank.names[0] for rank in ranks[first : first + p]] for first in range(0, len(ranks), p)]
     return names_by_stage
-
-
-def _nested(items: Sequence[Sequence[str | None]], stages: int) -> tuple[tuple[tuple[str | None, ...], ...], ...]:
-    return tuple(tuple(map(tuple, items[first : first + stages])) for first in range(0, len(items), stages))

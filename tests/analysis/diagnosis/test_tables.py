@@ -258,13 +258,17 @@ def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> N
     run = table_in(tmp_path)
     two = replace(
         run,
-        **{name: getattr(run, name)[:2] for name in ("steps", "opening", "start", "end", "compute", "idle")},
+        **{name: getattr(run, name)[:2] for name in ("steps", "opening", "start", "end", "compute", "working", "idle")},
         **{name: getattr(run, name)[:2] for name in ("entry", "reduction", "length")},
         exposed={"tp": 0.1 * run.passes[:2]},
     )
     assert completed(run, two).steps.tolist() == run.steps.tolist()
     assert completed(run, two).exposed["tp"] == pytest.approx(0.1 * run.passes, rel=0.05)
-    assert completed(run, two).compute is run.compute  # and in it, who waited for whom in collectives
+    # If timelines say who waited for whom in collectives, they say it in the compute of a rank.
+    assert completed(replace(run, spent={"tp_waiting": run.waited}), two).compute is run.compute
+    half = replace(two, compute=0.5 * two.compute, working=0.5 * two.working)
+    for name in ("compute", "working"):
+        assert getattr(completed(run, half), name) == pytest.approx(0.5 * run.compute, rel=0.05)
     assert completed(two, run) is run
 
 
