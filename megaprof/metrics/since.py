@@ -55,7 +55,7 @@ def _compute_us(path: Path, run: RunRecord, target: str) -> dict[int, int]:
         return {}
     computed: dict[int, int] = {}
     for metadata, steps in timeline.by_metadata():
-        if metadata.target != target:
+        if metadata.target != target or metadata.around_windows:
             continue
         clean = steps["flags"] & (format.FAILED | format.DISTURBED) == 0
         steps = steps[clean & (steps["start_ns"] / 1e9 > run.started - _CLOCKS_SECONDS)]

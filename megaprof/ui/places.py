@@ -40,7 +40,7 @@ class Place:
     files: dict[str, int] = field(default_factory=dict)
     """The number of files of each kind in it and in its shards."""
     targets: set[str] = field(default_factory=set)
-    """The targets in the names of its files, with their roles."""
+    """The targets in the names of its files, with their roles. A timeline's name has none."""
     steps: tuple[int, int] | None = None
     """The first and the last step in the names of its files. Timelines do not count: their names have only the first
     step."""
@@ -83,11 +83,10 @@ class Place:
         self.newest = max(self.newest, stat.st_mtime)
         self.bytes += stat.st_size
         self._seen.append((entry.path, stat.st_size, stat.st_mtime_ns))
-        if (named := parse_artifact_name(entry.name)) is not None:
+        if kind != _KINDS[TIMELINE] and (named := parse_artifact_name(entry.name)) is not None:
             self.targets.add(named.target if named.role is None else f"{named.target} ({named.role})")
-            if kind != _KINDS[TIMELINE]:
-                first, last = self.steps or (named.step, named.step)
-                self.steps = min(first, named.step), max(last, named.step)
+            first, last = self.steps or (named.step, named.step)
+            self.steps = min(first, named.step), max(last, named.step)
 
     def contain(self, seen: Iterable[tuple[str, int, int]], outside: str | None) -> None:
         """Adds the files of a place that lies inside this one."""

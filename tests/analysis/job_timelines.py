@@ -99,6 +99,7 @@ def write_timelines(
     skew_ms: float = 0.0,
     events: bool = True,
     between: float = 0.05,
+    around_windows: bool = False,
 ) -> list[Path]:
     """Write one file per rank of ``layout`` and return their paths.
 
@@ -106,7 +107,8 @@ def write_timelines(
     ``chunk_layers``: layers of one chunk, per stage. ``noise``: standard deviation of the logarithm of a time;
     ``tails``: the fraction of a rank's steps that take 1.5 to 3 times as long. ``ranks``: only these; ``last_step``:
     ranks whose data end early. ``skew_ms``: standard deviation of the hosts' clocks. ``events``: False leaves the
-    times of single events out. ``between``: what comes between steps, as a part of them. Raises ValueError for times or
+    times of single events out. ``between``: what comes between steps, as a part of them.
+    ``around_windows``: they are said to be only the steps around windows. Raises ValueError for times or
     microbatches that no schedule has.
     """
     job = _Job(
@@ -132,7 +134,7 @@ def write_timelines(
         + np.concatenate(([0], np.cumsum(job.longest(numbers) * job_noise * (1 + between))[:-1])).astype(np.int64)
         * 1000
     )
-    clock = {"clock": "device" if device_clock else "host"}
+    clock = {"clock": "device" if device_clock else "host", "around_windows": around_windows}
     paths, made = [], set()
     for rank in range(layout.sizes.world) if ranks is None else sorted(ranks):
         coords = layout.coords(rank)

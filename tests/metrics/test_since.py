@@ -49,3 +49,9 @@ def test_without_readable_timelines_it_is_not_known(tmp_path: Path) -> None:
     assert since(tmp_path) is None
     (tmp_path / write_timelines(tmp_path / "else", LAYOUT, steps=1)[3].name).write_bytes(b"nothing")
     assert since(tmp_path) is None
+
+
+def test_steps_around_a_window_do_not_tell_when_it_began(tmp_path: Path) -> None:
+    slow = [Slow(rank=3, from_step=25, factor=2.0)]
+    write_timelines(tmp_path, LAYOUT, steps=20, first_step=20, slow=slow, around_windows=True)
+    assert since(tmp_path) is None

@@ -29,13 +29,14 @@ def test_every_directory_with_captures_is_a_place(tmp_path: Path) -> None:
     assert (place.files, place.targets, place.steps) == ({"trace": 2}, {"train_actor"}, (7, 7))
 
 
-def test_the_step_in_the_name_of_a_timeline_is_its_first_one(tmp_path: Path) -> None:
+def test_the_name_of_a_timeline_has_its_first_step_and_no_target(tmp_path: Path) -> None:
     coords = WorldLayout(ParallelSizes.of(2, pp=2)).coords(0)
-    names = [artifact_name("train_actor", None, *of) for of in ((0, coords, SUFFIX), (20, coords, ".pt.trace.json.gz"))]
+    files = ("timeline", 0, SUFFIX), ("train_actor", 20, ".pt.trace.json.gz")
+    names = [artifact_name(target, None, step, coords, suffix) for target, step, suffix in files]
     (tmp_path / names[0]).touch()
-    assert [place.steps for place in look_below(tmp_path).places] == [None]
+    assert [(place.steps, place.targets) for place in look_below(tmp_path).places] == [(None, set())]
     (tmp_path / names[1]).touch()
-    assert [place.steps for place in look_below(tmp_path).places] == [(20, 20)]
+    assert [(place.steps, place.targets) for place in look_below(tmp_path).places] == [((20, 20), {"train_actor"})]
 
 
 def test_files_of_many_ranks_are_one_place(tmp_path: Path) -> None:

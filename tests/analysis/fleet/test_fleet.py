@@ -38,6 +38,13 @@ def test_a_slow_rank_makes_the_step_longer_and_no_stage(tmp_path: Path) -> None:
     assert fleet.times.single.count == 5 + 2  # those of the warm-up, and steps 49 and 99
 
 
+def test_steps_around_windows_are_no_run(tmp_path: Path) -> None:
+    write_timelines(
+        tmp_path, PIPELINE, steps=26, first_step=100, slow=[Slow(factor=1.5, from_step=113)], around_windows=True
+    )
+    assert survey(read_fleet(find_timelines(tmp_path))) == []
+
+
 def test_thousands_of_steps_are_kept_in_a_few_buckets(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(8, pp=2))
     fleet = fleet_of(tmp_path, layout, steps=3000, events=False, slow=[Slow(rank=2, from_step=1500, factor=1.2)])
