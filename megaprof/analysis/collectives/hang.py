@@ -18,7 +18,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import permutations, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -183,9 +184,13 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = (), waits_for: Ma
             held_up[rank] = replace(job.culprit(rank, why, waits), why="held_up", waits_for=waited_for)
         else:
             culprits[rank] = job.culprit(rank, why, waits)
+    differing = [culprit for culprit in culprits.values() if culprit.why == "differs"]
+    for one, other in permutations(differing, 2):  # what most ranks called is right
+        if one.rank in other.waiting and len(one.waiting) < len(other.waiting):
+            culprits.pop(one.rank, None)
     unended: dict[tuple[str, int | None, tuple[int, ...]], Awaited] = {}
     shown = {rank: common_operations[rank] for rank in undecided} or ({} if culprits or held_up else common_operations)
-    for operation in sorted(shown.values(), key=lambda operation: operation.called):
+    for operation in sorted(shown.values(), key=_called):
         awaited = job.awaited(operation)
         unended.setdefault((operation.group, awaited.number, awaited.ranks), awaited)
     named = {rank for awaited in unended.values() for rank in awaited.ranks}
@@ -202,8 +207,8 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = (), waits_for: Ma
     )
 
 
-def _since(culprit: Culprit) -> tuple[float, int]:
-    return culprit.awaited.since, culprit.rank
+#: The order of operations, and of culprits: who has waited longest comes first.
+_called, _since = attrgetter("called"), attrgetter("awaited.since", "rank")
 
 
 class _Job:
@@ -295,10 +300,10 @@ class _Job:
         return {rank: operations for rank, operations in waits.items() if operations}
 
     def _waits_in(self, batch: Iterable[Operation]) -> dict[int, Operation]:
+        """Returns the ranks that one batch waits for, each with what it receives from it rather than what it sends."""
+        receives_last = sorted(batch, key=lambda operation: operation.name != "send")
         return {
-            rank: operation
-            for operation in reversed(tuple(batch))
-            for rank in (*self.absent(operation), *self._busy(operation))
+            rank: operation for operation in receives_last for rank in (*self.absent(operation), *self._busy(operation))
         }
 
     def absent(self, operation: Operation) -> Collection[int]:
@@ -320,20 +325,14 @@ class _Job:
     def culprit(self, rank: int, why: Why, waits: Mapping[int, Mapping[int, Operation]]) -> Culprit:
         """Returns ``rank`` as a culprit, with the operation in which others have waited for it longest."""
         awaited_by = {waiter: operations[rank] for waiter, operations in waits.items() if rank in operations}
-        own = next(iter(self.dumps[rank].pending), None) if rank in self.dumps else None
-        if why in ("stuck", "not_begun") and own is not None:
-            awaited = own
-        else:
-            awaited = min(awaited_by.values(), key=lambda operation: operation.called)
+        own = self.dumps[rank].pending[0] if rank in self.dumps and self.dumps[rank].pending else None
+        awaited = own if own is not None and why in ("stuck", "not_begun") else min(awaited_by.values(), key=_called)
         instead = None
         if why == "crossed":
-            own = min(waits[rank].values(), key=lambda operation: operation.called)
+            own = min(waits[rank].values(), key=_called)
             instead = f"{_words(own)} of {self.awaited(own).group}"
-        if (
-            own
-            and why in ("absent", "crossed")
-            and (own.group, not own.between) == (awaited.group, bool(awaited.between))
-        ):
+        differs = own is not None and (own.group, not own.between) == (awaited.group, bool(awaited.between))
+        if own and differs and why in ("absent", "crossed"):
             why, instead = "differs", _words(own)
         return Culprit(rank, self.stage(rank), why, self.awaited(awaited), tuple(sorted(awaited_by)), instead)
 
