@@ -59,6 +59,8 @@ def joined(cpu: bool) -> Iterator[str]:
         torch.cuda.set_device(0)
         os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
         dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+        # What the launcher calls when the result is written. NCCL takes down dozens of groups, second by second.
+        dist.destroy_process_group = lambda *_: os._exit(0)
     with device_of(cpu) as device:
         yield device
 

@@ -226,7 +226,7 @@ def _workload(job: Job, cpu: bool) -> GPTWorkload:
 
 def compare(work: Path, cpu: bool, name: str, job: Job) -> Found:
     """Every fault of a job: what it costs, and what reports say."""
-    env = {flight.TIMING: "1", flight.SIZE: "20000"} if job.timeline else None
+    env = {flight.TIMING: "1", flight.SIZE: str(flight.USUAL)} if job.timeline else None  # as `megaprof run` does
     ranks = together(one_rank, _workload(job, cpu).world_size, str(work), job, cpu, cpu=cpu, env=env)
     calls = list(map(max, zip(*(rank.pop("calls") for rank in ranks), strict=True)))
     took = {phase: _milliseconds([rank[phase] for rank in ranks]) for phase in ranks[0]}

@@ -30,7 +30,7 @@ PARTS = {
     "overlap": Part("gradient reduction of two replicas that overlaps with compute: groups on kernels", ranks=True),
     "whole_graph": Part("full-iteration CUDA graphs: replayed steps are counted, captured, and say so"),
     "any_stage": Part("any rank of TP, EP, CP and PP jobs, exchanges faked and kernels real: coordinates, passes"),
-    "compiled": Part("a layer compiled by torch.compile: captured, said in the metadata"),
+    "compiled": Part("a module compiled by torch.compile: captured, said in the metadata", seconds=60.0),
     "cupti_held": Part("a second subscriber that holds CUPTI: the window says that kernels are missing"),
     "layer_graphs": Part("CUDA graphs of single layers: captured, and what has no ranges is said"),
     "memory": Part("CUDA memory history of a window, and the snapshot on out of memory"),

@@ -62,4 +62,4 @@ def said(error: Exception) -> str:
 if __name__ == "__main__":
     name, directory, *rest = sys.argv[1:]
     found = _found(name, Path(directory), rest == ["--cpu"])
-    (Path(directory) / "result.json").write_text(json.dumps(found))
+    (Path(directory) / "result.json").write_text(json.dumps(found, default=lambda value: value.item()))  # numpy's
