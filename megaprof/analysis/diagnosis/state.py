@@ -65,9 +65,13 @@ def measured(table: Table) -> tuple[State, Replay]:
 
 def _between(apart: Floats) -> Floats:
     """Returns how long each pass began after it could, with a usual exchange, [t, d, s, c, k, m]: what its stage took
-    to exchange, although it had nothing to wait for, and what the exchange took beyond a usual one. What a stage has
-    only once in a step counts no more than its second longest, because every step has many exchanges."""
+    to exchange, although it had nothing to wait for, and what the exchange took beyond a usual one. The longest
+    of a stage in a step counts no more than the second longest, or than the longest of half of the steps: a stage that
+    stands still once does not exchange."""
     late = np.maximum(apart, 0.0)
-    most = np.sort(late.reshape(*late.shape[:3], -1), axis=3)[..., -2:].min(axis=3)
+    ordered = np.sort(late.reshape(*late.shape[:3], -1), axis=3)
+    most = ordered[..., -2:].min(axis=3)
+    if len(late) > 1:
+        most = np.maximum(most, np.quantile(ordered[..., -1], 0.5, axis=0, method="lower"))
     between: Floats = np.minimum(late, most[..., None, None, None])
     return between
