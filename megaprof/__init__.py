@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from megaprof.analysis.report.report import analyze
     from megaprof.analysis.simulation.simulate import Simulation, simulate
     from megaprof.autoload.controller import start, step, stop
+    from megaprof.autoload.install import Handle, install_hooks, kernel_summary
     from megaprof.capture.annotations import annotate
     from megaprof.capture.compat import check_offload
     from megaprof.capture.roles import evaluation, role
     from megaprof.config.arguments import add_profile_args, config_from_args
     from megaprof.config.options import ProfileConfig
-    from megaprof.install import Handle, install_hooks, kernel_summary
     from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 
 _HOME = {
-    "Handle": "megaprof.install",
+    "Handle": "megaprof.autoload.install",
     "ParallelSizes": "megaprof.parallel.topology",
     "ProfileConfig": "megaprof.config.options",
     "RankCoords": "megaprof.parallel.topology",
@@ -40,8 +40,8 @@ _HOME = {
     "check_offload": "megaprof.capture.compat",
     "config_from_args": "megaprof.config.arguments",
     "evaluation": "megaprof.capture.roles",
-    "install_hooks": "megaprof.install",
-    "kernel_summary": "megaprof.install",
+    "install_hooks": "megaprof.autoload.install",
+    "kernel_summary": "megaprof.autoload.install",
     "role": "megaprof.capture.roles",
     "simulate": "megaprof.analysis.simulation.simulate",
     "start": "megaprof.autoload.controller",

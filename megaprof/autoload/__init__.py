@@ -1,1 +1,1 @@
-"""Hooks without an edit of the host: everything that calls ``install_hooks`` for the user."""
+"""How megaprof comes into a trainer: ``install_hooks``, what calls it without an edit, and one file for each host."""

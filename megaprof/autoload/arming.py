@@ -4,7 +4,7 @@
 and the schedules there, before any host can import their names. When the host calls one of them for the first time, its
 ranks are laid out and its arguments are parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. A
 host that trains without Megatron's schedule gets its hooks before its first batch. The functions of a host that say
-more about a call (`megaprof.integrations`) are wrapped when their modules are imported.
+more about a call (`registry` next to this file) are wrapped when their modules are imported.
 
 `environment` makes a process arm itself: it puts the directory ``path`` beside this file on ``PYTHONPATH``, and Python
 runs the ``sitecustomize.py`` in it at start-up. Child processes inherit it, however they are started.
@@ -114,7 +114,7 @@ def _watched(name: str) -> bool:
         return True
     if name.partition(".")[0] not in _HOSTS:
         return False
-    from megaprof.integrations.registry import MODULES
+    from megaprof.autoload.registry import MODULES
 
     return name in MODULES
 
@@ -128,7 +128,7 @@ def _loaded(name: str) -> None:
         elif name == _SCHEDULES:
             _watch(sys.modules[name])
         elif _watched(name):
-            from megaprof.integrations.registry import adapt
+            from megaprof.autoload.registry import adapt
             from megaprof.runtime.patching import Patches
 
             adapt(Patches(), name)
@@ -138,8 +138,8 @@ def _loaded(name: str) -> None:
 
 def _finish_job() -> None:
     """Waits for the files of the job's other processes. This process runs the job, which is over."""
+    from megaprof.autoload import registry
     from megaprof.autoload.job_end import wait
-    from megaprof.integrations import registry
 
     try:
         config = armed.config or registry.config()
@@ -237,10 +237,10 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
             return False
         if not pipeline and has_groups():
             return False
+        from megaprof.autoload import registry
+        from megaprof.autoload.install import install_hooks, install_without_pipeline
         from megaprof.config.arguments import check_host_profilers
         from megaprof.config.options import ProfileConfig
-        from megaprof.install import install_hooks, install_without_pipeline
-        from megaprof.integrations import registry
 
         config = armed.config or registry.config() or ProfileConfig.from_env()
         check_host_profilers(config, registry.arguments())

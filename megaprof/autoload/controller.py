@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megaprof.install import Handle, install_hooks, install_without_pipeline
+from megaprof.autoload.install import Handle, install_hooks, install_without_pipeline
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig

@@ -1,11 +1,31 @@
-"""Megatron-Bridge: a callback for ``pretrain(config, forward_step, callbacks=[callback(profile_config)])``."""
+"""Megatron-Bridge: the step of its train state, and a callback. Evaluation is known by the name of its function,
+``evaluate``.
+
+Its own way in: ``pretrain(config, forward_step, callbacks=[callback(profile_config)])``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megaprof.config.options import ProfileConfig
-from megaprof.install import install_hooks
+from megaprof.autoload.contract import Facts, Hook, Host
+
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
+
+_TRAINING = "megatron.bridge.training"
+HOST = Host(
+    name="megatron-bridge",
+    package="megatron.bridge",
+    hooks=(
+        Hook(
+            f"{_TRAINING}.train",
+            "train_step",
+            lambda arguments: Facts(iteration=arguments["global_state"].train_state.step),
+        ),
+        Hook(f"{_TRAINING}.eval", "evaluate", lambda arguments: Facts(host_step=arguments["state"].train_state.step)),
+    ),
+)
 
 
 def callback(config: ProfileConfig | None = None) -> Any:
@@ -14,6 +34,9 @@ def callback(config: ProfileConfig | None = None) -> Any:
     Without ``config``, the ``MEGAPROF_*`` environment decides.
     """
     from megatron.bridge.training.callbacks import Callback
+
+    from megaprof.autoload.install import install_hooks
+    from megaprof.config.options import ProfileConfig
 
     profile_config = ProfileConfig.from_env() if config is None else config
 

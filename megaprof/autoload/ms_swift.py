@@ -1,22 +1,68 @@
-"""ms-swift: the callback ``profiler``, for ``--callbacks`` of its Megatron trainers and of its plain ones.
+"""ms-swift's Megatron trainers: their iteration, and the role whose log-probs they compute; the callback ``profiler``,
+for ``--callbacks`` of these and of its plain trainers; and its options, with the patch.
 
-With the patch it is in ms-swift's own registries, and ``--enable_profiler`` selects it. Without the patch,
-``--external_plugins`` with the file of `megaprof.autoload.plugin` registers it, and the ``MEGAPROF_*`` environment says
-what to do.
+ms-swift computes log-probs without Megatron's schedule, so such a pass is annotated work and never a
+``train_log_probs`` step. Evaluation is known by the name of its function, ``evaluate``.
+
+Shortest way in, no edit: ``--external_plugins`` with the file of `megaprof.autoload.plugin`, which registers the
+callback; the ``MEGAPROF_*`` environment says what to do. With the patch, the callback is in ms-swift's own registries,
+and ``--enable_profiler`` selects it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megaprof.autoload.contract import Facts, Hook, Host
+from megaprof.capture import roles
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
-from megaprof.hooks.plain import PlainSteps
-from megaprof.install import Handle, install_hooks, install_without_pipeline
-from megaprof.integrations.ms_swift import config_of
 from megaprof.runtime.patching import Patches
 
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
+
+_BASE, _TRAINER = "swift.megatron.trainers.base", "BaseMegatronTrainer"
 NAME = "profiler"
+_RLHF, _GRPO = "swift.megatron.trainers.rlhf_mixin", "swift.megatron.trainers.grpo_trainer"
+
+
+#: What ``--profiler_contents`` names, in the terms of ProfileConfig.
+_CONTENTS = {"stack": "with_stack", "memory": "profile_memory", "shapes": "record_shapes", "flops": "with_flops"}
+
+
+def config_of(args: Any) -> ProfileConfig:
+    """Returns the ProfileConfig of ms-swift's arguments with the patch: ``--enable_profiler``, ``--profiler_tool``,
+    ``--profiler_target``, ``--profiler_save_path``, ``--profiler_ranks``, ``--profiler_contents`` and
+    ``--profiler_steps``.
+
+    ``--profiler_ranks`` and ``--profiler_steps`` are lists of numbers, or what --profile-select and --profile-steps
+    take; steps are the trainer's own iterations, the first being 0. ``--callbacks profiler`` means the same as
+    ``--enable_profiler``. Without either, and without the patch, the ``MEGAPROF_*`` environment decides. Raises
+    ValueError for settings that cannot be honoured.
+    """
+    from megaprof.config.options import ACTIVITIES, ProfileConfig, variable
+
+    enabled = getattr(args, "enable_profiler", None)
+    if not enabled and (enabled is None or "profiler" not in args.callbacks):
+        return ProfileConfig.from_env()
+    contents = [word.lower() for word in args.profiler_contents]
+    for word in contents:
+        if word not in (*ACTIVITIES, *_CONTENTS):
+            raise ValueError(f"--profiler_contents: unknown {word!r}; valid: {', '.join((*ACTIVITIES, *_CONTENTS))}")
+    if not args.profiler_save_path and variable("dir") not in os.environ:
+        raise ValueError("--profiler_save_path: not set; valid: the directory that receives the traces")
+    options: dict[str, Any] = {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
+    optional = {
+        "target": args.profiler_target,
+        "tool": args.profiler_tool,
+        "activities": [word for word in contents if word in ACTIVITIES] if "torch" in args.profiler_tool else None,
+        "dir": args.profiler_save_path,
+        "select": ",".join(args.profiler_ranks),
+        "steps": ",".join(args.profiler_steps),
+    }
+    return ProfileConfig.from_values(options | {name: value for name, value in optional.items() if value})
 
 
 def register() -> None:
@@ -33,6 +79,8 @@ def register() -> None:
 def megatron_callback(trainer: Any) -> Any:
     """Returns a ``MegatronCallback`` that installs the hooks before the first step."""
     from swift.megatron.callbacks.base import MegatronCallback
+
+    from megaprof.autoload.install import Handle, install_hooks
 
     class ProfilerCallback(MegatronCallback):  # type: ignore[misc]
         handle: Handle | None = None
@@ -55,6 +103,9 @@ def callback(args: Any, trainer: Any) -> Any:
     The callback raises ValueError, when training starts, for a target that such a trainer does not have.
     """
     from swift.callbacks.base import TrainerCallback
+
+    from megaprof.autoload.install import Handle, install_without_pipeline
+    from megaprof.hooks.plain import PlainSteps
 
     class ProfilerCallback(TrainerCallback):  # type: ignore[misc]
         handle: Handle | None = None
@@ -95,3 +146,20 @@ def callback(args: Any, trainer: Any) -> Any:
                 self.handle.remove()
 
     return ProfilerCallback(args, trainer)
+
+
+HOST = Host(
+    name="ms-swift",
+    package="swift",
+    hooks=(
+        Hook(_BASE, f"{_TRAINER}.train_step", lambda arguments: Facts(iteration=arguments["self"].state.iteration)),
+        Hook(_BASE, f"{_TRAINER}.evaluate", lambda arguments: Facts(host_step=arguments["self"].state.iteration)),
+        Hook(_RLHF, "MegatronRLHFTrainer.null_ref_context", lambda _: Facts(role="ref"), context=True),
+        Hook(
+            _RLHF,
+            "MegatronRLHFTrainer.compute_per_token_logps",
+            lambda _: Facts(role=roles.current().role or "actor"),
+        ),
+        Hook(_GRPO, "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher")),
+    ),
+)

@@ -84,7 +84,7 @@ class Session:
         self.removed = threading.Event()
         """Set once its hooks are removed and its files are finished."""
         self.handle: object = None
-        """The `megaprof.install.Handle` that the host holds, and gets again if it installs the same hooks again."""
+        """The `megaprof.Handle` that the host holds, and gets again if it installs the same hooks again."""
         self.at_end: list[Callable[[], object]] = []
         """Functions that are called when the session ends, once its files are finished."""
         #: The capture that was requested while the job runs; set and cleared by the background thread.
@@ -261,7 +261,7 @@ class Session:
         )
 
     def kernel_summary(self, timeout: float, role: str | None) -> dict[str, Any] | None:
-        """Returns the kernel summary; see `megaprof.install.Handle.kernel_summary`."""
+        """Returns the kernel summary; see `megaprof.autoload.install.Handle.kernel_summary`."""
         for recorder in self.recorders:
             summary = getattr(recorder, "kernel_summary", None)
             if summary is not None:

@@ -38,13 +38,16 @@ class Overview:
         listener: Listener,
         coords: RankCoords,
         role: str | None,
+        writers: Callable[[], sinks.Writers],
         see: Callable[[float | None], None] | None = None,
     ) -> None:
-        """`see` is called with the imbalance of the stages at each look, None if it is not known."""
+        """`writers` returns those that the host has by now, since it makes them at any time. `see` is called with the
+        imbalance of the stages at each look, None if it is not known."""
         self._listener = listener
         self.every = max(LEAST_SECONDS, min(coords.sizes.world, MOST_RANKS) / READ_RATE)
         """Seconds from one look to the next."""
         self._role = role
+        self._writers = writers
         self._see = see
         self._looks = 0
         self._broken: set[str] = set()
@@ -79,12 +82,13 @@ class Overview:
 
     def _sinks(self) -> list[tuple[str, sinks.Sink]]:
         """Returns the sinks that there are now, by name."""
-        there = list(sinks.host_sinks(self._role))
+        host = self._writers()
+        there = list(sinks.host_sinks(host, self._role))
         if self._prometheus is not None:
             there.append(("Prometheus", self._prometheus))
         if self._otel is None and "OpenTelemetry" not in self._broken:
             try:
-                meter = sinks.meter()
+                meter = sinks.meter(host.meter)
                 self._otel = None if meter is None else sinks.OpenTelemetry(meter, self._role)
             except Exception as fault:
                 self._broken.add("OpenTelemetry")

@@ -11,16 +11,29 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megaprof.formats.files import appearing
 from megaprof.formats.names import sanitise
-from megaprof.integrations import registry
 from megaprof.metrics.figures import Summary
 
 Sink = Callable[[Summary], None]
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The places where the host writes its own scalars on this rank; None for each that it does not have."""
+
+    tensorboard: Any | None = None
+    """A TensorBoard ``SummaryWriter``."""
+    wandb: Any | None = None
+    """The module ``wandb`` with a run in it."""
+    meter: Any | None = None
+    """An OpenTelemetry meter."""
+
 
 #: For each figure its name in Prometheus and in OpenTelemetry, its unit and its meaning. Prometheus uses base units.
 FIGURES = {
@@ -58,9 +71,8 @@ def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
     }
 
 
-def host_sinks(role: str | None = None) -> Iterator[tuple[str, Sink]]:
-    """Yields the sinks of the host, by name. They are looked up each time, since hosts make them at any time."""
-    host = registry.writers()
+def host_sinks(host: Writers, role: str | None = None) -> Iterator[tuple[str, Sink]]:
+    """Yields the sinks of the host, by name."""
     if host.tensorboard is not None:
         yield "TensorBoard", lambda summary: _to_tensorboard(host.tensorboard, summary, role)
     if (wandb := host.wandb) is not None:
@@ -160,8 +172,8 @@ class OpenTelemetry:
         return [self._observation(value, {**labels, **which}) for which, value in _values(summary, figure)]
 
 
-def meter() -> Any | None:
-    """Returns a meter of the provider that somebody has set in this process, or Megatron-LM's own; None if there is
+def meter(own: Any | None) -> Any | None:
+    """Returns a meter of the provider that somebody has set in this process, or ``own``, the host's; None if there is
     none.
 
     ``get_meter_provider()`` alone would not do: it makes a provider if the environment asks for one, which is up to the
@@ -170,8 +182,8 @@ def meter() -> Any | None:
     metrics = sys.modules.get("opentelemetry.metrics")
     internal = sys.modules.get("opentelemetry.metrics._internal")
     if metrics is None or internal is None or getattr(internal, "_METER_PROVIDER", None) is None:
-        return registry.writers().meter
+        return own
     provider = metrics.get_meter_provider()
     # The API's own providers do nothing.
     does_nothing = type(provider).__module__.startswith("opentelemetry.metrics")
-    return registry.writers().meter if does_nothing else provider.get_meter("megaprof")
+    return own if does_nothing else provider.get_meter("megaprof")

@@ -206,7 +206,7 @@ class TorchRecorder:
         self._profile = None
 
     def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
-        """Returns the kernel summary, see `megaprof.install.Handle.kernel_summary`."""
+        """Returns the kernel summary, see `megaprof.autoload.install.Handle.kernel_summary`."""
         return self._derived.kernel_summary(timeout, role)
 
     def _final(self, window: Window, suffix: str) -> Path:

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.autoload import arming
+from megaprof.autoload import arming, registry
 from megaprof.autoload.arming import PATH, environment
 from megaprof.capture.profiler import profiler
-from megaprof.integrations import registry
 from megaprof.runtime.armed import armed
 from tests import programs
 

@@ -131,7 +131,7 @@ def import_seconds() -> float:
     code = (
         "import time, torch, numpy, megatron.core.parallel_state, megatron.core.pipeline_parallel.schedules\n"
         "begin = time.process_time()\n"
-        "from megaprof import install\n"
+        "from megaprof.autoload import install\n"
         "print(time.process_time() - begin)"
     )
     runs = [
@@ -143,9 +143,8 @@ def import_seconds() -> float:
 
 def modules() -> int:
     """Files of ours that a rank imports from the (often shared) file system that Python lies on."""
-    code = (
-        "import sys; from megaprof import install; print(sum(name.split('.')[0] == 'megaprof' for name in sys.modules))"
-    )
+    count = "print(sum(name.split('.')[0] == 'megaprof' for name in sys.modules))"
+    code = f"import sys; from megaprof.autoload import install; {count}"
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
     return int(run.stdout)
 

@@ -21,7 +21,8 @@ from unittest import mock
 
 import torch
 
-from megaprof import ProfileConfig, install, install_hooks
+from megaprof import ProfileConfig, install_hooks
+from megaprof.autoload import install
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import always, ranged

@@ -14,12 +14,12 @@ from megaprof import ProfileConfig, analyze, install_hooks
 from megaprof import role as role_scope
 from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.analysis.trace.runs import runs_in
+from megaprof.autoload.install import Handle, install_without_pipeline
 from megaprof.capture.agenda import Demand
 from megaprof.capture.ahead import Pace
 from megaprof.capture.profiler import profiler
 from megaprof.formats.timeline import DISTURBED, Timeline, read_timeline
 from megaprof.hooks.plain import PlainSteps
-from megaprof.install import Handle, install_without_pipeline
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline.step import BEFORE, BEHIND
 from megaprof.recorders.torch_profiler import TorchRecorder

@@ -17,10 +17,10 @@ import torch
 from megaprof import ProfileConfig, analyze, annotate, install_hooks
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
+from megaprof.autoload import megatron_lm
 from megaprof.capture.agenda import Call
 from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
-from megaprof.integrations import megatron_lm
 from megaprof.recorders.nsys_command import windows
 from tests.analysis.synthetic import kinds
 

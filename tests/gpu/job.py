@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from megaprof.autoload.install import install_hooks
 from megaprof.config.options import ProfileConfig
-from megaprof.install import install_hooks
 from megaprof.testing import gpt as building
 from megaprof.testing.cpu import cpu_megatron
 from megaprof.testing.gpt import BuiltGPT

@@ -13,12 +13,11 @@ import torch
 
 from megaprof import ProfileConfig
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.autoload import arming, controller
+from megaprof.autoload import arming, contract, controller, registry
+from megaprof.autoload.contract import Facts, Hook
+from megaprof.autoload.install import install_without_pipeline
 from megaprof.capture.profiler import profiler
 from megaprof.hooks.batch import Batch
-from megaprof.install import install_without_pipeline
-from megaprof.integrations import contract, registry
-from megaprof.integrations.contract import Facts, Hook
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 

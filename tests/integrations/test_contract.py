@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
+from megaprof.autoload import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
 from megaprof.autoload import slime as slime_entry
+from megaprof.autoload.contract import Facts, Hook
 from megaprof.capture import roles
 from megaprof.capture.agenda import Agenda, Call
 from megaprof.capture.profiler import profiler
 from megaprof.capture.roles import evaluating
-from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
-from megaprof.integrations.contract import Facts, Hook
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches

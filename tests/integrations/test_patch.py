@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.integrations import registry
+from megaprof.autoload import registry
 from tests.integrations.driving import checkout
 from tests.integrations.patching import PATCHES, apply, files_of
 from tests.integrations.wheels import WHEELS

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
+from megaprof.autoload import registry, skyrl, slime, verl
 from megaprof.autoload import slime as slime_entry
-from megaprof.integrations import registry, skyrl, slime, verl, verl_settings
-from megaprof.integrations.contract import Facts
+from megaprof.autoload.contract import Facts
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 from tests.integrations.driving import host_environment, skip_without_packages
@@ -334,7 +334,7 @@ def critic(**profiler: Any) -> Any:
 @pytest.mark.usefixtures("unsettled")
 def test_verl_profiles_when_its_trainer_says_so() -> None:
     worker = critic()
-    assert facts("train_batch", worker).iteration == verl_settings.NO_STEP
+    assert facts("train_batch", worker).iteration == verl.NO_STEP
     config = registry.config()
     assert config is not None
     assert (config.role_select, str(config.selector("critic"))) == ("critic=0", "0")
@@ -434,7 +434,7 @@ def test_verls_own_dataclasses(wheel: Callable[[str], Path]) -> None:
 from tests.integrations import driving
 driving.prepare(None)
 from verl.utils.profiler.config import ProfilerConfig, TorchProfilerToolConfig, NsightToolConfig
-from megaprof.integrations.verl import config_from
+from megaprof.autoload.verl import config_from
 torch = TorchProfilerToolConfig(contents=["cpu", "shapes"], discrete=True)
 profiler = ProfilerConfig(tool="torch", enable=True, ranks=[0, 3], save_path="/t", tool_config={"torch": torch})
 tree = {"global_profiler": {"steps": [2]}, "actor_rollout_ref": {"actor": {"profiler": profiler}}}
@@ -537,7 +537,7 @@ driving.prepare(None, "skyrl_gym")
 import dataclasses, json
 from skyrl.train.config.config import TorchProfilerConfig
 from types import SimpleNamespace
-from megaprof.integrations.skyrl import config_of
+from megaprof.autoload.skyrl import config_of
 own = SimpleNamespace(megaprof={"target": ["train_actor"]})
 settings = TorchProfilerConfig(save_path="/t", ranks=[0, 4], skip_first=2)
 config = config_of(SimpleNamespace(megatron_config=own, torch_profiler_config=settings))

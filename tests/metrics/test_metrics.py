@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.autoload import registry
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.names import temporary_path
@@ -190,7 +191,7 @@ def test_megatron_lms_tensorboard_writer_gets_them(
     writer = SummaryWriter(log_dir=str(tmp_path))
     host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer, _GLOBAL_WANDB_WRITER=None)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
-    ((name, sink),) = sinks.host_sinks()
+    ((name, sink),) = sinks.host_sinks(registry.writers())
     sink(summary)
     writer.close()
     events = EventAccumulator(str(tmp_path))
@@ -206,7 +207,7 @@ def test_wandbs_step_stays_the_hosts(summary: Summary, monkeypatch: pytest.Monke
     wandb = types.SimpleNamespace(log=lambda data, **options: logged.append((data, options)))
     host = types.SimpleNamespace(_GLOBAL_WANDB_WRITER=wandb)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
-    ((_, sink),) = sinks.host_sinks()
+    ((_, sink),) = sinks.host_sinks(registry.writers())
     sink(summary)
     ((data, options),) = logged
     assert options == {"commit": False}
@@ -215,13 +216,14 @@ def test_wandbs_step_stays_the_hosts(summary: Summary, monkeypatch: pytest.Monke
 
 OTEL = """
 import sys
+from megaprof.autoload import registry
 from megaprof.metrics import sinks
 from megaprof.metrics.figures import StageFigures, Summary
-assert sinks.meter() is None and "opentelemetry" not in sys.modules
+assert sinks.meter(registry.writers().meter) is None and "opentelemetry" not in sys.modules
 from opentelemetry import metrics
-assert sinks.meter() is None
+assert sinks.meter(registry.writers().meter) is None
 metrics.get_meter("host")  # a proxy, which the API makes by itself
-assert sinks.meter() is None
+assert sinks.meter(registry.writers().meter) is None
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 reader = InMemoryMetricReader()
@@ -230,11 +232,11 @@ if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
     import types
     host = types.SimpleNamespace(_GLOBAL_TELEMETRY_HANDLE=types.SimpleNamespace(is_exporting=False))
     sys.modules["megatron.training.global_vars"] = host
-    assert sinks.meter() is None
+    assert sinks.meter(registry.writers().meter) is None
     host._GLOBAL_TELEMETRY_HANDLE = types.SimpleNamespace(is_exporting=True, meter=provider.get_meter("megatron-lm"))
 else:
     metrics.set_meter_provider(provider)
-sink = sinks.OpenTelemetry(sinks.meter(), "actor")
+sink = sinks.OpenTelemetry(sinks.meter(registry.writers().meter), "actor")
 stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, None, None, None, None, None) for pp, ms in enumerate((40.0, None)))
 def seen():
     data = reader.get_metrics_data()
@@ -263,7 +265,7 @@ def test_opentelemetry_where_somebody_has_set_it_up(whose: str) -> None:
 def test_the_environment_alone_makes_no_provider() -> None:
     code = (
         "import os; os.environ['OTEL_PYTHON_METER_PROVIDER'] = 'sdk_meter_provider'\n"
-        "import opentelemetry.metrics\nfrom megaprof.metrics import sinks\nassert sinks.meter() is None"
+        "import opentelemetry.metrics\nfrom megaprof.metrics import sinks\nassert sinks.meter(None) is None"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
@@ -288,7 +290,7 @@ def test_a_writer_that_fails_is_left_alone(
     listener: Any = types.SimpleNamespace(
         job=types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh}), closed=False
     )
-    overview = Overview(config, listener, LAYOUT.coords(0), None)
+    overview = Overview(config, listener, LAYOUT.coords(0), None, registry.writers)
     for _ in range(3):
         overview.look()
         assert prometheus.exists()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.autoload.install import install_hooks
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import known_tools
 from megaprof.formats.names import raw_path
-from megaprof.install import install_hooks
 from megaprof.recorders import Window, build_recorders, register_recorder
 
 

@@ -16,11 +16,11 @@ import torch
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.table.table import Table
+from megaprof.autoload.install import Handle
 from megaprof.formats import timeline as format
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.work import pack_work
 from megaprof.formats.timeline import Waited, read_timeline
-from megaprof.install import Handle
 from megaprof.recorders.timeline import device, recorder
 from megaprof.recorders.timeline.progress import Tally
 from megaprof.recorders.timeline.recorder import STEPS_AT_ONCE, TimelineRecorder

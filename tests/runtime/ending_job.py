@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.artifacts import writer
+from megaprof.autoload.install import Handle
 from megaprof.capture.profiler import profiler
-from megaprof.install import Handle
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
 from megaprof.testing.faults import before_forward
 

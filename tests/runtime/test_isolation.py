@@ -148,8 +148,8 @@ def test_every_room_logs_through_the_guard() -> None:
     """A plain logger of the same name would raise into training."""
     import sys
 
+    import megaprof.autoload.install
     import megaprof.capture.dispatcher
-    import megaprof.install
 
     assert megaprof.capture.dispatcher.logger is not logging.getLogger("megaprof")
     rooms = [module for name, module in sys.modules.items() if name.startswith("megaprof.")]

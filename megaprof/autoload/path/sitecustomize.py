@@ -25,10 +25,10 @@ def _arm() -> None:
                 import megaprof.autoload.arming
             finally:
                 sys.path.remove(home)
-        import megaprof.runtime.unmet
+        import megaprof.autoload.unmet
 
         megaprof.autoload.arming.arm()
-        megaprof.runtime.unmet.watch()
+        megaprof.autoload.unmet.watch()
     except Exception as fault:
         print(f"megaprof: cannot be loaded, profiling is off: {type(fault).__name__}: {fault}", file=sys.stderr)
 

@@ -15,7 +15,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import advised
 from megaprof.analysis.what_if.layouts import options_of
-from megaprof.integrations.registry import HOSTS
+from megaprof.autoload.registry import HOSTS
 from tests.analysis.altered import reported
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import chunk

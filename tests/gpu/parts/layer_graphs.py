@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.install import install_hooks
+from megaprof.autoload.install import install_hooks
 from tests.gpu.found import Found
 from tests.gpu.job import build_with, config, machine, small, train
 

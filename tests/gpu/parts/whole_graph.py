@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.install import install_hooks
+from megaprof.autoload.install import install_hooks
 from megaprof.testing.gpt import build
 from megaprof.testing.launcher import RanksFailed
 from tests.gpu.found import Found

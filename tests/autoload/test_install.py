@@ -19,12 +19,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_commu
 
 from megaprof import ProfileConfig, add_profile_args, evaluation, install_hooks
 from megaprof.artifacts import writer
+from megaprof.autoload import contract
 from megaprof.capture.ahead import Pace
 from megaprof.formats.ranges import P2P_OPERATIONS, RangeName, parse
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.hooks.schedules import SCHEDULES
-from megaprof.integrations import contract
 from megaprof.recorders.torch_profiler import TorchRecorder
 from tests import programs
 
@@ -412,7 +412,7 @@ def test_a_schedule_asked_for_before_install_is_not_captured_and_one_asked_for_a
 
 def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
     """CPython gives a freed address away at once; here every model has the same one, as far as `id` tells."""
-    monkeypatch.setattr("megaprof.install.id", lambda model: 1, raising=False)
+    monkeypatch.setattr("megaprof.autoload.install.id", lambda model: 1, raising=False)
     model = torch.nn.Linear(2, 2)
     first = install_hooks(model, on(tmp_path), role="actor")
     del model
@@ -431,9 +431,9 @@ def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, mo
     [
         "hooks.megatron.patch_p2p",
         "hooks.megatron.patch_schedules",
-        "install.registry.adapt",
+        "autoload.registry.adapt",
         "capture.profiler.AtExit.arm",
-        "install.Listener",
+        "autoload.install.Listener",
     ],
 )
 def test_hooks_that_cannot_go_in_leave_nothing_behind(
@@ -444,7 +444,7 @@ def test_hooks_that_cannot_go_in_leave_nothing_behind(
 
     before = hooked_objects()
     monkeypatch.setattr(f"megaprof.{where}", broken)
-    handle = install_hooks(one_rank.chunks, on(tmp_path, on_demand=where == "install.Listener"))
+    handle = install_hooks(one_rank.chunks, on(tmp_path, on_demand=where == "autoload.install.Listener"))
     assert not handle.active
     assert all(hooked_objects()[name] is before[name] for name in before)
     assert caplog.text.count("installing the hooks failed") == 1

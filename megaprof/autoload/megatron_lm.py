@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megaprof.integrations.contract import Facts, Hook, Host, Writers, over
+from megaprof.autoload.contract import Facts, Hook, Host, over
+from megaprof.metrics.sinks import Writers
 
 _RL = "megatron.rl.rl_utils"
 

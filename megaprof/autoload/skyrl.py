@@ -13,8 +13,8 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from megaprof.autoload.contract import Facts, Hook, Host, callers
 from megaprof.hooks.batch import Batch
-from megaprof.integrations.contract import Facts, Hook, Host, callers
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig

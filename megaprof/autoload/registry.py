@@ -1,28 +1,24 @@
-"""All hosts, and what they know together. A new host is a file of this room and a name in ``HOSTS``."""
+"""All hosts, and what they know together. A new host is a file of this room and its name here."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megaprof.autoload import contract
+from megaprof.autoload.contract import Host
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
-from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, skyrl, slime, verl
-from megaprof.integrations.contract import Host, Writers
+from megaprof.metrics.sinks import Writers
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
     from megaprof.runtime.patching import Patches
 
 #: A host that is built on another comes before it.
-HOSTS: tuple[Host, ...] = (
-    slime.HOST,
-    verl.HOST,
-    skyrl.HOST,
-    ms_swift.HOST,
-    megatron_bridge.HOST,
-    megatron_lm.HOST,
-)
+_NAMES = ("slime", "verl", "skyrl", "ms_swift", "megatron_bridge", "megatron_lm")
+HOSTS: tuple[Host, ...] = tuple(import_module(f"{__package__}.{name}").HOST for name in _NAMES)
 #: The functions that return the iteration of a host whose hooks do not.
 _ITERATIONS = tuple(host.iteration for host in HOSTS if host.iteration is not None)
 HOOKS = tuple(hook for host in HOSTS for hook in host.hooks)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megaprof import ProfileConfig
+from megaprof.autoload import unmet
 from megaprof.autoload.arming import environment
-from megaprof.runtime import unmet
 
 ROOT = Path(__file__).parents[2]
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}], check=True)"
@@ -63,7 +63,7 @@ def test_a_launcher_says_it_once_for_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["import megaprof; megaprof.install_hooks(None)", "import megaprof.runtime.unmet as u; u.installed()"]
+    "code", ["import megaprof; megaprof.install_hooks(None)", "import megaprof.autoload.unmet as u; u.installed()"]
 )
 def test_whoever_asked_for_hooks_hears_of_them_elsewhere(tmp_path: Path, code: str) -> None:
     off = "import os; del os.environ['MEGAPROF_TARGET']; "

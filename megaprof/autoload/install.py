@@ -13,6 +13,7 @@ from typing import Any
 
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.writer import Writer, open_writer
+from megaprof.autoload import registry, unmet
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
@@ -25,13 +26,11 @@ from megaprof.control.listener import Listener
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.megatron import patch_megatron
-from megaprof.integrations import registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.topology import WorldLayout
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
-from megaprof.runtime import unmet
 from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.patching import Patches
 
@@ -243,7 +242,8 @@ def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Lis
         watchdog = Watchdog(config, listener)
         _repeat(session, watchdog.look, listener.every)
     if coords.rank in (0, coords.sizes.world - 1):
-        overview = Overview(config, listener, coords, session.role, None if watchdog is None else watchdog.see)
+        see = None if watchdog is None else watchdog.see
+        overview = Overview(config, listener, coords, session.role, registry.writers, see)
         _repeat(session, overview.look, overview.every)
         session.at_end.append(overview.close)
     return listener

@@ -1,6 +1,6 @@
 """The contract that all hosts share: a `Host` says what megaprof cannot see for itself in a framework.
 
-Each file of this room that is named after a host ends with its ``HOST``; `megaprof.integrations.registry` lists them.
+Each file of this room that is named after a host ends with its ``HOST``; `megaprof.autoload.registry` lists them.
 Nothing of a host is imported, and nothing of it is changed except that the functions in ``HOST.hooks`` are wrapped in
 place: megaprof reads the arguments of their calls.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megaprof.capture.process import process
 from megaprof.hooks.batch import Batch
+from megaprof.metrics.sinks import Writers
 from megaprof.runtime.armed import armed
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -63,18 +64,6 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Writers:
-    """The places where the host writes its own scalars on this rank; None for each that it does not have."""
-
-    tensorboard: Any | None = None
-    """A TensorBoard ``SummaryWriter``."""
-    wandb: Any | None = None
-    """The module ``wandb`` with a run in it."""
-    meter: Any | None = None
-    """An OpenTelemetry meter."""
-
-
-@dataclass(frozen=True)
 class Host:
     """One host framework. Only ``name``, ``package`` and ``hooks`` must be given."""
 
@@ -98,11 +87,6 @@ class Host:
 
 _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)
 _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=None)
-
-
-def install_as_asked() -> None:
-    """Installs the hooks that a host's own settings ask for, once they are known."""
-    armed.install()
 
 
 def over(part: Literal["step", "capture", "job", "attempt"]) -> None:
