@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from itertools import compress
 
@@ -11,7 +10,8 @@ from markupsafe import Markup
 from rich.console import Console
 
 from megaprof.analysis.report.html import environment, static
-from megaprof.analysis.report.printing import heading, table, text
+from megaprof.analysis.report.printing import heading, show_table, text
+from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import counted
 from megaprof.tune.state import Interval, Trial, Tuning
@@ -26,7 +26,16 @@ _OUTCOMES = {
     "not_as_asked": "not as asked",
     "above_limit": "above the limit of memory",
 }
-COLUMNS = ("trial", "layout", "step, ms", "predicted, ms", "GiB", "predicted, GiB", "times as fast", "outcome")
+COLUMNS = (
+    Column("trial"),
+    Column("layout", "text"),
+    Column("step", unit="ms"),
+    Column("predicted", unit="ms"),
+    Column("memory", unit="GiB"),
+    Column("predicted", unit="GiB"),
+    Column("times\nas fast"),
+    Column("outcome", "text"),
+)
 
 
 def sentence(tuning: Tuning) -> str:
@@ -78,17 +87,11 @@ def _depth(tuning: Tuning) -> str | None:
     return f"the depth stays: {half.what} would take {milliseconds(half.step_ms)} ms"
 
 
-def rows(tuning: Tuning) -> list[tuple[str, ...]]:
-    """Returns the header of a table and a row for every trial, without the columns that are empty for all trials."""
-    all_rows = list(_rows(tuning))
-    is_filled = [any(cell != words.ABSENT for cell in column) for column in zip(*all_rows, strict=True)]
-    return [tuple(compress(row, is_filled)) for row in (COLUMNS, *all_rows)]
-
-
-def _rows(tuning: Tuning) -> Iterator[tuple[str, ...]]:
+def trials(tuning: Tuning) -> TableView:
+    """Returns a row for every trial, without the columns that are empty for all of them."""
     first_step = next((trial.step_ms for trial in tuning.measured if trial.proposal is None), None)
-    for trial in tuning.trials:
-        yield (
+    rows = [
+        (
             str(trial.number),
             trial.what,
             milliseconds(trial.step_ms),
@@ -98,6 +101,10 @@ def _rows(tuning: Tuning) -> Iterator[tuple[str, ...]]:
             ratio(first_step.over(trial.step_ms)) if trial.proposal and first_step and trial.step_ms else words.ABSENT,
             _outcome(trial),
         )
+        for trial in tuning.trials
+    ]
+    filled = [any(cell != words.ABSENT for cell in column) for column in zip(*rows, strict=True)]
+    return TableView("trials", tuple(compress(COLUMNS, filled)), tuple(row(*compress(cells, filled)) for cells in rows))
 
 
 def command_line(tuning: Tuning) -> str | None:
@@ -124,13 +131,7 @@ def ratio(speedup: Interval) -> str:
 def show(tuning: Tuning, console: Console) -> None:
     """Prints a tuning."""
     heading(console, "Tuning")
-    header, *body_rows = rows(tuning)
-    grid = table()
-    for name in header:
-        grid.add_column(name, min_width=max(map(len, name.split())))
-    for row in body_rows:
-        grid.add_row(*(text(cell) for cell in row))
-    console.print(grid)
+    show_table(console, trials(tuning))
     for line in failures(tuning):
         console.print(text(f"! {line}", "yellow"))
     for line in assumed(tuning):
@@ -162,14 +163,12 @@ def page(tuning: Tuning) -> str:
     """Returns a tuning as one HTML file that loads nothing and runs no script."""
     created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     css = static("report.css")
-    header, *body_rows = rows(tuning)
-    template = environment("megaprof.tune").get_template("tuning.html")
+    template = environment("megaprof.tune", "megaprof.analysis.report").get_template("tuning.html")
     texts = {"sentence": sentence(tuning), "stopped": stopped(tuning), "command": command_line(tuning)}
     footer = [created, f"megaprof {__version__}"]
     return template.render(
         tuning=tuning,
-        rows=body_rows,
-        columns=header,
+        trials=trials(tuning),
         failures=failures(tuning),
         assumed=assumed(tuning),
         about=footer,

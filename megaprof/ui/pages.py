@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from megaprof.analysis.report import html
+from megaprof.analysis.report import html, live
 from megaprof.analysis.report.charts import HEIGHT, WIDTH
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.text import diff as differences
@@ -48,6 +48,7 @@ def _environment() -> Environment:
     made.globals |= {
         "ago": ago,
         "differences": differences,
+        "live": live,
         "date": _date,
         "size": _size,
         "what_if": what_if,
@@ -71,36 +72,6 @@ def links_of(place: Place) -> tuple[tuple[str, str], ...]:
     """Returns the addresses and names of the pages that a capture links to."""
     links = [("/", "All captures"), (f"/capture/{place.id}/what-if", "What if"), (f"/compare?a={place.id}", "Compare")]
     return (*links, *([(f"/live/{place.id}", "Live")] if place.job else []))
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One stage in two captures, on the same scale."""
-
-    pp: int
-    """Its pipeline rank."""
-    before: tuple[float, float] | None
-    """Its compute and its bubble in the first capture, in percent of the longest bar; None without numbers."""
-    after: tuple[float, float] | None
-    """Its compute and its bubble in the second capture, in percent of the longest bar; None without numbers."""
-
-
-def bars(target: Any) -> list[Bar]:
-    """Returns a bar for every stage of a `TargetDiff`; an empty list if nothing is known."""
-
-    def parts(stage: Any, which: str) -> tuple[float, float] | None:
-        compute, bubble = (getattr(stage.changes[name], which) for name in ("compute_ms", "bubble_ms"))
-        return None if compute is None else (compute, bubble or 0.0)
-
-    rows = [(stage.pp, parts(stage, "before"), parts(stage, "after")) for stage in target.stages]
-    longest = max((sum(part) for _, *both in rows for part in both if part), default=0.0)
-    if not longest:
-        return []
-
-    def scaled(pieces: tuple[float, float] | None) -> tuple[float, float] | None:
-        return None if pieces is None else (100 * pieces[0] / longest, 100 * pieces[1] / longest)
-
-    return [Bar(pp, scaled(before), scaled(after)) for pp, before, after in rows]
 
 
 def on_one_axis(key: tuple[str, str | None], captures: Sequence[Capture]) -> list[dict[str, Any]] | None:

@@ -172,7 +172,7 @@ class Pages:
             return _page("compare.html", **values, diff=None, fault=str(fault), data=None)
         drawn, drawings = pages.compared(diff, captures)
         data = pages.data_of(drawings) if drawings else None
-        return _page("compare.html", **values, diff=diff, drawn=drawn, bars=pages.bars, fault=None, data=data)
+        return _page("compare.html", **values, diff=diff, drawn=drawn, fault=None, data=data)
 
     async def live(self, request: Request) -> Response:
         place = await self._place(request)

@@ -16,7 +16,7 @@ from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 from megaprof.tune.tuning import completed, upcoming
-from megaprof.tune.words import COLUMNS, failures, rows, sentence, show
+from megaprof.tune.words import COLUMNS, failures, sentence, show, trials
 from tests.analysis.job_timelines import write_timelines
 from tests.cli.running import megaprof
 
@@ -72,9 +72,10 @@ def test_what_was_tried_is_not_tried_again_and_the_best_trial_is_the_mark() -> N
 
 @pytest.mark.parametrize(("memory", "filled"), [(None, False), ((2 * GIB, GIB), True)])
 def test_a_column_in_which_no_trial_has_anything_is_left_out(memory: tuple[int, ...] | None, filled: bool) -> None:
-    heads, *cells = rows(tuning(replace(trial(1, 100, "6+2"), memory=memory)))
-    assert ("GiB" in heads, "predicted, ms" in heads) == (filled, False)
-    assert {len(row) for row in cells} == {len(heads)}
+    view = trials(tuning(replace(trial(1, 100, "6+2"), memory=memory)))
+    names = [column.name for column in view.columns]
+    assert ("memory" in names, "predicted" in names) == (filled, False)
+    assert {len(row.cells) for row in view.rows} == {len(names)}
 
 
 def test_the_table_has_its_heads_whole_in_80_columns() -> None:
@@ -82,7 +83,7 @@ def test_the_table_has_its_heads_whole_in_80_columns() -> None:
     given, other = (replace(trial(n, ms, "6+2"), memory=(16 * GIB, 12 * GIB)) for n, ms in ((1, 1619), (2, 1388)))
     found, printed = tuning(given, replace(other, proposal=asked)), StringIO()
     show(found, Console(file=printed, width=80))
-    assert rows(found)[0] == COLUMNS
+    assert trials(found).columns == COLUMNS
     assert "\u2026" not in printed.getvalue()
 
 

@@ -157,7 +157,7 @@ def test_the_page_says_where_a_job_stood_still_that_is_gone(job: Job, tmp_path: 
     with browsing(tmp_path) as client:
         shown = page(client, f"/live/{address(tmp_path, 'job')}")
     assert "The job ended in the middle of step 7, in which it had stood still for 60 s: rank 1 (stage 1)" in shown.text
-    assert len([mark for mark in shown.all("span") if mark.get("class") == "mark hangs"]) == 1
+    assert len([head for head in shown.all("th") if head.get("class") == "slow"]) == 1
 
     hung = Slow(rank=1, from_step=5, until_step=5, factor=500.0)
     write_timelines(job.directory, job.layout, steps=6, slow=[hung], chunk_layers=[4, 4])

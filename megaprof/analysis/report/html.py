@@ -23,7 +23,7 @@ from importlib.resources import files
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from megaprof.analysis.report import charts
+from megaprof.analysis.report import charts, views
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import StepTimeline, boxes
 from megaprof.analysis.report.text import causes, sentences, what_if, words
@@ -75,13 +75,14 @@ def environment(*packages: str) -> Environment:
         finalize=_printable,
     )
     made.globals |= {"causes": causes, "charts": charts, "predictions": what_if, "sentences": sentences, "words": words}
-    made.globals |= {"shell": shlex.join, "light": light}
+    made.globals |= {"shell": shlex.join, "light": light, "views": views}
     return made
 
 
 def light(text: str) -> Markup:
-    """Returns a number as HTML, with its error or range in a lighter weight."""
-    number, space, error = text.partition(" ")
+    """Returns a number as HTML, with its error or range in a lighter weight: what is behind the first line break or, if
+    there is none, the first space."""
+    number, space, error = text.partition("\n" if "\n" in text else " ")
     return Markup("{}<small class=error> {}</small>").format(number, error) if space else Markup("{}").format(number)
 
 

@@ -1,20 +1,19 @@
-"""The parts that all printed reports share: text that is safe on a terminal, tables, and findings in colour."""
+"""Prints what all views share on a terminal: text that is safe there, tables, and findings in colour."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megaprof.analysis.diagnosis.stages import Stage
 from megaprof.analysis.notes import Note
+from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.report.text.words import layers, some
 
-STYLES = {"slow": "bold red", "open": "", "fine": "green"}
+STYLES = {"slow": "bold red", "open": "", "fine": "green", "most": "bold", "": ""}
 
 
 def text(content: str, style: str = "") -> Text:
@@ -34,10 +33,8 @@ def show_finding(console: Console, finding: Finding, *, quiet: bool = False) -> 
     ``quiet``: print it without colour, because another finding is the headline.
     """
     console.print(text(finding.text, "" if quiet else STYLES[finding.severity]))
-    if finding.command is not None:
-        console.print(text("  " + finding.command), soft_wrap=True)
-    if finding.host_command is not None:
-        console.print(text("  " + finding.host_command), soft_wrap=True)
+    for command in filter(None, (finding.command, finding.host_command)):
+        console.print(text("  " + command), soft_wrap=True)
 
 
 def show_warnings(console: Console, warnings: Iterable[Note | str]) -> None:
@@ -45,31 +42,54 @@ def show_warnings(console: Console, warnings: Iterable[Note | str]) -> None:
         console.print(text(f"! {warning if isinstance(warning, str) else warning.text}", "yellow"))
 
 
-def table(title: str | None = None, left: Sequence[str] = ()) -> Table:
-    """Returns an empty table. ``left``: the names of its text columns; `number_columns` adds columns of numbers."""
+def show_table(console: Console, view: TableView, most: int | None = None) -> None:
+    """Prints a table with its first ``most`` rows, and how many more there are."""
+    for part in tables(view, console, most):
+        console.print(part)
+    if most is not None and len(view.rows) > most:
+        console.print(f"and {len(view.rows) - most} more", style="dim")
+
+
+def tables(view: TableView, console: Console, most: int | None = None) -> Iterator[Table]:
+    """Yields a table as wide as the terminal at most; the columns that do not fit follow in others, which begin with
+    the same keys."""
+    shown = [place for place, column in enumerate(view.columns) if column.kind != "bars"]
+    keys, rest = shown[: view.keys], shown[view.keys :]
+    unbounded = console.options.update(max_width=10_000)
+    title = view.title
+    while rest:
+        for count in range(len(rest), 0, -1):
+            made = _table(view, title, keys + rest[:count], most)
+            if console.measure(made, options=unbounded).minimum <= console.width:
+                break
+        yield made
+        title, rest = f"{view.title.partition(' (')[0]}, continued", rest[count:]
+
+
+def _table(view: TableView, title: str, places: Sequence[int], most: int | None) -> Table:
     made = Table(
-        title=title, title_justify="left", title_style="dim", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=title or None,
+        title_justify="left",
+        title_style="dim",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
-    for name in left:
-        made.add_column(name)
+    for place in places:
+        column = view.columns[place]
+        cells = [text(line.cells[place].text) for line in view.rows[:most]]
+        width = max((part.cell_len for cell in cells for part in cell.split("\n")), default=0)
+        head = text(column.name)
+        if column.unit:
+            head += text((", " if len(f"{column.name}, {column.unit}") <= width else "\n") + column.unit)
+        breaks = column.kind == "text"
+        made.add_column(
+            head,
+            justify="right" if column.kind == "number" else "left",
+            no_wrap=not breaks,
+            min_width=None if breaks else max(width, *(part.cell_len for part in head.split("\n"))),
+        )
+    for line in view.rows[:most]:
+        shown = [line.cells[place] for place in places]
+        made.add_row(*(text(cell.text, STYLES[cell.emphasis]) for cell in shown), style=STYLES[line.emphasis])
     return made
-
-
-def number_columns(made: Table, *names: str) -> None:
-    for name in names:
-        made.add_column(name, justify="right", no_wrap=True)
-
-
-def stage_table(title: str, *columns: str) -> Table:
-    """Returns an empty table for one row per stage. Each row begins with the `stage_cells` of its stage."""
-    made = table(title)
-    made.add_column("stage", justify="right", no_wrap=True)
-    made.add_column("ranks")
-    made.add_column("layers", no_wrap=True)
-    for name in columns:
-        made.add_column(name, justify="right", no_wrap=True, vertical="bottom")
-    return made
-
-
-def stage_cells(stage: Stage) -> tuple[str, str, Text]:
-    return str(stage.pp), some(stage.ranks), text(layers(chunk.holds for chunk in stage.chunks))

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from megaprof.analysis.report.diff_terminal import show_diff
+        from megaprof.analysis.report.terminal import show_diff
 
         show_diff(diff, Console(highlight=False))
     return 0 if arguments.fail_above is None else _judged(diff, arguments.fail_above)

@@ -15,10 +15,11 @@ import msgspec
 
 from megaprof.analysis.collectives.hang import Hang, hang_of_job
 from megaprof.analysis.fleet.fleet import stood_still_in
+from megaprof.analysis.report.tables import Column, Row, TableView, row
 from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.notes import told
 from megaprof.analysis.report.text.sentences import of_standstills
-from megaprof.analysis.report.text.words import ABSENT, number, sentence
+from megaprof.analysis.report.text.words import number, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill, completed
@@ -30,7 +31,7 @@ from megaprof.parallel.topology import ParallelSizes
 
 #: The most lines of the table: everything fits on one screen, however many ranks there are.
 _LINES = 28
-_COLUMNS = ("step", "step ms", "compute ms", "where")
+_WIDTH = 160
 _WAIT_SECONDS = 5.0
 
 EXAMPLES = (
@@ -146,8 +147,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif view.state == "ended":
         raise CommandError(silence(view))
     else:
-        for line in (*in_words(view), *_table(view)):
+        for line in in_words(view):
             say(line)
+        _show_table(view)
     return {"runs": 0, "starts": 0, "ended": FAILED}.get(view.state, UNWELL)
 
 
@@ -299,38 +301,40 @@ def collectives(view: View) -> Hang:
     return replace(hang, outside=() if explained else awaited(view.blame), standstills=standstills(view))
 
 
-def _table(view: View) -> Iterator[str]:
-    """Yields a line per rank, or per stage if there are too many ranks."""
+def _show_table(view: View) -> None:
+    """Prints a line per rank, or per stage if there are too many ranks."""
+    from rich.console import Console
+
+    from megaprof.analysis.report.printing import show_table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)  # a line stays one for the next command
+    console.print()
     by_rank = view.job.run.world <= _LINES
-    rows = list(_ranks(view) if by_rank else _stages(view))
-    shown = [("rank" if by_rank else "stage", "stage" if by_rank else "rank count", *_COLUMNS), *rows[:_LINES]]
-    yield ""
-    widths = [max(len(row[column]) for row in shown) for column in range(5)]
-    for row in shown:
-        cells = [cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True)]
-        yield "  ".join((*cells, row[5]))[:160]
-    if len(rows) > _LINES:
-        yield f"... and {len(rows) - _LINES} more stages"
+    keys = ("rank", "stage") if by_rank else ("stage", "rank count")
+    columns = *map(Column, (*keys, "step")), Column("step, ms"), Column("compute, ms"), Column("where", "text")
+    rows = _ranks(view) if by_rank else _stages(view)
+    title = ""
     if any(status.step_ms is not None for status in view.statuses.values()):
-        yield "Times are medians of each rank's last steps."
+        title = "medians of each rank's last steps"
+    show_table(console, TableView(title, columns, tuple(rows)), _LINES)
 
 
-def _ranks(view: View) -> Iterator[tuple[str, ...]]:
+def _ranks(view: View) -> Iterator[Row]:
     for rank, status in sorted(view.statuses.items()):
-        step = status.last_step()
-        shown = ABSENT if step is None else str(step)
         times = number(status.step_ms), number(status.compute_ms)
-        yield str(rank), str(status.coords["pp"]), shown, *times, _where([status], view.now)
+        yield row(rank, status.coords["pp"], status.last_step(), *times, _where([status], view.now))
 
 
-def _stages(view: View) -> Iterator[tuple[str, ...]]:
+def _stages(view: View) -> Iterator[Row]:
     """Yields a row per stage, with the figures that every other view of the job shows (`metrics.figures`)."""
     for stage in summarise(view.job.run, view.statuses.values()).stages:
         members = [status for status in view.statuses.values() if status.coords["pp"] == stage.pp]
         steps = [step for status in members if (step := status.last_step()) is not None]
-        shown = ABSENT if not steps else str(steps[0]) if len({*steps}) == 1 else f"{min(steps)}-{max(steps)}"
+        shown = f"{min(steps)}-{max(steps)}" if len({*steps}) > 1 else next(iter(steps), None)
         times = number(stage.step_ms), number(stage.compute_ms)
-        yield str(stage.pp), str(stage.ranks), shown, *times, _where(members, view.now)
+        yield row(stage.pp, stage.ranks, shown, *times, _where(members, view.now))
 
 
 def _where(members: list[RankStatus], now: float) -> str:

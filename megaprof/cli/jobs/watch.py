@@ -10,7 +10,8 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
-from megaprof.analysis.report.text.words import ABSENT, number, percent
+from megaprof.analysis.report.live import ratio, stages_now
+from megaprof.analysis.report.text.words import number, percent
 from megaprof.cli import UsageError
 from megaprof.cli.jobs.status import silence
 from megaprof.control.job import NoJob, find_job
@@ -19,21 +20,9 @@ from megaprof.metrics.figures import summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 _LINES = 32
-#: Broken where a terminal of 80 columns would otherwise cut words.
-_COLUMNS = (
-    "stage",
-    "rank\ncount",
-    "step",
-    "step\nms",
-    "compute\nms",
-    "gradients\nms",
-    "imbalance",
-    "slowest\nrank",
-    "its\nms",
-)
 EXAMPLES = (
     "megaprof watch traces",
     "megaprof watch traces --once",
@@ -66,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         with live or nullcontext():
             while view.silence is None:
                 if live is None:
-                    console.print(_table(view))
+                    console.print(_table(view, console))
                     sys.stdout.flush()
                 else:
-                    live.update(_table(view), refresh=True)
+                    live.update(_table(view, console), refresh=True)
                 if arguments.once:
                     return 0
                 time.sleep(max(0.2, arguments.every or view.job.run.interval))
@@ -87,28 +76,14 @@ def _look(arguments: argparse.Namespace) -> View:
     return look_at(find_job(arguments.dir, arguments.role), patient=False)
 
 
-def _table(view: View) -> RenderableType:
+def _table(view: View, console: Console) -> RenderableType:
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
+    from megaprof.analysis.report.printing import tables
+
     job, summary = view.job, summarise(view.job.run, view.statuses.values())
-    table = Table(box=None, header_style="bold")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
-    for stage in summary.stages[:_LINES]:
-        table.add_row(
-            str(stage.pp),
-            str(stage.ranks),
-            ABSENT if stage.step is None else str(stage.step),
-            number(stage.step_ms),
-            number(stage.compute_ms),
-            number(stage.gradients_ms),
-            _ratio(stage.imbalance),
-            ABSENT if stage.slowest_rank is None else str(stage.slowest_rank),
-            number(stage.slowest_ms),
-            style="bold red" if stage.pp == summary.slow_stage else None,
-        )
+    waited = [rank.stage for rank in view.standstill.waited_for] if view.standstill else []
     heard = len(view.statuses)
     parts = [counted(job.run.world, "rank") + ("" if heard == job.run.world else f", {heard} of them answering")]
     if summary.step_ms is None:
@@ -116,19 +91,15 @@ def _table(view: View) -> RenderableType:
     else:
         # Without a timeline, nobody knows how long a step takes, but only how often one begins.
         parts.append(f"{'step' if summary.recent else 'one step every'} {number(summary.step_ms)} ms")
-        parts.append(f"imbalance {_ratio(summary.imbalance)}")
+        parts.append(f"imbalance {ratio(summary.imbalance)}")
         parts.append(f"bubble {percent(summary.bubble_fraction)}")
     if summary.recent:
         parts.append(f"medians of the last {counted(summary.recent, 'step')}")
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")
-    lines: list[RenderableType] = [table, ", ".join(parts)]
+    lines: list[RenderableType] = [*tables(stages_now(summary, waited), console, _LINES), ", ".join(parts)]
     wrong = [*filter(None, [verdict(view)]), *waited_for(view)]
     if view.blame.stuck or view.blame.culprits:
         wrong.append(f"More: megaprof status {job.directory}")
     lines += (Text(line, style="bold red", overflow="fold") for line in wrong)
     return Group(*lines)
-
-
-def _ratio(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.2f}"

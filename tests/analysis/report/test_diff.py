@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from megaprof.analysis.report.compare import NothingToCompare, compare
-from megaprof.analysis.report.diff_terminal import show_diff
 from megaprof.analysis.report.document import Document, NotAReport
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.terminal import show_diff
 from megaprof.analysis.report.text import diff as text
 from megaprof.analysis.report.text import words
 from tests.analysis.scenarios import Scenario, write

@@ -326,6 +326,13 @@ def _gaining(predictions: WhatIf) -> list[Prediction]:
     ]
 
 
+def remarks(predictions: WhatIf) -> list[str]:
+    """Returns what is said below the shown predictions: what they assume and need, how many are not shown, and what
+    layers cost."""
+    costs = of_costs(predictions.costs) if predictions.costs else None
+    return [*caveats(predictions), *filter(None, (left_out(predictions), costs))]
+
+
 def caveats(predictions: WhatIf) -> list[str]:
     """Returns what the shown predictions assume and need. Each caveat appears once, with its predictions."""
     about: dict[str, list[str]] = {}
