@@ -28,8 +28,8 @@ from megaprof.analysis.convert.captures import StepName, choose
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, told
 from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, read
-from megaprof.analysis.trace.gpu import KERNEL
 from megaprof.analysis.trace.nsys import files as nsys
 from megaprof.analysis.trace.reading import Source, traces_in
 from megaprof.analysis.trace.traces import Part, UnreadableTrace, refusing

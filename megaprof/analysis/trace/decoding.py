@@ -22,7 +22,10 @@ from megaprof.formats.inputs import PIECE, BrokenOff, unpacked
 
 _ARGUMENTS = {
     "description": "Process Group Description",
+    "group": "Process Group Name",
+    "ranks": "Process Group Ranks",
     "collective": "Collective name",
+    "label": "name",
     "allocated": "Total Allocated",
     "device": "Device Id",
     "external": "External id",
@@ -40,15 +43,18 @@ class Args(msgspec.Struct, gc=False, frozen=True, rename=_ARGUMENTS):
     ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it. ``external`` is the
     number that both share with the operator around the call (0: none). ``node`` is the node of a CUDA graph that the
     activity ran (0: none). NCCL's kernels and ``record_param_comms`` (torch >= 2.4) have more, among it
-    ``description``, the name that Megatron gave the process group. Allocations have the bytes that are allocated after
-    them, and the device (-1: the host's memory).
+    ``description``, the name that Megatron gave the process group, and its ``ranks`` as JSON. Allocations have the
+    bytes that are allocated after them, and the device (-1: the host's memory). ``label``: the name of a process.
     """
 
     correlation: int = 0
     external: int = 0
     node: int = 0
     description: str | None = None
+    group: str | None = None
+    ranks: str | None = None
     collective: str | None = None
+    label: str | None = None
     allocated: int | None = None
     device: int | None = None
 

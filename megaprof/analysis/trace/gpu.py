@@ -8,45 +8,19 @@ thread, and whose launches come from autograd's own thread.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Document, Event
-from megaprof.analysis.trace.groups import (
-    BY_GROUP_PAIRWISE,
-    COMPUTE,
-    UNKNOWN,
-    USES,
-    ByName,
-    is_parallel,
-    use_of,
-)
+from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events
+from megaprof.analysis.trace.decoding import Document
+from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, ByName, use_of
 from megaprof.analysis.trace.intervals import Intervals
 
-KERNEL = "kernel"
-COPIES = ("gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver")
-INSTANTS = "cpu_instant_event"
-_ALLOCATION = "[memory]"
-_MOST_BYTES = 1 << 53
-
-#: Larger times, in nanoseconds, are impossible. Base, start and duration each stay below a quarter of int64, so no sum
-#: of them overflows.
-LONGEST = 1 << 61
-_START, _DURATION = attrgetter("ts"), attrgetter("dur")
-_CORRELATION, _EXTERNAL = attrgetter("args.correlation"), attrgetter("args.external")
-_NODE = attrgetter("args.node")
-_Numbers = npt.NDArray[np.int64]
-_NONE = np.zeros(0, dtype=np.int64)
-_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE, _NONE, _NONE, _NONE)
-_NO_LAUNCHES = (_NONE.reshape(-1, 2), _NONE, _NONE.astype(np.bool_))
 #: Nanoseconds by which activities may certainly lie apart from the rest of a recording, or as long as the rest itself.
 _BEYOND = 1_000_000_000
 
@@ -96,131 +70,47 @@ class Launches:
     """The number of kernels in the trace that name no call."""
 
 
-class Timed(Protocol):
-    """An event with a time, in microseconds."""
+def activities(events: Events, sizes: object) -> tuple[Activities, Launches, Columns]:
+    """Returns the activities of a GPU, the calls that launched them, and the events that are the activities, in the
+    order of `Activities.row`. These say about a collective what they or the operator around their launch say. ``sizes``
+    has the number of ranks of each axis; None if they are unknown."""
+    kernels, copies, calls = events.take(KERNEL), events.take(*COPIES), events.take(*LAUNCHES)
+    on_gpu = Columns(*map(np.concatenate, zip(vars(kernels).values(), vars(copies).values(), strict=True)))
+    kernel = np.arange(len(on_gpu)) < len(kernels)
+    # RCCL's kernels say nothing, nor do the copies of a collective that a copy engine runs.
+    on_gpu = replace(on_gpu, said=np.where(on_gpu.said > 0, on_gpu.said, events.said_around(on_gpu)))
+    uses = ByName()
+    by_name = np.array([uses[name] for name in events.names], dtype=np.int8)[on_gpu.name]
+    by_group = np.array([use_of(said.description, sizes) for said in events.said], dtype=np.int8)[on_gpu.said]
+    # In a group of one rank, such copies are only local. An older Kineto writes the correlation as the external id if
+    # there was no operator.
+    peers = np.array([said.has_peers(sizes) for said in events.said], dtype=np.bool_)[on_gpu.said]
+    collective = ~kernel & (on_gpu.external != on_gpu.correlation) & peers
+    untimed: npt.NDArray[np.bool_] = (on_gpu.spans == 0).all(axis=1)  # Kineto writes so what it does not know
+    gpu = arranged(
+        on_gpu.spans + events.base,
+        np.where((by_name < 0) | collective, by_group, by_name),
+        kernel,
+        by_name == BY_GROUP_PAIRWISE,
+        on_gpu.correlation,
+        calls.correlation,
+        calls.spans + events.base,
+        on_gpu.thread.astype(np.int64),
+        on_gpu.node,
+        untimed,
+    )
+    calls = calls.rows(events.named(calls, is_start))
+    times, answered = calls.spans[:, 0] + events.base, np.isin(calls.correlation, on_gpu.correlation)
+    anonymous = int((kernel & (on_gpu.correlation <= 0)).sum())
+    impossible = gpu.impossible + sum(events.impossible[category] for category in (KERNEL, *COPIES))
+    launches = Launches(np.sort(times), np.sort(times[~answered]), anonymous)
+    return replace(gpu, impossible=impossible), launches, on_gpu
 
-    ts: float
-    dur: float
 
-
-def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
-    """Returns the times in nanoseconds of the events whose times are possible, and a mask of these events."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        start = np.fromiter(map(_START, events), dtype=np.float64, count=len(events)) * 1000
-        duration = np.fromiter(map(_DURATION, events), dtype=np.float64, count=len(events)) * 1000
-    # A comparison with NaN is false, so this also drops times that are not a number.
-    possible = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
-    begin = base + np.rint(start[possible]).astype(np.int64)
-    return np.column_stack((begin, begin + np.rint(duration[possible]).astype(np.int64))), possible
-
-
-class GpuEvents:
-    """Collects GPU activities and the calls that launched them, one piece of the trace at a time."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        """The number of activities and calls together."""
-        self.kernels = False
-        """True if there are kernels, including those with impossible times."""
-        self.launches = 0
-        """The number of calls that launched a kernel or a graph."""
-        self.impossible = 0
-        """The number of activities without a possible time."""
-        self._by_name = ByName()
-        self._starting = _Starting()
-        self._streams: dict[tuple[int | str, int | str], int] = {}
-        self._groups: dict[tuple[str | None, bool], int] = {}
-        self._operators: dict[int, str] = {}
-        self._activities: list[
-            tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers, _Numbers, _Numbers, _Numbers]
-        ] = []
-        self._launches: list[tuple[Intervals, _Numbers, npt.NDArray[np.bool_]]] = []
-
-    def add(
-        self,
-        kernels: Sequence[Event],
-        copies: Sequence[Event],
-        launches: Sequence[Event],
-        communicating: Sequence[Event] = (),
-    ) -> None:
-        """Adds the next piece of the trace. ``communicating``: the operators `groups.COMMUNICATES` in it."""
-        self.kernels |= bool(kernels)
-        if events := [*kernels, *copies]:
-            spans, possible = spans_of(0, events)
-            self.impossible += len(events) - len(spans)
-            kernel = np.arange(len(events)) < len(kernels)
-            numbers = (_whole(list(map(field, events))) for field in (_CORRELATION, _EXTERNAL, _NODE))
-            number_of = self._streams.setdefault
-            streams = np.array([number_of((event.pid, event.tid), len(self._streams)) for event in events])
-            columns = np.array(self._uses(events), dtype=np.int32), kernel, *numbers, streams
-            self._activities.append((spans, *(column[possible] for column in columns)))  # type: ignore[arg-type]
-        for operator in communicating:
-            if 0 < operator.args.external < LONGEST and operator.args.description is not None:
-                self._operators[operator.args.external] = operator.args.description
-        if launches:
-            spans, possible = spans_of(0, launches)
-            starting = np.array([self._starting[launch.name] for launch in launches], dtype=np.bool_)[possible]
-            self.launches += int(starting.sum())
-            self._launches.append((spans, _whole(list(map(_CORRELATION, launches)))[possible], starting))
-        self.rows += len(events) + len(launches) + len(communicating)
-
-    def activities(self, base: int, sizes: object) -> tuple[Activities, Launches]:
-        """Returns all activities and launches, and forgets them. ``base``: the moment from which times count, in
-        nanoseconds. ``sizes`` has the number of ranks of each axis."""
-        spans, uses, kernel, correlations, externals, node, stream = (
-            np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
-        )
-        self._activities.clear()
-        calls, numbers, starting = (
-            np.concatenate(column) for column in zip(_NO_LAUNCHES, *self._launches, strict=True)
-        )
-        self._launches.clear()
-        use_of_index = np.array(
-            [*range(len(USES)), *(use_of(group, sizes) for group, _ in self._groups)], dtype=np.int8
-        )
-        pairwise = np.array([False] * len(USES) + [pairwise for _, pairwise in self._groups], dtype=np.bool_)[uses]
-        use = self._by_operator(use_of_index[uses], kernel, externals, externals != correlations, sizes)
-        untimed: npt.NDArray[np.bool_] = (spans == 0).all(axis=1)  # Kineto writes so what it does not know
-        spans += base
-        calls += base
-        activities = arranged(spans, use, kernel, pairwise, correlations, numbers, calls, stream, node, untimed)
-        times, answered = calls[starting, 0], np.isin(numbers[starting], correlations)
-        launches = Launches(np.sort(times), np.sort(times[~answered]), int((kernel & (correlations <= 0)).sum()))
-        return replace(activities, impossible=activities.impossible + self.impossible), launches
-
-    def _uses(self, events: Sequence[Event]) -> list[int]:
-        """Returns an index into `USES` for each event, or a number beyond it for each group."""
-        by_name, groups = self._by_name, self._groups
-        uses = [by_name[event.name] for event in events]
-        for index, use in enumerate(uses):
-            if use < 0:
-                group = events[index].args.description, use == BY_GROUP_PAIRWISE
-                uses[index] = len(USES) + groups.setdefault(group, len(groups))
-        return uses
-
-    def _by_operator(
-        self,
-        use: npt.NDArray[np.int8],
-        kernel: npt.NDArray[np.bool_],
-        externals: _Numbers,
-        linked: npt.NDArray[np.bool_],
-        sizes: object,
-    ) -> npt.NDArray[np.int8]:
-        """Returns the uses. Activities that name no group get the group of the operator that launched them. These are
-        RCCL's kernels, and the copies of a collective that a copy engine runs. In a group of one rank, they are only
-        local copies.
-
-        ``linked``: an older Kineto writes the correlation as the external id if there was no operator.
-        """
-        if not self._operators:
-            return use
-        numbers = np.array(sorted(self._operators), dtype=np.int64)
-        descriptions = [self._operators[number] for number in numbers.tolist()]
-        operator_index = np.minimum(np.searchsorted(numbers, externals), len(numbers) - 1)
-        operator_uses = np.array([use_of(text, sizes) for text in descriptions], dtype=np.int8)[operator_index]
-        has_peers = np.array([is_parallel(text, sizes) for text in descriptions], dtype=np.bool_)[operator_index]
-        takes_operator = np.where(kernel, use == UNKNOWN, (use == UNKNOWN) | (use == COMPUTE) & linked & has_peers)
-        return np.where(takes_operator & (numbers[operator_index] == externals), operator_uses, use)
+def is_start(name: str) -> bool:
+    """Returns whether a call of this name starts a kernel or a graph (``cudaLaunchKernelExC``, ``cuGraphLaunch``,
+    ``hipExtModuleLaunchKernel``, ``urEnqueueKernelLaunch``), and not a copy or a host function."""
+    return "Launch" in name and ("Kernel" in name or "Graph" in name)
 
 
 def arranged(
@@ -303,22 +193,6 @@ def _launches(
     return starts[index], (numbers[index] == correlations) & (correlations > 0)
 
 
-def _whole(values: list[int]) -> npt.NDArray[np.int64]:
-    try:
-        return np.array(values, dtype=np.int64)
-    except OverflowError:  # the file is hostile
-        return np.array([value if abs(value) < LONGEST else 0 for value in values], dtype=np.int64)
-
-
-class _Starting(dict[str, bool]):
-    """Maps a call's name to whether it starts a kernel or a graph (``cudaLaunchKernelExC``,
-    ``hipExtModuleLaunchKernel``, ``cuGraphLaunch``), and not a copy or a host function. Computed once per name."""
-
-    def __missing__(self, name: str) -> bool:
-        self[name] = starts = "Launch" in name and ("Kernel" in name or "Graph" in name)
-        return starts
-
-
 @dataclass(frozen=True)
 class Allocations:
     """The memory of one rank's device over time."""
@@ -354,36 +228,14 @@ def combined_peak(peaks: Iterable[Peak | None]) -> Peak | None:
     )
 
 
-class MemoryEvents:
-    """Collects the events of ``--profile-memory``, a piece of the trace at a time. Kineto writes an instant event for
-    each allocation and release of the caching allocator. Times count from the file's base."""
-
-    def __init__(self) -> None:
-        self._by_device: dict[int, list[tuple[int, int]]] = {}
-
-    @property
-    def rows(self) -> int:
-        """Returns how many events were kept."""
-        return sum(map(len, self._by_device.values()))
-
-    def add(self, events: Iterable[Event]) -> None:
-        """Adds the events of devices. Leaves out the host's memory, which does not depend on the layout."""
-        for event in events:
-            device, allocated = event.args.device, event.args.allocated
-            if event.name != _ALLOCATION or device is None or device < 0 or allocated is None:
-                continue
-            if math.isfinite(event.ts) and abs(event.ts) * 1000 < LONGEST and 0 <= allocated < _MOST_BYTES:
-                self._by_device.setdefault(device, []).append((round(event.ts * 1000), allocated))
-
-    def allocations(self, base: int, document: Document[Any]) -> Allocations | None:
-        """Returns the allocations of the device that has the most; None if there are none."""
-        if not self._by_device:
-            return None
-        device = max(
-            self._by_device, key=lambda candidate: max(allocated for _, allocated in self._by_device[candidate])
-        )
-        times, allocated = np.array(sorted(self._by_device[device]), dtype=np.int64).T
-        return Allocations(times + base, allocated, _capacity(document, device))
+def allocations(events: Events) -> Allocations | None:
+    """Returns the allocations of the device that has the most; None if there are none. Kineto writes an instant event
+    for each allocation and release of the caching allocator (``--profile-memory``)."""
+    if not events.allocations:
+        return None
+    device, rows = max(events.allocations.items(), key=lambda entry: max(allocated for _, allocated in entry[1]))
+    times, allocated = np.array(sorted(rows), dtype=np.int64).T
+    return Allocations(times + events.base, allocated, _capacity(events.document, device))
 
 
 def memory_of(allocations: Allocations | None, start: int, end: int) -> Peak | None:

@@ -65,7 +65,7 @@ _MESH = "mesh_"
 _KERNELS: tuple[tuple[str, str | None], ...] = (
     (r"deep_ep::|hybrid_ep::|uccl::(?:intranode|internode)|nccl_ep|\bEp(?:Dispatch|Combine)|mori::moe::", "ep"),
     (r"userbuffers|cross_device_reduce", "tp"),
-    (r"\b(?:nccl|rccl|msccl|oneccl|xccl|hccl|hcom_)", None),
+    (rf"\b(?:nccl|rccl|msccl|oneccl|xccl|hccl|hcom_)|^{COMMUNICATES}$", None),
     (r"one_shot_all_reduce|two_shot_all_reduce|multimem_all_|multimem_one_shot|symmetric_memory::", None),
     (r"nvshmem|rocshmem|mori::|Memcpy PtoP", None),
 )

@@ -14,7 +14,7 @@ import pytest
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace import pool, reading, traces
+from megaprof.analysis.trace import columns, pool, reading
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.reading import read_all
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
@@ -132,7 +132,7 @@ def test_memory_that_is_left_bounds_the_events_that_are_read(tmp_path, monkeypat
     for number in range(200):
         trace.event("gemm", number, 1, cat="kernel")
     path = trace.write(tmp_path)
-    monkeypatch.setattr(traces, "fits", lambda size: size <= 1 << 14)
+    monkeypatch.setattr(columns, "fits", lambda size: size <= 1 << 14)
     with pytest.raises(UnreadableTrace, match=r"more events than fit into memory \(see --max-input-mib\)"):
         read_trace(path)
 

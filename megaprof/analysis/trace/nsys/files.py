@@ -19,8 +19,9 @@ from typing import Any
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import FORWARD_ONLY, grouped
+from megaprof.analysis.trace.columns import LONGEST
 from megaprof.analysis.trace.decoding import Undecodable
-from megaprof.analysis.trace.gpu import LONGEST, Activities
+from megaprof.analysis.trace.gpu import Activities
 from megaprof.analysis.trace.intervals import Intervals, intervals
 from megaprof.analysis.trace.nsys.export import exported
 from megaprof.analysis.trace.nsys.gpu import (

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.gpu import LONGEST, Activities, arranged
+from megaprof.analysis.trace.columns import LONGEST
+from megaprof.analysis.trace.gpu import Activities, arranged
 from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, UNKNOWN, ByName
 from megaprof.analysis.trace.nsys.tables import Tables
 

@@ -1,0 +1,243 @@
+"""Reads the events of a trace of Kineto's into columns, once. Everything else of the trace is a view of these columns.
+
+A column is an array with one number for each event. Names of events, and what is said about collectives, are numbered
+in the order in which they first occur.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.trace.decoding import Document, Event, Undecodable, read, whole_number
+from megaprof.analysis.trace.groups import COMMUNICATES, COMPUTE, ByName, is_parallel
+from megaprof.analysis.trace.intervals import Intervals
+from megaprof.formats.inputs import fits
+
+Numbers = npt.NDArray[np.int64]
+
+KERNEL, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver")
+ANNOTATION, OPERATOR, INSTANT = "user_annotation", "cpu_op", "cpu_instant_event"
+_ALLOCATION, _MOST_BYTES = "[memory]", 1 << 53
+#: Larger times, in nanoseconds, are impossible. Base, start and duration each stay below a quarter of int64, so no sum
+#: of them overflows.
+LONGEST = 1 << 61
+#: The most bytes of memory that one event takes while a report is made.
+_ROW_BYTES = 200
+#: Operators that are read even if no others are: they say what the kernels inside them communicate. Before torch 2.0,
+#: steps and the names of collectives are operators as well.
+_SPEAKS = re.compile(rf"{COMMUNICATES}|ProfilerStep#|nccl:")
+
+Meaning = TypeVar("Meaning")
+
+
+class Said(NamedTuple):
+    """What an event says about a collective; None for what it does not say."""
+
+    collective: str | None = None
+    group: str | None = None
+    description: str | None = None
+    ranks: str | None = None
+
+    def has_peers(self, sizes: object) -> bool:
+        """Returns whether its group has more than one rank. ``sizes``: ranks of each axis; None if they are unknown."""
+        if sizes is None:
+            return "," in (self.ranks or "")
+        return self.description is not None and is_parallel(self.description, sizes)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Events in the order of reading, category by category. A column has one row for each, or none if their categories
+    do not have it."""
+
+    name: npt.NDArray[np.int32]
+    """Their names, as indices into `Events.names`."""
+    spans: Intervals
+    """Start and end in nanoseconds from the base of the file, shape ``[n, 2]``."""
+    thread: npt.NDArray[np.int32]
+    """Process and thread, for activities of a GPU device and stream, as indices into `Events.threads`."""
+    correlation: Numbers
+    """Kineto's number that a GPU activity shares with the call that launched it; 0: none."""
+    external: Numbers
+    """The number that both share with the operator around the call; 0: none."""
+    node: Numbers
+    """The node of a CUDA graph that the activity ran, as `formats.graphs` counts them; 0: none."""
+    said: npt.NDArray[np.int32]
+    """What they say about a collective, as indices into `Events.said`; 0: nothing."""
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def rows(self, chosen: npt.NDArray[Any]) -> Columns:
+        """Returns the events that ``chosen`` selects."""
+        return Columns(*(column[chosen] if len(column) else column for column in vars(self).values()))
+
+
+class _Numbered(dict[Any, int]):
+    """Numbers each key when it is first asked for."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+_NAME, _START, _DURATION, _PLACE = attrgetter("name"), attrgetter("ts"), attrgetter("dur"), attrgetter("pid", "tid")
+#: The columns that a category has, besides names and times.
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((KERNEL, *COPIES), ("thread", "correlation", "external", "node", "said")),
+    **dict.fromkeys(LAUNCHES, ("correlation",)),
+    **{COMMUNICATES: ("external", "said"), ANNOTATION: (), OPERATOR: ("thread",)},
+}
+
+
+class Events:
+    """The events of one file. Raises Undecodable, and OSError if the file cannot be read."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        top: Collection[str] = (),
+        operators: Callable[[Document[Event]], bool] = lambda document: False,
+    ) -> None:
+        """``top``: the names of other top-level values that ``document`` keeps. ``operators`` is asked before each
+        piece, until it says no, whether operators of the CPU are read, with what is known of the file by then."""
+        self.impossible: Counter[str] = Counter()
+        """The number of events without a possible time, by category."""
+        self.processes: set[str] = set()
+        """The names that processes have."""
+        self.allocations: dict[int, list[tuple[int, int]]] = {}
+        """Times and allocated bytes by device, if memory was recorded."""
+        self._numbers, self._places, self._words = _Numbered(), _Numbered(), _Numbered({Said(): 0})
+        self._uses = ByName()
+        self._columns: defaultdict[str, list[Columns]] = defaultdict(list)
+        self._rows = 0
+        self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
+        with_operators = True
+        for events in document:
+            with_operators = with_operators and operators(document)
+            self._add(events, with_operators)
+            if not fits(self._rows * _ROW_BYTES):
+                raise Undecodable("it has more events than fit into memory (see --max-input-mib)")
+        base = whole_number(document, "baseTimeNanoseconds")
+        if not -LONGEST < base < LONGEST:
+            raise Undecodable("its `baseTimeNanoseconds` is out of range")
+        self.base = base
+        """The moment from which times in the file count, in nanoseconds since the epoch."""
+        self.names, self.threads, self.said = [*self._numbers], [*self._places], [*self._words]
+
+    @property
+    def has_kernels(self) -> bool:
+        """Returns whether there are kernels of a GPU, including those without a possible time."""
+        return KERNEL in self._columns
+
+    def take(self, *categories: str) -> Columns:
+        """Returns the events of some categories, and forgets them. ``COMMUNICATES`` is a category of its own."""
+        pieces = [piece for category in categories for piece in self._columns.pop(category, ())]
+        return Columns(*map(np.concatenate, zip(*(vars(piece).values() for piece in (_NONE, *pieces)), strict=True)))
+
+    def named(self, columns: Columns, wanted: Callable[[str], Any]) -> npt.NDArray[np.bool_]:
+        """Returns for each event whether its name is ``wanted``, which is asked once for each name."""
+        return np.array([bool(wanted(name)) for name in self.names], dtype=np.bool_)[columns.name]
+
+    def meant(self, meaning: Callable[[str], Meaning | None], *columns: Columns) -> list[tuple[Meaning, int, int]]:
+        """Returns what the names of events mean, with their start and end in nanoseconds since the epoch, in order of
+        their start, an enclosing event before those inside it. Leaves out events whose name means None."""
+        meanings = [*map(meaning, self.names)]
+        meant = [
+            (meant, start, end)
+            for each in columns
+            for number, (start, end) in zip(each.name.tolist(), (each.spans + self.base).tolist(), strict=True)
+            if (meant := meanings[number]) is not None
+        ]
+        return sorted(meant, key=lambda entry: (entry[1], -entry[2]))
+
+    def said_around(self, on_gpu: Columns) -> npt.NDArray[np.int32]:
+        """Returns what the operators around the launches of activities say, as indices into ``said``; 0: nothing."""
+        operators = self.take(COMMUNICATES)
+        operators = operators.rows(operators.external > 0)
+        if not len(operators):
+            return np.zeros(len(on_gpu), dtype=np.int32)
+        operators = operators.rows(np.argsort(operators.external, kind="stable"))
+        index = np.searchsorted(operators.external, on_gpu.external, side="right") - 1
+        return np.where(operators.external[index] == on_gpu.external, operators.said[index], 0).astype(np.int32)
+
+    def _add(self, events: Sequence[Event], operators: bool) -> None:
+        by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
+        for event in events:
+            by_category[event.cat].append(event)
+        for name, of_category in by_category.items():
+            category = (name or "").lower()
+            if category == OPERATOR:
+                if communicating := [event for event in of_category if event.name == COMMUNICATES]:
+                    self._put(COMMUNICATES, communicating)
+                of_category = of_category if operators else [each for each in of_category if _SPEAKS.match(each.name)]
+            if category in _COLUMNS and of_category:
+                self._put(category, [event for event in of_category if event.ph == "X"])
+            elif name is None or category == INSTANT:
+                self._add_others(of_category)
+
+    def _put(self, category: str, events: Sequence[Event]) -> None:
+        """Puts events into columns."""
+        count = len(events)
+        self._rows += count
+        with np.errstate(over="ignore", invalid="ignore"):
+            start = np.fromiter(map(_START, events), dtype=np.float64, count=count) * 1000
+            duration = np.fromiter(map(_DURATION, events), dtype=np.float64, count=count) * 1000
+        # A comparison with NaN is false, so this also drops times that are not a number.
+        possible = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
+        if not possible.all():
+            events, start, duration = [*compress(events, possible.tolist())], start[possible], duration[possible]
+            self.impossible[category] += count - len(events)
+        name = np.fromiter(map(self._numbers.__getitem__, map(_NAME, events)), dtype=np.int32, count=len(events))
+        begin = np.rint(start).astype(np.int64)
+        spans = np.column_stack((begin, begin + np.rint(duration).astype(np.int64)))
+        more = {column: self._column(column, events) for column in _COLUMNS[category]}
+        self._columns[category].append(replace(_NONE, name=name, spans=spans, **more))
+
+    def _column(self, column: str, events: Sequence[Event]) -> npt.NDArray[Any]:
+        if column == "thread":
+            places = map(self._places.__getitem__, map(_PLACE, events))
+            return np.fromiter(places, dtype=np.int32, count=len(events))
+        if column == "said":
+            said, uses = np.zeros(len(events), dtype=np.int32), self._uses
+            speaking = [row for row, event in enumerate(events) if uses[event.name] != COMPUTE]
+            for row, args in ((row, events[row].args) for row in speaking):
+                said[row] = self._words[Said(args.collective, args.group, args.description, args.ranks)]
+            return said
+        return _whole([*map(attrgetter(f"args.{column}"), events)])
+
+    def _add_others(self, events: Sequence[Event]) -> None:
+        """Adds allocations and the names of processes."""
+        for event in events:
+            args = event.args
+            if event.ph == "M" and args.label is not None:
+                self.processes.add(args.label)
+            elif event.name == _ALLOCATION and args.device is not None and args.allocated is not None:
+                possible = math.isfinite(event.ts) and abs(event.ts) * 1000 < LONGEST
+                if possible and args.device >= 0 and 0 <= args.allocated < _MOST_BYTES:
+                    self.allocations.setdefault(args.device, []).append((round(event.ts * 1000), args.allocated))
+                    self._rows += 1
+
+
+_EMPTY, _EMPTY_32 = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+_NONE = Columns(_EMPTY_32, _EMPTY.reshape(0, 2), _EMPTY_32, _EMPTY, _EMPTY, _EMPTY, _EMPTY_32)
+
+
+def _whole(values: list[int]) -> Numbers:
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:  # the file is hostile
+        return np.array([value if abs(value) < LONGEST else 0 for value in values], dtype=np.int64)
