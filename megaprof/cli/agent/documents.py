@@ -9,11 +9,10 @@ from megaprof.cli import COMMANDS, parser_of
 #: Pages of docs/ and what they are about. setup.py puts the same pages into the installed package.
 PAGES = {
     "agents": "these tools: how to ask for parts, limits, what the user is asked before a capture",
-    "analysis": "how the report measures, names and predicts, and why a number may be missing",
     "exit-codes": "exit codes of the commands, and which of them print JSON",
     "on-demand": "a running job: status, captures on demand",
     "options": "every option of a job, with its variable and default",
-    "report": "how to read a report: words, causes, what-if",
+    "report": "how to read a report: words, causes, what-if; how it measures, and why a number may be missing",
     "timeline": "the timeline that every rank can keep",
 }
 
