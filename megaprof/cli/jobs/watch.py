@@ -11,6 +11,7 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 from megaprof.analysis.report.live import ratio, stages_now
+from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.words import number, percent
 from megaprof.cli import UsageError
 from megaprof.cli.jobs.status import silence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _LINES = 32
+#: The fraction of the time in which the timelines are read: those of a large job take seconds.
+_REPORT_PART = 0.1
 EXAMPLES = (
     "megaprof watch traces",
     "megaprof watch traces --once",
@@ -48,17 +51,21 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     # A pipe or a file gets each table as soon as it is made; a live table would be written only at the end.
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not arguments.once else None
+    cause, report_at = None, 0.0
     try:
         view = _look(arguments)
         if view.silence is not None:
             raise NoJob(silence(view))
         with live or nullcontext():
             while view.silence is None:
+                if (begun := time.monotonic()) >= report_at:
+                    cause = _first_cause(view)
+                    report_at = begun + (time.monotonic() - begun) / _REPORT_PART
                 if live is None:
-                    console.print(_table(view, console))
+                    console.print(_table(view, cause, console))
                     sys.stdout.flush()
                 else:
-                    live.update(_table(view, console), refresh=True)
+                    live.update(_table(view, cause, console), refresh=True)
                 if arguments.once:
                     return 0
                 time.sleep(max(0.2, arguments.every or view.job.run.interval))
@@ -76,7 +83,21 @@ def _look(arguments: argparse.Namespace) -> View:
     return look_at(find_job(arguments.dir, arguments.role), patient=False)
 
 
-def _table(view: View, console: Console) -> RenderableType:
+def _first_cause(view: View) -> str | None:
+    """Returns what the report names first for the timelines so far: a link, say, about which no status tells. None if
+    it names nothing that has gone wrong, or if the job stands still."""
+    if view.blame.still:
+        return None
+    try:
+        report = analyze(view.job.directory)
+    except NothingToReport:
+        return None
+    named = (finding for target in report.targets for finding in target.findings if finding.severity == "slow")
+    wrong = next((finding.text for finding in named if finding.kind != "few_microbatches"), None)
+    return None if wrong is None else f"The report so far: {wrong}"
+
+
+def _table(view: View, cause: str | None, console: Console) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -98,7 +119,7 @@ def _table(view: View, console: Console) -> RenderableType:
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")
     lines: list[RenderableType] = [*tables(stages_now(summary, waited), console, _LINES), ", ".join(parts)]
-    wrong = [*filter(None, [verdict(view)]), *waited_for(view)]
+    wrong = [*filter(None, [cause, verdict(view)]), *waited_for(view)]
     if view.blame.stuck or view.blame.culprits:
         wrong.append(f"More: megaprof status {job.directory}")
     lines += (Text(line, style="bold red", overflow="fold") for line in wrong)

@@ -21,6 +21,7 @@ from megaprof.cli import main
 from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.scenarios import Scenario, write
 from tests.cli.running import check
 from tests.control import places
 
@@ -162,6 +163,19 @@ def test_status_and_watch_say_since_when_a_rank_is_slow(tmp_path: Path, capsys: 
     assert said in " ".join(capsys.readouterr().out.split())
     _, found = as_json(job, capsys)
     assert (found["slow"]["ranks"], found["slow"]["since"]) == ([3], 5)
+
+
+def test_watch_names_a_slow_link_about_which_no_status_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, WorldLayout(ParallelSizes(pp=4)))
+    job.begin()
+    for rank in range(4):
+        job.status(rank, recent=recent(100.0, 90.0), waits=0.3)
+    write(Scenario("slow link", link={1: 8.0}), tmp_path)
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert 0 < said.index("Exchanges between stages 1 and 2") < said.index("wait for a processor core")
 
 
 def test_without_a_timeline_it_is_known_how_often_a_step_begins(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
