@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing import RanksFailed, run_ranks
 from tests.faults import jobs
 
@@ -112,6 +113,10 @@ def test_full_disk(mebibytes: float, tmp_path: Path) -> None:
         assert lines, "a full disk must be said"
         for name, data in contents.items():
             if name.startswith("."):
+                continue
+            if name.endswith(SUFFIX):
+                (tmp_path / name).write_bytes(data)
+                assert read_timeline(tmp_path / name).damage is None
                 continue
             json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
 

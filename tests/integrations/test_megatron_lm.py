@@ -102,7 +102,7 @@ def megaprof(*arguments: str) -> str:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name.partition("-tp")[0] for path in directory.iterdir())
+    return sorted(path.name.partition("-tp")[0] for path in directory.glob("*.pt.trace.json.gz"))
 
 
 def stages(*kinds: str) -> list[str]:
@@ -158,7 +158,12 @@ def test_tensor_parallel_stages(checkout: Path, tmp_path: Path) -> None:
     )
     assert profiled == plain
     assert names(out) == stages("evaluate.step000000", "train_actor.step000003")
-    assert sorted(path.name.rpartition("rank")[2][:5] for path in out.iterdir()) == ["00000", "00000", "00002", "00002"]
+    assert sorted(path.name.rpartition("rank")[2][:5] for path in out.glob("*.pt.*")) == [
+        "00000",
+        "00000",
+        "00002",
+        "00002",
+    ]
     reported = trained(out)
     assert (reported["sizes"]["tp"], reported["sizes"]["pp"]) == (2, 2)
     assert layers(reported) == [2, 6]

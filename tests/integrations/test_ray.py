@@ -97,7 +97,7 @@ def test_two_actors_are_one_pipeline(way: str, tmp_path: Path, capsys: pytest.Ca
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names
         armed = drive(tmp_path, env, given, Path(short))
     assert armed == [["megaprof.autoload.arming"]] * 2
-    found = sorted(path.name.split(".pt.")[0] for path in out.iterdir())
+    found = sorted(path.name.split(".pt.")[0] for path in out.glob("*.pt.*"))
     assert found == [
         f"{target}.pp{pp}-tp0-cp0-ep0-dp0.rank0000{pp}"
         for target in ("train_actor.step000001", "train_log_probs.step000000")

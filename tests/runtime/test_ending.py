@@ -27,8 +27,8 @@ def run(what: str, directory: Path, send: signal.Signals | None = None) -> subpr
 
 
 def traces(directory: Path) -> list[dict[str, Any]]:
-    """Every file with a final name, parsed; anything half-written would not be."""
-    found = [path for path in sorted(directory.iterdir()) if not path.name.startswith(".")]
+    """Every trace with a final name, parsed; anything half-written would not be."""
+    found = [path for path in sorted(directory.glob("*.pt.trace.json*")) if not path.name.startswith(".")]
     contents = [gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes() for path in found]
     return [json.loads(content) for content in contents]
 
