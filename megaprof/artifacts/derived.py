@@ -1,35 +1,36 @@
 """Computes files from a finished raw trace: the kernel summary and collapsed stacks.
 
 A child process does the work, because a thread of this process would hold the interpreter lock, which the training
-thread needs. The child runs at a lower priority and uses only the standard library. It reads the trace from a file that
-is already open, so the trace may be compressed and its raw file removed at any time.
+thread needs. The child runs at a lower priority. It reads the trace from a file that is already open, so the trace may
+be compressed and its raw file removed at any time.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from megaprof.artifacts.kernels import KernelSummary, read_events
-from megaprof.artifacts.stacks import CollapsedStacks
 from megaprof.artifacts.writer import Artifact, Writer
-from megaprof.formats.names import raw_path
+from megaprof.formats.names import KERNELS_SUFFIX, raw_path
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
-KERNELS_SUFFIX = ".kernels.json"
-STACKS_SUFFIX = ".stacks.txt.gz"
-DEVICE_STACKS_SUFFIX = ".cuda.stacks.txt.gz"
 #: The most windows whose files may wait for their turn. Each keeps a raw trace on disk, and nothing in memory.
 _QUEUE = 8
-#: With -I -S, the user's PYTHON* variables and site-packages cannot slow down the start of the interpreter.
-_CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from megaprof.artifacts.derived import main; main(sys.argv[2])"
+#: With -I -S, the user's PYTHON* variables and site-packages cannot slow down the start of the interpreter. Training
+#: itself never imports the analysis.
+_CHILD = (
+    "import json, sys; order = json.loads(sys.argv[1]); sys.path += order['places']; "
+    "from megaprof.analysis.trace.summary import main; main(order)"
+)
+#: The packages that the child needs.
+_PACKAGES = ("megaprof", "numpy", "msgspec", "isal")
 
 
 class DerivedFiles:
@@ -93,11 +94,15 @@ class DerivedFiles:
 
     def _derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
         raw_paths = {suffix: raw_path(final) for suffix, final in files.items()}
-        order = json.dumps({"identity": identity, "files": {suffix: str(raw) for suffix, raw in raw_paths.items()}})
-        root = str(Path(__file__).resolve().parents[2])
+        specs = filter(None, map(find_spec, _PACKAGES))
+        order = {
+            "identity": identity,
+            "files": {suffix: str(raw) for suffix, raw in raw_paths.items()},
+            "places": [*dict.fromkeys(str(Path(spec.origin).resolve().parents[1]) for spec in specs if spec.origin)],
+        }
         try:
             subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _CHILD, root, order],
+                [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(order)],
                 stdin=trace,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -116,26 +121,3 @@ class DerivedFiles:
             if raw.exists():
                 self._writer.finish(Artifact(raw, files[suffix]))
         return summary
-
-
-def main(order: str) -> None:
-    """Reads a raw trace from standard input and writes the files that ``order`` (JSON) names. Runs in the child."""
-    os.nice(5)
-    request = json.loads(order)
-    files: dict[str, str] = request["files"]
-    summary, stacks = KernelSummary(), CollapsedStacks()
-    with open(sys.stdin.fileno(), encoding="utf-8", errors="replace") as trace:
-        for event in read_events(trace):
-            if KERNELS_SUFFIX in files:
-                summary.add(event)
-            if STACKS_SUFFIX in files:
-                stacks.add(event)
-    if KERNELS_SUFFIX in files:
-        Path(files[KERNELS_SUFFIX]).write_text(json.dumps(summary.result(request["identity"])), encoding="utf-8")
-    if STACKS_SUFFIX in files:
-        with open(files[STACKS_SUFFIX], "w", encoding="utf-8") as file:
-            file.writelines(stacks.host())
-        device = list(stacks.device())
-        if device and DEVICE_STACKS_SUFFIX in files:
-            with open(files[DEVICE_STACKS_SUFFIX], "w", encoding="utf-8") as file:
-                file.writelines(device)

@@ -15,6 +15,7 @@ from pathlib import Path
 from megaprof.parallel.topology import Place, RankCoords
 
 TRACE_SUFFIX = ".pt.trace.json.gz"
+KERNELS_SUFFIX, STACKS_SUFFIX, DEVICE_STACKS_SUFFIX = ".kernels.json", ".stacks.txt.gz", ".cuda.stacks.txt.gz"
 _LONGEST_PART = 40
 _SHARD = re.compile(r"ranks\d{6,}-\d{6,}", re.ASCII)
 #: Ranks whose files share a directory. A larger world has several, so that none ever holds 100,000 files.

@@ -13,12 +13,12 @@ from typing import Any, BinaryIO
 import torch
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, supported_activities
 
-from megaprof.artifacts.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
+from megaprof.artifacts.derived import DerivedFiles
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats import graphs
 from megaprof.formats.metadata import Profiler
-from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
+from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, TRACE_SUFFIX, kineto_temporary
 from megaprof.formats.ranges import GARBAGE, operation_range
 from megaprof.recorders import Window
 from megaprof.recorders.cupti import cupti

@@ -116,7 +116,7 @@ def read_recording(source: Source) -> list[Recording]:
 
 def _kineto(path: Path) -> Recording:
     events = Events(path, top=("distributedInfo",))
-    if not events.has_kernels:
+    if not events.has(KERNEL):
         raise Undecodable(_ASCEND if events.processes & _OF_ASCEND else _NO_KERNELS)
     gpu, _, on_gpu = activities(events, None)
     host = events.take(ANNOTATION), events.take(OPERATOR)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter
@@ -80,6 +80,12 @@ class Columns:
     def __len__(self) -> int:
         return len(self.name)
 
+    @staticmethod
+    def joined(pieces: Iterable[Columns]) -> Columns:
+        """Returns the events of all pieces, one after the other."""
+        columns = zip(*(vars(piece).values() for piece in (_NONE, *pieces)), strict=True)
+        return Columns(*map(np.concatenate, columns))
+
     def rows(self, chosen: npt.NDArray[Any]) -> Columns:
         """Returns the events that ``chosen`` selects."""
         return Columns(*(column[chosen] if len(column) else column for column in vars(self).values()))
@@ -110,9 +116,11 @@ class Events:
         path: Path,
         *,
         top: Collection[str] = (),
+        columns: Mapping[str, tuple[str, ...]] = _COLUMNS,
         operators: Callable[[Document[Event]], bool] = lambda document: False,
     ) -> None:
-        """``top``: the names of other top-level values that ``document`` keeps. ``operators`` is asked before each
+        """``top``: the names of other top-level values that ``document`` keeps. ``columns``: the columns that each
+        category has, besides names and times; other categories are not read. ``operators`` is asked before each
         piece, until it says no, whether operators of the CPU are read, with what is known of the file by then."""
         self.impossible: Counter[str] = Counter()
         """The number of events without a possible time, by category."""
@@ -122,6 +130,7 @@ class Events:
         """Times and allocated bytes by device, if memory was recorded."""
         self._numbers, self._places, self._words = _Numbered(), _Numbered(), _Numbered({Said(): 0})
         self._uses = ByName()
+        self._wanted = columns
         self._columns: defaultdict[str, list[Columns]] = defaultdict(list)
         self._rows = 0
         self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
@@ -138,15 +147,13 @@ class Events:
         """The moment from which times in the file count, in nanoseconds since the epoch."""
         self.names, self.threads, self.said = [*self._numbers], [*self._places], [*self._words]
 
-    @property
-    def has_kernels(self) -> bool:
-        """Returns whether there are kernels of a GPU, including those without a possible time."""
-        return KERNEL in self._columns
+    def has(self, category: str) -> bool:
+        """Returns whether there are events of a category, including those without a possible time."""
+        return category in self._columns
 
     def take(self, *categories: str) -> Columns:
         """Returns the events of some categories, and forgets them. ``COMMUNICATES`` is a category of its own."""
-        pieces = [piece for category in categories for piece in self._columns.pop(category, ())]
-        return Columns(*map(np.concatenate, zip(*(vars(piece).values() for piece in (_NONE, *pieces)), strict=True)))
+        return Columns.joined(piece for category in categories for piece in self._columns.pop(category, ()))
 
     def named(self, columns: Columns, wanted: Callable[[str], Any]) -> npt.NDArray[np.bool_]:
         """Returns for each event whether its name is ``wanted``, which is asked once for each name."""
@@ -181,10 +188,12 @@ class Events:
         for name, of_category in by_category.items():
             category = (name or "").lower()
             if category == OPERATOR:
-                if communicating := [event for event in of_category if event.name == COMMUNICATES]:
+                if COMMUNICATES in self._wanted and (
+                    communicating := [event for event in of_category if event.name == COMMUNICATES]
+                ):
                     self._put(COMMUNICATES, communicating)
                 of_category = of_category if operators else [each for each in of_category if _SPEAKS.match(each.name)]
-            if category in _COLUMNS and of_category:
+            if category in self._wanted and of_category:
                 self._put(category, [event for event in of_category if event.ph == "X"])
             elif name is None or category == INSTANT:
                 self._add_others(of_category)
@@ -204,7 +213,7 @@ class Events:
         name = np.fromiter(map(self._numbers.__getitem__, map(_NAME, events)), dtype=np.int32, count=len(events))
         begin = np.rint(start).astype(np.int64)
         spans = np.column_stack((begin, begin + np.rint(duration).astype(np.int64)))
-        more = {column: self._column(column, events) for column in _COLUMNS[category]}
+        more = {column: self._column(column, events) for column in self._wanted[category]}
         self._columns[category].append(replace(_NONE, name=name, spans=spans, **more))
 
     def _column(self, column: str, events: Sequence[Event]) -> npt.NDArray[Any]:

@@ -75,7 +75,7 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Launches, Col
     order of `Activities.row`. These say about a collective what they or the operator around their launch say. ``sizes``
     has the number of ranks of each axis; None if they are unknown."""
     kernels, copies, calls = events.take(KERNEL), events.take(*COPIES), events.take(*LAUNCHES)
-    on_gpu = Columns(*map(np.concatenate, zip(vars(kernels).values(), vars(copies).values(), strict=True)))
+    on_gpu = Columns.joined([kernels, copies])
     kernel = np.arange(len(on_gpu)) < len(kernels)
     # RCCL's kernels say nothing, nor do the copies of a collective that a copy engine runs.
     on_gpu = replace(on_gpu, said=np.where(on_gpu.said > 0, on_gpu.said, events.said_around(on_gpu)))

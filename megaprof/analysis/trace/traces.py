@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import ANNOTATION, LAUNCHES, OPERATOR, Columns, Events
+from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Columns, Events
 from megaprof.analysis.trace.decoding import Document, Event, Undecodable
 from megaprof.analysis.trace.gpu import Activities, Allocations, Launches, activities, allocations, is_start
 from megaprof.analysis.trace.groups import COMMUNICATES
@@ -167,7 +167,7 @@ def _trace(path: Path) -> Trace:
     document, base = events.document, events.base
     metadata = _metadata(document)
     warnings = list(_name_warnings(path, metadata.coords))
-    has_kernels = events.has_kernels
+    has_kernels = events.has(KERNEL)
     # Kineto repeats every range on the GPU's timeline (``gpu_user_annotation``), which is not read.
     annotations, operators = events.take(ANNOTATION), events.take(OPERATOR)
     traced_ranges = [TracedRange(*meant) for meant in events.meant(ranges.parse, annotations, operators)]

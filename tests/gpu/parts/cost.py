@@ -5,7 +5,6 @@ windows against CUDA events around plain steps, with the kernel summary against 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,13 +16,13 @@ import torch
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.summary import kernel_summary, read_all
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture.session import Session
 from megaprof.formats.ranges import FORWARD
 from megaprof.formats.steps import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import BuiltGPT, build
-from tests.artifacts.summaries import summarise
 from tests.gpu.found import Found, difference
 from tests.gpu.job import WARM, Stopwatch, activities, config, hooked, machine, steps_from, train, workload
 from tests.gpu.stand_ins import Cudart, faked
@@ -177,8 +176,8 @@ def _theirs(found: Found, gpt: BuiltGPT, directory: Path, cpu: bool) -> float:
     kernels = [row for row in rows if not getattr(row, "is_user_annotation", False)]
     averages = sum(float(row.self_device_time_total) for row in kernels) / 1e3
     (path,) = directory.iterdir()
-    with gzip.open(path, "rt") as file:
-        ours = sum(each["self_us"] for each in summarise(file)["devices"] if not cpu) / 1e3
+    summary = kernel_summary(read_all(path, python=False), {})
+    ours = sum(each["self_us"] for each in summary["devices"] if not cpu) / 1e3
     found.within(cpu, "kernels (ms) add up as in key_averages()", ours, averages, 0.001)
     return took
 

@@ -1,10 +1,9 @@
-"""Self times, exactly: by construction, against torch's own numbers, and from files that are cut off."""
+"""Self times by construction, against torch's own numbers, and from files that are cut off; collapsed stacks."""
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof import ProfileConfig, install_hooks
-from megaprof.artifacts.kernels import nanoseconds, read_events, self_times, union
-from tests.artifacts.summaries import summarise
+from megaprof.analysis.trace.decoding import Undecodable
+from megaprof.analysis.trace.intervals import intervals, total, union
+from megaprof.analysis.trace.summary import collapsed_stacks, kernel_summary, read_all, self_times
 
 
 def kernel(name: str, start: float, duration: float, stream: int = 7, device: int = 0) -> dict[str, Any]:
@@ -37,8 +36,18 @@ def op(name: str, start: float, duration: float, thread: int = 1, category: str 
     return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": thread, "ts": start, "dur": duration, "args": {}}
 
 
+def written(*events: dict[str, Any]) -> Path:
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump({"schemaVersion": 1, "traceEvents": events, "traceName": "x"}, file, indent=1)
+    return Path(file.name)
+
+
 def summary(*events: dict[str, Any]) -> dict[str, Any]:
-    return summarise(io.StringIO(json.dumps({"schemaVersion": 1, "traceEvents": events, "traceName": "x"}, indent=1)))
+    path = written(*events)
+    try:
+        return kernel_summary(read_all(path, python=False), {})
+    finally:
+        path.unlink()
 
 
 def times(result: dict[str, Any]) -> dict[str, tuple[int, float, float]]:
@@ -95,7 +104,7 @@ spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20), st.integers(0
 def test_self_times_add_up_to_the_busy_time(given: list[tuple[int, int, int]]) -> None:
     ordered = sorted(((s, s + d, n) for s, d, n in given), key=lambda span: (span[0], -span[1]))
     mine = self_times(ordered)
-    assert sum(mine.values()) == union((s, e) for s, e, _ in ordered)
+    assert sum(mine.values()) == total(union(intervals((s, e) for s, e, _ in ordered)))
     # By brute force: instant by instant, the event that started last, and of those the one that comes last.
     slow: dict[int, int] = defaultdict(int)
     for instant in range(80):
@@ -105,27 +114,19 @@ def test_self_times_add_up_to_the_busy_time(given: list[tuple[int, int, int]]) -
     assert {name: time for name, time in mine.items() if time} == dict(slow)
 
 
-def test_times_are_exact() -> None:
-    assert nanoseconds("4393776431045.965") == 4393776431045965
-    assert nanoseconds(12) == 12000
-    assert nanoseconds("0.1") == 100
-    assert nanoseconds("1e3") == 1000000
-    many = [op("aten::add", i * 0.001, 0.001) for i in range(3000)]
-    assert times(summary(*many))["aten::add"] == (3000, 3.0, 3.0)
+def test_times_are_exact_to_the_nanosecond() -> None:
+    many = [op("aten::add", 4_393_776_431.045 + i * 0.001, 0.001) for i in range(3000)]
+    count, self_us, union_us = times(summary(*many))["aten::add"]
+    assert (count, self_us) == (3000, pytest.approx(3.0, abs=0.002))
+    assert union_us == pytest.approx(3.0, abs=0.002)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 30, 200])
-def test_a_trace_that_is_cut_off_is_no_summary(cut: int) -> None:
+def test_a_trace_that_is_cut_off_is_no_summary(cut: int, tmp_path: Path) -> None:
     text = json.dumps({"traceEvents": [op("aten::add", 0, 1)] * 3})
-    with pytest.raises(ValueError, match=r"trace ends in the middle|no traceEvents"):
-        list(read_events(io.StringIO(text[: min(cut, len(text) - 3)])))
-
-
-def test_events_are_read_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaprof.artifacts.kernels._CHUNK", 7)
-    events = [op(f"aten::op{i}", i, 1.5) for i in range(5)]
-    text = json.dumps({"traceEvents": events, "after": ["]"]})
-    assert [event["name"] for event in read_events(io.StringIO(text))] == [f"aten::op{i}" for i in range(5)]
+    (path := tmp_path / "x.json").write_text(text[: min(cut, len(text) - 3)])
+    with pytest.raises((ValueError, Undecodable), match=r"truncated|empty|ends too early|no list of"):
+        read_all(path, python=True)
 
 
 def test_self_times_agree_with_torchs_own(tmp_path: Path) -> None:
@@ -139,50 +140,56 @@ def test_self_times_agree_with_torchs_own(tmp_path: Path) -> None:
             with torch.profiler.record_function("step"):
                 model(torch.randn(32, 64)).sum().backward()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    with open(tmp_path / "trace.json") as file:
-        mine = times(summarise(file))
+    mine = times(kernel_summary(read_all(tmp_path / "trace.json", python=False), {}))
     theirs = {a.key: (a.count, a.self_cpu_time_total) for a in profile.key_averages() if a.key.startswith("aten::")}
     assert {name: count for name, (count, _, _) in mine.items()}.items() >= {("aten::linear", 10), ("aten::relu", 5)}
-    for name, (count, total) in theirs.items():
-        assert mine[name][1] == pytest.approx(total, abs=0.01 * count + 0.1), name
+    for name, (count, self_us) in theirs.items():
+        assert mine[name][1] == pytest.approx(self_us, abs=0.01 * count + 0.1), name
 
 
-def test_a_controller_gets_the_last_windows_summary(one_rank: Any, tmp_path: Path) -> None:
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0, active=2, kernels=True)
-    with install_hooks(one_rank.chunks, config) as handle:
-        assert handle.kernel_summary() is None, "no window was closed yet"
-        for step in range(2):
-            one_rank.train_step()
-            summary = handle.kernel_summary(timeout=60)
-            assert summary is not None
-            assert (summary["target"], summary["steps"], summary["truncated"]) == ("train_actor", [step, step], False)
-            assert summary["coords"]["rank"] == 0
-            assert pickle.loads(pickle.dumps(summary)) == summary
-            counts = {k["name"]: k["count"] for k in summary["kernels"]}
-            assert counts["aten::mm"] >= one_rank.workload.microbatches
-    assert handle.kernel_summary() == summary, "still there after remove()"
-    (path,) = tmp_path.glob("*step000001*.kernels.json")
-    assert json.loads(path.read_text()) == summary
-    assert len(list(tmp_path.iterdir())) == 4
+def event(category: str, name: str, start: float, duration: float, thread: int = 1, **args: Any) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 9,
+        "tid": thread,
+        "ts": start,
+        "dur": duration,
+        "args": args,
+    }
 
 
-def test_without_the_option_there_is_no_summary(one_rank: Any, tmp_path: Path) -> None:
-    with install_hooks(
-        one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0)
-    ) as handle:
-        one_rank.train_step()
-        assert handle.kernel_summary(timeout=60) is None
-    assert install_hooks(one_rank.chunks, ProfileConfig()).kernel_summary() is None
+def collapsed(*events: dict[str, Any]) -> tuple[list[str], list[str]]:
+    path = written(*events)
+    try:
+        return collapsed_stacks(read_all(path, python=True))
+    finally:
+        path.unlink()
 
 
-def test_a_summary_that_fails_costs_only_itself(
-    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("megaprof.artifacts.derived._CHILD", "import sys; sys.exit('no memory today')")
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0, kernels=True)
-    with install_hooks(one_rank.chunks, config) as handle:
-        one_rank.train_step()
-        assert handle.kernel_summary(timeout=60) is None
-        assert handle.active
-    assert "kernels.json could not be made: exit 1: no memory today" in caplog.text
-    assert [path.suffixes[-2:] for path in tmp_path.iterdir()] == [[".json", ".gz"]]
+def test_stacks_of_host_and_device() -> None:
+    host, device = collapsed(
+        event("kernel", "gemm", 900, 40, thread=7, correlation=5),
+        event("python_function", "train.py(3): step; x", 0, 100),
+        event("cpu_op", "aten::mm", 10, 50),
+        event("cuda_runtime", "cudaLaunchKernel", 20, 5.5, correlation=5),
+        event("cpu_op", "aten::mm", 70, 10),
+        event("kernel", "gemm", 950, 2, thread=8, correlation=77),
+        event("cpu_op", "aten::mm", 0, 1, thread=2),
+        event("fwdbwd", "fwdbwd", 0, 1),
+    )
+    assert host == [
+        "train.py(3): step: x 40000\n",
+        "train.py(3): step: x;aten::mm 54500\n",
+        "train.py(3): step: x;aten::mm;cudaLaunchKernel 5500\n",
+        "aten::mm 1000\n",
+    ]
+    assert device == [
+        "train.py(3): step: x;aten::mm;cudaLaunchKernel;gemm 40000\n",
+        "gemm 2000\n",  # launched before the window: its stack is not known
+    ]
+
+
+def test_nothing_recorded_has_no_stacks() -> None:
+    assert collapsed() == ([], [])
