@@ -14,6 +14,7 @@ from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
 from megaprof.analysis.what_if.changes import Baseline, Change, Priced, priced
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import Layout
+from megaprof.analysis.what_if.memory import Whole
 
 _MOST_LAYOUTS = 3
 #: How many layouts are priced: those with the shortest undisturbed step.
@@ -22,13 +23,16 @@ _CHUNK_COUNTS = (1, 2, 3, 4)
 
 
 def layouts(run: Changeable) -> list[Priced]:
-    """Returns the quickest layouts other than the captured one, even if they gain nothing. Of those that do not fit
-    into the measured memory, it returns only the quickest."""
+    """Returns the quickest layouts other than the captured one, even if they gain nothing; of those with one name, and
+    of those that do not fit into the measured memory, only the quickest."""
     tried = [
         predicted(run, "layout", replace(run.captured, pieces=pieces))
         for pieces in _quickest(run, run.baseline.replay, _PRICED)
     ]
-    return sorted(tried, key=lambda candidate: candidate.prediction.step_ms)[:_MOST_LAYOUTS]
+    first: dict[object, Priced] = {}
+    for candidate in sorted(tried, key=lambda candidate: candidate.prediction.step_ms):
+        first.setdefault((candidate.prediction.layers, candidate.prediction.fits), candidate)
+    return [*first.values()][:_MOST_LAYOUTS]
 
 
 def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
@@ -37,19 +41,25 @@ def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
     schedule, memory = replay.schedule, run.memory
     same = schedule.chunks == run.baseline.replay.schedule.chunks
     factor = run.costs.factor if same else run.costs.of_stage[:, None]
+
+    def needs(stages: Whole, layers: Whole) -> Floats:
+        return np.where(layers.any(axis=1), np.zeros(len(stages)), np.inf)  # no stage may be without layers
+
     searched = partial(
         search,
         run.costs.units,
         replay,
         p2p_ms=run.baseline.p2p_ms,
         factor=factor * np.reshape(run.slower, (-1, 1, 1)),
+        needs=needs,
         top=most + 1,
     )
     others = [pieces for pieces in searched() if pieces != run.pieces]
     if memory is not None and not all(memory.fit(pieces, schedule).fits for pieces in others):
-        bounded = searched(needs=partial(memory.part, schedule=schedule))
-        fitting = [pieces for pieces in bounded if pieces != run.pieces]
-        others = [*(pieces for pieces in others[:1] if not memory.fit(pieces, schedule).fits), *fitting]
+        part = partial(memory.part, schedule=schedule)
+        bounded = searched(needs=lambda stages, layers: needs(stages, layers) + part(stages, layers))
+        unfit = [pieces for pieces in others[:1] if not memory.fit(pieces, schedule).fits]
+        others = [*unfit, *(pieces for pieces in bounded if pieces != run.pieces)]
     return others[:most]
 
 
@@ -83,9 +93,7 @@ def microbatch_counts(run: Baseline) -> Iterator[Priced]:
     known."""
     schedule, free = run.replay.schedule, np.concatenate([run.drawn] * WAYS)
     captured = schedule.microbatches
-    for count in (2 * captured, captured // 2):
-        if count < 1 or (count < captured and captured % 2):
-            continue
+    for count in (2 * captured, captured // 2) if captured % 2 == 0 else (2 * captured,):
         try:
             change = Change(rescheduled(run.replay, schedule.chunks, count), captured / count)
         except ValueError:

@@ -262,11 +262,7 @@ def _shared_cores(hosts: Sequence[HostCores]) -> Note | None:
 def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:
     """Returns the fastest layout that certainly gains enough; of those that cannot be told apart from it, one that
     needs no more activations than stages were seen to hold."""
-    gaining = [
-        candidate
-        for candidate in compared
-        if _certainly(candidate.prediction) and candidate.prediction.fits is not False
-    ]
+    gaining = [each for each in compared if each.prediction.low > 1.0 + LEAST and each.prediction.fits is not False]
     if not gaining:
         return None
     first = gaining[0]
@@ -274,10 +270,6 @@ def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:
         (candidate for candidate in gaining if not candidate.prediction.exceeds(held) and not apart(first, candidate)),
         first,
     )
-
-
-def _certainly(prediction: Prediction) -> bool:
-    return prediction.low > 1.0 + LEAST
 
 
 def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
@@ -295,7 +287,7 @@ def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Adv
         return "change"
     if first is None:
         return "no_other"
-    if first.fits is False and _certainly(first):
+    if first.fits is False and first.low > 1.0 + LEAST:
         return "none_fits"
     if more:
         return "open"

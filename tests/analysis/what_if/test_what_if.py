@@ -438,3 +438,14 @@ def test_no_suggestion_is_slower_than_the_captured_layout(layers, embedding, los
         # With two stages an embedding and a loss cannot both be told from the layers, and the report says so.
         suggested = truth(scenario, parse_layout(what_if.best.layout, len(layers)))
         assert suggested <= truth(scenario, captured) * 1.001
+
+
+def test_no_layout_has_a_stage_without_layers_or_the_name_of_another():
+    """The loss takes so long that the last stage had better hold nothing else."""
+    for layers in ((2, 2), (4, 4, 4, 4), ((2, 2), (3, 3), (2, 2), (2, 2))):
+        candidates = [
+            each for each in found(Scenario("a", layers=layers, loss=30.0)).candidates if each.kind == "layout"
+        ]
+        assert candidates
+        assert all(min(each.layers) > 0 for each in candidates)
+        assert len({each.layers for each in candidates}) == len(candidates)

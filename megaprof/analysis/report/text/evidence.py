@@ -118,10 +118,10 @@ def _held(measured: TargetStages, stage: int | None = None) -> Iterable[ModelChu
 
 
 def _one_kind(cause: Cause, measured: TargetStages) -> str:
-    slow, other = ("forward", "backward") if cause.kind == "slow_forward" else ("backward", "forward")
+    slow = cause.kind.removeprefix("slow_")
     return (
         f"The {slow}s of stage {cause.stage} take {_part(cause, f'{slow}_ms')} longer for each microbatch than its "
-        f"layers need; its {other}s take what they should."
+        "layers need."
     )
 
 

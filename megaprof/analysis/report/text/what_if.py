@@ -268,8 +268,6 @@ def _advice(predictions: WhatIf) -> str:
     if predictions.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, predictions)}"
     if predictions.advice == "unsure":
-        if round(first.speedup, 2) <= 1.0:
-            return f"no other layout with as many model chunks is expected to be faster: {would}"
         return (
             f"{_UNSURE}, {name}, would be {times} if nothing else changes, and more steps would not show whether it is"
         )
@@ -371,7 +369,7 @@ def of_costs(fit: CostFit) -> str:
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
     costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
     text = (
-        f"Costs of a microbatch in the quicker passes, exposed communication included, from {source}: "
-        f"{', '.join(costs)}"
+        "Costs of a microbatch in the quicker passes, with exposed communication and waiting for the host, from "
+        f"{source}: {', '.join(costs)}"
     )
     return "; ".join([text, *(_ASSUMED[assumption] for assumption in fit.assumptions)])
