@@ -382,8 +382,8 @@ def _role(path: str) -> str | None:
 
 
 def _heed(path: str, node: Any, section: str, prefix: str = "") -> None:
-    """Logs the settings of a section, of those whose names begin with ``prefix``, that have no effect."""
-    if section not in _KNOWN:  # of a tool that is refused
+    """Logs on rank 0 the settings of a section, of those whose names begin with ``prefix``, that have no effect."""
+    if section not in _KNOWN or os.environ.get("RANK", "0") != "0":  # a tool that is refused has no section
         return
     known = _KNOWN[section]
     for name in node if isinstance(node, Mapping) else getattr(node, "__dict__", ()):

@@ -298,6 +298,12 @@ def test_no_setting_of_verl_is_lost_in_silence(path: str, value: Any, caplog: py
         assert line.startswith(f"megaprof: {path}:")
 
 
+def test_of_many_ranks_one_names_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("RANK", "3")
+    verl.config_from(verl_tree({f"{ACTOR}.enable": True, f"{ACTOR}.rank": [3]}))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(("name", "usual", "other"), [("stack_depth", 32, 8), ("context", "all", "alloc")])
 def test_settings_of_verls_memory_tool(name: str, usual: Any, other: Any, caplog: pytest.LogCaptureFixture) -> None:
     ours = {f"{ACTOR}.enable": True, f"{ACTOR}.tool": "torch_memory", "global_profiler.tool": "torch_memory"}
