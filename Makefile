@@ -82,11 +82,9 @@ test-nsys: .venv/ready
 	[ -x .venv/nsys/bin/nsys ] || tests/nsys/install.sh .venv/nsys $(BIN)/python || true
 	$(PYTEST) $(ARGS) tests/nsys
 
-# The documentation site, in build/site, with example reports in gallery/. A broken link, or a page without a link to it,
-# is an error.
+# The documentation site, in build/site. A broken link, or a page without a link to it, is an error.
 docs: .venv/docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
-	.venv/docs/bin/python -m tests.gallery build/site/gallery
 
 # docs/schemas and docs/json.md, from the dataclasses.
 schemas: .venv/ready
@@ -180,7 +178,7 @@ LEAN := .venv/demo/bin/python $(INSTALL)
 
 DOCS := print(*p['options.extras_require']['docs'].split())
 
-# One for the documentation, which reads the sources. The gallery runs the report, which needs no torch.
+# One for the documentation, which reads the sources.
 .venv/docs/ready: setup.cfg Makefile
 	$(PYTHON) -m venv .venv/docs
 	.venv/docs/bin/python $(INSTALL) \

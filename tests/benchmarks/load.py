@@ -1,7 +1,7 @@
 """What every rank asks of its host and of the file system: measured on a real job, computed for any number of ranks.
 
     python -m tests.benchmarks.load    start-up cost and file operations of a real two-rank job; last line JSON
-    python -m tests.benchmarks.scale --table      the table of docs/scale.md
+    python -m tests.benchmarks.scale --table      the table of docs/cluster.md
 
 The table multiplies what one rank does, as constants of the code say (intervals, sizes, files kept, ranks a directory),
 by the ranks. How many operations that is, ``START``, ``LOOK`` and ``END``, is what the first command counts; a test
@@ -38,7 +38,7 @@ from tests.analysis.job_timelines import write_timelines
 
 ROOT = Path(__file__).parents[2]
 
-RANKS = (8, 1_024, 16_384, 100_000)
+RANKS = (64, 512, 4_096, 16_384, 100_000)
 #: What the table assumes of the job.
 STEP_SECONDS, MICROBATCHES, STAGES, TRACE_MB = 10.0, 32, 16, 10.0
 

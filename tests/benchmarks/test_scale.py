@@ -1,4 +1,4 @@
-"""docs/scale.md says what the code says, and the code what a real job does."""
+"""docs/cluster.md says what the code says, and the code what a real job does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.benchmarks import load
 
 ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "scale.md").read_text()
+DOCS = (ROOT / "docs" / "cluster.md").read_text()
 
 
 def test_the_table_in_the_documents_is_the_computed_one() -> None:

@@ -21,7 +21,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.diagnosis.test_averages import timeless
 from tests.analysis.job_timelines import START_NS, Slow, coupled, write_timelines
 
-DOCS = (Path(__file__).parents[3] / "docs" / "scale.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "timeline.md").read_text()
 LAYOUT = WorldLayout(ParallelSizes.of(32, tp=2, pp=4))
 
 

@@ -11,7 +11,7 @@ from megaprof.analysis.report.report import analyze
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.truth.rules import rules
 
-TABLE = Path(__file__).parents[3] / "docs" / "truth.md"
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 EIGHT = (4,) * 8
 TWICE = ((2, 2), (2, 2), (2, 2), (2, 2))
 BOTH = ("forward", "backward")
@@ -239,36 +239,12 @@ def test_the_report_names_what_is_wrong_and_what_it_costs(scenario, tmp_path):
         assert row.compute_ms.mean > target.stages[row.pp].compute_ms.mean
 
 
-def table() -> str:
-    lines = [
-        "# How the report was tested",
-        "",
-        "Read this to decide how far to trust what the report names. There are two tests: a list of runs with known",
-        "causes, all of which the report must name, and random pipelines, which show how often it is right.",
-        "",
-        rules(),
-        "## Runs with known causes",
-        "",
-        f"{len(ALL)} synthetic runs: {len(HEALTHY)} healthy ones, {len(SINGLE)} with one cause and {len(PAIRS)} with",
-        "two. For each, the report must name the causes in the last column and no others",
-        "(`tests/analysis/report/test_truth.py`). After the colon stands the stage or the process group, and then the",
-        "price in percent of the step, with the causes before it fixed. A run is healthy if no fault was put into it;",
-        "some of what it contains has a price all the same. `python -m tests.analysis.report.test_truth` writes this",
-        "page.",
-        "",
-        "| run | stages | chunks | microbatches | trace | causes named |",
-        "|---|---|---|---|---|---|",
-    ]
-    for s in ALL:
-        named_causes = ", ".join(f"`{cause}` {price:.1f} %" for cause, price in s.expected.items()) or "none"
-        kind = "GPU" if s.gpu else "CPU"
-        lines.append(f"| {s.name} | {s.stages} | {s.chunks} | {s.microbatches} | {kind} | {named_causes} |")
-    return "\n".join([*lines, ""])
-
-
-def test_the_table_is_up_to_date():
-    assert TABLE.read_text(encoding="utf-8") == table(), "run python -m tests.analysis.report.test_truth"
+def test_the_rules_in_the_documents_are_those_of_the_code():
+    written = PAGE.read_text(encoding="utf-8").split("<!-- rules -->\n")[1].split("<!-- end of rules -->")[0]
+    assert written == rules(), "run python -m tests.analysis.report.test_truth"
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(), encoding="utf-8")
+    before, rest = PAGE.read_text(encoding="utf-8").split("<!-- rules -->\n")
+    after = rest.split("<!-- end of rules -->")[1]
+    PAGE.write_text(f"{before}<!-- rules -->\n{rules()}<!-- end of rules -->{after}", encoding="utf-8")

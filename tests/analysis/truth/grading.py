@@ -1,4 +1,4 @@
-"""How good a diagnosis is, against the truth: one table says which names mean the same fault (docs/truth.md)."""
+"""How good a diagnosis is, against the truth: one table says which names mean the same fault (docs/benchmarks.md)."""
 
 from __future__ import annotations
 

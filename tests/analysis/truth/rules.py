@@ -1,4 +1,4 @@
-"""The rules by which a diagnosis of drawn pipelines is marked, as docs/truth.md has them."""
+"""The rules by which a diagnosis of drawn pipelines is marked, as docs/benchmarks.md has them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ _WHAT = {
 
 
 _BEGINNING = """\
-## Drawn pipelines
-
 A fixed list of runs can be tuned to. So `make bench-truth` draws hundreds of random pipelines from a seed: 1 to 8
 stages, 1 to 3 model chunks, 1 to 4 replicas, 4 to 64 microbatches, 1 to 60 steps; 1F1B, interleaved, forward-only, or
 no pipeline; exchanges that are a rendezvous, buffered or overlapped; noise of 0.3 to 5 %, bursts of other load, hosts
@@ -36,7 +34,6 @@ of them are healthy, half have one fault, and a quarter have two.
 
 The pipelines are simulated by code that shares nothing with the analysis (`tests/analysis/truth`). The true price of a
 fault is the step with it minus the step without it, from the same random numbers.
-[The figures](benchmarks.md#pipelines-with-known-faults-make-bench-truth) are in the benchmarks.
 
 | fault | meaning | counts as found if one of these is named in the right place |
 |---|---|---|
