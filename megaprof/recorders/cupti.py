@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 _TEARDOWN, _NO_RETURN = "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"
 _SINCE = 12, 6
 
@@ -39,6 +37,8 @@ class Cupti:
         for name in (_TEARDOWN, _NO_RETURN):
             if name in os.environ:
                 return f"attached: {name}={os.environ[name]} is set"
+        import torch
+
         version = tuple(map(int, str(torch.version.cuda or "0").split(".")[:2]))
         if version < _SINCE:
             return f"attached: CUDA {torch.version.cuda} is older than {'.'.join(map(str, _SINCE))}"
