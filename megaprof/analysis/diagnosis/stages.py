@@ -132,6 +132,9 @@ class TargetStages:
     step_time_basis: Basis
     """How the step was measured: from the first stage's start to the last stage's end (``one_clock``) or, without a
     common clock, as the range of the longest stage (``longest_stage``)."""
+    profiled_step_time_ms: Spread | None
+    """Duration of a step that a profiler recorded, in milliseconds. It is ``step_time_ms`` if no other step was
+    recorded; None if no profiler recorded a step."""
     stages: tuple[Stage, ...]
     """Captured stages, by pipeline rank."""
     unjudgeable: Note | None

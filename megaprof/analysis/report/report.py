@@ -117,16 +117,19 @@ def analyze(
     targets = []
     for key, counted_calls in captured.items():
         fleet = next((fleet for fleet in fleets if fleet.key == key), None)
-        measured = _measured(traced[key], diagnosed[key], partial(averages.of_calls, counted_calls))
+        table = tabled[key]
+        measured = _measured(table, diagnosed[key], partial(averages.of_calls, counted_calls))
         if (
             key in fleet_reading.series
             and (note := _not_recovered(counted_calls, fleet_reading.series[key])) is not None
         ):
             measured = replace(measured, warnings=(*measured.warnings, note))
-        table = traced[key]
-        step = measured.steps[-1] if isinstance(table, Unfit) else drawn.typical(table)
-        draw = partial(drawn.of_calls, counted_calls.calls, measured, step)
-        targets.append(_reported(measured, diagnosed[key], draw, fleet, job, memory_limit, traced=True))
+        if isinstance(table, Table) and not table.profiled:
+            draw = partial(drawn.of_table, table, measured, key, fleet_reading.files[key])
+        else:
+            step = measured.steps[-1] if isinstance(table, Unfit) else drawn.typical(table)
+            draw = partial(drawn.of_calls, counted_calls.calls, measured, step)
+        targets.append(_reported(measured, diagnosed[key], draw, fleet, job, memory_limit))
     reported = {target.report.key for target in targets}
     for key in fleet_reading.series:
         fleet = next((fleet for fleet in fleets if fleet.key == key), None)
@@ -270,7 +273,7 @@ def _recorded(
     measured = _measured(table, diagnosed, partial(averages.of_series, reading.series[key]))
     if isinstance(table, Table):
         draw = partial(drawn.of_table, table, measured, key, reading.files[key])
-    return _reported(measured, diagnosed, draw, fleet, job, memory_limit, traced=False)
+    return _reported(measured, diagnosed, draw, fleet, job, memory_limit)
 
 
 def _reported(
@@ -280,17 +283,14 @@ def _reported(
     fleet: Fleet | None,
     job: Path,
     memory_limit: int | None,
-    *,
-    traced: bool,
 ) -> _Target:
     """Reports on one target. ``job``: the directory that the job writes to."""
     if isinstance(diagnosed, Unfit):
         why = measured.unjudgeable or diagnosed.note
         return _Target(TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None, draw)
     examined, diagnosis = diagnosed
-    captured = traced and set(examined.table.steps.tolist()) <= set(measured.steps)
     predicted, by_hand = what_if(examined, diagnosis, memory_limit)
-    report = TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=captured)
+    report = TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=examined.table.profiled)
     return _Target(report, by_hand, draw)
 
 

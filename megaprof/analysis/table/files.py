@@ -24,42 +24,80 @@ def tables(
     for key, from_traces in traced.items():
         from_timelines = by_key.get(key)
         if isinstance(from_timelines, Table) and isinstance(from_traces, Table):
-            by_key[key] = completed(from_timelines, from_traces)
+            by_key[key] = completed(from_timelines, from_traces) or from_traces
         elif not isinstance(from_timelines, Table):
             by_key[key] = from_traces
     return by_key
 
 
-def completed(recorded: Table, traced: Table) -> Table:
-    """Returns a timeline's table, completed with what a trace shows about passes: which parts of them are exposed
-    communication or an idle GPU. If the trace has at least as many ranks and steps, or another schedule, returns the
-    trace's own table."""
-    same_schedule = recorded.schedule == traced.schedule
-    traced_ranks = traced.ranks[..., : traced.compute.shape[3]].size
-    if not same_schedule or (traced_ranks >= recorded.ranks.size and len(traced.steps) >= len(recorded.steps)):
-        return traced
+def completed(recorded: Table, traced: Table) -> Table | None:
+    """Returns the table of a timeline with what a trace shows about passes. How long they take is a matter of steps
+    without a profiler, and so of the timeline; what they consist of is a matter of the trace. Returns None if the two
+    do not show the same passes, or one of them not as the GPU ran them.
 
-    def part(lost_ms: Floats) -> Floats:
-        """Returns milliseconds of each pass, in the shape of ``lost_ms``, by the usual fraction of traced passes."""
-        of_peers = (slice(None),) * 3 + (None,) * (lost_ms.ndim - traced.passes.ndim)
-        usual_fraction = np.median(lost_ms / np.maximum(traced.passes[of_peers], 1e-9), axis=(0, 1, -1))
-        part_ms: Floats = recorded.passes[of_peers] * usual_fraction[..., None]
-        return part_ms
+    On a GPU, kernels take as long under a profiler as without it. So compute and transfers are taken over in
+    milliseconds, and what is left of the timeline's pass is waiting: for peers, as far as their arrivals show it, and
+    else for the host. On a CPU, the profiler makes compute longer, so only transfers are taken over.
+    """
+    on_gpu = "host_bound" in traced.spent
+    whole = all(metadata is not None for metadata in (*recorded.metadata, *traced.metadata))
+    if recorded.schedule != traced.schedule or recorded.device != on_gpu or not whole:
+        return None
+    passes, peers = recorded.passes, recorded.working.shape[3]
+    usual_pass = np.maximum(passes.mean(axis=(0, 5)), 1e-9)[..., None]  # [d, s, c, k, 1]
+    replicas = [np.flatnonzero(traced.ranks[:, 0, 0] == rank) for rank in recorded.ranks[:, 0, 0]]
 
-    exposed, idle = {group: part(exposed_ms) for group, exposed_ms in traced.exposed.items()}, part(traced.idle)
-    same_shape = recorded.compute.shape[1:4] == traced.compute.shape[1:4]
-    working, compute = part(traced.working), part(traced.compute)
-    if working.shape != recorded.working.shape or any(name.endswith("_waiting") for name in recorded.spent):
-        # The timeline knows better which peer waits for which.
-        unseen = idle + sum(exposed_ms for group, exposed_ms in exposed.items() if group not in recorded.spent)
-        working, compute = np.maximum(recorded.working - unseen[:, :, :, None], 0.0), recorded.compute
+    def parts(traced_ms: Floats) -> Floats:
+        """Returns which part of a pass something takes that takes ``traced_ms``, [t, d, s, (p,) c, k, m], in the trace:
+        [d, s, (p,) c, k, 1]. A replica that was not traced is like those that were."""
+        of_replicas = np.median(traced_ms, axis=(0, -1))
+        usual_ms = np.stack([np.median(of_replicas[same if len(same) else ...], axis=0) for same in replicas])
+        of_pass: Floats = usual_ms[..., None] / (usual_pass if usual_ms.ndim == 4 else usual_pass[:, :, None])
+        return of_pass
+
+    def of_peers(traced_ms: Floats) -> Floats:
+        """Returns the times of the same peers as in the timeline, [t, d, s, p, ...]; of other ones, all wait for the
+        longest."""
+        same_peers = traced_ms.shape[3] == peers
+        return traced_ms if same_peers else np.repeat(traced_ms.max(axis=3, keepdims=True), peers, axis=3)
+
+    left = np.ones_like(usual_pass)
+    exposed: dict[str, Floats] = {}
+    for group, exposed_ms in traced.exposed.items():
+        waits = recorded.spent.get(f"{group}_waiting")
+        part = parts(exposed_ms)
+        if waits is not None:  # even the last peer waits, because another one comes last to another collective
+            of_pass = np.nanmean(waits.min(axis=3) / np.maximum(passes.sum(axis=(3, 4, 5)), 1e-9), axis=0)
+            part = part + of_pass[..., None, None, None]
+        part = np.minimum(part, left)
+        exposed[group], left = passes * part, left - part
+    working, compute, idle, spent = recorded.working, recorded.compute, recorded.idle, dict(recorded.spent)
+    if on_gpu:
+        own = np.minimum(parts(of_peers(traced.working)), left[:, :, None])
+        idle = passes * (left - own.max(axis=2))
+        working = passes[:, :, :, None] * own
+        compute = np.minimum(passes[:, :, :, None] * parts(of_peers(traced.compute)), working)
+        spent["host_bound"] = np.broadcast_to(idle.sum(axis=(3, 4, 5))[..., None], working.shape[:4])
+        for name in ("pp", "dp", "gradients"):  # transfers and kernels outside of passes
+            if name in traced.spent:
+                of_ranks = np.median(of_peers(traced.spent[name]), axis=0)
+                usual_ms = [np.median(of_ranks[same if len(same) else ...], axis=0) for same in replicas]
+                spent[name] = np.broadcast_to(np.stack(usual_ms), working.shape[:4])
+    elif not any(name.endswith("_waiting") for name in spent):
+        working, compute = (np.minimum(ms, (passes * left)[:, :, :, None]) for ms in (working, compute))
+    for group in exposed.keys() - spent.keys():
+        others = sum(ms for other, ms in exposed.items() if other != group)
+        spent[group] = (passes - idle - others).sum(axis=(3, 4, 5))[..., None] - working.sum(axis=(4, 5, 6))
     return replace(
         recorded,
         exposed=exposed,
         idle=idle,
         working=working,
         compute=compute,
-        experts=traced.experts if same_shape else None,
+        spent=spent,
+        profiled_length=traced.length,
+        experts=traced.experts if recorded.ranks.shape == traced.ranks.shape else None,
         memory=tuple(map(combined_peak, zip(recorded.memory, traced.memory, strict=True))),
         modules=traced.modules,
+        warnings=tuple(dict.fromkeys((*recorded.warnings, *traced.warnings))),
     )

@@ -100,6 +100,9 @@ class Table:
     length: Floats
     """[t]: the step, from the first rank's entry to the end of the reduction. If replicas do not wait for each other,
     the longest of their steps."""
+    profiled_length: Floats
+    """[step that a profiler recorded]: as ``length``, which is the same if all times are from these steps. A profiler
+    makes steps longer. Empty if all recorded steps ran without one."""
     captured: int
     """Number of replicas that were captured. The table of a large job holds only some of them."""
     clocks: bool
@@ -125,6 +128,11 @@ class Table:
     """The sequence lengths, if captured, by step, replica and microbatch (as indices of ``work``)."""
     warnings: tuple[Note, ...] = ()
     """Notes that a reader of the table must know."""
+
+    @property
+    def profiled(self) -> bool:
+        """True if its times are of steps that a profiler recorded, which take longer than others."""
+        return len(self.profiled_length) > 0 and self.profiled_length is self.length
 
     @property
     def framework(self) -> str | None:

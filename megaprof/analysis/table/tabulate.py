@@ -107,6 +107,7 @@ def tabulate(
         entry=entry[whole_steps],
         reduction=(step_end - last_pass_end)[whole_steps],
         length=step_end[whole_steps],
+        profiled_length=np.empty(0),
         captured=shape[0],
         clocks=clocks,
         aligned_ms=aligned_ms,

@@ -66,7 +66,7 @@ def _table(counted: Counted) -> Table:
     ]
     table = table_of(key, ranks, first_call.metadata, schedule)
     warnings = [*findings.warnings(), *_warnings(table, calls)]
-    return replace(table, warnings=tuple(warnings))
+    return replace(table, profiled_length=table.length, warnings=tuple(warnings))
 
 
 def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:

@@ -186,14 +186,18 @@ def test_of_incomplete_pipelines_the_one_with_most_stages_is_shown(tmp_path: Pat
     assert (target.withheld.kind, target.withheld.count, target.withheld.of) == ("stages_missing", 2, 4)
 
 
-def test_traces_give_the_detail_where_there_are_both(tmp_path: Path) -> None:
+def test_timelines_give_the_times_where_there_are_both(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(2, pp=2))
-    write_timelines(tmp_path, layout, steps=40, microbatches=4)
-    pipeline(tmp_path, [4, 4])
-    report = analyze(tmp_path)
-    (target,) = report.targets
-    assert target.measured.steps == (5,)
-    assert [round(stage.forward_ms.mean) for stage in target.measured.stages if stage.forward_ms] == [160, 160]
+    write_timelines(tmp_path / "alone", layout, steps=40, microbatches=4, noise=0.0)
+    write_timelines(tmp_path / "both", layout, steps=40, microbatches=4, noise=0.0)
+    pipeline(tmp_path / "both", [4, 4])
+    report = analyze(tmp_path / "both")
+    (alone,), (target,) = analyze(tmp_path / "alone").targets, report.targets
+    assert target.step_time_ms == alone.step_time_ms
+    assert alone.profiled_step_time_ms is None
+    assert target.profiled_step_time_ms is not None
+    assert target.profiled_step_time_ms.count == 1
+    assert [stage.forward_ms for stage in target.stages] == [stage.forward_ms for stage in alone.stages]
     assert target.fleet is not None
     assert target.fleet.coverage.calls == 40
     assert (len(report.traces), len(report.timelines)) == (2, 2)

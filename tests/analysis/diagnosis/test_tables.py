@@ -206,17 +206,6 @@ def test_of_a_large_job_the_slowest_replicas_are_looked_at_and_one_peer_stands_f
     assert [8, 9] in table.ranks.reshape(-1, 2).tolist()
 
 
-def test_a_timeline_takes_from_a_trace_what_passes_lose_inside(tmp_path: Path) -> None:
-    write(Scenario("exposed", exposed={"tp": 0.3}, microbatches=8), tmp_path / "trace")
-    traced = table_in(tmp_path / "trace")
-    write_timelines(tmp_path / "run", WorldLayout(ParallelSizes.of(16, pp=4, tp=2)), steps=20, microbatches=8)
-    run = table_in(tmp_path / "run")
-    found = completed(run, traced)
-    assert found.steps.tolist() == run.steps.tolist()
-    assert found.exposed["tp"] == pytest.approx(0.3 * run.passes, rel=0.02)
-    assert completed(traced, traced) is traced
-
-
 def test_what_passes_lose_to_a_group_is_its_own_and_not_that_of_others(tmp_path: Path) -> None:
     calls = calls_of(Scenario("exposed", exposed={"tp": 0.2, "dp": 0.1}, microbatches=4, dp=2), tmp_path)
     (table,) = tables_of_calls(calls).values()
@@ -253,23 +242,64 @@ def test_peers_on_different_hosts_are_put_on_one_clock(tmp_path: Path) -> None:
     assert table.length == pytest.approx(priced.length(priced.all), rel=0.02)
 
 
-def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> None:
+def profiled(run: Table, **changed: Any) -> Table:
+    """Returns two steps of a run, twice as long because a profiler recorded them."""
+    fields = ("steps", "start", "end", "compute", "working", "idle", "entry", "reduction", "length")
+    two = replace(run, **{name: (1 if name == "steps" else 2) * getattr(run, name)[:2] for name in fields})
+    return replace(two, profiled_length=two.length, **changed)
+
+
+def test_lengths_are_of_steps_without_a_profiler_and_contents_of_profiled_ones(tmp_path: Path) -> None:
+    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
+    run = replace(table_in(tmp_path), device=True)
+    usual = np.median(run.passes, axis=(0, 5), keepdims=True) + 0.0 * run.passes
+    contents = {"working": 0.6 * usual[:2, :, :, None], "compute": 0.5 * usual[:2, :, :, None]}
+    traced = profiled(run, exposed={"tp": 0.1 * usual[:2]}, spent={"host_bound": run.waited[:2]}, **contents)
+    joined = completed(run, traced)
+    assert joined is not None
+    assert joined.length is run.length
+    assert joined.profiled_length.tolist() == (2 * run.length[:2]).tolist()
+    # Twice as long is what a profiled pass takes; of the pass of the job, what is left is 30 % and not 65 %.
+    shares = {"working": joined.working[:, :, :, 0], "compute": joined.compute[:, :, :, 0], "idle": joined.idle}
+    for name, share in {"working": 0.6, "compute": 0.5, "idle": 0.3}.items():
+        assert shares[name].sum() == pytest.approx(share * run.passes.sum(), rel=0.02), name
+    assert joined.exposed["tp"].sum() == pytest.approx(0.1 * run.passes.sum(), rel=0.02)
+    assert joined.spent["host_bound"].sum() == pytest.approx(joined.idle.sum())
+
+
+def test_nothing_that_a_pass_consists_of_takes_longer_than_the_pass(tmp_path: Path) -> None:
+    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
+    run = replace(table_in(tmp_path), device=True)
+    traced = profiled(run, exposed={"tp": run.passes[:2]}, spent={"host_bound": run.waited[:2]})
+    joined = completed(run, traced)
+    assert joined is not None
+    whole = joined.working.max(axis=3) + joined.idle + joined.exposed["tp"]
+    assert whole == pytest.approx(run.passes)
+    assert min(joined.idle.min(), joined.working.min()) >= 0.0
+
+
+def test_on_a_cpu_a_profiler_makes_compute_longer_too(tmp_path: Path) -> None:
     write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
     run = table_in(tmp_path)
-    two = replace(
-        run,
-        **{name: getattr(run, name)[:2] for name in ("steps", "opening", "start", "end", "compute", "working", "idle")},
-        **{name: getattr(run, name)[:2] for name in ("entry", "reduction", "length")},
-        exposed={"tp": 0.1 * run.passes[:2]},
-    )
-    assert completed(run, two).steps.tolist() == run.steps.tolist()
-    assert completed(run, two).exposed["tp"] == pytest.approx(0.1 * run.passes, rel=0.05)
+    joined = completed(run, profiled(run, exposed={"tp": 0.1 * run.passes[:2]}))
+    assert joined is not None
+    assert not joined.idle.any()
+    assert joined.compute[:, :, :, 0] + joined.exposed["tp"] == pytest.approx(run.passes, rel=0.1)
     # If timelines say who waited for whom in collectives, they say it in the compute of a rank.
-    assert completed(replace(run, spent={"tp_waiting": run.waited}), two).compute is run.compute
-    half = replace(two, compute=0.5 * two.compute, working=0.5 * two.working)
-    for name in ("compute", "working"):
-        assert getattr(completed(run, half), name) == pytest.approx(0.5 * run.compute, rel=0.05)
-    assert completed(two, run) is run
+    waiting = replace(run, spent={"tp_waiting": 0.0 * run.waited})
+    known = completed(waiting, profiled(waiting, exposed={"tp": 0.1 * run.passes[:2]}))
+    assert known is not None
+    assert known.compute is run.compute
+
+
+def test_instruments_that_do_not_show_the_same_passes_are_not_joined(tmp_path: Path) -> None:
+    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
+    run = table_in(tmp_path)
+    fewer = run.schedule._replace(microbatches=4)
+    assert completed(run, profiled(run, schedule=fewer)) is None
+    # The host's times of a job on a GPU say when work was given to it, not how long it took.
+    assert completed(run, profiled(run, spent={"host_bound": run.waited[:2]})) is None
+    assert completed(replace(run, metadata=(None, *run.metadata[1:])), profiled(run)) is None
 
 
 def test_waits_of_finished_steps_do_not_depend_on_the_step_that_is_not_finished() -> None:

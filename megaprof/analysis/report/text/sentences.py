@@ -40,9 +40,16 @@ BASES: dict[Basis, str] = {
 
 
 def basis(measured: TargetStages) -> str:
-    """Returns a clause that says from when to when a step is measured."""
+    """Returns a clause that says from when to when a step is measured, and what a profiler changes about it."""
     missing = measured.sizes.pp - len(measured.stages)
-    return BASES[measured.step_time_basis] + (", of those that were captured" if missing else "")
+    clause = BASES[measured.step_time_basis] + (", of those that were captured" if missing else "")
+    profiled = measured.profiled_step_time_ms
+    if profiled is None or measured.step_time_ms is None:
+        return clause
+    if profiled == measured.step_time_ms:
+        return f"{clause}, while a profiler recorded it: other steps may be shorter"
+    count = counted(measured.step_time_ms.count, "step")
+    return f"{clause} ({count} without a profiler; {milliseconds(profiled.mean)} while it recorded)"
 
 
 def imbalance(measured: TargetStages, *, other_steps: bool) -> str | None:
