@@ -29,8 +29,7 @@ Kind = Literal[
     "other_sizes", "other_jobs", "other_layers", "other_schedules", "kernels_in_some", "stages_missing",
     "stages_missing_in_step", "replicas_missing", "no_common_step", "stages_differ", "microbatches_differ",
     # steps that are left out, or disturbed
-    "twice", "not_recovered", "first_steps", "opened_by_nsys", "entered_apart",
-    "entered_apart_by_nsys", "step_left_out", "step_disturbed", "file_left_out",
+    "twice", "not_recovered", "first_steps",     "step_left_out", "file_left_out",
     # what a stage lacks
     "modules_without_range", "combined", "waits_for_host", "no_passes", "launches_unknown", "kernels_without_launch",
     "whole_step",

@@ -104,7 +104,7 @@ def _brief(target: TargetReport, standstill: Standstill | None) -> Brief:
         words.title(*target.key),
         verdict.severity,
         verdict.text,
-        target.judged_step_ms,
+        target.step_ms or None,
         target.shown_imbalance,
         target.measured.sizes.pp,
         target.measured.sizes.world,

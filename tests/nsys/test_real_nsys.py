@@ -119,8 +119,6 @@ def test_every_range_is_where_the_torch_trace_has_it(both: Path) -> None:
 
 def test_the_report_is_that_of_the_torch_trace(both: Path) -> None:
     (of_torch,), (of_nsys,) = (analyze(both / kind).to_json()["targets"] for kind in ("torch", "nsys"))
-    assert 3 not in of_nsys["steps"], "the first step behind the opening is left out"
-    assert any(note["kind"] == "opened_by_nsys" and note["steps"] == [3] for note in of_nsys["warnings"])
     for key in ("microbatches", "schedule", "sizes"):
         assert of_nsys[key] == of_torch[key]
     for ours, theirs in zip(of_nsys["stages"], of_torch["stages"], strict=True):

@@ -21,7 +21,7 @@ from megaprof.analysis.diagnosis.stages import (
 from megaprof.analysis.fleet.reading import INDEX_BITS, Series
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
-from megaprof.analysis.table.counted import Counted, opened_apart
+from megaprof.analysis.table.counted import Counted
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.trace.calls import GROUPS, Call, grouped
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
@@ -88,7 +88,6 @@ def of_series(series: Series, why: Note) -> TargetStages:
         steps=tuple(np.unique(series.steps >> INDEX_BITS).tolist()),
         step_time_ms=Spread.of(series.longest.tolist()),
         step_time_basis=LONGEST,
-        profiled_step_time_ms=None,
         stages=tuple(stages),
         unjudgeable=why,
         warnings=(why,),
@@ -104,7 +103,7 @@ def of_calls(counted: Counted, why: Note) -> TargetStages:
     stages = grouped(calls, lambda call: call.stage)
     longest = []
     for step in grouped(calls, lambda call: call.key).values():
-        if opened_apart(step) is None and not any(call.incomplete for call in step):
+        if not any(call.incomplete for call in step):
             longest.append(max(end - begin for begin, end in (call.extent for call in step)) / 1e6)
     counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
     return TargetStages(

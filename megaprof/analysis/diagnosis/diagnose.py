@@ -96,9 +96,6 @@ class Diagnosis:
     """Causes that may cost enough; more steps would show."""
     rest_ms: float
     """Time that single passes took beyond all of these, without a known reason."""
-    closing_ms: float = 0.0
-    """Time that late entries into steps behind another window added to the average step, which may come from closing
-    that window; all other numbers are without it."""
     lengths: Lengths | None = None
     """Sequence lengths of the microbatches, and what they explain; None if they are not known for all."""
     sure: bool = True
@@ -110,7 +107,11 @@ class Diagnosis:
 
 def diagnose(run: Examined) -> Diagnosis:
     """Returns the causes of one job's lost time."""
-    left, asked = _with_one_wait(run, terms(run.table, run.view, run.step_ms)), run
+    left = _with_one_wait(run, terms(run.table, run.view, run.step_ms))
+    if run.table.profiled:  # a profiler slows down launches, so the host's delays are not those of the job
+        run = run.mended(*(term for term in left if term.kind == "host_bound"))
+        left = [term for term in left if term.kind != "host_bound"]
+    asked = run
     causes: list[Cause] = []
     perhaps: list[Cause] = []
     # Terms that gain enough only together. They become causes as soon as another term gains enough without them.
@@ -151,7 +152,6 @@ def diagnose(run: Examined) -> Diagnosis:
         causes=tuple(causes),
         perhaps=tuple(perhaps),
         rest_ms=_rest(run),
-        closing_ms=run.closing_ms,
         lengths=None if of_lengths is None else explain(asked, of_lengths),
         clocks=clocks,
         sure=not perhaps
@@ -201,7 +201,7 @@ def _with_doubt(run: Examined, term: Term) -> Term:
         return replace(term, doubt=min(1.0, float((of_stages / np.maximum(left, 1e-9)).max())))
     if term.kind in ("ends", "stage", "chunk", "slow_link", "unequal_replicas") or term.group == "pp":
         stages = term.link or (slice(None) if term.stage is None else term.stage)
-        return replace(term, doubt=min(1.0, float(of_stages[stages,].sum()) / most))
+        return replace(term, doubt=min(1.0, term.doubt + float(of_stages[stages,].sum()) / most))
     return term
 
 
@@ -285,8 +285,6 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[tuple[Term, Cause] | None
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
             more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt * mean)
-            if term.kind == "late_entry" and run.table.opening[1:].any():
-                more = 0  # late entries behind a window do not count, so more captured steps show no more of them
             doubtful.append(_cause(run, term, price, gain, more, sure=False))
     return None, doubtful
 

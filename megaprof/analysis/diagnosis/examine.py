@@ -10,7 +10,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.model import Model, blocks, drawn_steps, fit
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
-from megaprof.analysis.diagnosis.state import State, measured
+from megaprof.analysis.diagnosis.state import measured
 from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.notes import Note
@@ -55,9 +55,6 @@ class Examined:
     """The average step, replayed as it was, in milliseconds."""
     restless_ms: float
     """Variance of the disturbances of a rank, in square milliseconds per millisecond of work."""
-    closing_ms: float = 0.0
-    """Milliseconds that late entries into steps behind other windows added to the average step; neither table nor views
-    contain them."""
 
     @property
     def step_ms(self) -> float:
@@ -164,16 +161,13 @@ def examine(table: Table) -> Examined:
         raise Unfit(Note("stages_missing", stages=missing, count=stages - len(missing), of=stages))
     _check_order(table)
     state, replay = measured(table)
-    as_recorded = table
-    table, state = _without_closing(table, state, replay)
     steps = drawn_steps(len(table.steps), np.random.default_rng(0))
     model = fit(table, steps)
     view = viewed(table, state, model)
     rows = steps[:, 0]
     replayed_ms = float(np.mean(state.step_ms(replay)))
-    closing_ms = float(as_recorded.length.mean() - table.length.mean())
     drawn = view.at(rows, model.draws)
-    return Examined(table, replay, model, view, drawn, rows, replayed_ms, _restless(table, model, view), closing_ms)
+    return Examined(table, replay, model, view, drawn, rows, replayed_ms, _restless(table, model, view))
 
 
 def _restless(table: Table, model: Model, view: View) -> float:
@@ -187,21 +181,6 @@ def _restless(table: Table, model: Model, view: View) -> float:
         return 0.0
     sums = over[..., : 4 * length].reshape(t, d, s, 4, length).sum(axis=4)
     return float(sums.var(axis=3, ddof=1).mean() / (took.mean() * length))
-
-
-def _without_closing(table: Table, state: State, replay: Replay) -> tuple[Table, State]:
-    """Returns the steps without the delay that closing other windows may have caused. All ranks count as entering
-    together a step that follows the step of another window, because the time at which each rank closed that window says
-    nothing about the job."""
-    behind = table.opening.copy()
-    behind[0] = False
-    behind[1:] &= np.diff(table.steps) <= 1
-    late = np.nan_to_num(table.entry) * behind[:, None, None]
-    if not late.any():
-        return table, state
-    together = replace(state, entry=state.entry - late)
-    longer = state.step_ms(replay) - together.step_ms(replay)
-    return replace(table, length=table.length - longer), together
 
 
 def _check_order(table: Table) -> None:

@@ -132,9 +132,6 @@ class TargetStages:
     step_time_basis: Basis
     """How the step was measured: from the first stage's start to the last stage's end (``one_clock``) or, without a
     common clock, as the range of the longest stage (``longest_stage``)."""
-    profiled_step_time_ms: Spread | None
-    """Duration of a step that a profiler recorded, in milliseconds. It is ``step_time_ms`` if no other step was
-    recorded; None if no profiler recorded a step."""
     stages: tuple[Stage, ...]
     """Captured stages, by pipeline rank."""
     unjudgeable: Note | None
@@ -146,6 +143,9 @@ class TargetStages:
     ``unjudgeable`` says why."""
     slow_ranks: tuple[Stage, ...] = ()
     """Times of slow ranks, which ``stages`` leaves out: for each, its stage with the times of this rank only."""
+    profiled_step_time_ms: Spread | None = None
+    """Duration of a step that a profiler recorded, in milliseconds. It is ``step_time_ms`` if no other step was
+    recorded; None if no profiler recorded a step."""
     framework: str | None = None
     """Host framework that trained, such as ``verl``; None for another one."""
 
@@ -158,6 +158,11 @@ class TargetStages:
     def shown(self) -> list[Stage]:
         """Rows of a table: the stages, and slow ranks below their own."""
         return sorted((*self.stages, *self.slow_ranks), key=lambda stage: stage.pp)
+
+    @property
+    def profiled(self) -> bool:
+        """True if all times are of steps that a profiler recorded."""
+        return self.step_time_ms is not None and self.profiled_step_time_ms == self.step_time_ms
 
     @property
     def step_ms(self) -> float:

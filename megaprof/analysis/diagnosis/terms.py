@@ -183,7 +183,9 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
             quick = v.waiting(link=np.maximum(v.state.link - usual, 0.0))
             return quick.less(v.held[EXCHANGE], held={**v.held, EXCHANGE: np.zeros_like(v.held[EXCHANGE])})
 
-        yield Term("communication", at_once, group="pp", link=(0, 1) if count == 1 else None)
+        # Where a profiled GPU waits for its host in passes, it may also do so between them.
+        doubt = float(table.profiled and table.idle.any())
+        yield Term("communication", at_once, group="pp", link=(0, 1) if count == 1 else None, doubt=doubt)
 
 
 def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
@@ -196,7 +198,8 @@ def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             return v.waiting(entry=entry)
 
         ranks = tuple(table.ranks[replica, stage].tolist())
-        yield Term("late_entry", timely, stage=stage, replica=replica, ranks=ranks, once=True)
+        doubt = float(table.profiled)  # by what closing the window before took on this rank
+        yield Term("late_entry", timely, stage=stage, replica=replica, ranks=ranks, once=True, doubt=doubt)
 
 
 def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
@@ -221,7 +224,6 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         lambda v: v.less(v.waited(), first=np.zeros_like(v.first)),
         stage=0,
         once=True,
-        doubt=min(1.0, float(view.opened.max(axis=1).mean()) / max(float(view.first.max(axis=1).mean()), 1e-9)),
     )
     for kind in table.held:
         ranks = waiting(table, step_ms) if kind == WAIT else ()

@@ -40,8 +40,6 @@ class View:
     """[n, d, s]: when each rank would have entered the step if it had not been late."""
     first: Floats
     """[n, d]: how much longer the first pass of the first stage is than expected, beyond the same excess of others."""
-    opened: Floats
-    """[n, d]: that excess of other stages if a profiler was opened, which may disturb the first stage more."""
     stalled: Floats
     """[n, d, s]: how much longer one pass of a step is than the longest one of a usual step."""
     stalling: npt.NDArray[np.intp]
@@ -155,7 +153,6 @@ _PER_STEP = (
     "own",
     "timely",
     "first",
-    "opened",
     "stalled",
     "stalling",
     "least",
@@ -183,7 +180,6 @@ def viewed(table: Table, state: State, model: Model) -> View:
     first = over[:, :, 0, 0, 0, 0]
     # With one stage, the opening may explain all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
-    opened = np.maximum(others, 0.0) * table.opening[:, None]
     # If a peer arrives late because it had no core, the first pass waits for it and not for data.
     first = (first - others if s > 1 else first) - table.waited_beside[:, :, 0].max(axis=2)
     over = over.copy()
@@ -207,7 +203,6 @@ def viewed(table: Table, state: State, model: Model) -> View:
         own=model.own,
         timely=state.entry - late,
         first=np.maximum(first, 0.0),
-        opened=opened,
         stalled=np.maximum(longest - np.maximum(usual, 0.0), 0.0),
         stalling=stalling,
         least=model.least,

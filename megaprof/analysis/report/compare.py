@@ -144,7 +144,6 @@ def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
         layers=_layers_by_kind(target.measured),
         sizes=target.sizes,
         step_time_basis=target.step_time_basis,
-        basis=target.basis,
         withheld=target.withheld,
         warnings=(*target.warnings, *target.what_if.warnings),
     )
@@ -166,8 +165,7 @@ def _of_a_layer(target: TargetReport) -> float | None:
 
 def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
     """Returns what the first capture predicted for the layout of the second one, and how that compares with the
-    measurement; None if there is no such prediction. Both steps exclude the time that closing other windows added, as
-    predictions do."""
+    measurement; None if there is no such prediction."""
     pieces, old, new = layout_of(after.measured), before.diagnosis, after.diagnosis
     if pieces is None or pieces == layout_of(before.measured) or old is None or new is None:
         return None

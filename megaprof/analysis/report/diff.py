@@ -61,10 +61,9 @@ class Kept:
     uncertain_ms: float | None
     """Uncertainty of ``expected_ms`` in milliseconds: half of its 90 % interval. None if ``expected_ms`` is None."""
     measured_ms: float
-    """Measured step of the second capture in milliseconds. As in predictions, the time that closing other windows added
-    is left out."""
+    """Measured step of the second capture in milliseconds."""
     before_ms: float
-    """Measured step of the first capture in milliseconds, also without that time."""
+    """Measured step of the first capture in milliseconds."""
     predicted: float
     """Predicted speedup."""
     low: float
@@ -97,8 +96,6 @@ class TargetSide:
     """Parallel sizes of the job."""
     step_time_basis: Basis
     """How a step is measured."""
-    basis: str | None
-    """A clause that says which steps the causes and predictions are about; None if they are the steps of the tables."""
     withheld: Note | None
     """Why no cause is named; None if causes are looked for."""
     warnings: tuple[Note, ...]

@@ -10,7 +10,6 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,6 @@ class TargetReport(TargetStages):
     """Why there is no diagnosis; None if there is one."""
     slowest_stage: int | None
     """Stage that costs the most time because of what it holds or computes; None if no stage costs time that way."""
-    captured: bool
-    """True if the diagnosis is about the captured steps, False if it is about timelines."""
     what_if: WhatIf
     """Predictions of what would be faster."""
     fleet: Fleet | None
@@ -83,7 +80,6 @@ class TargetReport(TargetStages):
         *,
         withheld: Note | None = None,
         fleet: Fleet | None = None,
-        captured: bool = True,
     ) -> TargetReport:
         """Returns the report on a target, with the sentences that follow from its data. ``job``: the directory that the
         job writes to."""
@@ -96,7 +92,6 @@ class TargetReport(TargetStages):
             diagnosis=diagnosis,
             withheld=withheld,
             slowest_stage=next((cause.stage for cause in named if cause.kind in causes.OF_A_STAGE), None),
-            captured=captured,
             what_if=what_if,
             fleet=fleet,
             findings=(
@@ -104,7 +99,7 @@ class TargetReport(TargetStages):
                 *text.of_packing(what_if, measured.framework, measured.sizes.cp),
             ),
             advice=text.advised(what_if, diagnosis, measured.framework),
-            capture=causes.to_tell(measured, diagnosis, what_if, asked) if captured else None,
+            capture=causes.to_tell(measured, diagnosis, what_if, asked) if measured.profiled else None,
             ends=() if fleet is None else sentences.ends(fleet),
             changes=() if fleet is None else sentences.changes(fleet, job),
             notes=() if fleet is None else tuple(sentences.notes_of(fleet)),
@@ -135,24 +130,9 @@ class TargetReport(TargetStages):
         return row.pp in (first.stages or first.link or (first.stage,)) and row in self.stages
 
     @property
-    def basis(self) -> str | None:
-        """Returns which steps the causes are about; None if there are no causes, or if the tables show the
-        same step time."""
-        if self.diagnosis is None:
-            return None
-        other = not isclose(self.diagnosis.step_ms, self.step_ms)
-        return causes.basis(self.diagnosis, captured=self.captured) if other else None
-
-    @property
-    def judged_step_ms(self) -> float | None:
-        """Returns the average milliseconds of the steps that the verdict is about; without a verdict, of the steps in
-        the tables. None if no step has a length."""
-        return (self.step_ms or None) if self.diagnosis is None else self.diagnosis.step_ms
-
-    @property
     def shown_imbalance(self) -> str | None:
-        """Returns the imbalance, with its steps if the verdict is about other ones; None if it is not known."""
-        return sentences.imbalance(self.measured, other_steps=self.basis is not None and not self.captured)
+        """Returns the imbalance with two decimals; None if it is not known."""
+        return None if self.imbalance is None else f"{self.imbalance:.2f}"
 
     def in_brief(self, standstill: Standstill | None = None, surely_in: Diagnosis | None = None) -> sentences.Finding:
         """Returns the verdict in a few words. ``standstill``: the step in which the job stands still or was

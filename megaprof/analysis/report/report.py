@@ -290,7 +290,7 @@ def _reported(
         return _Target(TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None, draw)
     examined, diagnosis = diagnosed
     predicted, by_hand = what_if(examined, diagnosis, memory_limit)
-    report = TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=examined.table.profiled)
+    report = TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet)
     return _Target(report, by_hand, draw)
 
 

@@ -106,8 +106,6 @@ def _show_verdict(target: TargetReport, console: Console) -> None:
     predictions = target.what_if
     if target.imbalance is not None:
         console.print(text(f"imbalance {target.imbalance:.2f} (slowest stage / average stage, compute only)"))
-    if target.basis is not None:
-        console.print(text(target.basis))
     first, *others = target.findings
     show_finding(console, first)
     for finding in others:

@@ -56,7 +56,7 @@ def targets(report: Report) -> TableView:
         brief = target.in_brief()
         verdict = Cell(brief.text, "" if brief.severity == "open" else brief.severity)
         name, imbalance = Cell(target.target, link=f"#t{place}"), target.shown_imbalance
-        rows.append(row(name, target.role or "", verdict, imbalance, number(target.judged_step_ms)))
+        rows.append(row(name, target.role or "", verdict, imbalance, number(target.step_ms or None)))
     return TableView(counted(len(rows), "target"), (*columns, Column("step time", unit="ms")), tuple(rows))
 
 

@@ -16,8 +16,6 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
 
-#: Fraction of a step by which ranks may begin it at different times after a tool was opened, without a note.
-OPENED = 0.01
 #: First steps are left out as long as they take this many times as long as the median step.
 WARM_UP = 1.25
 
@@ -91,7 +89,7 @@ def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> lis
             Note("stages_missing", stages=tuple(sorted(missing_stages)), count=stages_present, of=sizes.pp), block=True
         )
     calls = _common_steps(calls, findings)
-    for faults_in in (_unseen, _in_part, _opened):
+    for faults_in in (_unseen, _in_part):
         calls = _without(calls, findings, faults_in)
     return calls
 
@@ -160,24 +158,6 @@ def _in_part(step: Sequence[Call]) -> Iterator[Note]:
     for call in step:
         if call.incomplete:
             yield Note("file_left_out", files=(call.source,), why=call.incomplete)
-
-
-def _opened(step: Sequence[Call]) -> Iterator[Note]:
-    """Yields a note if ranks opened a tool right before the step."""
-    if any(call.after_opening for call in step):
-        yield Note("opened_by_nsys", steps=(step[0].step,))
-    if (why_apart := opened_apart(step)) is not None:
-        yield Note("step_left_out", steps=(step[0].step,), why=why_apart)
-
-
-def opened_apart(step: Sequence[Call]) -> Note | None:
-    """Returns why stages waited for each other too long in a step: starting the torch profiler right before it delayed
-    some ranks more than others. None if it did not."""
-    delays_ns = [call.opening_ns for call in step if call.opening_ns is not None]
-    longest_ns = max(end - begin for begin, end in (call.extent for call in step))
-    if step[0].metadata.sizes.pp == 1 or len(delays_ns) < 2 or max(delays_ns) - min(delays_ns) <= OPENED * longest_ns:
-        return None
-    return Note("entered_apart", ms=(min(delays_ns) / 1e6, max(delays_ns) / 1e6))
 
 
 def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:

@@ -99,5 +99,5 @@ def completed(recorded: Table, traced: Table) -> Table | None:
         experts=traced.experts if recorded.ranks.shape == traced.ranks.shape else None,
         memory=tuple(map(combined_peak, zip(recorded.memory, traced.memory, strict=True))),
         modules=traced.modules,
-        warnings=tuple(dict.fromkeys((*recorded.warnings, *traced.warnings))),
+        warnings=(*recorded.warnings, *(note for note in traced.warnings if note.kind != "first_steps")),
     )

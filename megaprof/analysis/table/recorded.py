@@ -366,7 +366,6 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         exposed={},
         enter=enter,
         reduced=reduced,
-        opening=np.zeros(len(numbers), dtype=np.bool_),
         work=work,
         lengths_from=lengths_from,
         device=device,

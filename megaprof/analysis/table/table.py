@@ -54,8 +54,6 @@ class Table:
     """True if a sender waits for its receiver, according to the metadata."""
     steps: npt.NDArray[np.int64]
     """[t]: numbers of the steps."""
-    opening: npt.NDArray[np.bool_]
-    """[t]: True if a profiler was opened for the step, which takes time at its beginning."""
     ranks: npt.NDArray[np.int64]
     """[d, s, p]: global ranks. More than were recorded, if the passes of one rank stand for all its peers."""
     hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
@@ -197,8 +195,6 @@ class RankSteps:
     exposed: Mapping[str, Floats]
     enter: Floats
     reduced: Floats
-    opening: npt.NDArray[np.bool_]
-    """[t]: True if the step is the first in its trace."""
     waited: Floats
     """[t]: see `Table.waited`; 0 if no file says."""
     work: Floats

@@ -83,7 +83,6 @@ def tabulate(
         schedule=schedule,
         rendezvous=rendezvous,
         steps=np.array(common_steps)[whole_steps] >> CALLS,
-        opening=stacked("opening").max(axis=(1, 2, 3))[whole_steps].astype(np.bool_),
         ranks=np.array([[rank for rank, _ in members] for members in names]).reshape(*shape[:2], -1),
         hosts=tuple(
             tuple(tuple(host for _, host in members) for members in names[first : first + shape[1]])
@@ -207,7 +206,6 @@ def _placeholder(like: RankSteps, stage: int) -> RankSteps:
         exposed={},
         enter=nan_times,
         reduced=nan_times,
-        opening=np.zeros_like(like.opening),
         waited=np.zeros_like(like.waited),
     )
 

@@ -13,7 +13,7 @@ from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share, parts
-from megaprof.analysis.table.counted import OPENED, Counted, opened_apart
+from megaprof.analysis.table.counted import Counted
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.calls import Call, ModuleKey, grouped
@@ -45,11 +45,6 @@ def _table(counted: Counted) -> Table:
     whole_calls = [call for call in calls if not call.incomplete]
     if not whole_calls:
         raise Unfit(Note("no_whole_step", why=calls[-1].incomplete))
-    by_step = grouped(whole_calls, lambda call: call.key).values()
-    disturbances = [opened_apart(step) for step in by_step]
-    whole_calls = [call for step, why in zip(by_step, disturbances, strict=True) if why is None for call in step]
-    if not whole_calls:
-        raise Unfit(Note("step_disturbed", steps=(calls[-1].step,), why=disturbances[-1]))
     by_schedule = grouped(
         whole_calls, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only)
     )
@@ -72,7 +67,6 @@ def _table(counted: Counted) -> Table:
 def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
     """Yields what is wrong with the steps of a table, or missing. Raises Unfit if they are from different runs."""
     begin, end = table.entry, table.end.max(axis=(3, 4, 5))
-    opened = {call.step for call in calls if call.after_opening}
     reduces = "backward" in table.schedule.kinds
     for t, step in enumerate(table.steps.tolist()):
         for rows in [slice(None)] if reduces else range(begin.shape[1]):
@@ -81,9 +75,6 @@ def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
             extents = extents[np.argsort(extents[:, 0])]
             if (extents[1:, 0] >= np.maximum.accumulate(extents[:-1, 1])).any():
                 raise Unfit(Note("stages_apart", steps=(step,)))
-        apart_ms = float(np.nan_to_num(begin[t]).max())
-        if step in opened and apart_ms > OPENED * table.length[t]:
-            yield Note("entered_apart_by_nsys", steps=(step,), ms=(apart_ms,))
     if calls[0].gpu is not None and calls[0].metadata.sizes.pp > 1 and not np.isfinite(table.spent["pp"]).all():
         yield Note("pp_not_split")
 
@@ -201,7 +192,6 @@ def _rank(
         sequences={key: lengths for key, (_, lengths) in sequences.items()},
         memory=combined_peak(call.memory for call in calls),
         modules=_modules(calls),
-        opening=np.array([t == 0 or call.source != calls[t - 1].source for t, call in enumerate(calls)]),
     )
 
 

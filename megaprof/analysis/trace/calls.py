@@ -94,14 +94,9 @@ class Call:
     """The call on the GPU; None if that was not captured."""
     role: str | None = None
     """The model's role; None if unknown. In a whole step, each call inside has its own role."""
-    after_opening: bool = False
-    """True if it is the first call that its tool recorded. Ranks do not open the tool at the same moment."""
     unseen: Note | None = None
     """Why its kernels are missing in the trace, so that it has no passes, exchanges and sums; None if none are
     missing."""
-    opening_ns: int | None = None
-    """The delay from starting the profiler, in nanoseconds; None if none was started right before it, or if that is
-    unknown."""
     collecting: Intervals = field(compare=False, default_factory=lambda: intervals(()))
     """When Python collected garbage."""
     replayed: bool = False
@@ -169,10 +164,7 @@ def calls_of(trace: Trace) -> list[Call]:
             if enclosing
             else trace.metadata.role
         )
-        is_first = outer.start <= outermost[0][0].end
-        profiler = trace.metadata.profiler
-        opening_ns = profiler.start_ns if is_first and profiler is not None else None
-        calls.append(replace(call, role=role, after_opening=trace.after_opening and is_first, opening_ns=opening_ns))
+        calls.append(replace(call, role=role))
         call_counts[label, step] += 1
     return calls
 

@@ -110,8 +110,6 @@ class Trace:
     """Warnings about the file."""
     knows_collectives: bool = True
     """True if it would show collectives; False for Nsight Systems without GPU activity."""
-    after_opening: bool = False
-    """True if its first step is the first that its tool recorded. Ranks do not open the tool at the same moment."""
     part: Part | None = None
     """Its part of the file; None if it is all of it."""
     cut: str | None = None

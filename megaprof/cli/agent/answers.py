@@ -92,7 +92,7 @@ def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **option
 def _in_brief(target: TargetReport) -> str:
     """Returns a line about a target, with the content of its row in the table that begins a report on many targets."""
     brief = target.in_brief().text
-    imbalance, step_ms = target.shown_imbalance, target.judged_step_ms
+    imbalance, step_ms = target.shown_imbalance, target.step_ms or None
     return "; ".join(
         (
             f"{title(*target.key)}: {brief}",

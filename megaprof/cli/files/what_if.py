@@ -104,7 +104,6 @@ def predicted(
     """Returns the prediction of `by_hand.chosen` for a target of a report. Raises CommandError, and UsageError for a
     change that has no prediction."""
     from megaprof.analysis.report.text.what_if import beside, name_of
-    from megaprof.analysis.report.text.words import sentence
     from megaprof.analysis.what_if.by_hand import chosen, stages_after
     from megaprof.analysis.what_if.changeable import NotCaptured
     from megaprof.analysis.what_if.layouts import options_of
@@ -131,7 +130,6 @@ def predicted(
         caveats=(
             *beside(choice.prediction, target_report.what_if),
             *(note.text for note in target_report.what_if.warnings),
-            *([] if target_report.basis is None else [sentence(target_report.basis)]),
         ),
     )
 

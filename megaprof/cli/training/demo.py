@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Train a small but real Megatron-Core GPT on this machine's CPU, with its layers deliberately split
 unevenly. Every layer waits for a given time, as a host waits for a GPU, so that a busy machine changes little. Capture
-six training steps and six log-prob passes on one rank per pipeline stage, and report which stage is slow and which
-layout would be faster. With --live, the job runs until Ctrl-C, so that you can watch it and make it capture from
-another shell."""
-#: Steps that warm up and are not captured, if there are more.
-_WARM_UP = 3
-#: The fewest captured steps of each target, if there are as many: a single step may be disturbed, and nothing would
-#: show that.
-_FEWEST = 6
-_STEPS = _WARM_UP + _FEWEST
+three training steps and log-prob passes on one rank per pipeline stage, with the times of the steps around them, and
+report which stage is slow and which layout would be faster. With --live, the job runs until Ctrl-C, so that you can
+watch it and make it capture from another shell."""
+_STEPS = 16
+#: Captured steps, which show what passes consist of, and steps behind them. The others show how long steps take.
+_CAPTURED, _BEHIND = 3, 4
 #: Phases besides the steps: starting the ranks, the evaluation pass, finishing the files.
 _OTHER_PHASES = 3
 _PP = 2
@@ -87,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         default=None,
-        help=f"training steps; all except up to {_WARM_UP} at the start are captured (default: {_STEPS}; with --live, "
-        "no limit)",
+        help=f"training steps; up to {_CAPTURED} towards the end are captured (default: {_STEPS}; with --live, no "
+        "limit)",
     )
     parser.add_argument("--out", type=Path, default=None, help="new directory for traces and report")
     parser.add_argument(
@@ -245,8 +242,7 @@ def _new_directory(out: Path | None) -> Path:
 
 
 def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
-    """Returns the options that a user would append to their pretrain command. The first step, which warms up, is
-    captured only if it is the only one."""
+    """Returns the options that a user would append to their pretrain command."""
     captured = _captured(steps)
     return [
         "--profile-target",
@@ -262,7 +258,9 @@ def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
 
 
 def _captured(steps: int) -> range:
-    return range(max(min(1, steps - 1), min(_WARM_UP, steps - _FEWEST)), steps)
+    """Returns the captured steps. Most of the others come before them."""
+    end = steps - min(_BEHIND, (steps - 1) // 3)
+    return range(max(end - _CAPTURED, min(1, steps - 1)), end)
 
 
 def _listed(steps: range) -> str:

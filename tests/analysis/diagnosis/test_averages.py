@@ -35,7 +35,6 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
     assert measured.steps == tuple(range(40))
     assert target.diagnosis is not None
     assert measured.step_ms == pytest.approx(target.diagnosis.step_ms)
-    assert target.basis is None
     assert [stage.ranks for stage in measured.stages] == [(0,), (1,), (2,), (3,)]
     assert [round(stage.forward_ms.mean) for stage in measured.stages if stage.forward_ms] == [80, 80, 160, 80]
     assert [round(stage.backward_ms.mean) for stage in measured.stages if stage.backward_ms] == [160, 160, 320, 160]

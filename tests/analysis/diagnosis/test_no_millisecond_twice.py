@@ -48,7 +48,7 @@ MUCH = Fault("communication", 1.5, group="tp")
     [
         (replace(GPU, stages=1, layers=((4,),), peers=2), SLOW_PEER, (MUCH,)),
         (replace(CPU, peers=2), SLOW_PEER, (replace(MUCH, group="cp"),)),
-        (replace(GPU, peers=2), SLOW_PEER, (replace(MUCH, size=0.5, group="ep"), Fault("host_bound", 0.5))),
+        (replace(GPU, peers=2), SLOW_PEER, (replace(MUCH, size=0.5, group="ep"),)),
         (replace(GPU, replicas=2), SLOW_REPLICA, (MUCH,)),
         (replace(GPU, stages=1, layers=((4,),), replicas=2), SLOW_REPLICA, (MUCH,)),
     ],

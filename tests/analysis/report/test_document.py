@@ -37,20 +37,14 @@ def test_the_json_follows_its_schema_and_gives_back_the_report(tmp_path: Path) -
         assert (read.targets, read.warnings, read.source) == (report.targets, report.warnings, str(directory))
 
 
-def test_a_step_in_brief_is_the_one_that_causes_are_priced_in(tmp_path: Path) -> None:
-    """In a job that runs on, the tables show the captured steps, and the causes are from steps of the whole run."""
+def test_a_step_in_brief_is_that_of_the_tables(tmp_path: Path) -> None:
     pipeline(tmp_path, [6, 2])
     report = analyze(tmp_path)
-    (captured,) = report.targets
-    assert captured.diagnosis is not None
-    assert (captured.judged_step_ms, captured.shown_imbalance) == (captured.step_ms, "1.50")
-    run = replace(captured.diagnosis, step_ms=2 * captured.step_ms, steps=48)
-    later = replace(captured, diagnosis=run, captured=False)
-    assert later.judged_step_ms == run.step_ms
-    assert later.shown_imbalance == "1.50 in step 5"
-    assert milliseconds(run.step_ms) in page(replace(report, targets=(later,)), {})
-    assert replace(later, captured=True).shown_imbalance == "1.50"
-    assert replace(later, diagnosis=None).judged_step_ms == captured.step_ms
+    (target,) = report.targets
+    assert target.shown_imbalance == "1.50"
+    assert target.profiled
+    assert milliseconds(target.step_ms) in page(report, {})
+    assert replace(target, imbalance=None).shown_imbalance is None
 
 
 def test_a_path_that_is_not_utf_8_is_written_with_question_marks(tmp_path: Path) -> None:

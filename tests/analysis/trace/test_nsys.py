@@ -180,26 +180,6 @@ class TestWindows:
         ]
         assert {trace.metadata.coords.dp for trace in traces} == {0, 1}
 
-    def test_a_window_of_several_steps_leaves_the_first_one_out(self, tmp_path: Path) -> None:
-        trace = TraceBuilder(microbatches=1, metadata={"steps": [5, 7]})
-        for step in (5, 6, 7):
-            trace.call(100.0 * step - 499, 50, step=step)
-            trace.forward(0, 100.0 * step - 498, 10 * (1 + (step == 5)))
-            trace.backward(0, 100.0 * step - 470, 10)
-        write_nsys(trace, tmp_path, earlier=0.001)
-        (target,) = analyze(tmp_path).targets
-        assert target.measured.steps == (6, 7)
-        assert [w.steps for w in target.warnings if w.kind == "opened_by_nsys"] == [(5,)]
-
-    def test_the_opening_of_a_capture_range_is_marked(self, tmp_path: Path) -> None:
-        for trace in two_stages():
-            if trace.pp == 1:
-                trace.events[-1]["ts"] += 1000  # its step begins one millisecond later
-                trace.events[-1]["dur"] -= 1000
-            write_nsys(trace, tmp_path, earlier=0.001)
-        (target,) = analyze(tmp_path).targets
-        assert [w.ms for w in target.warnings if w.kind == "entered_apart_by_nsys"] == [pytest.approx((1,))]
-
     def test_a_killed_process_leaves_a_truncated_window(self, stages: Path) -> None:
         """nsys ends what was open when the process was killed, all at once."""
         path = sorted(stages.glob("*.sqlite"))[0]

@@ -45,7 +45,14 @@ def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
     unsure = replace(target.diagnosis, causes=(), perhaps=tuple(asking))
     assert demo._steps_needed(replace(report, targets=(replace(target, diagnosis=unsure),))) == 37
     flags = demo.profile_flags(tmp_path, 9 + 37, None)
-    assert flags[-1].split(";")[0] == "train_actor=" + ",".join(map(str, range(3, 46)))
+    assert flags[-1].split(";")[0] == "train_actor=39,40,41"
+
+
+@pytest.mark.parametrize(
+    ("steps", "captured"), [(1, [0]), (2, [1]), (3, [1, 2]), (4, [1, 2]), (9, [4, 5, 6]), (16, [9, 10, 11])]
+)
+def test_steps_without_a_profiler_surround_the_captured_ones(steps: int, captured: list[int]) -> None:
+    assert list(demo._captured(steps)) == captured
 
 
 @pytest.mark.slow

@@ -230,15 +230,6 @@ def _in_steps(cause: Cause) -> str:
     return f"{there} in {where}" + (f" and {milliseconds(others)} in the others" if others else "")
 
 
-def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
-    """Returns a line that says in which steps causes are priced, for when the tables show other steps."""
-    step, closed = milliseconds(diagnosis.step_ms), milliseconds(diagnosis.closing_ms)
-    if not captured:
-        return f"causes and predictions are from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
-    closing = f"the {closed} that late entries behind another window cost, which may come from closing it"
-    return f"causes and predictions are about an average step of {step}, without {closing}"
-
-
 def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
     costs = price(cause, diagnosis, first=cause is diagnosis.causes[0]) + _order(cause, diagnosis)
     text, command = f"{evidence(cause, measured)} {costs}", None

@@ -79,10 +79,7 @@ def notes(target: TargetDiff) -> Iterator[str]:
     """Yields clauses: how the captures of a target differ apart from the times, and the warnings of their reports."""
     yield from _withheld(target)
     yield from _settings(target)
-    first, second = (
-        [*filter(None, [side.basis]), *(warning.text for warning in side.warnings)]
-        for side in (target.before, target.after)
-    )
+    first, second = ([warning.text for warning in side.warnings] for side in (target.before, target.after))
     yield from (f"both captures: {note}" for note in first if note in second)
     for where, notes_of_side, other in (("first", first, second), ("second", second, first)):
         yield from (f"{where} capture: {note}" for note in notes_of_side if note not in other)

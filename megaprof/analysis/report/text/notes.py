@@ -309,7 +309,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "later one counts"
     ),
     "step_left_out": lambda n: f"{_left_out(n)}: {f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}",
-    "step_disturbed": lambda n: f"only the times of passes are shown of {steps(n.steps)}: {_why(n)} ({_FIRST})",
     "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
     "not_recovered": lambda n: (
         f"steps behind the last window take {milliseconds(n.ms[1])}, those before the first took "
@@ -317,17 +316,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "first_steps": lambda n: (
         f"{_left_out(n)}: the first recorded steps took over {WARM_UP:.2f} times as long as the median step"
-    ),
-    "opened_by_nsys": lambda n: (
-        f"{_left_out(n)}: the first that nsys recorded after it was opened, and ranks do not open it at once"
-    ),
-    "entered_apart": lambda n: (
-        f"starting the profiler before it took {n.ms[0]:.3g} ms on one rank and {n.ms[1]:.3g} ms on another, so the "
-        "ranks did not begin it together"
-    ),
-    "entered_apart_by_nsys": lambda n: (
-        f"{steps(n.steps)} is the first that nsys recorded after it was opened: ranks began it {n.ms[0]:.3g} ms apart, "
-        f"and the bubble holds that ({_FIRST})"
     ),
     # what a stage lacks
     "modules_without_range": _modules,

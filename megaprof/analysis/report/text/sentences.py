@@ -46,17 +46,12 @@ def basis(measured: TargetStages) -> str:
     profiled = measured.profiled_step_time_ms
     if profiled is None or measured.step_time_ms is None:
         return clause
-    if profiled == measured.step_time_ms:
-        return f"{clause}, while a profiler recorded it: other steps may be shorter"
+    if measured.profiled:
+        return (
+            f"{clause}, while a profiler recorded it: other steps may be shorter, and the host's delays have no price"
+        )
     count = counted(measured.step_time_ms.count, "step")
     return f"{clause} ({count} without a profiler; {milliseconds(profiled.mean)} while it recorded)"
-
-
-def imbalance(measured: TargetStages, *, other_steps: bool) -> str | None:
-    """Returns the imbalance, with its steps if what stands beside it is about other ones; None if it is not known."""
-    if measured.imbalance is None:
-        return None
-    return f"{measured.imbalance:.2f}" + (f" in {steps(measured.steps)}" if other_steps else "")
 
 
 _COLLECTIVE = "the collective is slow, not a rank's compute"

@@ -51,8 +51,6 @@ SQLITE, REPORT = ".sqlite", ".nsys-rep"
 _RANGE_EVENTS = "(59, 60)"
 _OURS = f"{ranges.PREFIX}*"
 _NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
-#: If a window begins at most this many nanoseconds after the recording, a capture range opened it.
-_OPENED_NS = 500_000_000
 _STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
 
@@ -264,7 +262,6 @@ class _Reader:
                 else without_kernels(metadata, 0, has_gpu=has_gpu, nsys=True),
                 warnings=warnings,
                 knows_collectives=activities is not None,
-                after_opening=not number and 0 <= outermost[0].start - self._base < _OPENED_NS,
                 part=Part(pid, begin, end),
                 base=self._base,
             )
