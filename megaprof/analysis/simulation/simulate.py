@@ -76,7 +76,7 @@ def simulate(
         microbatches: Microbatches per step.
         schedule: One of `schedules.SCHEDULES` (Megatron's own) or `schedules.SPLIT_SCHEDULES`, which split each
             backward: ``zb_h1`` and, with two chunks per stage of which the second ones run from the last stage back to
-            the first, ``zbv`` and ``dualpipev``. None chooses as Megatron does.
+            the first, ``zbv`` and ``dualpipev``. Torch's names are taken, too. None chooses as Megatron does.
         p2p_ms: Milliseconds of one transfer between neighbouring stages, and from the last stage's chunk to the first
             stage's next one.
         microbatch_group_size: For the interleaved schedule; see `PipelineSchedule.checked`.

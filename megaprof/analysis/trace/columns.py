@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Document, Event, Undecodable, read, whole_number
+from megaprof.analysis.trace.decoding import Event, Undecodable, read, whole_number
 from megaprof.analysis.trace.groups import COMMUNICATES, COMPUTE, ByName, is_parallel
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.inputs import fits
@@ -117,11 +117,11 @@ class Events:
         *,
         top: Collection[str] = (),
         columns: Mapping[str, tuple[str, ...]] = _COLUMNS,
-        operators: Callable[[Document[Event]], bool] = lambda document: False,
+        operators: Callable[[Events], bool] = lambda events: False,
     ) -> None:
         """``top``: the names of other top-level values that ``document`` keeps. ``columns``: the columns that each
         category has, besides names and times; other categories are not read. ``operators`` is asked before each
-        piece, until it says no, whether operators of the CPU are read, with what is known of the file by then."""
+        piece, until it says no, whether operators of the CPU are read, with what is known by then."""
         self.impossible: Counter[str] = Counter()
         """The number of events without a possible time, by category."""
         self.processes: set[str] = set()
@@ -136,15 +136,14 @@ class Events:
         self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
         with_operators = True
         for events in document:
-            with_operators = with_operators and operators(document)
+            with_operators = with_operators and operators(self)
             self._add(events, with_operators)
             if not fits(self._rows * _ROW_BYTES):
                 raise Undecodable("it has more events than fit into memory (see --max-input-mib)")
-        base = whole_number(document, "baseTimeNanoseconds")
-        if not -LONGEST < base < LONGEST:
-            raise Undecodable("its `baseTimeNanoseconds` is out of range")
-        self.base = base
+        self.base = whole_number(document, "baseTimeNanoseconds")
         """The moment from which times in the file count, in nanoseconds since the epoch."""
+        if not -LONGEST < self.base < LONGEST:
+            raise Undecodable("its `baseTimeNanoseconds` is out of range")
         self.names, self.threads, self.said = [*self._numbers], [*self._places], [*self._words]
 
     def has(self, category: str) -> bool:

@@ -38,10 +38,15 @@ Enter = Callable[[int | None, int], int]
 
 
 def read_all(path: Path, *, python: bool) -> Events:
-    """Returns the events of a trace with their threads. ``python``: with functions of Python, which self times leave
-    out, so that they are the same with and without stacks. Raises ValueError for a file that is no whole trace."""
+    """Returns the events of a trace with their threads, without operators of the CPU if there are events of a device.
+    ``python``: with all operators and functions of Python; self times leave the latter out, so that they are the same
+    with and without stacks. Raises ValueError for a file that is no whole trace."""
     wanted = (*_ON_DEVICE, *_ON_HOST, *([_PYTHON] if python else []))
-    events = Events(path, columns=dict.fromkeys(wanted, ("thread", "correlation")), operators=lambda document: True)
+    events = Events(
+        path,
+        columns=dict.fromkeys(wanted, ("thread", "correlation")),
+        operators=lambda events: python or not events.has(KERNEL),
+    )
     if events.document.cut is not None:
         raise ValueError(events.document.cut)
     return events

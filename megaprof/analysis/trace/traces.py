@@ -156,26 +156,21 @@ def read_trace(path: Path) -> Trace:
 
 
 def _trace(path: Path) -> Trace:
-    """Returns the trace in a file. Raises Undecodable and OSError.
-
-    CPU operators matter only if the model ran on the CPU. The metadata come before the events, so the operators are
-    skipped if the metadata name another device.
-    """
+    """Returns the trace in a file. Raises Undecodable and OSError."""
     events = Events(path, top=_TOP, operators=_without_gpu)
-    document, base = events.document, events.base
+    document = events.document
     metadata = _metadata(document)
     warnings = list(_name_warnings(path, metadata.coords))
     has_kernels = events.has(KERNEL)
     # Kineto repeats every range on the GPU's timeline (``gpu_user_annotation``), which is not read.
     annotations, operators = events.take(ANNOTATION), events.take(OPERATOR)
     traced_ranges = [TracedRange(*meant) for meant in events.meant(ranges.parse, annotations, operators)]
-    collectives = (
-        [] if has_kernels else [Collective(*meant) for meant in events.meant(_collective, annotations, operators)]
-    )
+    collectives: list[Collective] = []
     gpu, launches, _ = activities(events, metadata.sizes) if has_kernels else (None, None, None)
     if has_kernels:
         unseen = without_times(gpu)
     else:
+        collectives += (Collective(*meant) for meant in events.meant(_collective, annotations, operators))
         launched = int(events.named(events.take(*LAUNCHES), is_start).sum())
         unseen = without_kernels(metadata, launched, has_gpu=_has_gpu(document))
     impossible = 0 if gpu is None or unseen is not None else gpu.impossible
@@ -207,16 +202,16 @@ def _trace(path: Path) -> Trace:
         unseen=unseen,
         warnings=tuple(warnings),
         cut=document.cut,
-        base=base,
+        base=events.base,
         memory=allocations(events),
     )
 
 
-def _without_gpu(document: Document[Event]) -> bool:
-    """Returns whether the metadata read so far do not say that the model ran on a GPU."""
+def _without_gpu(events: Events) -> bool:
+    """Returns whether nothing read so far says that the model ran on a GPU. The metadata come before the events."""
     with suppress(KeyError, ValueError):
-        return read_metadata(bytes(document.top["megaprof"])).device in (None, "cpu")
-    return True
+        return not events.has(KERNEL) and read_metadata(bytes(events.document.top["megaprof"])).device in (None, "cpu")
+    return not events.has(KERNEL)
 
 
 def _compute(events: Events, operators: Columns) -> Intervals:
