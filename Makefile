@@ -100,13 +100,19 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A wheel and a source distribution in dist/, with the same bytes for the same commit: times are the commit's (or 1980),
-# and debug information is left out because it contains the build directory.
+# A source distribution and manylinux wheels in dist/, with the same bytes for the same commit: times are the commit's (or
+# 1980), and debug information is left out because it contains the build directory. There is a wheel for each of
+# DIST_PYTHONS that is installed (with pyenv: PYENV_VERSION=3.10:3.11:3.12:3.13 make dist).
+DIST_PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 dist: export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),315532800)
 dist: export CFLAGS := -g0
 dist: .venv/ready
-	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
+	rm -rf dist build/wheels
+	$(BIN)/python -m build --sdist --outdir dist .
+	for each in $(DIST_PYTHONS); do \
+	    if ! $$each --version > /dev/null 2>&1; then echo "no wheel for $$each, which is not installed"; continue; fi; \
+	    $$each -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheels dist/*.tar.gz || exit 1; done
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheels/*.whl
 
 .venv/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
 	@echo "Setting up .venv: about 2 GB of packages, some minutes the first time"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -158,6 +159,17 @@ def test_the_readmes_commands_run_as_printed(tmp_path: Path) -> None:
     names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("traces", "traces2")]
     assert names[0] == names[1]
     assert [name.endswith(".timeline.bin") for name in names[0]] == [True] * 2 + [False] * 12
+
+
+@pytest.mark.slow
+def test_the_example_of_tune_tries_other_layouts(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "docs" / "examples")
+    (line,) = [each for each in commands((ROOT / "docs" / "tune.md").read_text()) if "docs/examples/" in each]
+    ran = _run(["bash", "-c", line], tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    tuned = json.loads((tmp_path / "tuned-demo" / "report.json").read_text())
+    assert tuned["result"] is not None
+    assert len(tuned["trials"]) > 1
 
 
 @pytest.mark.slow

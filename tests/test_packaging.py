@@ -168,19 +168,43 @@ def check(ran: subprocess.CompletedProcess[str], code: int, says: str) -> None:
 # -- the wheel --------------------------------------------------------------------------------------------------------
 
 
+#: The interpreters for which there are to be wheels, by the tag of their version. Not all need to be installed.
+PYTHONS = {f"cp3{minor}": f"python3.{minor}" for minor in range(10, 14)}
+PYTHONS[HERE := f"cp3{sys.version_info.minor}"] = sys.executable
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built(tmp_path_factory.mktemp("dist"))
+    return built(tmp_path_factory.mktemp("dist"), *PYTHONS.values())
 
 
-def built(directory: Path) -> Path:
+def built(directory: Path, *pythons: str) -> Path:
     """What `make dist` leaves, run on a copy below ``directory``: a build writes beside the sources."""
     copy = directory / "megaprof"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
-    line = ["make", "dist", "--assume-old=.venv/ready", f"BIN={Path(sys.executable).parent}"]
-    made = subprocess.run(line, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+    made = subprocess.run(
+        [
+            "make",
+            "dist",
+            "--assume-old=.venv/ready",
+            f"BIN={Path(sys.executable).parent}",
+            f"DIST_PYTHONS={' '.join(pythons)}",
+        ],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert made.returncode == 0, made.stdout + made.stderr
     return copy / "dist"
+
+
+def wheel(dist: Path, version: str = HERE) -> Path:
+    """The wheel for a Python. Skips the test if that is not installed."""
+    for found in dist.glob(f"megaprof-*-{version}-*.whl"):
+        return found
+    pytest.skip(f"{PYTHONS[version]} is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +212,7 @@ def empty(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment that has nothing but the wheel."""
     home = tmp_path_factory.mktemp("empty")
     venv.create(home, with_pip=True)
-    install(home / "bin", str(next(dist.glob("*.whl"))))
+    install(home / "bin", str(wheel(dist)))
     return home / "bin"
 
 
@@ -205,9 +229,30 @@ def alone() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_same_sources_give_the_same_files(dist: Path, tmp_path: Path) -> None:
-    first, second = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (dist, built(tmp_path)))
-    assert len(first) == 2
-    assert first == second
+    again = {path.name: path.read_bytes() for path in built(tmp_path, sys.executable).iterdir()}
+    assert len(again) == 2
+    assert again == {name: (dist / name).read_bytes() for name in again}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", PYTHONS)
+def test_the_wheel_of_each_python_reads_a_trace_without_torch(
+    dist: Path, version: str, traces: Path, tmp_path: Path
+) -> None:
+    path = wheel(dist, version)
+    assert "manylinux_2_17" in path.name
+    subprocess.run([PYTHONS[version], "-m", "venv", tmp_path / "home"], check=True, timeout=120)
+    programs = tmp_path / "home" / "bin"
+    install(programs, f"{path}[report]")
+    folder = tmp_path / "nothing"
+    folder.mkdir()
+    for line, says in (
+        ([programs / "python", "-c", "from megaprof.recorders import _tape; print(_tape.__file__)"], ".so"),
+        ([programs / "megaprof", "report", traces / "traces"], "holds 6 layers"),
+    ):
+        ran = subprocess.run(line, env=alone(), cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+        check(ran, 0, says)
+    assert not list((tmp_path / "home").rglob("site-packages/torch"))
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ watch it and make it capture from another shell."""
 _STEPS = 16
 #: Captured steps, which show what passes consist of, and steps behind them. The others show how long steps take.
 _CAPTURED, _BEHIND = 3, 4
-#: Phases besides the steps: starting the ranks, the evaluation pass, finishing the files.
-_OTHER_PHASES = 3
+#: Phases besides the steps: starting the ranks, imports, the model, the evaluation pass, finishing the files.
+_OTHER_PHASES = 5
 _PP = 2
 #: Milliseconds of a layer's forward and of its backward: several times what a layer of hidden size 64 computes, even if
 #: four ranks share a core.
@@ -269,6 +269,7 @@ def _listed(steps: range) -> str:
 
 def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> dict[str, Any]:
     """Runs one rank: a small version of a pretrain entrypoint, with the two lines that megaprof needs."""
+    print("importing Megatron-Core", flush=True)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megaprof import add_profile_args, install_hooks
@@ -277,6 +278,7 @@ def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | N
     args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
     init_distributed()
     with cpu_megatron():
+        print("building the model", flush=True)
         gpt = build(workload)
         if fault is not None:
             faults.inject(fault, gpt, 0)

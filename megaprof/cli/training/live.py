@@ -57,6 +57,8 @@ def run(
                 ending.begun = True
                 _wait_for_answers(out)
                 _introduce(out, fault and faults.described(fault, workload, faults.FIRST_STEP))
+            elif rank == 0:
+                print(f"  {line.rstrip()}\n", end="", file=sys.stderr, flush=True)
 
         print("  starting the ranks", file=sys.stderr, flush=True)
         arguments = workload, flags, fault, steps, time_limit, str(ending.stop)
@@ -81,6 +83,7 @@ def run_rank(
 ) -> int:
     """Runs one rank until ``steps`` are done, the file ``stop`` appears or the time is up. Returns the number of steps,
     which is the same on all ranks."""
+    print("importing Megatron-Core", flush=True)
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -95,6 +98,7 @@ def run_rank(
         return Path(stop).exists() or time.monotonic() > deadline
 
     with cpu_megatron():
+        print("building the model", flush=True)
         gpt = build(workload)
         if fault is not None:
             faults.inject(fault, gpt, faults.FIRST_STEP, over)

@@ -166,7 +166,7 @@ def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
                 current,
                 args.out,
                 args.time_limit,
-                _say_begun,
+                lambda trial_now: _say_begun(trial_now, args.out),
                 lambda steps_made: advance(min(steps_made, step_count), step_count),
                 _say_over,
             )
@@ -221,11 +221,12 @@ def _show(current: Tuning, args: argparse.Namespace) -> None:
     print(f"Result as one HTML file: {args.out / 'report.html'}")
 
 
-def _say_begun(trial_now: Trial) -> None:
+def _say_begun(trial_now: Trial, out: Path) -> None:
     predicted = ""
     if trial_now.proposal is not None:
         predicted = f", predicted {words.milliseconds(trial_now.proposal.step_ms)} ms"
-    print(f"Trial {trial_now.number}: {trial_now.what}{predicted}", file=sys.stderr, flush=True)
+    log = out / trial_now.directory / trial.LOG
+    print(f"Trial {trial_now.number}: {trial_now.what}{predicted}; it prints to {log}", file=sys.stderr, flush=True)
 
 
 def _say_over(trial_now: Trial) -> None:

@@ -234,6 +234,15 @@ def test_a_report_without_timelines_is_still_a_page(tmp_path):
     assert data(text) == [None]
 
 
+def test_why_nothing_is_predicted_is_said_once(tmp_path):
+    scenarios.write(scenarios.Scenario("one stage", layers=(8,), exposed={"tp": 0.3}), tmp_path)
+    report = analyze(tmp_path)
+    (why,) = report.targets[0].what_if.warnings
+    text = page(report, report.steps())
+    assert "No layout is advised." in text
+    assert text.count(why.text[1:]) == 1
+
+
 def test_what_if_shows_before_and_after(tmp_path):
     pipeline(tmp_path, [6, 2])
     report = analyze(tmp_path)

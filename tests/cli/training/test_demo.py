@@ -67,6 +67,8 @@ def test_a_demo_captures_and_reports_what_it_was_told_to_build(
     phases = [line.strip() for line in stderr.splitlines() if line.startswith("  ")]
     assert phases == [
         "starting the ranks",
+        "importing Megatron-Core",
+        "building the model",
         "train_actor step 0 (1 of 2)",
         "train_actor step 1 (2 of 2)",
         "train_log_probs step 0 (1 of 1)",
