@@ -148,6 +148,7 @@ def _summary(target: TargetReport) -> list[str]:
         first, last = fleet.coverage.steps
         lines.insert(0, f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}")
     if target.step_time_ms:
-        basis = f", {sentences.basis(target)}" if target.sizes.pp > 1 else ""
-        lines.append(f"step time {with_spread(target.step_time_ms)} ms{basis}")
+        lines.append(
+            ", ".join(filter(None, (f"step time {with_spread(target.step_time_ms)} ms", sentences.basis(target))))
+        )
     return lines

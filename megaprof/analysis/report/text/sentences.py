@@ -40,18 +40,17 @@ BASES: dict[Basis, str] = {
 
 
 def basis(measured: TargetStages) -> str:
-    """Returns a clause that says from when to when a step is measured, and what a profiler changes about it."""
-    missing = measured.sizes.pp - len(measured.stages)
-    clause = BASES[measured.step_time_basis] + (", of those that were captured" if missing else "")
-    profiled = measured.profiled_step_time_ms
-    if profiled is None or measured.step_time_ms is None:
-        return clause
+    """Returns from when to when a step of a pipeline is measured, and what a profiler changes about it; maybe empty."""
+    clauses, profiled = [], measured.profiled_step_time_ms
+    if measured.sizes.pp > 1:
+        missing = measured.sizes.pp - len(measured.stages)
+        clauses.append(BASES[measured.step_time_basis] + (", of those that were captured" if missing else ""))
     if measured.profiled:
-        return (
-            f"{clause}, while a profiler recorded it: other steps may be shorter, and the host's delays have no price"
-        )
-    count = counted(measured.step_time_ms.count, "step")
-    return f"{clause} ({count} without a profiler; {milliseconds(profiled.mean)} while it recorded)"
+        clauses.append("while a profiler recorded it; other steps may be shorter, and the host's delays have no price")
+    elif profiled is not None and measured.step_time_ms is not None:
+        count = counted(measured.step_time_ms.count, "step")
+        clauses.append(f"in {count} without a profiler; {milliseconds(profiled.mean)} while it recorded")
+    return ", ".join(clauses)
 
 
 _COLLECTIVE = "the collective is slow, not a rank's compute"
