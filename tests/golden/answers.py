@@ -40,7 +40,7 @@ _MOST = 8
 def answer(name: str) -> Any:
     """What megaprof answers about an input, in short."""
     with tempfile.TemporaryDirectory() as scratch:
-        found = json.dumps(_short(_answered(name, Path(scratch))))
+        found = json.dumps(short(_answered(name, Path(scratch))))
     return json.loads(found.replace(scratch, "DIR"))
 
 
@@ -110,15 +110,15 @@ def _kept(was: Any, now: Any) -> Any:
     return was if _alike(was, now) else now
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
     if isinstance(value, float):
         return 0.0 if abs(value) < _NOTHING else float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):
         own: Collection[str] = ("mean", "stdev", "count") if set(value) == _SAMPLE else value
-        return {key: _short(value[key]) for key in own if key not in _LEFT_OUT}
+        return {key: short(value[key]) for key in own if key not in _LEFT_OUT}
     if isinstance(value, list | tuple):
         ends = [*value[:2], *value[-2:]] if len(value) > _MOST else value
-        return [_short(each) for each in ends] + [{"of": len(value)}] * (len(value) > _MOST)
+        return [short(each) for each in ends] + [{"of": len(value)}] * (len(value) > _MOST)
     return value
 
 

@@ -8,29 +8,19 @@ mistaken for a slow network.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from megaprof.analysis.clocks.matching import Interval, links_of
 from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.trace.intervals import Intervals, intersection, intervals, total, union
+from megaprof.analysis.trace.intervals import intersection, intervals, total, union
 
 #: Fraction of kernels that may lack their partner.
 _UNMATCHED = 0.05
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """One rank's exchanges while nothing computed."""
-
-    transfer: Intervals
-    """When bytes moved, in nanoseconds on the rank's clock; disjoint."""
-    waiting_ns: int
-    """Nanoseconds that the rank waited for its neighbours."""
-
-
-def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeting]:
-    """Returns the exchanges by rank, for ranks whose exchanges all have their other end in ``step``. ``offset``:
-    nanoseconds to add to the times of each rank."""
+def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    """Returns for how many nanoseconds bytes moved while nothing computed, and for how many each rank waited for its
+    neighbours, by rank: for those whose exchanges all have their other end in ``step``. ``offset``: nanoseconds to add
+    to the times of each rank."""
     by_kernels = [call for call in step if call.gpu is not None and call.gpu.exchanges]
     # The time at which the later end arrived, by rank and kernel, on the rank's own clock.
     later_end_ns: dict[int, dict[Interval, int]] = {call.rank: {} for call in by_kernels}
@@ -38,7 +28,7 @@ def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeti
         if not link.rendezvous:
             continue
         by_send, by_receive = later_end_ns[link.sender], later_end_ns[link.receiver]
-        clock_difference_ns = offset.get(link.receiver, 0) - offset.get(link.sender, 0)
+        clock_difference_ns = offset[link.receiver] - offset[link.sender]
         for send, receive in zip(link.sends, link.receives, strict=True):
             by_send[send] = max(by_send.get(send, send[0]), receive[0] + clock_difference_ns)
             by_receive[receive] = max(by_receive.get(receive, receive[0]), send[0] - clock_difference_ns)
@@ -48,6 +38,6 @@ def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeti
         if call.gpu is None or len(arrived_ns) < (1 - _UNMATCHED) * len(call.gpu.exchanges):
             continue
         moving = union(intervals((min(arrival_ns, end), end) for (_, end), arrival_ns in arrived_ns.items()))
-        transfer = intersection(call.gpu.pipeline, moving)
-        meetings_by_rank[call.rank] = Meeting(transfer, total(call.gpu.pipeline) - total(transfer))
+        transfer_ns = total(intersection(call.gpu.pipeline, moving))
+        meetings_by_rank[call.rank] = transfer_ns, total(call.gpu.pipeline) - transfer_ns
     return meetings_by_rank

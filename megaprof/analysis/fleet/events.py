@@ -15,15 +15,15 @@ from megaprof.formats import timeline as format
 from megaprof.formats.steps import codes
 
 
-def call_of(key: Key, files: Iterable[Path], step: int) -> list[Pass[int]]:
-    """Returns the first call of ``step`` on the rank with these ``files``, as a pass named after its target, followed
-    by everything in it in order; an empty list if the files do not have the step. If the step ran more than once, the
-    last run counts."""
-    calls: list[tuple[int, int, list[Pass[int]]]] = []
+def call_of(key: Key, files: Iterable[Path], step: int, index: int = 0) -> list[Pass[int]]:
+    """Returns one call of ``step`` on the rank with these ``files``, as a pass named after its target, followed by
+    everything in it in order; an empty list if the files do not have it. If the step ran more than once, the last run
+    counts."""
+    calls: list[tuple[int, list[Pass[int]]]] = []
     for path in files:
         with suppress(format.UnreadableTimeline):
             timeline = format.read_timeline(path)
-            for row in np.flatnonzero(timeline.steps["step"] == step).tolist():
+            for row in np.flatnonzero((timeline.steps["step"] == step) & (timeline.steps["index"] == index)).tolist():
                 fixed, events = timeline.steps[row], timeline.events(row)
                 metadata = timeline.metadata[fixed["metadata"]]
                 if events is not None and Key(metadata.target, metadata.role, metadata.sizes) == key:
@@ -36,8 +36,8 @@ def call_of(key: Key, files: Iterable[Path], step: int) -> list[Pass[int]]:
                         if (name := codes.name(code)) is not None:
                             chunk, microbatch = name.fields.get("chunk"), name.fields.get("mb")
                             passes.append(Pass(name.label, coords.pp, chunk, microbatch, start, end, coords.rank))
-                    calls.append((int(fixed["index"]), -begin_ns, passes))
-    return min(calls, key=lambda call: call[:2])[2] if calls else []
+                    calls.append((begin_ns, passes))
+    return max(calls, key=lambda call: call[0])[1] if calls else []
 
 
 def longest_pass(key: Key, files: Iterable[Path], step: int) -> Pass[int] | None:

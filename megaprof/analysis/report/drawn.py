@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from megaprof.analysis.clocks.clocks import aligned
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.events import call_of
 from megaprof.analysis.fleet.reading import Key
-from megaprof.analysis.report.text.notes import clause, of_clocks
+from megaprof.analysis.notes import Note
+from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.simulation.simulate import Simulation
-from megaprof.analysis.table.table import Table
-from megaprof.analysis.trace.calls import Call, grouped
+from megaprof.analysis.table.table import Table, Unfit
+from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.passes import Pass
 from megaprof.formats import ranges
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
+_OF_CLOCKS = ("clocks_aligned", "aligned_on_gpu", "not_aligned_on_gpu", "host_unnamed", "clocks_apart")
 
 
 @dataclass(frozen=True)
@@ -65,48 +66,48 @@ def _drawn(measured: TargetStages) -> Sequence[Stage]:
     return measured.stages if measured.forward_only else measured.shown
 
 
-def typical(table: Table) -> int:
-    """Returns the step of a table that is nearest to the average step, and of several the last. A drawing of it is as
-    long as the numbers say."""
-    steps, rows = np.unique(table.steps, return_index=True)  # the first row of a step is the one that is drawn
-    return int(steps[::-1][np.abs(table.length[rows] - table.length.mean()).round(6)[::-1].argmin()])
-
-
-def of_calls(calls: Iterable[Call], measured: TargetStages, step: int) -> StepTimeline:
-    """Returns the first call of a step, on the first rank of every stage in ``measured`` and on the slow ranks. The
-    clocks are aligned by the exchanges between these ranks. ``calls``: each is one call of one rank in one step."""
+def of_calls(calls: Iterable[Call], measured: TargetStages, table: Table | Unfit) -> StepTimeline:
+    """Returns one call on the first rank of every stage in ``measured`` and on the slow ranks, on the clock of the
+    table. Of its steps it is the one nearest to the average, and of several the last, so that the drawing is as long as
+    the numbers say. Without a table, it is the first call of the last step, which all hosts begin alike."""
     row_of = {rank: place for place, stage in enumerate(_drawn(measured)) for rank in stage.ranks}
-    of_step = [call for call in calls if call.rank in row_of and call.step == step]
-    rows_of = grouped(sorted(of_step, key=lambda call: (call.index, call.rank)), lambda call: row_of[call.rank])
-    chosen = [rows_of[place][0] for place in sorted(rows_of)]
-    alignment = aligned(chosen)
-    several = len(set(alignment.hosts.values())) > 1
-    notes = [*(of_clocks(alignment) if several else ()), *map(clause, alignment.warnings)]
+    of_ranks = [call for call in calls if call.rank in row_of]
+    if isinstance(table, Unfit):
+        key = min(call.key for call in of_ranks if call.step == measured.steps[-1])
+    else:  # the first of the reversed steps is the last
+        t = len(table.length) - 1 - int(np.abs(table.length - table.length.mean()).round(6)[::-1].argmin())
+        key = int(table.steps[t]), int(table.calls[t])
+    of_step = sorted((call for call in of_ranks if call.key == key), key=lambda call: -call.rank)
+    chosen = [call for _, call in sorted({row_of[call.rank]: call for call in of_step}.items())]
+    notes, hosts = _of_clocks(measured), tuple(sorted({str(call.metadata.host) for call in chosen}))
+    if isinstance(table, Table):
+        offsets = [table.offset_of(call.rank, t) for call in chosen]
+    else:
+        offsets = [-call.extent[0] if len(hosts) > 1 else 0 for call in chosen]
+        notes += [clause(Note("clocks_apart", names=hosts))] * (len(hosts) > 1)
     if any(call.has_kernels and call.gpu is None for call in chosen):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
-    rows = (Row(c.stage, c.rank, c.extent, c.laid_out, alignment.offset(c.rank)) for c in chosen)
-    return StepTimeline(chosen[0].step, tuple(rows), max(max(len(c.metadata.chunks), 1) for c in chosen), tuple(notes))
+    rows = (Row(c.stage, c.rank, c.extent, c.laid_out, ns) for c, ns in zip(chosen, offsets, strict=True))
+    return StepTimeline(key[0], tuple(rows), max(max(len(c.metadata.chunks), 1) for c in chosen), tuple(notes))
 
 
 def of_table(table: Table, measured: TargetStages, key: Key, files: Mapping[int, Sequence[Path]]) -> StepTimeline:
     """Returns the last step of a table, on the clock of the table: of a run that became slow, it shows the present.
-
-    The first rank of every stage, and slow ranks, are drawn with everything that their ``files`` hold.
-    """
-    last = int(np.searchsorted(table.steps, table.steps[-1]))
+    The first rank of every stage, and slow ranks, are drawn with everything that their ``files`` hold."""
+    t = int(np.searchsorted(table.steps, table.steps[-1]))
     rows = []
     for stage in _drawn(measured):
-        call = call_of(key, files[stage.ranks[0]], int(table.steps[-1]))
+        call = call_of(key, files[stage.ranks[0]], int(table.steps[t]), int(table.calls[t]))
         if not call:
             continue  # the file has gone since the table was made
         whole, *passes = call
-        replica = int(np.argwhere(table.ranks == stage.ranks[0])[0, 0])
-        first = min((box.start for box in passes if box.kind in ranges.PASSES), default=whole.start)
-        offset = round(1e6 * float(table.start[last, replica, stage.pp].min())) - first
-        rows.append(Row(stage.pp, stage.ranks[0], (whole.start, whole.end), passes, offset))
-    clock = table.aligned_ms
-    notes = () if clock is None else (f"clocks aligned by which pass waits for which, to {clock:.2g} ms",)
-    return StepTimeline(int(table.steps[-1]), tuple(rows), table.schedule.chunks, notes)
+        offset_ns = table.offset_of(stage.ranks[0], t)
+        rows.append(Row(stage.pp, stage.ranks[0], (whole.start, whole.end), passes, offset_ns))
+    return StepTimeline(int(table.steps[t]), tuple(rows), table.schedule.chunks, tuple(_of_clocks(measured)))
+
+
+def _of_clocks(measured: TargetStages) -> list[str]:
+    return [clause(note) for note in measured.warnings if note.kind in _OF_CLOCKS]
 
 
 def boxes(step: StepTimeline) -> dict[str, Any]:

@@ -127,8 +127,7 @@ def analyze(
         if isinstance(table, Table) and not table.profiled:
             draw = partial(drawn.of_table, table, measured, key, fleet_reading.files[key])
         else:
-            step = measured.steps[-1] if isinstance(table, Unfit) else drawn.typical(table)
-            draw = partial(drawn.of_calls, counted_calls.calls, measured, step)
+            draw = partial(drawn.of_calls, counted_calls.calls, measured, table)
         targets.append(_reported(measured, diagnosed[key], draw, fleet, job, memory_limit))
     reported = {target.report.key for target in targets}
     for key in fleet_reading.series:

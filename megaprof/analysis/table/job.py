@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
-from megaprof.analysis.table.table import RankSteps, Table, Unfit
-from megaprof.analysis.table.tabulate import tabulate
+from megaprof.analysis.table.table import Unfit
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import RankCoords
@@ -50,14 +47,3 @@ def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
         return metadata.sizes.pp > 1
     overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
     return metadata.sizes.pp > 2 and (forward_only or overlap is False)
-
-
-def table_of(key: Key, ranks: Iterable[RankSteps], metadata: Metadata, schedule: PipelineSchedule) -> Table:
-    """Returns the table of a job. Raises Unfit, see `tabulate`."""
-    return tabulate(
-        list(ranks),
-        schedule,
-        target=key.target,
-        role=key.role,
-        rendezvous=rendezvous_of(metadata, schedule.forward_only),
-    )

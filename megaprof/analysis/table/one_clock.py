@@ -81,10 +81,11 @@ def _both_ways(start: Floats, end: Floats, enter: Floats, stage: int, *, each_st
         slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - free_since).reshape(t, d, -1)
         if not each_step:
             slack, waited = (np.moveaxis(array, 0, 1).reshape(1, d, -1) for array in (slack, waited))
-        order = np.argsort(slack, axis=2)[..., : max(1, round(QUARTILE * slack.shape[2]))]
-        bounds.append(np.take_along_axis(slack, order[..., :1], axis=2)[..., 0])
+        bounds.append(slack.min(axis=2))
         # Several messages are about as quick, and some of them met a receiver that had just arrived.
-        waits.append(np.take_along_axis(waited, order, axis=2).max(axis=2))
+        slower = (slack - bounds[-1][..., None]).round(3)  # recordings resolve microseconds
+        quick = np.sort(slower, axis=2)[..., max(1, round(QUARTILE * slack.shape[2])) - 1, None]
+        waits.append(np.where(slower <= quick, waited, -np.inf).max(axis=2))
     low, high = -bounds[0], bounds[1]
     width = np.maximum(high - low, 1e-9)
     low_weight, high_weight = (np.clip(wait, 1e-9, width / 2) for wait in waits)

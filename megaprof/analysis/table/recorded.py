@@ -22,8 +22,9 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
 from megaprof.analysis.table.counted import warming_up
-from megaprof.analysis.table.job import place_of, schedule_of, table_of
+from megaprof.analysis.table.job import place_of, schedule_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.tabulate import tabulate
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
@@ -125,7 +126,7 @@ def _table(
     rank_steps = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
     if not rank_steps:
         raise Unfit(Note("no_timed_passes"))
-    table = table_of(key, _without_waiting(rank_steps), plan.metadata, schedule)
+    table = tabulate(key, _without_waiting(rank_steps), plan.metadata, schedule, plan.origin)
     table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes, in_compute)))
     if len(chosen_replicas) == len(replicas):
         return table

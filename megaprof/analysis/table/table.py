@@ -54,6 +54,11 @@ class Table:
     """True if a sender waits for its receiver, according to the metadata."""
     steps: npt.NDArray[np.int64]
     """[t]: numbers of the steps."""
+    calls: npt.NDArray[np.int64]
+    """[t]: the index of the call among those of its step."""
+    offset_ns: npt.NDArray[np.int64]
+    """[t, d, s, p]: nanoseconds to add to what the files of each rank that was read say, to have it on the clock of the
+    table. Everything that shows or compares times of several ranks adds these."""
     ranks: npt.NDArray[np.int64]
     """[d, s, p]: global ranks. More than were recorded, if the passes of one rank stand for all its peers."""
     hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
@@ -131,6 +136,10 @@ class Table:
     def profiled(self) -> bool:
         """True if its times are of steps that a profiler recorded, which take longer than others."""
         return len(self.profiled_length) > 0 and self.profiled_length is self.length
+
+    def offset_of(self, rank: int, t: int) -> int:
+        """Returns the nanoseconds to add to the times of ``rank`` in row ``t``, to have them on the table's clock."""
+        return int(self.offset_ns[(t, *np.argwhere(self.ranks == rank)[0])])
 
     @property
     def framework(self) -> str | None:

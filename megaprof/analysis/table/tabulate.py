@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
+from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.one_clock import one_clock
 from megaprof.analysis.table.table import CALLS, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.calls import ModuleKey
@@ -18,14 +20,10 @@ from megaprof.parallel.schedules import PipelineSchedule
 
 
 def tabulate(
-    ranks: Sequence[RankSteps],
-    schedule: PipelineSchedule,
-    *,
-    target: str,
-    role: str | None,
-    rendezvous: bool,
+    key: Key, ranks: Sequence[RankSteps], metadata: Metadata, schedule: PipelineSchedule, origin: int
 ) -> Table:
-    """Puts the ranks of one job into a table. Raises Unfit if a stage is missing, or if no step is whole."""
+    """Puts the ranks of one job into a table. ``origin``: nanoseconds on the wall clock from which their times are
+    counted. Raises Unfit if a stage is missing, or if no step is whole."""
     table_ranks, common_steps, shape = _places(ranks, schedule.stages)
 
     def of_ranks(arrays: Iterable[Floats]) -> Floats:
@@ -65,6 +63,7 @@ def tabulate(
         first_entry = np.broadcast_to(first_entry.min(axis=1, keepdims=True), first_entry.shape)
     since = first_entry[:, :, None, None, None, None, None]
     start, end, enter, reduced = start - since, end - since, enter - since[..., 0, 0, 0], reduced - since[..., 0, 0, 0]
+    offset_ns = np.nan_to_num((shift - first_entry[..., None, None]) * 1e6).round().astype(np.int64) - origin
     last_pass_end = np.fmax.reduce(end.reshape(len(common_steps), -1), axis=1)
     step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(common_steps), -1), axis=1))
 
@@ -78,11 +77,13 @@ def tabulate(
     ranks_by_stage = [[rank for rank in table_ranks if rank.stage == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
-        target=target,
-        role=role,
+        target=key.target,
+        role=key.role,
         schedule=schedule,
-        rendezvous=rendezvous,
+        rendezvous=rendezvous_of(metadata, schedule.forward_only),
         steps=np.array(common_steps)[whole_steps] >> CALLS,
+        calls=np.array(common_steps)[whole_steps] & (1 << CALLS) - 1,
+        offset_ns=offset_ns[whole_steps],
         ranks=np.array([[rank for rank, _ in members] for members in names]).reshape(*shape[:2], -1),
         hosts=tuple(
             tuple(tuple(host for _, host in members) for members in names[first : first + shape[1]])

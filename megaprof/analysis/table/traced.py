@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from megaprof.analysis.clocks.clocks import aligned
-from megaprof.analysis.clocks.exchanges import Meeting, meetings
+from megaprof.analysis.clocks.exchanges import meetings
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share, parts
 from megaprof.analysis.table.counted import Counted
-from megaprof.analysis.table.job import place_of, schedule_of, table_of
+from megaprof.analysis.table.job import place_of, schedule_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.tabulate import tabulate
 from megaprof.analysis.trace.calls import Call, ModuleKey, grouped
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.intervals import covered, intersection, intervals, total
@@ -53,13 +53,10 @@ def _table(counted: Counted) -> Table:
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
     schedule = schedule_of(first_call.metadata, first_call.forward_only, combined=combined)
     origin = min(call.start for call in calls)
-    meetings_by_step = {key: _meetings(step) for key, step in grouped(calls, lambda call: call.key).items()}
     by_rank = grouped(sorted(calls, key=lambda call: call.key), lambda call: call.rank)
-    ranks = [
-        _rank(rank_calls, schedule, origin, [meetings_by_step[call.key].get(call.rank) for call in rank_calls])
-        for rank_calls in by_rank.values()
-    ]
-    table = table_of(key, ranks, first_call.metadata, schedule)
+    ranks = [_rank(rank_calls, schedule, origin) for rank_calls in by_rank.values()]
+    table = tabulate(key, ranks, first_call.metadata, schedule, origin)
+    table = replace(table, spent={**table.spent, **_exchanges(table, calls)})
     warnings = [*findings.warnings(), *_warnings(table, calls)]
     return replace(table, profiled_length=table.length, warnings=tuple(warnings))
 
@@ -79,17 +76,21 @@ def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
         yield Note("pp_not_split")
 
 
-def _meetings(step: Sequence[Call]) -> dict[int, Meeting]:
-    """Returns the exchanges of one step by rank; none if the clocks of its hosts are not known well enough."""
-    hosts = {call.metadata.host for call in step}
-    offset: dict[int, int] = {}
-    if len(hosts) > 1 or None in hosts:
-        alignment = aligned(step)
-        longest = max(end - begin for begin, end in (call.extent for call in step))
-        if not alignment.within(round(_MOST_UNCERTAIN * longest)):
-            return {}
-        offset = {rank: alignment.offset(rank) for rank in alignment.hosts}
-    return meetings(step, offset)
+def _exchanges(table: Table, calls: Sequence[Call]) -> dict[str, Floats]:
+    """Returns what `Table.spent` has of exchanges between stages. They are NaN if the clocks of the ranks are not known
+    well enough, or not both ends of an exchange."""
+    if table.sizes.pp == 1 or any(call.gpu is None for call in calls):
+        return {}
+    transfer_ms, waiting_ms = np.full((2, *table.offset_ns.shape), np.nan)
+    if table.clocks and (table.aligned_ms or 0.0) <= _MOST_UNCERTAIN * table.length.min():
+        places = {int(rank): place for place, rank in np.ndenumerate(table.ranks)}
+        by_step = grouped((call for call in calls if call.rank in places), lambda call: call.key)
+        for t, key in enumerate(zip(table.steps.tolist(), table.calls.tolist(), strict=True)):
+            offset = {call.rank: table.offset_of(call.rank, t) for call in by_step[key]}
+            for rank, (transfer_ns, waiting_ns) in meetings(by_step[key], offset).items():
+                place = (t, *places[rank])
+                transfer_ms[place], waiting_ms[place] = transfer_ns * _MS, waiting_ns * _MS
+    return {"pp": transfer_ms, "pp_waiting": waiting_ms}
 
 
 def _exposed(call: Call, group: str) -> float:
@@ -102,17 +103,13 @@ def _exposed(call: Call, group: str) -> float:
     return float(sum(exposed_ns.get(name, 0) for exposed_ns in by_group for name in names))
 
 
-def _spent(calls: Sequence[Call], rank_meetings: Sequence[Meeting | None]) -> dict[str, Floats]:
-    """Returns `Table.spent` of one rank, [t] by name."""
-    unknown = np.nan
+def _spent(calls: Sequence[Call]) -> dict[str, Floats]:
+    """Returns `Table.spent` of one rank, [t] by name, without exchanges."""
     spent = {group: [_exposed(call, group) for call in calls] for group in ("dp", *_INSIDE)}
     if all(call.gpu is not None for call in calls):
         gpus = [call.gpu for call in calls if call.gpu is not None]
         spent["host_bound"] = [total(gpu.host_bound) for gpu in gpus]
         spent["gradients"] = [gpu.outside_ns for gpu in gpus]
-        if calls[0].metadata.sizes.pp > 1:
-            spent["pp"] = [unknown if meeting is None else total(meeting.transfer) for meeting in rank_meetings]
-            spent["pp_waiting"] = [unknown if meeting is None else meeting.waiting_ns for meeting in rank_meetings]
         if not any(call.replayed for call in calls):
             for kind in ranges.PASSES[:2]:
                 spent[f"host_{kind}"] = [
@@ -121,9 +118,7 @@ def _spent(calls: Sequence[Call], rank_meetings: Sequence[Meeting | None]) -> di
     return {name: np.array(values, dtype=np.float64) * _MS for name, values in spent.items()}
 
 
-def _rank(
-    calls: Sequence[Call], schedule: PipelineSchedule, origin: int, rank_meetings: Sequence[Meeting | None]
-) -> RankSteps:
+def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> RankSteps:
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, working = (np.full(shape, np.nan) for _ in range(4))
@@ -179,7 +174,7 @@ def _rank(
         end=end,
         compute=compute,
         working=working,
-        spent=_spent(calls, rank_meetings),
+        spent=_spent(calls),
         idle=idle,
         waited=queued_ms,
         held={kind: delay_ms for kind, delay_ms in ((GARBAGE, collected_ms), (WAIT, waits_ms)) if delay_ms.any()},

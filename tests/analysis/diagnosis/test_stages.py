@@ -17,7 +17,7 @@ from tests.analysis.exchanging import exchanging, write
 from tests.analysis.scenarios import Scenario
 from tests.analysis.scenarios import write as write_scenario
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
-from tests.analysis.tables import stages_of, tables_in
+from tests.analysis.tables import stages_of, tables_in, tables_of_calls
 from tests.analysis.truth.drawing import draw
 from tests.analysis.truth.files import write as write_recording
 from tests.analysis.truth.pipelines import Fault, Priced
@@ -367,10 +367,10 @@ def test_the_drawn_step_is_of_the_ranks_in_the_table(tmp_path):
     for dp, pp in np.ndindex(2, 2):
         plain_stage(pp, 2, 10, 20, sizes={"dp": 2}, coords={"rank": 2 * pp + dp, "dp": dp}).write(tmp_path)
     calls = [call for path in find_traces(tmp_path) for call in calls_of(read_trace(path))]
-    (told,) = stages_of(calls)
-    assert [row.rank for row in drawn.of_calls(calls, told, told.steps[-1]).rows] == [0, 2]
-    others = tuple(replace(stage, ranks=(stage.ranks[0] + 1,)) for stage in told.stages)
-    assert [row.rank for row in drawn.of_calls(calls, replace(told, stages=others), told.steps[-1]).rows] == [1, 3]
+    (told,), (table,) = stages_of(calls), tables_of_calls(calls).values()
+    assert [row.rank for row in drawn.of_calls(calls, told, table).rows] == [0, 2]
+    others = replace(told, stages=tuple(replace(stage, ranks=(stage.ranks[0] + 1,)) for stage in told.stages))
+    assert [row.rank for row in drawn.of_calls(calls, others, table).rows] == [1, 3]
 
 
 def test_traces_and_timelines_of_one_run_tell_the_same(tmp_path):

@@ -1,0 +1,49 @@
+"""What a clock shows does not depend on how far it is ahead: only on what ranks waited for."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megaprof.analysis.report.drawn import boxes
+from megaprof.analysis.report.report import analyze
+from tests.analysis.truth import files
+from tests.analysis.truth.drawing import draw
+from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
+from tests.golden.answers import differences, short
+
+AHEAD_MS = (1200.5, 0.0, 700.25, 3.5)
+RECORDINGS = ("gpu trace", "cpu trace", "timeline", "device timeline", "device timeline and gpu trace")
+
+
+def pipeline(**changed: Any) -> Pipeline:
+    """Three stages in two replicas, a host each, with a slow link; some of what is drawn otherwise is left out."""
+    shape = {"stages": 3, "chunks": 1, "replicas": 2, "peers": 1, "microbatches": 6, "steps": 3, "layers": ((4,),) * 3}
+    plain = {"load": 0.0, "forward_only": False, "overlapped": False, "apart": True, "link_ms": 2.0}
+    return replace(draw(20261127, 45), faults=(Fault("slow_link", 12.0, stage=1),), **shape | plain | changed)
+
+
+def told(recording: str, ahead: tuple[float, ...], **changed: Any) -> tuple[Any, list[Any]]:
+    """The report as JSON, and what it draws, of ranks whose clocks are ahead by so many milliseconds."""
+    clock = property(lambda rank: ahead[(rank.stage + 3 * rank.replica) % len(ahead)])
+    with tempfile.TemporaryDirectory() as directory, patch.object(files._Rank, "ahead", clock):
+        for each in recording.split(" and "):
+            priced = Priced(replace(pipeline(**changed), recording=each))
+            files.write(priced.pipeline, priced.run(priced.all), Path(directory))
+        report = analyze(Path(directory), workers=1)
+        return short(report.to_json()["targets"]), [boxes(step) for step in report.steps().values()]
+
+
+@pytest.mark.parametrize("recording", RECORDINGS)
+def test_a_clock_that_is_ahead_changes_nothing_in_the_report_and_the_drawing(recording: str) -> None:
+    (was, drawn_then), (now, drawn_now) = told(recording, (0.0,)), told(recording, AHEAD_MS)
+    assert list(differences(was, now)) == []
+    assert drawn_then
+    for step, same in zip(drawn_then, drawn_now, strict=True):
+        for row, other in zip(step["rows"], same["rows"], strict=True):
+            assert other["boxes"] == pytest.approx(row["boxes"], abs=2), "microseconds"
