@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,23 +18,32 @@ from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
-from tests.analysis.scenarios import Scenario, write
 from tests.golden.inputs import recorded
 
 GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
 
 
-def timelines(slow: Slow) -> Callable[[Path], object]:
+def timelines(layers: Sequence[int], *slow: Slow) -> Callable[[Path], object]:
     """Eight ranks in four stages, with a timeline of every step."""
     eight = WorldLayout(ParallelSizes.of(8, pp=4))
-    return partial(write_timelines, layout=eight, steps=60, slow=[slow], chunk_layers=[4] * 4)
+    forward_ms, backward_ms = [2.5 * held for held in layers], [5.0 * held for held in layers]
+    return partial(
+        write_timelines,
+        layout=eight,
+        steps=60,
+        microbatches=16,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        slow=slow,
+        chunk_layers=layers,
+    )
 
 
 #: By the name of the page.
 JOBS: dict[str, Callable[[Path], object]] = {
-    "unbalanced": partial(write, Scenario("gallery", steps=3, exposed={"tp": 0.05}, layers=(7, 3, 3, 3))),
-    "slow-rank": timelines(Slow(rank=5, from_step=20, factor=1.6)),
-    "hang": timelines(Slow(rank=5, from_step=59, until_step=59, factor=250.0)),
+    "unbalanced": timelines((7, 3, 3, 3)),
+    "slow-rank": timelines((4, 4, 4, 4), Slow(rank=5, from_step=20, factor=1.6)),
+    "hang": timelines((4, 4, 4, 4), Slow(rank=5, from_step=59, until_step=59, factor=250.0)),
     "gpu": recorded("pp4-even", "pp4-even-timeline"),
 }
 

@@ -10,7 +10,7 @@ from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=16)
     add_profile_args(parser)  # 1. the options --profile-target and others
     args = parser.parse_args()
     init_distributed()

@@ -9,7 +9,7 @@ from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
     init_distributed()
     with cpu_megatron():
