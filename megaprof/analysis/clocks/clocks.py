@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megaprof.analysis.clocks.matching import Link, links_of
+from megaprof.analysis.clocks.matching import Link
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.calls import Call
 
 #: Without a note, timestamps of one clock may contradict each other by this much, and clocks may drift apart by this
 #: much within a step (at 50 ppm, a lot for a machine in service, 2 s make 0.1 ms).
@@ -61,13 +60,6 @@ class Alignment:
         """Returns the nanoseconds to add to the times of ``rank``; 0 if nothing is known."""
         clock = self.clocks.get(rank)
         return clock.offset_ns if clock else 0
-
-    def within(self, nanoseconds: int) -> bool:
-        """Returns whether the clock of every rank is known to so many nanoseconds."""
-        uncertainties_ns = [clock.uncertainty_ns for clock in self.clocks.values()]
-        return len(uncertainties_ns) == len(self.hosts) and all(
-            ns is not None and ns <= nanoseconds for ns in uncertainties_ns
-        )
 
 
 @dataclass
@@ -144,11 +136,6 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
         warnings.append(Note("clocks_unconnected", ranks=(reference,), names=tuple(unconnected)))
     clocks = {rank: corrections[clock] for rank, clock in sorted(clock_of.items()) if clock in corrections}
     return Alignment(reference, clocks, dict(hosts), tuple(dict.fromkeys(warnings)))
-
-
-def aligned(step: Sequence[Call]) -> Alignment:
-    """Returns the clocks of one step's ranks, from their messages, and from kernels if those were captured."""
-    return align({call.rank: call.metadata.host for call in step}, links_of(step))
 
 
 def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[Note]) -> dict[int, _Clock]:

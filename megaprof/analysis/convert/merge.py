@@ -1,8 +1,9 @@
 """Merges the captured ranks of a step into one Perfetto timeline, in Chrome's JSON trace format.
 
-Each rank is a process, named by its coordinates and sorted by stage. Clocks are aligned (`clocks`), and an arrow leads
-from each send to its receive. Each rank is read twice, once for the clocks and once for its events. Ranks are written
-one after the other, event by event, so no whole trace is in memory.
+Each rank is a process, named by its coordinates and sorted by stage. All are on one clock: that of their table of
+passes, as in a report, or one that follows from their messages (`clocks`). An arrow leads from each send to its
+receive. Each rank is read twice, once for the clocks and once for its events. Ranks are written one after the other,
+event by event, so no whole trace is in memory.
 
 Process, thread and flow ids are unique only within a file, so each gets a new one. Perfetto takes a process id of 0 for
 the idle task, and a thread id that equals a process id for its main thread, so the new ids avoid both.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,13 +22,16 @@ from typing import Any, BinaryIO
 import msgspec
 from isal import igzip
 
-from megaprof.analysis.clocks.clocks import Alignment, align
+from megaprof.analysis.clocks.clocks import Alignment, Clock, align
 from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge as NothingToMerge
 from megaprof.analysis.convert.captures import StepName, choose
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, told
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.table.counted import counted
+from megaprof.analysis.table.table import Table
+from megaprof.analysis.table.traced import table_of_calls
+from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, read
 from megaprof.analysis.trace.nsys import files as nsys
@@ -97,6 +101,7 @@ class _Rank:
     path: Path
     part: Part | None
     coords: Place
+    calls: tuple[Call, ...]
     ends: Ends
     start: int
     base: int
@@ -200,8 +205,9 @@ def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank
         found_step = StepName.of(trace.metadata)
         if found_step == name:
             start = trace.ranges[0].start if trace.ranges else 0
-            ends = ends_of(trace.metadata, calls_of(trace))
-            ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, ends, start, trace.base))
+            calls = calls_of(trace)
+            ends = ends_of(trace.metadata, calls)
+            ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, tuple(calls), ends, start, trace.base))
         elif trace.part is None:
             warnings.append(Note("misnamed", files=(trace.path.name,), said=str(found_step)))
     return ranks
@@ -221,7 +227,8 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -
     """Aligns the clocks, and gives each rank its ends of the arrows. Returns the alignment and the number of arrows."""
     rank_by_number = {rank.coords.rank: rank for rank in ranks}
     links = links_between({number: rank.ends for number, rank in rank_by_number.items()})
-    alignment = align({number: rank.ends.metadata.host for number, rank in rank_by_number.items()}, links)
+    hosts = {number: rank.ends.metadata.host for number, rank in rank_by_number.items()}
+    alignment = _of_table(ranks, hosts, sum(len(link.messages) for link in links)) or align(hosts, links)
     warnings += alignment.warnings
     for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
         if reason and len(ranks) > 1:
@@ -244,6 +251,21 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -
     if backwards:
         warnings.append(Note("arrows_backwards", count=backwards))
     return alignment, arrows
+
+
+def _of_table(ranks: list[_Rank], hosts: Mapping[int, str | None], messages: int) -> Alignment | None:
+    """Returns the clock of the table that all ranks are in. None if there is none, if it did not align anything, or if
+    its replicas begin independently."""
+    for job in counted(call for rank in ranks for call in rank.calls):
+        table = table_of_calls(job)
+        if not isinstance(table, Table) or table.aligned_ms is None or not (table.reduces or len(table.ranks) == 1):
+            continue
+        if set(table.ranks.flat) >= set(hosts):
+            reference, uncertainty_ns = min(hosts), round(1e6 * table.aligned_ms)
+            offset_ns = {rank: table.offset_of(rank, 0) - table.offset_of(reference, 0) for rank in sorted(hosts)}
+            clocks = {rank: Clock(ns, uncertainty_ns, messages) for rank, ns in offset_ns.items()}
+            return Alignment(reference, clocks | {reference: Clock(0, 0, 0)}, dict(hosts), ())
+    return None
 
 
 def _inside(end: End, time: int) -> int:

@@ -298,20 +298,27 @@ def test_memory_does_not_grow_with_the_number_of_ranks(tmp_path):
 
 
 def test_on_a_gpu_arrows_lead_from_kernel_to_kernel(tmp_path):
-    """Send and receive kernels end together 30 ms after their launch; the second host's clock is 7 ms ahead."""
+    """Send and receive kernels end together 30 ms after their launch; the second host's clock is 7 ms ahead. Passes
+    compute before and after them."""
     traces = [TraceBuilder(pp=pp, pp_size=2, microbatches=1, metadata={"host": f"node-{pp}"}) for pp in (0, 1)]
 
     def kernel(stage, operation, launched, start, end):
         trace, by = traces[stage], 7.0 * stage
         number = len(trace.events) + 1
-        trace.event(f"megaprof/{operation}", launched + by, 0.2)
+        if operation != "pass":
+            trace.event(f"megaprof/{operation}", launched + by, 0.2)
         launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 7, "tid": 1, "dur": 10}
         trace.events.append(launch | {"ts": (launched + by + 0.1) * 1000, "args": {"correlation": number}})
-        arguments = {"correlation": number, "Process Group Description": "PIPELINE_MODEL_PARALLEL_GROUP"}
-        name, times = "ncclDevKernel_SendRecv", {"ts": (start + by) * 1000, "dur": (end - start) * 1000}
+        arguments = {"correlation": number}
+        if operation != "pass":
+            arguments["Process Group Description"] = "PIPELINE_MODEL_PARALLEL_GROUP"
+        name = "gemm" if operation == "pass" else "ncclDevKernel_SendRecv"
+        times = {"ts": (start + by) * 1000, "dur": (end - start) * 1000}
         trace.events.append({"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 20, "args": arguments, **times})
 
     traces[0].forward(0, 0, 1)
+    for stage, launched, start, end in ((0, 0.5, 1, 20), (1, 2, 31, 40), (1, 3.5, 40, 50), (0, 3.5, 61, 65)):
+        kernel(stage, "pass", launched, start, end)
     kernel(0, "send_forward", 1.5, 20, 31)
     kernel(1, "recv_forward", 0.5, 2, 31)
     traces[1].forward(0, 7 + 1.5, 1)

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
+from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.table.table import Table
+from tests.analysis.tables import tables_in
 from tests.analysis.truth import files
 from tests.analysis.truth.drawing import draw
 from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
@@ -25,7 +29,8 @@ def pipeline(**changed: Any) -> Pipeline:
     """Three stages in two replicas, a host each, with a slow link; some of what is drawn otherwise is left out."""
     shape = {"stages": 3, "chunks": 1, "replicas": 2, "peers": 1, "microbatches": 6, "steps": 3, "layers": ((4,),) * 3}
     plain = {"load": 0.0, "forward_only": False, "overlapped": False, "apart": True, "link_ms": 2.0}
-    return replace(draw(20261127, 45), faults=(Fault("slow_link", 12.0, stage=1),), **shape | plain | changed)
+    faults = (Fault("slow_link", 12.0, stage=1),)
+    return replace(draw(20261127, 45), **shape | plain | {"faults": faults} | changed)
 
 
 def told(recording: str, ahead: tuple[float, ...], **changed: Any) -> tuple[Any, list[Any]]:
@@ -47,3 +52,32 @@ def test_a_clock_that_is_ahead_changes_nothing_in_the_report_and_the_drawing(rec
     for step, same in zip(drawn_then, drawn_now, strict=True):
         for row, other in zip(step["rows"], same["rows"], strict=True):
             assert other["boxes"] == pytest.approx(row["boxes"], abs=2), "microseconds"
+
+
+@pytest.mark.parametrize("recording", ["gpu trace", "cpu trace"])
+def test_a_merged_timeline_is_on_the_clock_of_the_table(recording: str) -> None:
+    """Also where receivers wait unequally, and where no message connects two replicas."""
+    clock = property(lambda rank: AHEAD_MS[(rank.stage + 3 * rank.replica) % len(AHEAD_MS)])
+    with tempfile.TemporaryDirectory() as directory, patch.object(files._Rank, "ahead", clock):
+        priced = Priced(replace(pipeline(), recording=recording))
+        files.write(priced.pipeline, priced.run(priced.all), Path(directory))
+        merged = merge(Path(directory), Path(directory) / "merged.json")
+        (table,) = tables_in(Path(directory)).values()
+    assert isinstance(table, Table)
+    offsets = {rank: table.offset_of(rank, 0) - table.offset_of(0, 0) for rank in merged.ranks}
+    assert {rank: clock.offset_ns for rank, clock in merged.alignment.clocks.items()} == offsets
+    places = {int(rank): place for place, rank in np.ndenumerate(table.ranks)}
+    for rank, (replica, stage, _) in places.items():
+        ahead_ns = 1e6 * (AHEAD_MS[0] - AHEAD_MS[(stage + 3 * replica) % len(AHEAD_MS)])
+        assert offsets[rank] == pytest.approx(ahead_ns, abs=5e5)
+
+
+def test_replicas_that_do_not_wait_for_each_other_are_not_merged_as_if_they_began_together() -> None:
+    clock = property(lambda rank: AHEAD_MS[(rank.stage + 3 * rank.replica) % len(AHEAD_MS)])
+    with tempfile.TemporaryDirectory() as directory, patch.object(files._Rank, "ahead", clock):
+        priced = Priced(replace(pipeline(forward_only=True, faults=()), recording="gpu trace"))
+        files.write(priced.pipeline, priced.run(priced.all), Path(directory))
+        merged = merge(Path(directory), Path(directory) / "merged.json")
+    assert len(merged.ranks) == 6
+    (note,) = (note for note in merged.warnings if note.kind == "clocks_unconnected")
+    assert len(note.names) == 3, "the hosts of the other replica"
