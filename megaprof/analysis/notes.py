@@ -10,38 +10,22 @@ from msgspec.structs import replace
 
 # fmt: off
 Kind = Literal[
-    # single files
-    "skipped", "without_steps", "misnamed", "cut", "events_left_out", "events_without_place", "name_disagrees",
-    "graph_names_damaged", "without_sidecar", "timeline_damaged", "timelines_damaged", "timelines_cut",
-    "timelines_of_host", "timelines_without_times",
-    # kernels and passes of a call that are missing
-    "kernels_not_asked", "kernels_unsupported", "no_kernels", "no_kernels_of_nsys", "kernels_lost", "kernels_anonymous",
-    "kernels_untimed", "kernels_shortened", "compute_beyond_step", "closed_early",
-    "passes_missing",
-    # communication
-    "groups_unknown", "groups_unnamed", "axes_unseen", "groups_not_apart", "groups_in_compute", "groups_with_waiting",
-    "pp_unknown", "pp_not_split", "exposed_unknown", "dump_unreadable", "group_differs",
+    # files
+    "skipped", "cut", "events_left_out", "without_sidecar", "dump_unreadable", "twice",
+    # numbers that are missing, or of which a part is
+    "no_kernels", "kernels_lost", "times_impossible", "incomplete", "passes_unknown", "modules_without_range",
+    "whole_step", "exposed_unknown", "groups_with_waiting", "groups_unnamed", "group_differs", "replicas_missing",
     # clocks
-    "host_contradicted", "host_shared", "clocks_contradicted", "clocks_disagree", "clocks_unconnected",
-    "messages_unmatched", "clocks_aligned", "aligned_on_gpu", "not_aligned_on_gpu", "host_unnamed", "clocks_apart",
-    "stages_apart", "no_pipeline", "exchanges_unseen", "arrows_backwards",
-    # what does not belong together
-    "other_sizes", "other_jobs", "other_layers", "other_schedules", "kernels_in_some", "stages_missing",
-    "stages_missing_in_step", "replicas_missing", "no_common_step", "stages_differ", "microbatches_differ",
-    # steps that are left out, or disturbed
-    "twice", "not_recovered", "first_steps",     "step_left_out", "file_left_out",
-    # what a stage lacks
-    "modules_without_range", "combined", "waits_for_host", "no_passes", "launches_unknown", "kernels_without_launch",
-    "whole_step",
+    "clocks_contradicted", "clocks_unconnected", "messages_unmatched", "clocks_aligned", "clocks_apart", "no_arrows",
+    # steps, and what does not belong together
+    "other_sizes", "not_comparable", "stages_missing", "microbatches_differ", "left_out", "first_steps",
+    "not_recovered", "waits_for_host",
     # why there is no table of passes
-    "no_whole_step", "no_timed_passes", "all_disturbed", "no_step_of_all",
-    "place_unknown", "place_beyond_schedule", "schedule_unknown", "schedule_refused", "order_differs",
-    # what is not predicted
-    "not_replayed", "waits_for_rank", "ranks_stay_slow", "nothing_to_change", "one_stage", "no_layout", "stage_unknown",
-    "stage_too_large", "stage_contradicts", "no_layers", "layout_refused", "no_exchange_time", "replay_off",
-    "cores_shared",
+    "no_step", "schedule_unknown", "schedule_differs",
+    # predictions
+    "not_replayed", "no_layout", "no_exchange_time", "replay_off", "ranks_stay_slow", "waits_for_rank", "cores_shared",
     # recordings that megaprof did not make
-    "sends_not_apart", "group_unnamed", "sizes_do_not_fit", "not_1f1b", "pipelines_differ",
+    "sizes_do_not_fit", "no_stages",
 ]
 # fmt: on
 
@@ -72,11 +56,27 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     factor: float = 0  # an int: msgspec omits only the default object, which 0.0 from elsewhere is not
     """A ratio or a fraction."""
     said: str = ""
-    """Words of a file, the system or Megatron."""
+    """Words of a file, the system or Megatron, or a reason in words."""
     why: Note | None = None
     """Reason."""
     text: str = ""
     """The note as a clause."""
+
+
+PP_UNKNOWN = Note(
+    "exposed_unknown",
+    names=("pp",),
+    said="waiting for a neighbour and the transfer were recorded as one, so the bubble contains both",
+)
+OVERLAPPING = Note(
+    "times_impossible", said="some kernels cover later ones of their stream, so each counts until the next one begins"
+)
+BEYOND_SCHEDULE = Note("schedule_differs", said="a pass has a number that its schedule does not have")
+UNSEEN_AXIS = "megaprof knows no kernel of it by name, so compute contains it"
+LAUNCHES_UNKNOWN = "the trace does not say who launched its GPU kernels"
+UNNAMED_GROUP = Note(
+    "groups_unnamed", said="some communication names none of Megatron's process groups, so it counts for none of them"
+)
 
 
 #: Notes that say the same about at most this many files stay one note per file.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.analysis.notes import Note
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.simulation.simulate import Simulation, simulate
@@ -48,7 +47,7 @@ def test_no_layout_is_advised_where_nobody_says_how_many_layers_there_are(tmp_pa
     for name in ("bytedance-ST", "primus-pp8", "megatronapp"):
         found = real(name, tmp_path / name).what_if
         assert found.best is None
-        assert [(each.kind, each.why) for each in found.warnings] == [("no_layout", Note("stage_unknown", stages=(0,)))]
+        assert [(each.kind, each.stages) for each in found.warnings] == [("no_layout", (0,))]
 
 
 def passes(run: Simulation, stage: int, kind: str) -> list[tuple[float, float]]:

@@ -159,7 +159,7 @@ def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Pat
     forwards = measured.stages[0].forward_ms
     assert forwards is not None
     assert forwards.count == len(measured.steps)
-    assert "file_left_out" not in kinds(measured.warnings)
+    assert "left_out" not in kinds(measured.warnings)
     assert target.diagnosis is None
     assert target.withheld is not None
     assert target.withheld.kind == "schedule_unknown"

@@ -166,9 +166,7 @@ def test_a_killed_rank_leaves_a_truncated_window(tmp_path: Path) -> None:
     for trace in found:
         assert trace.metadata.truncated == (trace.metadata.steps == (4, 4))
         if trace.metadata.truncated:
-            assert any(
-                each.get("why") == {"kind": "closed_early", "said": "the process ended inside it"} for each in said
-            ), said
+            assert any("the process ended inside it" in each.get("why", {}).get("said", "") for each in said), said
 
 
 def test_an_nvtx_that_nsys_does_not_see_is_said(tmp_path: Path) -> None:

@@ -153,11 +153,11 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[N
         contradiction_ns = max(bounds.contradiction_of_zero for bounds in graph.values())
         if contradiction_ns <= TOLERANCE_NS:
             continue
-        if any(bounds.contradiction > TOLERANCE_NS for bounds in graph.values()):
-            warnings.append(Note("host_contradicted", names=(host,), ms=(contradiction_ns / 1e6,)))
-        else:
+        said = "the traces are of different runs"
+        if not any(bounds.contradiction > TOLERANCE_NS for bounds in graph.values()):
             shared_names.add(host)
-            warnings.append(Note("host_shared", names=(host,), ms=(contradiction_ns / 1e6,)))
+            said = "several machines have this name, so every rank gets a clock of its own"
+        warnings.append(Note("clocks_contradicted", names=(f"host {host}",), ms=(contradiction_ns / 1e6,), said=said))
     return {
         rank: ("", rank) if host is None else (host, rank if host in shared_names else -1)
         for rank, host in hosts.items()
@@ -207,7 +207,8 @@ def _contradictions(graph: _Graph) -> Iterator[Note]:
     if pairs:
         worst_ns, (a, b) = max(pairs)
         names = _clock_name(a), _clock_name(b)
-        yield Note("clocks_contradicted", names=names, count=len(pairs), ms=(worst_ns / 1e6,))
+        said = "a clock was adjusted meanwhile, or the traces are of different runs"
+        yield Note("clocks_contradicted", names=names, count=len(pairs), ms=(worst_ns / 1e6,), said=said)
 
 
 def _disagreements(graph: _Graph, corrections: dict[_Clock, Clock]) -> Iterator[Note]:
@@ -219,7 +220,8 @@ def _disagreements(graph: _Graph, corrections: dict[_Clock, Clock]) -> Iterator[
         slack = TOLERANCE_NS + bounds.contradiction + sum(ns for ns in uncertainties_ns if ns is not None)
         difference = corrections[b].offset_ns - corrections[a].offset_ns
         if None not in uncertainties_ns and not bounds.low - slack <= difference <= bounds.high + slack:
-            yield Note("clocks_disagree", names=(_clock_name(a), _clock_name(b)))
+            names, said = (_clock_name(a), _clock_name(b)), "messages by way of other hosts give another offset"
+            yield Note("clocks_contradicted", names=names, said=said)
 
 
 def _miscounted(link: Link) -> Note:

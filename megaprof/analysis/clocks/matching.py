@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.passes import Exchange
@@ -50,11 +50,6 @@ class End(NamedTuple):
     """The range or kernel of the trace in which it happened."""
 
 
-Unseen = Literal["no_pipeline", "exchanges_unseen"]
-"""Why there are no ends: there is no pipeline; or the host does not wait for exchanges on the GPU, and their kernels
-were not captured."""
-
-
 @dataclass(frozen=True)
 class Ends:
     """One rank's ends of messages."""
@@ -67,7 +62,7 @@ class Ends:
     """Receiving ends, by message."""
     kernels: bool = False
     """True if the ends are NCCL's kernels, which run at both ends at once."""
-    unknown: Unseen | None = None
+    unknown: str | None = None
     """Why there are none; None if there are some."""
 
 
@@ -79,13 +74,15 @@ def ends_of(metadata: Metadata, calls: Sequence[Call]) -> Ends:
     from them are valid.
     """
     if metadata.sizes.pp == 1:
-        return Ends(metadata, {}, {}, unknown="no_pipeline")
+        return Ends(metadata, {}, {}, unknown="there is no pipeline to send along")
     kernels = any(call.gpu is not None and call.gpu.exchanges for call in calls)
     settings = metadata.p2p or {}
     blocking = settings.get("batch_p2p_comm") and settings.get("batch_p2p_sync")
     if any(call.has_kernels for call in calls) and not kernels and not blocking:
         # The host returns before the GPU has received: its ranges bound nothing.
-        return Ends(metadata, {}, {}, unknown="exchanges_unseen")
+        return Ends(
+            metadata, {}, {}, unknown="its host does not wait for exchanges on the GPU, whose kernels are not known"
+        )
     ends = Ends(metadata, {}, {}, kernels)
     overlapped = not kernels and bool(settings.get("overlap_p2p_comm"))
     for call in calls:

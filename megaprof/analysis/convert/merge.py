@@ -209,7 +209,7 @@ def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank
             ends = ends_of(trace.metadata, calls)
             ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, tuple(calls), ends, start, trace.base))
         elif trace.part is None:
-            warnings.append(Note("misnamed", files=(trace.path.name,), said=str(found_step)))
+            warnings.append(Note("skipped", files=(trace.path.name,), said=f"it holds {found_step}"))
     return ranks
 
 
@@ -233,7 +233,7 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -
     for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
         if reason and len(ranks) > 1:
             unknown_ranks = tuple(rank.coords.rank for rank in ranks if rank.ends.unknown == reason)
-            warnings.append(Note(reason, ranks=unknown_ranks))
+            warnings.append(Note("no_arrows", ranks=unknown_ranks, said=reason))
     arrows = backwards = 0
     for link in links:
         sender, receiver = rank_by_number[link.sender], rank_by_number[link.receiver]
@@ -249,7 +249,7 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -
             receiver.arrows.setdefault(receive.within, []).append(_Arrow("f", number, name, arrival))
             arrows += 1
     if backwards:
-        warnings.append(Note("arrows_backwards", count=backwards))
+        warnings.append(Note("no_arrows", count=backwards, said="by these clocks they arrived before they were sent"))
     return alignment, arrows
 
 
@@ -295,7 +295,7 @@ def _write(
             writer.flush()
             if writer.dropped > dropped:
                 dropped_here = writer.dropped - dropped
-                warnings.append(Note("events_without_place", files=(rank.path.name,), count=dropped_here))
+                warnings.append(Note("events_left_out", files=(rank.path.name,), count=dropped_here))
             progress(position + 1)
         file.write(b"\n]}\n")
         if file is not raw:

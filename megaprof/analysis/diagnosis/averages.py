@@ -175,16 +175,16 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     if table.waits_unseen:
         yield Note("replicas_missing", count=table.captured, of=sizes.dp)
     if table.aligned_ms is not None:
-        yield Note("aligned_on_gpu" if table.device else "clocks_aligned", ms=(table.aligned_ms,))
+        yield Note("clocks_aligned", ms=(table.aligned_ms,))
     elif not table.clocks and not missing:
         unnamed = {s for stages in table.hosts for s, peers in enumerate(stages) if None in peers}
         hosts = {str(host) for stages in table.hosts for peers in stages for host in peers}
         if table.device:
-            yield Note("not_aligned_on_gpu")
+            yield Note("clocks_apart", said="the GPU's clocks of the stages could not be aligned")
         elif unnamed:
-            yield Note("host_unnamed", stages=tuple(sorted(unnamed)))
+            yield Note("clocks_apart", stages=tuple(sorted(unnamed)), said="nothing names their hosts")
         else:
-            yield Note("clocks_apart", names=tuple(sorted(hosts)))
+            yield Note("clocks_apart", names=tuple(sorted(hosts)), said="no exchanges align the hosts' clocks")
     yield from without_ranges(
         module for metadata in table.metadata if metadata is not None for module in metadata.ranges.without
     )

@@ -195,7 +195,7 @@ def _check_order(table: Table) -> None:
             planned = order[place]
             names = ran.kind, planned.kind, table.schedule.name
             raise Unfit(
-                Note("order_differs", stages=(stage,), names=names, count=ran.microbatch, of=planned.microbatch)
+                Note("schedule_differs", stages=(stage,), names=names, count=ran.microbatch, of=planned.microbatch)
             )
 
 

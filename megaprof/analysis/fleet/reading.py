@@ -162,10 +162,6 @@ class FleetReading:
     """Files of every rank, by key and rank."""
     read: list[Path] = field(default_factory=list)
     """All files that hold steps."""
-    cut: list[Path] = field(default_factory=list)
-    """Files that end inside a record."""
-    skipped: list[Note] = field(default_factory=list)
-    """Files that cannot be read."""
     warnings: list[Note] = field(default_factory=list)
     """Notes about single files."""
 
@@ -176,18 +172,7 @@ class FleetReading:
         for key, by_rank in other.files.items():
             self.files.setdefault(key, {}).update(by_rank)
         self.read += other.read
-        self.cut += other.cut
-        self.skipped += other.skipped
         self.warnings += (note for note in other.warnings if note not in self.warnings)
-
-    def warnings_of_files(self) -> list[Note]:
-        """Returns the notes about single files, and one note about all files that end inside a record."""
-        notes = self.warnings[:_MOST_NOTES]
-        if len(self.warnings) > _MOST_NOTES:
-            notes.append(Note("timelines_damaged", count=len(self.warnings) - _MOST_NOTES))
-        if self.cut:
-            notes.append(Note("timelines_cut", files=(self.cut[0].name,), count=len(self.cut)))
-        return notes
 
 
 def find_timelines(directory: Path) -> list[Path]:
@@ -308,34 +293,30 @@ def _steps_in(paths: Iterable[Path], reading: FleetReading, runs: Runs | None) -
         try:
             timeline = format.read_timeline(path, events=False)
         except format.UnreadableTimeline as fault:
-            reading.skipped.append(Note("skipped", files=(path.name,), said=fault.reason))
+            reading.warnings.append(Note("skipped", files=(path.name,), said=fault.reason))
             continue
         if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue
         if timeline.damage is not None:
-            if timeline.is_cut and len(timeline.steps):
-                reading.cut.append(path)
-            else:
-                steps_read = len(timeline.steps)
-                reading.warnings.append(
-                    Note("timeline_damaged", files=(path.name,), said=timeline.damage, count=steps_read)
-                )
+            reading.warnings.append(Note("cut", files=(path.name,), said=timeline.damage))
         if len(timeline.steps):
             reading.read.append(path)
         for metadata, steps in timeline.by_metadata():
-            unusable = _unusable(metadata, steps)
+            unusable = _unusable(path, metadata, steps)
             if unusable is None:
                 yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
             elif unusable not in reading.warnings:
                 reading.warnings.append(unusable)
 
 
-def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
+def _unusable(path: Path, metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
     """Returns why the times of these steps cannot be used; None if they can."""
     if (reason := (metadata.timeline or {}).get("reason")) is not None:
-        return Note("timelines_of_host", said=str(reason))
+        said = f"its times, on the host's clock, do not show when the device worked: {reason}"
+        return Note("skipped", files=(path.name,), said=said)
     if not (steps["duration"] > 0).any():
-        return Note("timelines_without_times")
+        said = "it holds no times: the GPU was not done in time, or used streams out of step"
+        return Note("skipped", files=(path.name,), said=said)
     return None
 
 

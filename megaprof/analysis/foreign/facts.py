@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
-from megaprof.analysis.notes import Note
+from megaprof.analysis.notes import OVERLAPPING, UNNAMED_GROUP, UNSEEN_AXIS, Note
 from megaprof.analysis.trace.attribution import unfed
 from megaprof.analysis.trace.groups import INSIDE, axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
@@ -110,9 +110,9 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     warnings = list(axes.warnings)
     kinds = {key for recording in recordings for key in recording.communication}
     if any(operation == SEND_RECEIVE for operation, _ in kinds):
-        warnings.append(Note("sends_not_apart"))
+        warnings.append(Note("groups_unnamed", said="send-receive kernels without annotation may be all-to-all"))
     if any(group.name == UNKNOWN for _, group in kinds):
-        warnings.append(Note("group_unnamed"))
+        warnings.append(UNNAMED_GROUP)
     if unreadable := sum(recording.unreadable for recording in recordings):
         warnings.append(Note("events_left_out", count=unreadable))
     warnings += (
@@ -130,9 +130,9 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     )
     found = {exposed.axis for rank in ranks for exposed in rank.exposed}
     if None not in found and (unseen := tuple(a for a in INSIDE if (sizes or {}).get(a, 1) > 1 and a not in found)):
-        warnings.append(Note("axes_unseen", names=unseen))
+        warnings.append(Note("exposed_unknown", names=unseen, said=UNSEEN_AXIS))
     if any(recording.gpu.shortened for recording in recordings):
-        warnings.append(Note("kernels_shortened"))
+        warnings.append(OVERLAPPING)
     return Foreign(ranks, tuple(_late(windows)), tuple(warnings), stages)
 
 

@@ -78,11 +78,11 @@ def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], 
             continue
         stage, stages = ranks.index(recording.rank), len(ranks)
         if not (steps := list(_steps(recording, stage, stages))):
-            return (), Note("not_1f1b", ranks=(recording.rank,))
+            return (), Note("no_stages", ranks=(recording.rank,), said="its exchanges do not follow 1F1B")
         steps_by_stage[stages, stage] += ((recording.rank, step) for step in steps)
     all_steps = [step for stage_steps in steps_by_stage.values() for _, step in stage_steps]
     if len({stages for stages, _ in steps_by_stage}) > 1 or len({step.microbatches for step in all_steps}) > 1:
-        return (), Note("pipelines_differ")
+        return (), Note("no_stages", said="the recordings are of pipelines or steps of different sizes")
     return tuple(_facts(stage, stages, steps_by_stage[stages, stage]) for stages, stage in sorted(steps_by_stage)), None
 
 

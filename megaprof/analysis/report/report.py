@@ -105,7 +105,7 @@ def analyze(
     fleet_reading = read_fleet(
         timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs
     )
-    warnings = [*of_files([*skipped, *fleet_reading.skipped]), *warnings, *fleet_reading.warnings_of_files()]
+    warnings = [*of_files([*skipped, *fleet_reading.warnings]), *warnings]
     fleets = survey(fleet_reading)
     captured = {Key(*counted_calls.target): counted_calls for counted_calls in counted(calls)}
     traced = {key: table_of_calls(counted_calls) for key, counted_calls in captured.items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from megaprof.analysis.notes import Note
+from megaprof.analysis.notes import LAUNCHES_UNKNOWN, UNSEEN_AXIS, Note
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call, grouped
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.formats import ranges
@@ -115,17 +115,17 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
         rank, pp = metadata.coords.rank, metadata.coords.pp
         first = by_rank.setdefault(rank, metadata)
         if (metadata.coords, metadata.chunks) != (first.coords, first.chunks):
-            findings.warn(Note("other_jobs", ranks=(rank,)), block=True)
+            findings.warn(Note("not_comparable", ranks=(rank,), said="its place or its layers changed"), block=True)
         elif metadata.chunks != by_stage.setdefault(pp, metadata).chunks:
-            findings.warn(Note("other_layers"), pp, block=True)
+            findings.warn(Note("not_comparable", said="its ranks hold different layers"), pp, block=True)
     if len({(call.metadata.schedule, call.forward_only) for call in calls}) > 1:
-        findings.warn(Note("other_schedules"), block=True)
+        findings.warn(Note("not_comparable", said="schedules differ"), block=True)
     if len({call.has_kernels for call in calls}) > 1:
-        findings.warn(Note("kernels_in_some"), block=True)
+        findings.warn(Note("not_comparable", said="only some traces hold GPU kernels"), block=True)
     with_microbatches = [call for call in calls if call.metadata.microbatches is not None]
     replicas = grouped(with_microbatches, lambda call: (*call.key, call.metadata.coords.dp)).values()
     if any(len({call.metadata.microbatches for call in replica_calls}) > 1 for replica_calls in replicas):
-        findings.warn(Note("stages_differ"), block=True)
+        findings.warn(Note("not_comparable", said="stages differ in the microbatches of a step"), block=True)
     elif len({call.metadata.microbatches for call in with_microbatches}) > 1:
         findings.warn(Note("microbatches_differ"))
 
@@ -150,14 +150,14 @@ def _unseen(step: Sequence[Call]) -> Iterator[Note]:
     """Yields a note for each rank whose kernels were not recorded."""
     for call in step:
         if call.unseen is not None:
-            yield Note("step_left_out", steps=(call.step,), ranks=(call.rank,), why=call.unseen)
+            yield Note("left_out", steps=(call.step,), ranks=(call.rank,), why=call.unseen)
 
 
 def _in_part(step: Sequence[Call]) -> Iterator[Note]:
     """Yields a note for each rank that has only a part of the step."""
     for call in step:
         if call.incomplete:
-            yield Note("file_left_out", files=(call.source,), why=call.incomplete)
+            yield Note("left_out", files=(call.source,), why=call.incomplete)
 
 
 def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
@@ -167,11 +167,11 @@ def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
     captured_stages = {call.stage for call in calls}
     common_keys = {key for key, present in stages_by_key.items() if present == captured_stages}
     if not common_keys:
-        findings.warn(Note("no_common_step"), block=True)
+        findings.warn(Note("not_comparable", said="no step was captured on every stage"), block=True)
         return calls
-    for step, index in sorted(stages_by_key.keys() - common_keys):
-        stages_present = tuple(sorted(stages_by_key[step, index]))
-        findings.warn(Note("stages_missing_in_step", steps=(step,), count=index, stages=stages_present))
+    for key in sorted(stages_by_key.keys() - common_keys):
+        stages_present, said = tuple(sorted(stages_by_key[key])), "it was not captured on the other stages"
+        findings.warn(Note("left_out", steps=key[:1], stages=stages_present, said=said))
     return [call for call in calls if call.key in common_keys]
 
 
@@ -200,7 +200,7 @@ def _without_axes(calls: list[Call], sizes: ParallelSizes, findings: Findings) -
     if not axes or not any(call.gpu is not None for call in calls):
         return calls
     if names := tuple(axis for axis in axes if any(call.exposed_ns[axis] is not None for call in calls)):
-        findings.warn(Note("axes_unseen", names=names))
+        findings.warn(Note("exposed_unknown", names=names, said=UNSEEN_AXIS))
     return [dataclasses.replace(call, exposed_ns={**call.exposed_ns, **dict.fromkeys(axes)}) for call in calls]
 
 
@@ -211,16 +211,16 @@ def _explain(call: Call, findings: Findings) -> None:
         findings.warn(call.unseen, pp, block=True)
         return
     if not call.phases:
-        findings.warn(Note("no_passes", said=call.metadata.ranges.reason or ""), pp, block=True)
+        findings.warn(Note("passes_unknown", said=call.metadata.ranges.reason or "no ranges in it"), pp, block=True)
     if call.incomplete:
-        findings.warn(Note("file_left_out", files=(call.source,), why=call.incomplete), pp)
+        findings.warn(Note("left_out", files=(call.source,), why=call.incomplete), pp)
     if call.has_kernels and call.gpu is None:
-        findings.warn(Note("launches_unknown"), pp, block=True)
+        findings.warn(Note("passes_unknown", said=LAUNCHES_UNKNOWN), pp, block=True)
     elif call.gpu is not None and call.gpu.lost:
-        findings.warn(Note("kernels_without_launch"), pp)
+        findings.warn(Note("events_left_out", said="GPU activities without a launch in the trace"), pp)
     if call.label == WHOLE_STEP:
         findings.warn(Note("whole_step"), block=True)
     if any(phase.kind == ranges.COMBINED for phase in call.phases):
-        findings.warn(Note("combined"), pp)
+        findings.warn(Note("passes_unknown", said="they ran combined, so only their sum, compute, is known"), pp)
     for reason in call.reasons:
         findings.warn(reason, pp)

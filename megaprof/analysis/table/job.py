@@ -25,7 +25,7 @@ def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = Fals
     """Returns the schedule. ``combined``: whether forwards and backwards ran as one. Raises Unfit if the metadata do
     not say enough, or if Megatron refuses the schedule."""
     if metadata.schedule is None or not metadata.chunks or not metadata.microbatches:
-        raise Unfit(Note("schedule_unknown"))
+        raise Unfit(Note("schedule_unknown", said="the files name no schedule, or not its microbatches"))
     try:
         return PipelineSchedule.checked(
             metadata.sizes.pp,
@@ -37,7 +37,7 @@ def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = Fals
             combined=combined,
         )
     except ValueError as fault:
-        raise Unfit(Note("schedule_refused", said=str(fault))) from None
+        raise Unfit(Note("schedule_unknown", said=f"it cannot be rebuilt: {fault}")) from None
 
 
 def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful_processes
-from megaprof.analysis.notes import Note
+from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
 from megaprof.analysis.table.counted import warming_up
@@ -105,7 +105,7 @@ def _table(
     with_arrivals = plan.numbers[np.isin(plan.numbers, plan.arrival_steps)]
     # Half of the steps tell more if it is known who waited in them: of the last ones it often is not.
     known = 2 * len(with_arrivals) >= min(step_count, _FEWEST_STEPS)
-    in_compute = Note("groups_in_compute", count=len(with_arrivals), of=len(plan.numbers))
+    in_compute = Note("exposed_unknown", count=len(with_arrivals), of=len(plan.numbers))
     plan = plan._replace(numbers=_spread(with_arrivals if known else plan.numbers, step_count, changes))
     chosen_replicas = _chosen(replicas, max(1, most_replica_steps // step_count))
     peer_groups = [peers for replica in chosen_replicas for peers in replicas[replica]]
@@ -125,7 +125,7 @@ def _table(
     workers = at_most(workers, useful_processes(paths, len(items)))
     rank_steps = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
     if not rank_steps:
-        raise Unfit(Note("no_timed_passes"))
+        raise Unfit(Note("no_step", said="no rank recorded the times of its microbatches"))
     table = tabulate(key, _without_waiting(rank_steps), plan.metadata, schedule, plan.origin)
     table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes, in_compute)))
     if len(chosen_replicas) == len(replicas):
@@ -139,7 +139,7 @@ def _table(
 def _warnings(table: Table, sizes: ParallelSizes, in_compute: Note) -> Iterator[Note]:
     """Yields what a timeline does not show. ``in_compute``: why collectives are not told apart from computing."""
     if sizes.pp > 1:
-        yield Note("pp_unknown")
+        yield PP_UNKNOWN
     if hidden_axes := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
         yield msgspec.structs.replace(in_compute, names=tuple(hidden_axes))
     if shown_axes := [axis for axis in INSIDE if axis in table.spent]:
@@ -154,7 +154,7 @@ def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
         if len(rank.counts):
             by_replica[place_of(rank.coords)[0]][rank.coords.pp].append(rank)
     if not by_replica:
-        raise Unfit(Note("all_disturbed"))
+        raise Unfit(Note("no_step", said="every step failed, stood still, or was disturbed by a window"))
     most_stages = max(map(len, by_replica.values()))
     return {
         replica: [by_stage[pp] for pp in sorted(by_stage)]
@@ -197,7 +197,7 @@ def _plan(key: Key, files: Sequence[Path], left_out_steps: AbstractSet[int]) -> 
                     continue
                 parts_by_shape[_shape(metadata)].append((metadata, file_steps))
     if not parts_by_shape:
-        raise Unfit(Note("no_timed_passes", said=next(iter(reasons), "")))
+        raise Unfit(Note("no_step", said=next(iter(reasons), "no times of microbatches were recorded")))
     largest_group = max(parts_by_shape.values(), key=lambda parts: sum(len(steps) for _, steps in parts))
     metadata = largest_group[-1][0]
     steps = np.concatenate([part for _, part in largest_group])
@@ -432,9 +432,9 @@ def _places(shape: bytes, schedule: PipelineSchedule) -> _Places:
     for event in np.flatnonzero((kind >= codes.FORWARD) & (kind <= codes.COMBINED)).tolist():
         for chunk, microbatch, pass_kind, part in _passes_in(int(code[event])):
             if chunk is None or microbatch is None or pass_kind >= len(schedule.kinds):
-                raise Unfit(Note("place_unknown"))
+                raise Unfit(Note("schedule_unknown", said="nothing says which microbatch or chunk a pass is of"))
             if chunk >= schedule.chunks or microbatch >= schedule.microbatches:
-                raise Unfit(Note("place_beyond_schedule"))
+                raise Unfit(BEYOND_SCHEDULE)
             events.append(event)
             cells.append((chunk * len(schedule.kinds) + pass_kind) * schedule.microbatches + microbatch)
             halves.append(part)

@@ -49,7 +49,7 @@ def tabulate(
     recorded = np.array([rank.metadata is not None for rank in table_ranks]).reshape(shape)
     whole_steps = np.isfinite(end - start)[:, recorded].reshape(len(common_steps), -1).all(axis=1)
     if not whole_steps.any():
-        raise Unfit(Note("no_whole_step"))
+        raise Unfit(Note("no_step", said="no step was recorded whole"))
     enter, reduced = stacked("enter"), stacked("reduced")
     shift, clocks, aligned_ms = one_clock(table_ranks, shape, schedule, start, end, enter, reduced)
     pass_shift = shift[..., None, None, None]
@@ -182,7 +182,7 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
             whole_replicas = {replica: placeholders | by_place}
     kept_replicas, common_steps = _with_steps(whole_replicas)
     if not common_steps:
-        raise Unfit(Note("no_step_of_all"))
+        raise Unfit(Note("no_step", said="no step was recorded by all ranks of a pipeline"))
     table_ranks = [
         whole_replicas[replica][place] for replica in kept_replicas for place in sorted(whole_replicas[replica])
     ]

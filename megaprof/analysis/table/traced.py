@@ -9,7 +9,7 @@ import numpy as np
 
 from megaprof.analysis.clocks.exchanges import meetings
 from megaprof.analysis.fleet.reading import Key
-from megaprof.analysis.notes import Note
+from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share, parts
 from megaprof.analysis.table.counted import Counted
@@ -44,7 +44,7 @@ def _table(counted: Counted) -> Table:
         raise Unfit(findings.unjudgeable)
     whole_calls = [call for call in calls if not call.incomplete]
     if not whole_calls:
-        raise Unfit(Note("no_whole_step", why=calls[-1].incomplete))
+        raise Unfit(Note("no_step", said="no step was recorded whole", why=calls[-1].incomplete))
     by_schedule = grouped(
         whole_calls, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only)
     )
@@ -71,9 +71,9 @@ def _warnings(table: Table, calls: Sequence[Call]) -> Iterator[Note]:
             extents = extents[np.isfinite(extents).all(axis=1)]
             extents = extents[np.argsort(extents[:, 0])]
             if (extents[1:, 0] >= np.maximum.accumulate(extents[:-1, 1])).any():
-                raise Unfit(Note("stages_apart", steps=(step,)))
+                raise Unfit(Note("not_comparable", steps=(step,), said="stages do not overlap in time"))
     if calls[0].gpu is not None and calls[0].metadata.sizes.pp > 1 and not np.isfinite(table.spent["pp"]).all():
-        yield Note("pp_not_split")
+        yield Note("exposed_unknown", names=("pp",), said="only one end of its exchanges is known")
 
 
 def _exchanges(table: Table, calls: Sequence[Call]) -> dict[str, Floats]:
@@ -145,7 +145,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                     continue
                 cell = (t, chunk, schedule.kinds.index(kind), microbatch)
                 if not (cell[1] < shape[1] and cell[3] < shape[3]):
-                    raise Unfit(Note("place_beyond_schedule"))
+                    raise Unfit(BEYOND_SCHEDULE)
                 length_ns, scale = end_ns - phase.start, (end_share - begin_share) * _MS
                 start[cell] = (phase.start - origin + begin_share * length_ns) * _MS
                 end[cell] = (phase.start - origin + end_share * length_ns) * _MS

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megaprof.analysis.notes import Note
+from megaprof.analysis.notes import LAUNCHES_UNKNOWN, OVERLAPPING, PP_UNKNOWN, UNNAMED_GROUP, Note
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.gpu import Peak, memory_of
 from megaprof.analysis.trace.groups import AXES, INSIDE, parallel_of
@@ -33,6 +33,7 @@ WHOLE_STEP = "train_overall"
 RECOMPUTE = "recompute"
 #: Communication of an unknown group gets a note if it takes at least this fraction of the call.
 _UNNAMED = 0.01
+_NO_GROUP = "kernels or copies name no process group; `--profile-activities cpu cuda` records it for NCCL"
 
 #: Targets that have no backward, for files that do not say so.
 FORWARD_ONLY = ("train_log_probs", "evaluate")
@@ -188,7 +189,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
     if gpu is not None:
         phases = tuple(_phase(traced, metadata, *on_gpu) for traced, on_gpu in zip(passes, gpu.passes, strict=True))
         split, reasons = _split_gpu(metadata, gpu)
-        reasons += [Note("kernels_shortened")] if trace.gpu is not None and trace.gpu.shortened else []
+        reasons += [OVERLAPPING] if trace.gpu is not None and trace.gpu.shortened else []
     else:
         exposed_spans, ambiguous = _exposed_spans(trace, passes)
         exposed_ns = {group: covered(spans, times_of(passes)).tolist() for group, spans in exposed_spans.items()}
@@ -210,7 +211,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
             Exchange(traced.name.label, traced.start, traced.end, traced.start, traced.end) for traced in exchanges
         ),
         exposed_ns=split,
-        incomplete=Note("cut", said=trace.cut) if trace.cut else _incomplete(label, step, metadata, phases),
+        incomplete=Note("incomplete", said=trace.cut) if trace.cut else _incomplete(label, step, metadata, phases),
         has_kernels=trace.has_kernels,
         reasons=tuple(reasons),
         finalize=finalize,
@@ -222,7 +223,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int) -> Call:
     )
     unseen = trace.unseen or without_some(trace.launches, outer.start, outer.end)
     if gpu is not None and sum(phase.gpu_ns or 0 for phase in phases) > (1 + MOST_UNSEEN) * (gpu.end - gpu.start):
-        unseen = unseen or Note("compute_beyond_step")
+        unseen = unseen or Note("times_impossible", said="its passes computed longer than the step took")
     return call if unseen is None else _emptied(call, unseen)
 
 
@@ -300,9 +301,9 @@ def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | No
     if metadata.sizes.pp > 1:
         split["pp"] = None
     if undecided := [axis for axis in gpu.undecided if metadata.sizes.pp == 1 or axis != "pp"]:
-        reasons.append(Note("groups_unknown", names=tuple(undecided)))
+        reasons.append(Note("exposed_unknown", names=tuple(undecided), said=_NO_GROUP))
     if gpu.exposed_by["other"] > _UNNAMED * (gpu.end - gpu.start):
-        reasons.append(Note("groups_unnamed"))
+        reasons.append(UNNAMED_GROUP)
     return split, reasons
 
 
@@ -350,16 +351,17 @@ def _split(
         return _split_unseen(trace, split)
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append(Note("pp_unknown"))
+        reasons.append(PP_UNKNOWN)
     if trace.has_kernels:
         split.update(dict.fromkeys((*parallel_of(AXES, sizes), "unknown")))
-        reasons.append(Note("exposed_unknown"))
+        reasons.append(Note("exposed_unknown", said=LAUNCHES_UNKNOWN))
         return split, reasons
     for group in {group for phase in passes for group in phase.exposed}:
         split[group] = (split[group] or 0) + sum(phase.exposed.get(group, 0) for phase in passes)
     for users in ambiguous:
         split.update(dict.fromkeys(users))
-        reasons.append(Note("groups_not_apart", names=users))
+        said = "the collectives of a CPU trace name no process group"
+        reasons.append(Note("exposed_unknown", names=users, said=said))
     return split, reasons
 
 
@@ -368,11 +370,11 @@ def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str,
     sizes, reasons = trace.metadata.sizes, []
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append(Note("pp_unknown"))
+        reasons.append(PP_UNKNOWN)
     axes = parallel_of(INSIDE, sizes)
     if axes:
         split.update(dict.fromkeys((*axes, "unknown")))
-        reasons.append(Note("groups_in_compute", names=tuple(axes)))
+        reasons.append(Note("exposed_unknown", names=tuple(axes)))
     return split, reasons
 
 
@@ -391,7 +393,8 @@ def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[Measure
     if label != metadata.target or label == WHOLE_STEP:
         return None  # the metadata count the microbatches of another call
     if metadata.truncated and step >= metadata.steps[1]:  # earlier steps of the window had ended
-        return Note("closed_early", said=metadata.truncated_reason or "")
+        said = f"the window was closed early ({metadata.truncated_reason or 'no reason given'})"
+        return Note("incomplete", said=said)
     if metadata.microbatches is None or not metadata.chunks or not phases:
         return None
     expected = metadata.microbatches * len(metadata.chunks)
@@ -399,7 +402,8 @@ def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[Measure
     for kind in (ranges.FORWARD,) if metadata.forward_only else (ranges.FORWARD, ranges.BACKWARD):
         count = kind_counts[kind] + kind_counts[ranges.COMBINED]
         if count != expected:
-            return Note("passes_missing", names=(kind,), count=count, of=expected)
+            said = f"it holds {count} {kind} ranges instead of {expected}"
+            return Note("incomplete", names=(kind,), count=count, of=expected, said=said)
     return None
 
 

@@ -59,7 +59,8 @@ def read(source: Source) -> Reading:
     calls = tuple(call for trace in traces for call in calls_of(trace))
     warnings = tuple(warning for trace in traces for warning in trace.warnings)
     if not calls:
-        return Reading(path, (), warnings, Note("without_steps", files=(path.name,)))
+        skipped = Note("skipped", files=(path.name,), said="it holds no range of a whole step")
+        return Reading(path, (), warnings, skipped)
     return Reading(path, calls, warnings)
 
 

@@ -6,7 +6,7 @@ microseconds). They are comparable between the ranks of one host. A file's name 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +23,7 @@ from megaprof.analysis.trace.replays import replayed
 from megaprof.analysis.trace.unseen import without_kernels, without_times
 from megaprof.formats import graphs, ranges
 from megaprof.formats.metadata import Metadata, read_metadata
-from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.remote import files_below
-from megaprof.parallel.topology import RankCoords
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
@@ -160,7 +158,7 @@ def _trace(path: Path) -> Trace:
     events = Events(path, top=_TOP, operators=_without_gpu)
     document = events.document
     metadata = _metadata(document)
-    warnings = list(_name_warnings(path, metadata.coords))
+    warnings: list[Note] = []
     has_kernels = events.has(KERNEL)
     # Kineto repeats every range on the GPU's timeline (``gpu_user_annotation``), which is not read.
     annotations, operators = events.take(ANNOTATION), events.take(OPERATOR)
@@ -182,7 +180,8 @@ def _trace(path: Path) -> Trace:
         try:
             names = graphs.read_names(bytes(document.top[graphs.KEY]))
         except ValueError as fault:
-            warnings.append(Note("graph_names_damaged", files=(path.name,), said=str(fault)))
+            said = f"the names of its CUDA graphs are damaged, so replays have no ranges: {fault}"
+            warnings.append(Note("cut", files=(path.name,), said=said))
         else:
             passes = union(times_of([traced for traced in traced_ranges if traced.name.label in ranges.PASSES]))
             replays = replayed(gpu, names, passes)
@@ -264,11 +263,3 @@ _DISPATCHED = {
     "scatter": "scatter",
     "barrier": "barrier",
 }
-
-
-def _name_warnings(path: Path, coords: RankCoords) -> Iterable[Note]:
-    name = parse_artifact_name(path.name)
-    axes = ("pp", "tp", "cp", "ep", "dp", "rank")
-    if name is not None and any(getattr(name.place, axis) != getattr(coords, axis) for axis in axes):
-        written = " ".join(f"{axis}={getattr(coords, axis)}" for axis in axes)
-        yield Note("name_disagrees", files=(path.name,), said=written)

@@ -31,17 +31,18 @@ def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: b
         return None
     profiler = metadata.profiler
     if profiler is not None and "cuda" not in profiler.asked:
-        return Note("kernels_not_asked")
+        return Note("no_kernels", said="--profile-activities did not ask for them")
     if profiler is not None and "cuda" not in profiler.recorded:
-        return Note("kernels_unsupported")
-    return Note("no_kernels_of_nsys" if nsys else "no_kernels")
+        return Note("no_kernels", said="Kineto cannot record this device")
+    lost = "nsys records them with --trace=cuda,nvtx" if nsys else "another tool may hold CUPTI, or Kineto lost them"
+    return Note("no_kernels", said=lost)
 
 
 def without_times(gpu: Activities | None) -> Note | None:
     """Returns why the times of the activities cannot be used; None if enough of them are possible."""
     if gpu is None or gpu.impossible <= MOST_UNSEEN * (gpu.impossible + len(gpu.spans)):
         return None
-    return Note("kernels_untimed", factor=round(gpu.impossible / (gpu.impossible + len(gpu.spans)), 2))
+    return Note("times_impossible", factor=round(gpu.impossible / (gpu.impossible + len(gpu.spans)), 2))
 
 
 def without_some(launches: Launches | None, start: int, end: int) -> Note | None:
@@ -55,5 +56,7 @@ def without_some(launches: Launches | None, start: int, end: int) -> Note | None
     if lost <= MOST_UNSEEN * launched:
         return None
     if len(launches.unanswered) - launches.anonymous <= MOST_UNSEEN * len(launches.times):
-        return Note("kernels_anonymous", factor=round(lost / launched, 2))
-    return Note("kernels_lost", factor=round(lost / launched, 2))
+        why = "the trace has them, but as on ROCm without their launch, so nothing says to which pass they belong"
+    else:
+        why = "another tool may hold CUPTI, Kineto lost them, or a graph was captured"
+    return Note("kernels_lost", factor=round(lost / launched, 2), said=why)

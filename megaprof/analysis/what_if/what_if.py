@@ -36,6 +36,7 @@ _MOST_LAYERS = 10_000
 #: How uncertain predictions become if stages share physical cores, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
+_ONE_STAGE = Note("no_layout", said="a single stage has no other one")
 Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_better"]
 
 
@@ -136,7 +137,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
             refused = Note("waits_for_rank", ranks=cause.ranks, stages=stages, why=shared)
             return replace(replayed, warnings=(refused,)), None
     if table.schedule.stages == 1 and sequences is None:
-        return replace(replayed, warnings=(Note("nothing_to_change"),)), None
+        return replace(replayed, warnings=(_ONE_STAGE,)), None
     warnings = [] if table.clocks else [Note("no_exchange_time")]
     if run.missed > LEAST:
         warnings.append(Note("replay_off", factor=run.missed))
@@ -145,14 +146,13 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
     others = [candidate.prediction for candidate in (balanced(steps), *microbatch_counts(steps))]
     if isinstance(held, Note):
-        unknown = Note("no_layout", why=held)
-        return replace(replayed, candidates=tuple(others), warnings=(unknown, *warnings)), None
+        return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     changeable = Changeable(
         steps, held, memory, 0.0 if shared is None else _SHARED_CORES, _slower(run, slow), sequences, differ is False
     )
     if table.schedule.stages == 1:
-        return replace(replayed, warnings=(Note("one_stage"),)), changeable
+        return replace(replayed, warnings=(_ONE_STAGE,)), changeable
     compared = layouts(changeable)
     best = _best(compared, changeable.in_flight)
     advised = None if best is None else best.prediction
@@ -222,20 +222,20 @@ def _held(table: Table) -> Held | Note:
             metadata = table.metadata[stage]
             holds = ModelChunk() if metadata is None else metadata.chunks[chunk]
             if holds.layers is None or holds.embedding is None or holds.loss is None:
-                return Note("stage_unknown", stages=(stage,))
+                return Note("no_layout", stages=(stage,), said="the traces do not say what it holds")
             if holds.layers > _MOST_LAYERS or (holds.mtp or 0) > _MOST_LAYERS:
-                return Note("stage_too_large", stages=(stage,), count=holds.layers)
+                return Note("no_layout", stages=(stage,), said=f"the traces say that it holds {holds.layers} layers")
             if any(listed is not None and len(listed) != holds.layers for listed in (holds.kinds, holds.layer_numbers)):
-                return Note("stage_contradicts", stages=(stage,))
+                return Note("no_layout", stages=(stage,), said="the traces contradict themselves about its layers")
             pieces.append(_piece(holds))
             kinds += holds.kinds if holds.kinds is not None else ("layer",) * holds.layers
     flat = "".join(pieces)
     if not kinds:
-        return Note("no_layers")
+        return Note("no_layout", said="the stages hold no decoder layers")
     try:
         check_layout(pieces, schedule.stages, flat.count("t"), flat.count("m"))
     except ValueError as fault:
-        return Note("layout_refused", said=str(fault))
+        return Note("no_layout", said=f"the captured one is not one of Megatron's: {fault}")
     return Held(tuple(pieces), tuple(kinds), schedule.stages, measured(table))
 
 

@@ -147,7 +147,7 @@ def test_a_host_name_that_several_machines_bear_is_seen_through():
     found = align(
         dict.fromkeys((0, 1, 2), "localhost"), both_ways(0, 1, {0: 0, 1: 5 * MS}) + both_ways(1, 2, {1: 5 * MS, 2: 0})
     )
-    assert [each.kind for each in found.warnings] == ["host_shared"]
+    assert [each.kind for each in found.warnings] == ["clocks_contradicted"]
     assert abs(found.offset(1) + 5 * MS) <= found.clocks[1].uncertainty_ns
     assert abs(found.offset(2)) <= found.clocks[2].uncertainty_ns
 
@@ -156,7 +156,7 @@ def test_traces_of_different_runs_on_one_host_keep_its_clock():
     forth, back = messages(0, 1, {0: 0, 1: 0}), messages(1, 0, {0: 0, 1: 900 * MS}, seed=1)
     found = align({0: "a", 1: "a"}, [forth, back])
     assert found.offset(1) == 0
-    assert [each.kind for each in found.warnings] == ["host_contradicted"]
+    assert [each.kind for each in found.warnings] == ["clocks_contradicted"]
 
 
 def test_ranks_that_no_message_connects_are_named():

@@ -142,7 +142,7 @@ def test_steps_without_arrivals_hide_no_slow_rank(tmp_path: Path, known: range) 
 
 def test_too_few_steps_with_arrivals_are_said(tmp_path: Path) -> None:
     table = two_peers(tmp_path, "tp", lambda rank, step: np.full(64 * (step < 3), 1000), lengths=True, steps=8)
-    assert [(note.count, note.of) for note in table.warnings if note.kind == "groups_in_compute"] == [(3, 8)]
+    assert [(note.count, note.of) for note in table.warnings if note.kind == "exposed_unknown"] == [(3, 8)]
 
 
 def test_how_long_timed_collectives_ran_is_exposed_in_the_report_of_a_timeline(tmp_path: Path) -> None:

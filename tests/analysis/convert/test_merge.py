@@ -159,7 +159,7 @@ def test_events_that_no_viewer_can_take_are_left_out_and_counted(tmp_path):
     write(traces, tmp_path)
     result, document = merged(tmp_path)
     check(document)
-    assert ("events_without_place", 4) in [(w.kind, w.count) for w in result.warnings]
+    assert ("events_left_out", 4) in [(w.kind, w.count) for w in result.warnings]
     kept = [e for e in document["traceEvents"] if e["pid"] == 1 and e["ph"] == "X" and e.get("cat") != "p2p"]
     assert len(kept) == good - 1
 

@@ -179,7 +179,7 @@ class TestNumbers:
         (stage,) = target.stages
         assert (stage.forward_ms, stage.backward_ms, stage.forward_per_microbatch_ms) == (None, None, None)
         assert stage.compute_ms.mean == 55
-        assert found(target, "combined")
+        assert found(target, "passes_unknown")
 
     def test_with_unknown_microbatches_it_is_known_what_is_computed(self, tmp_path):
         trace = TraceBuilder(microbatches=3)
@@ -204,7 +204,7 @@ class TestWhatTheTracesDoNotAllow:
         assert target.step_time_ms.mean == 50
         numbers = (stage.forward_ms, stage.backward_ms, stage.compute_ms, stage.bubble_ms, stage.exposed_ms["tp"])
         assert numbers == (None,) * 5
-        assert [note.said for note in found(target, "no_passes")] == [reason]
+        assert [note.said for note in found(target, "passes_unknown")] == [reason]
         assert target.unjudgeable is not None
 
     def test_missing_stages(self, tmp_path):
@@ -229,7 +229,7 @@ class TestWhatTheTracesDoNotAllow:
         plain_stage(0, 2, 30, 60).write(tmp_path)
         plain_stage(1, 2, 10, 20, start=60_000).write(tmp_path)
         target = only(tmp_path)
-        assert found(target, "stages_apart")
+        assert found(target, "not_comparable")
         assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 360)
         assert [stage.bubble_ms for stage in target.stages] == [None, None]
         assert target.unjudgeable is not None
@@ -268,7 +268,7 @@ class TestWhatTheTracesDoNotAllow:
         plain_stage(0, 2, 30, 0, target="train_log_probs", metadata={"host": "a"}).write(tmp_path)
         plain_stage(1, 2, 10, 0, target="train_log_probs", metadata={"host": None}).write(tmp_path)
         target = only(tmp_path)
-        assert [note.stages for note in found(target, "host_unnamed")] == [(1,)]
+        assert [note.stages for note in found(target, "clocks_apart")] == [(1,)]
         assert target.step_time_basis == LONGEST
 
     def test_mixed_sizes_are_reported_apart(self, tmp_path):
@@ -286,8 +286,8 @@ class TestWhatTheTracesDoNotAllow:
         plain_stage(0, 2, 10, 20, step=6, microbatches=3).write(tmp_path)
         target = only(tmp_path)
         assert (target.steps, target.microbatches) == ((5,), 4)
-        assert [(n.steps, n.stages) for n in found(target, "stages_missing_in_step")] == [((6,), (0,))]
-        assert not found(target, "stages_differ") + found(target, "microbatches_differ"), (
+        assert [(n.steps, n.stages) for n in found(target, "left_out")] == [((6,), (0,))]
+        assert not found(target, "not_comparable") + found(target, "microbatches_differ"), (
             "what is left out is not warned of"
         )
 
@@ -295,14 +295,14 @@ class TestWhatTheTracesDoNotAllow:
         plain_stage(0, 2, 30, 60, step=5).write(tmp_path)
         plain_stage(1, 2, 10, 20, step=6).write(tmp_path)
         target = only(tmp_path)
-        assert found(target, "no_common_step")
+        assert found(target, "not_comparable")
         assert target.unjudgeable is not None
 
     def test_layers_that_changed_between_steps(self, tmp_path):
         pipeline(tmp_path, [6, 2])
         pipeline(tmp_path, [4, 4], step=6)
         target = only(tmp_path)
-        assert [note.ranks for note in found(target, "other_jobs")] == [(0,), (1,)]
+        assert [note.ranks for note in found(target, "not_comparable")] == [(0,), (1,)]
         assert target.unjudgeable is not None
 
     def test_a_window_that_was_closed_early(self, tmp_path):
@@ -310,7 +310,8 @@ class TestWhatTheTracesDoNotAllow:
         trace.write(tmp_path)
         target = only(tmp_path)
         assert target.stages[0].forward_ms is None
-        assert [note.why.said for note in found(target, "file_left_out")] == ["host memory"]
+        (note,) = found(target, "left_out")
+        assert "host memory" in note.why.said
 
     def test_a_step_of_which_a_stage_has_a_part_counts_for_none(self, tmp_path):
         pipeline(tmp_path, [6, 2])
@@ -319,7 +320,8 @@ class TestWhatTheTracesDoNotAllow:
         cut.write(tmp_path)
         target = only(tmp_path)
         assert (target.steps, {stage.compute_ms.count for stage in target.stages}) == ((5,), {1})
-        assert [note.why.said for note in found(target, "file_left_out")] == ["host memory"]
+        (note,) = found(target, "left_out")
+        assert "host memory" in note.why.said
 
     def test_lost_ranges(self, tmp_path):
         trace = plain_stage(0, 1, 10, 20)
@@ -327,8 +329,8 @@ class TestWhatTheTracesDoNotAllow:
         trace.write(tmp_path)
         target = only(tmp_path)
         assert target.stages[0].compute_ms is None
-        assert [note.why for note in found(target, "file_left_out")] == [
-            Note("passes_missing", names=("forward",), count=3, of=4)
+        assert [(note.why.names, note.why.count, note.why.of) for note in found(target, "left_out")] == [
+            (("forward",), 3, 4)
         ]
 
     def test_gpu_traces_without_launches_are_not_judged(self, tmp_path):
@@ -337,7 +339,7 @@ class TestWhatTheTracesDoNotAllow:
             trace.event("gemm", 1, 2, cat="kernel")
             trace.write(tmp_path)
         target = only(tmp_path)
-        assert found(target, "launches_unknown")
+        assert found(target, "passes_unknown")
         assert target.stages[0].compute_ms is None
         assert target.unjudgeable is not None
 
@@ -347,7 +349,7 @@ class TestWhatTheTracesDoNotAllow:
         trace.event("gemm", 1, 2, cat="kernel")
         trace.write(tmp_path, first.name)
         target = only(tmp_path)
-        assert found(target, "kernels_in_some")
+        assert found(target, "not_comparable")
         assert target.unjudgeable is not None
 
     def test_a_whole_step_is_no_pipeline(self, tmp_path):

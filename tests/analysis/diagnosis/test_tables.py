@@ -56,12 +56,12 @@ def calls_of(scenario: Scenario, directory: Path) -> list[Call]:
     [
         (lambda calls: [replace(c, label=WHOLE_STEP) for c in calls], "whole_step"),
         (lambda calls: [replace(c, unseen=Note("no_kernels"), phases=()) for c in calls], "no_kernels"),
-        (lambda calls: [replace(c, phases=()) for c in calls], "no_passes"),
-        (lambda calls: [replace(c, incomplete=Note("cut")) for c in calls], "no_whole_step"),
-        (lambda calls: [replace(c, has_kernels=True, gpu=None) for c in calls], "launches_unknown"),
+        (lambda calls: [replace(c, phases=()) for c in calls], "passes_unknown"),
+        (lambda calls: [replace(c, incomplete=Note("incomplete")) for c in calls], "no_step"),
+        (lambda calls: [replace(c, has_kernels=True, gpu=None) for c in calls], "passes_unknown"),
         (
             lambda calls: [replace(c, phases=tuple(replace(p, kind="combined") for p in c.phases)) for c in calls],
-            "schedule_refused",
+            "schedule_unknown",
         ),
     ],
 )

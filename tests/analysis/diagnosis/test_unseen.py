@@ -117,7 +117,7 @@ def test_a_step_that_lost_kernels_leaves_the_others(
     target = reported(scenario, tmp_path, monkeypatch, kept, **ON_GPU)
     assert target.measured.steps == (6,)
     assert target.slowest_stage == 0
-    assert [w.steps for w in target.warnings if w.kind == "step_left_out"] == [(5,)] * 4
+    assert [w.steps for w in target.warnings if w.kind == "left_out"] == [(5,)] * 4
 
 
 def test_of_two_tools_the_one_that_saw_the_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import BIN, bucketed, find_timelines, read_fleet
+from megaprof.analysis.notes import of_files
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -113,8 +114,8 @@ def test_a_file_that_ends_in_a_record_is_normal_and_told_once(tmp_path: Path) ->
     for path in write(tmp_path):
         path.write_bytes(path.read_bytes()[:-5])
     reading = read_fleet(find_timelines(tmp_path))
-    (told,) = reading.warnings_of_files()
-    assert (told.kind, told.count) == ("timelines_cut", 4)
+    (told,) = of_files(reading.warnings)
+    assert (told.kind, told.count) == ("cut", 4)
     assert {r.last_step for series in reading.series.values() for r in series.ranks} == {28}
 
 
@@ -126,9 +127,9 @@ def test_a_damaged_file_is_told_and_raises_nothing(tmp_path: Path, position: int
     position %= len(data)
     paths[2].write_bytes(data[:position] + change + data[position + cut :])
     reading = read_fleet(paths)
-    told = reading.warnings_of_files()
+    told = reading.warnings
     ranks = {r.coords.rank for series in reading.series.values() for r in series.ranks}
     assert {0, 1, 3} <= ranks
-    assert ranks == {0, 1, 2, 3} or told or reading.skipped
+    assert ranks == {0, 1, 2, 3} or told
     for fleet in survey(reading):
         notes(fleet)

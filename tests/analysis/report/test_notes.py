@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import megaprof.analysis
-from megaprof.analysis.clocks.matching import Unseen
 from megaprof.analysis.notes import Kind, Note
 from megaprof.analysis.report.text.notes import clause, told
 from tests.analysis.synthetic import kinds
@@ -17,7 +16,7 @@ FACTS: dict[str, Any] = {
     "names": ("forward", "backward", "1f1b"),
     "ms": (1.0, 2.0),
     "said": "it is empty",
-    "why": Note("no_layers"),
+    "why": Note("no_layout", said="it is empty"),
     **dict.fromkeys(("stages", "ranks", "steps", "layers"), (1, 2)),
     **dict.fromkeys(("count", "of", "factor"), 2),
 }
@@ -32,7 +31,7 @@ def made() -> list[Note]:
                 facts = {each.arg: FACTS[each.arg] for each in node.keywords if each.arg}
                 said = [each.value for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)]
                 notes += [Note(kind, **facts) for kind in said if kind in get_args(Kind)]
-    return notes + [Note(kind, ranks=(1, 2)) for kind in get_args(Unseen)]
+    return notes
 
 
 def test_every_kind_has_words_for_the_facts_that_it_is_made_with() -> None:

@@ -147,7 +147,7 @@ def test_a_truncated_trace_gives_what_it_holds_and_says_so(tmp_path):
             assert 0 < len(found.ranges) <= len(whole.ranges)
             assert all(each in whole.ranges for each in found.ranges)
             assert "is truncated" in found.cut
-            assert all(call.incomplete == Note("cut", said=found.cut) for call in calls_of(found))
+            assert all(call.incomplete == Note("incomplete", said=found.cut) for call in calls_of(found))
     assert kinds(analyze(tmp_path).warnings) == {"cut"}
 
 

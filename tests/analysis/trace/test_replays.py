@@ -99,7 +99,7 @@ def test_without_the_names_of_all_kernels_there_are_no_passes(
     assert found.unjudgeable is not None
     reasons = {read_trace(path).metadata.ranges.reason for path in find_traces(graphed)}
     assert (reasons == {"replayed"}) is (change is not one_pass_missing)
-    assert reasons & {each.said for each in found.warnings if each.kind == "no_passes"}
+    assert reasons & {each.said for each in found.warnings if each.kind == "passes_unknown"}
 
 
 def test_kernels_between_passes_need_no_name(tmp_path: Path) -> None:

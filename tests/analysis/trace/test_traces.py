@@ -199,12 +199,10 @@ def test_traces_are_found_by_suffix_below_the_directory_but_unfinished_ones_are_
     ]
 
 
-def test_a_name_that_contradicts_the_metadata_is_a_warning(tmp_path):
+def test_metadata_count_not_the_name(tmp_path):
     trace = TraceBuilder(pp=1, pp_size=2)
     trace.call(0, 1)
-    assert read_trace(trace.write(tmp_path)).warnings == ()
     lying = trace.write(tmp_path, trace.name.replace("pp1", "pp0"))
-    assert kinds(read_trace(lying).warnings) == {"name_disagrees"}
     assert read_trace(lying).metadata.coords.pp == 1
 
 
@@ -266,7 +264,7 @@ class TestExposedCommunication:
     def test_several_possible_groups_get_none_of_it_but_compute_is_known(self, tmp_path):
         call = self.call(tmp_path, {"tp": 2, "cp": 2})
         assert (call.exposed_ns["tp"], call.exposed_ns["cp"], call.exposed_ns["ep"]) == (None, None, 0)
-        assert [each.names for each in call.reasons if each.kind == "groups_not_apart"] == [("tp", "cp")]
+        assert [each.names for each in call.reasons if each.kind == "exposed_unknown"] == [("tp", "cp")]
         assert call.phases[0].compute_ns == 7_000_000
 
     def test_an_all_to_all_is_never_of_tensor_or_data_parallelism(self, tmp_path):

@@ -25,7 +25,7 @@ def test_another_order_than_megatrons_is_not_replayed(tmp_path: Path) -> None:
     assert found.best is None
     (note,) = found.warnings
     names = "forward", "backward", "1f1b"
-    assert note.why == Note("order_differs", stages=(0,), names=names, count=2, of=0)
+    assert note.why == Note("schedule_differs", stages=(0,), names=names, count=2, of=0)
 
 
 @pytest.mark.parametrize("waits", [True, False])

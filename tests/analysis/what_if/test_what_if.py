@@ -348,9 +348,9 @@ def test_exchanges_of_1f1b_are_replayed_as_what_comes_closer():
     ("damage", "kind"),
     [
         ({"schedule": None}, "schedule_unknown"),
-        ({"schedule": "unknown"}, "schedule_refused"),
-        ({"chunks": [chunk(4)] * 2, "schedule": "1f1b"}, "no_whole_step"),
-        ({"microbatches": 3}, "no_whole_step"),
+        ({"schedule": "unknown"}, "schedule_unknown"),
+        ({"chunks": [chunk(4)] * 2, "schedule": "1f1b"}, "no_step"),
+        ({"microbatches": 3}, "no_step"),
     ],
 )
 def test_what_cannot_be_replayed_says_why(tmp_path, damage, kind):
