@@ -437,6 +437,21 @@ def test_a_step_that_the_gpu_never_finishes_is_written_without_times(
 ) -> None:
     monkeypatch.setattr(recorder, "GIVE_UP_SECONDS", 0.0)
     FakeEvent.LAG = 10**6
-    with install_hooks(one_rank.chunks, config(tmp_path)):
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
         one_rank.train_step()
-    assert steps(tmp_path) == [(0, format.DEVICE_CLOCK | format.INCOMPLETE)]
+        recorded(handle).drain()
+        assert steps(tmp_path) == [(0, format.DEVICE_CLOCK | format.INCOMPLETE)]
+
+
+def test_a_step_that_the_gpu_has_not_finished_at_the_end_is_written_without_times(
+    one_rank: Any, tmp_path: Path, gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stage that does not read its losses ends its last step ahead of its GPU."""
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        one_rank.train_step()
+        FakeEvent.LAG = 0
+        recorded(handle).drain()
+        FakeEvent.LAG = 5
+        one_rank.train_step()
+    assert steps(tmp_path) == [(0, format.DEVICE_CLOCK), (1, format.DEVICE_CLOCK | format.INCOMPLETE)]
+    assert "lacks" not in caplog.text

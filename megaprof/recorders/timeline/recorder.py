@@ -53,7 +53,7 @@ STEPS_AT_ONCE = 16
 AT_ONCE_US = 50
 _NO_TIME = (0,) * len(codes.KINDS)
 _UNUSUAL = format.INCOMPLETE | format.DISTURBED | format.FAILED
-#: A step that the GPU has not finished after this time is written without times.
+#: A step that the GPU has not finished after this time, or when the timeline ends, is written without times.
 GIVE_UP_SECONDS = 300.0
 #: The longest time that `TimelineRecorder.close` waits for a write in progress.
 END_SECONDS = 10.0
@@ -166,7 +166,7 @@ class TimelineRecorder:
 
     def close(self) -> None:
         """Writes all finished steps and ends the file. Waits for a write in progress, but at most `END_SECONDS`: a disk
-        that does not answer must not keep a job from ending."""
+        that does not answer must not keep a job from ending. It does not wait for the GPU."""
         self._collections.stop()
         self._background.remove(self.drain)
         if self._writing.acquire(timeout=END_SECONDS):
@@ -230,12 +230,12 @@ class TimelineRecorder:
     def drain(self) -> None:
         """Writes every finished step whose times are known, in order."""
         with self._writing:
-            self._drain(self._background.pause)
+            self._drain(self._background.pause, GIVE_UP_SECONDS)
             self._read()
 
-    def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
+    def _drain(self, pause: Callable[[], None] = lambda: None, patience: float = 0.0) -> None:
         last: tuple[Place | None, RecordedStep] | None = None
-        while steps := self._ready():
+        while steps := self._ready(patience):
             chosen = [written for step, packed in steps for written in self._chosen(step, packed)]
             places = self._files.append(chosen)
             if len(places) == len(chosen):
@@ -289,7 +289,7 @@ class TimelineRecorder:
         if self._collectives is not None:
             self._files.add(self._collectives.look(last=last))
 
-    def _ready(self) -> list[tuple[RecordedStep, PackedStep]]:
+    def _ready(self, patience: float) -> list[tuple[RecordedStep, PackedStep]]:
         """Takes the next finished steps whose times are known, in order."""
         steps: list[tuple[RecordedStep, PackedStep]] = []
         with contextlib.nullcontext() if self._device is None else self._device.reading():
@@ -298,17 +298,17 @@ class TimelineRecorder:
                     step = self._waiting.popleft()
                 except IndexError:  # the training thread dropped it meanwhile
                     break
-                if self._pending(step):
+                if self._pending(step, patience):
                     self._waiting.appendleft(step)
                     break
                 steps.append((step, self._packed(step)))
         return steps
 
-    def _pending(self, step: RecordedStep) -> bool:
-        """Returns whether the GPU is still working on ``step``. If it takes too long, the step gets no times."""
+    def _pending(self, step: RecordedStep, patience: float) -> bool:
+        """Returns whether the GPU is still working on ``step``. After ``patience`` seconds, the step gets no times."""
         if self._device is None or step.flags & format.INCOMPLETE or self._device.finished(step.ended):
             return False
-        if time.time_ns() - step.start_ns < GIVE_UP_SECONDS * 1e9:
+        if time.time_ns() - step.start_ns < patience * 1e9:
             return True
         step.flags |= format.INCOMPLETE
         return False
