@@ -96,6 +96,9 @@ class Bench:
             return not_reached(left)
         with tempfile.TemporaryDirectory(prefix=f"megaprof-gpu-{name}-", ignore_cleanup_errors=True) as work:
             found = _process(name, work, self.cpu, left, {**env, ENDS: str(self.ends)})
+            left = self.ends - time.monotonic()
+            if "failed" in found and left < LEAST:  # ranks are ended before their part, and that before all is
+                found["failed"] = f"{not_reached(left)['failed']} when it ended: {found['failed']}"
             if self.keep is not None and (Path(work) / "keep").exists():
                 shutil.copytree(Path(work) / "keep", self.keep, dirs_exist_ok=True)
             return found

@@ -59,8 +59,10 @@ def joined(cpu: bool) -> Iterator[str]:
         torch.cuda.set_device(0)
         os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
         dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
-        # What the launcher calls when the result is written. NCCL takes down dozens of groups, second by second.
-        dist.destroy_process_group = lambda *_: os._exit(0)
+    destroy = dist.destroy_process_group
+    # The launcher calls it for all groups when the result is written, and NCCL takes down dozens of them, second by
+    # second. Megatron calls it for single groups before it makes others.
+    dist.destroy_process_group = lambda group=None: os._exit(0) if group is None else destroy(group)
     with device_of(cpu) as device:
         yield device
 

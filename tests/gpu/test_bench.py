@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,18 @@ def test_a_total_limit_is_kept_and_what_was_not_reached_is_named() -> None:
     found = bench.Bench(["nsys", "cost"], cpu=True, seconds=1.0).run()
     assert found["not_reached"] == ["nsys", "cost"]
     assert not found["as_expected"]
+
+
+def test_a_part_that_fails_when_time_is_up_was_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_short(*_: object) -> dict[str, str]:
+        ran.ends = time.monotonic()
+        return {"failed": "rank 0 hung, killed at the time limit"}
+
+    monkeypatch.setattr(bench, "_process", cut_short)
+    ran = bench.Bench(["pipeline"], cpu=True, seconds=600)
+    found = ran.run()
+    assert found["not_reached"] == ["pipeline"]
+    assert found["parts"]["pipeline"]["failed"].endswith("rank 0 hung, killed at the time limit")
 
 
 def test_the_exception_is_said_and_not_the_last_line_of_stderr(tmp_path: Path) -> None:

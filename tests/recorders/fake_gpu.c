@@ -53,6 +53,12 @@ int cuStreamIsCapturing(void *stream, int *status)
     return 0;
 }
 
+int cuDriverGetVersion(int *version)
+{
+    *version = 13000;
+    return 0;
+}
+
 int cuThreadExchangeStreamCaptureMode(int *other)
 {
     int before = mode;

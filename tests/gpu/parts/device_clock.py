@@ -36,7 +36,7 @@ def one_stage(directory: str, cpu: bool) -> dict[str, float]:
             passes.clear()
             with hooked(gpt, config(Path(directory), cpu, tool=("timeline",), **steps_from(gpt, _STEPS))):
                 train(gpt, _STEPS, watch)
-            steps = watch.take()
+                steps = watch.take()  # waits for the GPU: a step that it has not finished at the end has no times
         count = gpt.workload.microbatches
         found = {"step": statistics.median(steps)}
         for name, pairs in passes.items():

@@ -25,7 +25,7 @@ step's begin."""
 
 
 def run(work: Path, cpu: bool) -> Found:
-    with _gpu(work, cpu):
+    with _gpu(work, cpu) as driver:
         clock = device_clock()
         if clock is None:
             return Found(skipped="torch does not use a GPU here")
@@ -41,8 +41,8 @@ def run(work: Path, cpu: bool) -> Found:
         found.on_a_gpu(cpu, "a mark in C is quicker (ns)", found.figures["mark_ns"], "less than in Python", quicker)
         share = _OF_A_STEP * found.figures["mark_ns"] / 100e6
         found.on_a_gpu(cpu, "share of a step of 100 ms with 130 marks", share, "at most 0.0025", share <= 0.0025)
+        found.figures["cuEventRecord_ns"] = _bare_event_ns(driver)
         if not cpu:
-            found.figures["cuEventRecord_ns"] = _bare_event_ns()
             _against_torch(found, clock)
     return found
 
@@ -59,22 +59,23 @@ def _nanoseconds(clock: DeviceClock, mark: Callable[[], Any]) -> float:
     return statistics.median(rounds[1:])  # the first makes the events
 
 
-def _bare_event_ns() -> float:
+def _bare_event_ns(driver: ctypes.CDLL) -> float:
     """Of the driver's `cuEventRecord` alone: what a call through ctypes takes, less one that does next to nothing."""
-    driver = ctypes.CDLL("libcuda.so.1")
     event: Any = torch.cuda.Event(enable_timing=True)
     event.record()
-    arguments = ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    stream: Any = torch._C
+    arguments = ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(stream._cuda_getCurrentRawStream(0))
     version = (ctypes.byref(ctypes.c_int()),)
-    took: dict[Any, list[float]] = {}
+    calls = (driver.cuEventRecord, arguments), (driver.cuDriverGetVersion, version)
+    took: tuple[list[float], list[float]] = [], []
     for _ in range(_ROUNDS):
-        for function, given in ((driver.cuEventRecord, arguments), (driver.cuDriverGetVersion, version)):
+        for (function, given), times in zip(calls, took, strict=True):
             torch.cuda.synchronize()
             began = time.perf_counter_ns()
             for _ in range(_MARKS):
                 function(*given)
-            took.setdefault(function, []).append((time.perf_counter_ns() - began) / _MARKS)
-    record, nothing = map(statistics.median, took.values())
+            times.append((time.perf_counter_ns() - began) / _MARKS)
+    record, nothing = map(statistics.median, took)
     return record - nothing
 
 
@@ -105,17 +106,19 @@ def _against_torch(found: Found, clock: DeviceClock) -> None:
 
 
 @contextlib.contextmanager
-def _gpu(work: Path, cpu: bool) -> Iterator[None]:
+def _gpu(work: Path, cpu: bool) -> Iterator[ctypes.CDLL]:
+    """The driver of the GPU, or of a fake one."""
     if not cpu:
         torch.cuda.init()
-        yield
+        yield ctypes.CDLL("libcuda.so.1")
         return
     import pytest
 
     from tests.recorders.fake_gpu import FakeGpu, compiled
 
     with pytest.MonkeyPatch.context() as patches:
-        FakeGpu(compiled(work)).install(patches)
+        gpu = FakeGpu(compiled(work))
+        gpu.install(patches)
         patches.setattr(torch.cuda, "synchronize", lambda: None)
         patches.setattr(torch.cuda, "current_stream", lambda: None)
-        yield
+        yield gpu.driver
