@@ -224,8 +224,8 @@ def test_merged_steps_are_one_trace(one_rank: Any, tmp_path: Path) -> None:
     assert [trace.metadata.steps for trace in found.values()] == [(2, 4), (7, 7)]
     assert windows(config) == 2
     report = next(target for target in analyze(tmp_path).targets if target.measured.target == "train_actor")
-    # The report leaves a first step out that took much longer than the others.
-    assert report.measured.steps[-3:] == (3, 4, 7)
+    assert not {2, 3, 4, 7} & set(report.steps)
+    assert report.profiled_step_time_ms is not None
     merged = tmp_path / "merged.json.gz"
     merge(tmp_path, merged, target="train_actor", step=2)
     assert merged.stat().st_size > 0

@@ -5,6 +5,7 @@ Everything is imported before: the other user need not be able to read it.
 
 from __future__ import annotations
 
+import colorsys
 import contextlib
 import gettext
 import io
@@ -21,6 +22,7 @@ import megaprof.cli.jobs.watch
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 
+assert colorsys
 assert gettext
 assert locale
 
