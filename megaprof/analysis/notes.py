@@ -23,7 +23,7 @@ Kind = Literal[
     # why there is no table of passes
     "no_step", "schedule_unknown", "schedule_differs",
     # predictions
-    "not_replayed", "no_layout", "no_exchange_time", "replay_off", "ranks_stay_slow", "waits_for_rank", "cores_shared",
+    "not_replayed", "no_layout", "no_exchange_time", "replay_off", "ranks_stay_slow",
     # recordings that megaprof did not make
     "sizes_do_not_fit", "no_stages",
 ]

@@ -7,18 +7,15 @@ from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.examine import Examined, Price, mended, more_steps, most_gained
+from megaprof.analysis.diagnosis.examine import Examined, Price, more_steps, most_gained
 from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
 from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
-from megaprof.analysis.diagnosis.terms import Term, terms, waiting
+from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
-
-#: The reason of ``processor_wait`` if waiting is what makes a rank or a stage slow.
-ALWAYS = "always"
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,8 @@ class Cause:
     sequences explain, with its 90 % interval; for a slow rank or stage in a captured step, ``expert_tokens``,
     ``usual_expert_tokens`` of the others, and in ``explained`` the largest fraction of its slowness that these can
     explain; ``transfer_ms`` of a slow link and ``usual_ms`` of the others; ``late_ms`` of a late entry; ``longest_ms``
-    of garbage collection; ``waited_ms`` for a processor core by the rank that waited longest and, for ``layers``,
-    ``usual_waited_ms`` by the others. These two are per step, inside passes and between them, averaged over all
-    steps."""
+    of garbage collection; ``waited_ms`` for a processor core by the rank that waited longest, per step, inside
+    passes and between them, averaged over all steps."""
     alone_ms: float = 0.0
     """Milliseconds that a step would gain, on average, if this cause alone were fixed; 0 if it is only possible."""
     more_steps: int = 0
@@ -72,10 +68,8 @@ class Cause:
     take too many."""
     reason: str | None = None
     """Why microbatches or replicas differ: ``data`` (the lengths of their sequences) or ``machine`` (not explained by
-    these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts) or ``machine``. For
-    ``processor_wait``: ``always`` if waiting is what makes a rank or a stage slow, so that it is not certain how long
-    its passes take otherwise. For ``layers``: ``processor_wait`` if their stage also waits longer for a processor core
-    than the others. None if not known."""
+    these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts) or ``machine``. None
+    if not known."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ class Diagnosis:
 
 def diagnose(run: Examined) -> Diagnosis:
     """Returns the causes of one job's lost time."""
-    left = _with_one_wait(run, terms(run.table, run.view, run.step_ms))
+    left = terms(run.table, run.view, run.step_ms)
     if run.table.profiled:  # a profiler slows down launches, so the host's delays are not those of the job
         run = run.mended(*(term for term in left if term.kind == "host_bound"))
         left = [term for term in left if term.kind != "host_bound"]
@@ -158,51 +152,6 @@ def diagnose(run: Examined) -> Diagnosis:
         and clocks
         and all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(others)),
     )
-
-
-def _with_one_wait(run: Examined, every: list[Term]) -> list[Term]:
-    """Returns the terms, with all waiting for a processor core merged into one. It holds the waits inside longer
-    passes, and the terms that make all passes of a rank or a stage longer, or make it enter a step late, because of
-    waiting."""
-    least, table = LEAST * run.step_ms, run.table
-    if not table.waited.any():
-        return every
-    every = [_with_doubt(run, term) for term in every]
-    always = np.ones(len(table.steps), dtype=bool)
-    # Layers are uneven no matter who waits.
-    others = [term for term in every if term.kind not in (WAIT, "layers")]
-    slow = [term for term in others if _waits(run, term, always) and most_gained(term, run.view) >= least]
-    parts = [*(term for term in every if term.kind == WAIT), *slow]
-
-    def gone(view: View) -> View:
-        for part in parts:
-            view = mended(part, view)
-        return view
-
-    whole = Term(
-        WAIT,
-        gone,
-        ranks=waiting(table, run.step_ms),
-        fitted=any(term.fitted for term in slow),
-        once=True,
-        always=any(term.fitted or term.kind == "slow_rank" for term in slow),
-    )
-    return [whole, *(term for term in every if not any(term is part for part in parts))]
-
-
-def _with_doubt(run: Examined, term: Term) -> Term:
-    """Returns a term with what waits for a processor core may add to it: those that were attributed to no pass."""
-    waits = run.table.waited_beside.mean(axis=0)  # [d, s, p]
-    of_stages = waits.mean(axis=0).max(axis=-1)
-    most = max(most_gained(term, run.view), 1e-9)
-    if term.kind == "layers":
-        # A layer seems to take longer by what the passes contain of the waits.
-        left = (run.view.state.passes - run.view.beside()).sum(axis=(3, 4, 5)).mean(axis=(0, 1))
-        return replace(term, doubt=min(1.0, float((of_stages / np.maximum(left, 1e-9)).max())))
-    if term.kind in ("ends", "stage", "chunk", "slow_link", "unequal_replicas") or term.group == "pp":
-        stages = term.link or (slice(None) if term.stage is None else term.stage)
-        return replace(term, doubt=min(1.0, term.doubt + float(of_stages[stages,].sum()) / most))
-    return term
 
 
 def _explained(run: Examined, fitted: Fit, cause: Cause) -> Cause:
@@ -284,7 +233,7 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[tuple[Term, Cause] | None
         if price.low > LEAST * run.step_ms:
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
-            more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt * mean)
+            more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt * mean - term.waited_ms)
             doubtful.append(_cause(run, term, price, gain, more, sure=False))
     return None, doubtful
 
@@ -323,13 +272,14 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
             there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
         if not there.all() and size[~there].mean() > QUARTILE * size[there].mean():
             there, begins = np.ones(len(gain), dtype=bool), None  # it is present in the other steps too, only smaller
-    waits = _waits(run, term, there) if kind in (WAIT, "layers") else {}
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
     else:
         parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
         if kind == GARBAGE:
             parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
+        if kind == WAIT:
+            parts["waited_ms"] = float(table.waited.mean(axis=0).max())
     since = int(table.steps[begins]) if begins else None
     hosts: tuple[str, ...] = ()
     if term.ranks:
@@ -351,10 +301,9 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0,
         hosts,
         term.link,
         term.group,
-        {**parts, **waits},
+        parts,
         0.0,
         more,
-        (ALWAYS if term.always else None) if kind == WAIT else WAIT if waits else None,
     )
 
 
@@ -389,37 +338,11 @@ _LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
 
 
 def _taken_ms(run: Examined, term: Term) -> Floats:
-    """Returns how many milliseconds a term takes in every step, [t], whether the step waits for them or not: what its
-    ranks wait for a processor core, or by how much it makes passes and the gradient reduction longer."""
-    if term.kind == WAIT:
-        waited_ms: Floats = np.broadcast_to(run.table.waited, (len(run.table.steps), *run.table.ranks.shape))
-        of_ranks: Floats = waited_ms[:, np.isin(run.table.ranks, term.ranks)].mean(axis=1)
-        return of_ranks
+    """Returns by how many milliseconds a term makes passes and the gradient reduction longer in every step, [t],
+    whether the step waits for them or not."""
     before, after = run.view.state, term.change(run.view).state
     taken_ms: Floats = (before.passes - after.passes).sum(axis=(1, 2, 3, 4, 5)) + before.tail - after.tail
     return taken_ms
-
-
-def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:
-    """Returns how long the ranks of a term, and the others, wait for a processor core in a step. Returns nothing unless
-    the ranks of the term wait so much longer than the others that it makes up at least half of what the term costs
-    them. This comparison leaves out waits inside single passes, which belong to another term. The returned numbers
-    include them, so that a report gives the same number for a rank everywhere."""
-    table, affected = run.table, run.view if term.replica is None else run.view.of(term.replica)
-    if (term.stage is None and not term.ranks) or term.kind == "uneven_microbatches":
-        return {}
-    whole, beside = (
-        np.broadcast_to(waits.mean(axis=0), table.ranks.shape) for waits in (table.waited, table.waited_beside[there])
-    )
-    if term.kind == WAIT:
-        return {"waited_ms": float(whole.max())}
-    before, after = affected.state, term.change(affected).state
-    lost = (before.passes - after.passes)[there].sum(axis=(3, 4, 5)) + (before.entry - after.entry)[there]
-    longer = float(lost[..., term.stage].mean(axis=0).max())
-    here = np.isin(table.ranks, term.ranks or table.ranks[:, term.stage])
-    if longer <= 0.0 or here.all() or beside[here].max() - np.median(beside[~here]) < MOST * longer:
-        return {}
-    return {"waited_ms": float(whole[here].max()), "usual_waited_ms": float(np.median(whole[~here]))}
 
 
 def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:

@@ -103,7 +103,7 @@ class Examined:
         # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
         price, error = self._within(gains, len(gain), mean, of_one**2 + of_content**2)
-        return replace(price, low=price.low - term.doubt * mean), error
+        return replace(price, low=price.low - min(term.doubt * mean + term.waited_ms, max(mean, 0.0))), error
 
     def of_replay(self, gain: Floats) -> Price:
         """Returns the price of a gain that does not depend on the model of passes."""

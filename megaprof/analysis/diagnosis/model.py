@@ -95,7 +95,11 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     whose = whose + pace[..., None]
     log = log - whose[:, :, :, None, None, :]
     content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
-    drawn = _drawn(log, steps, np.random.default_rng(0))
+    drawn = _drawn(log, steps, random := np.random.default_rng(0))
+    # Nobody knows whether a stage waits for a processor core in all of its passes: each draw assumes that or not.
+    waits = table.waited.mean(axis=(0, 1)).max(axis=-1) / np.maximum(took.sum(axis=(3, 4, 5)).mean((0, 1)), 1e-9)
+    inside = random.permuted(np.tile(np.arange(len(drawn))[:, None] % 2, s), axis=0) * np.minimum(waits, 1.0)
+    drawn *= 1.0 - inside[..., None, None]
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     return Model(
         content=divided(content, table.layers, measured_ends := _ends(table)),

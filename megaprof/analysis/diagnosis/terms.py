@@ -10,7 +10,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.model import against_others
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
-from megaprof.analysis.table.table import WAIT, Floats, Table
+from megaprof.analysis.table.table import WAIT, Table
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Term:
     """True if it depends on contents, which are estimated."""
     once: bool = False
     """True if it appears once per step and not in every microbatch."""
-    always: bool = False
-    """True if it makes every pass of a rank longer, and not only some."""
     doubt: float = 0.0
     """Fraction of it that may have another cause, from 0 to 1."""
+    waited_ms: float = 0.0
+    """Milliseconds of it that its ranks may have waited for a processor core, outside of passes."""
 
 
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:
@@ -165,6 +165,7 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
         return
     wraps = table.schedule.chunks > 1 and s > 2
     count = s if wraps else s - 1
+    waits = table.waited_beside.mean(axis=(0, 1)).max(axis=-1)
     for stage in range(count) if count > 1 else ():
 
         def quick(v: View, stage: int = stage) -> View:
@@ -173,7 +174,8 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
             link[..., stage] = np.minimum(link[..., stage], usual)
             return v.waiting(link=link)
 
-        yield Term("slow_link", quick, stage=stage, link=(stage, (stage + 1) % s))
+        ends = [stage, (stage + 1) % s]
+        yield Term("slow_link", quick, stage=stage, link=(ends[0], ends[1]), waited_ms=float(waits[ends].sum()))
     # Communication at the end of a pass that names no group may belong to the pass or to the exchange after it.
     if "unknown" not in view.exposed:
 
@@ -185,7 +187,8 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
 
         # Where a profiled GPU waits for its host in passes, it may also do so between them.
         doubt = float(table.profiled and table.idle.any())
-        yield Term("communication", at_once, group="pp", link=(0, 1) if count == 1 else None, doubt=doubt)
+        link = (0, 1) if count == 1 else None
+        yield Term("communication", at_once, group="pp", link=link, doubt=doubt, waited_ms=float(waits.sum()))
 
 
 def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
@@ -199,7 +202,10 @@ def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
 
         ranks = tuple(table.ranks[replica, stage].tolist())
         doubt = float(table.profiled)  # by what closing the window before took on this rank
-        yield Term("late_entry", timely, stage=stage, replica=replica, ranks=ranks, once=True, doubt=doubt)
+        waited_ms = float(table.waited_beside[:, replica, stage].mean(axis=0).max())
+        yield Term(
+            "late_entry", timely, stage, replica=replica, ranks=ranks, once=True, doubt=doubt, waited_ms=waited_ms
+        )
 
 
 def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
@@ -226,24 +232,17 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         once=True,
     )
     for kind in table.held:
-        ranks = waiting(table, step_ms) if kind == WAIT else ()
-        # Waits of ranks that are not named are not in the price.
-        named: Floats = np.ones(table.ranks.shape[:2])
-        if kind == WAIT:
-            named = np.isin(table.ranks, ranks).max(axis=2).astype(float)
 
-        def going_on(v: View, kind: str = kind, named: Floats = named) -> View:
-            held = v.held[kind] * named[..., None, None, None]
-            return v.less(held, held={**v.held, kind: v.held[kind] - held})
+        def going_on(v: View, kind: str = kind) -> View:
+            return v.less(v.held[kind], held={**v.held, kind: np.zeros_like(v.held[kind])})
 
-        yield Term(kind, going_on, ranks=ranks, once=True)
+        yield Term(kind, going_on, ranks=waiting(table, step_ms) if kind == WAIT else (), once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
 
 
 def waiting(table: Table, step_ms: float) -> tuple[int, ...]:
-    """Returns the ranks that wait for a core, longest first. Half of `policy.LEAST` is enough, because a rank counts as
-    waiting if its waits explain half of what it costs."""
+    """Returns the ranks that wait for a core for `policy.LEAST` of the step, longest first; at least one."""
     waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
     order = np.argsort(-waited, kind="stable")
-    return tuple(table.ranks.ravel()[order[waited[order] >= 0.5 * LEAST * step_ms]].tolist())
+    return tuple(table.ranks.ravel()[order[waited[order] >= min(LEAST * step_ms, waited.max())]].tolist())

@@ -95,7 +95,7 @@ class TargetReport(TargetStages):
             what_if=what_if,
             fleet=fleet,
             findings=(
-                *causes.findings(measured, diagnosis, withheld, asked, what_if.hosts),
+                *causes.findings(measured, diagnosis, withheld, asked),
                 *text.of_packing(what_if, measured.framework, measured.sizes.cp),
             ),
             advice=text.advised(what_if, diagnosis, measured.framework),

@@ -19,11 +19,10 @@ from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful_processes
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
-from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
 from megaprof.analysis.table.counted import warming_up
 from megaprof.analysis.table.job import place_of, schedule_of
-from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import CALLS, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import tabulate
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
@@ -317,7 +316,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         end_us = times[:, events, 1] - np.where(halves < 0, 1.0 - forward_shares, 0.0) * length_us
         start.reshape(len(numbers), -1)[table_rows, cells] = entered_ms + begin_us / 1e3
         end.reshape(len(numbers), -1)[table_rows, cells] = entered_ms + end_us / 1e3
-        thread_waits_ms[step_indices] = queueing.of_steps(timeline, [step_rows[numbers[t]][2] for t in step_indices])
+        thread_waits_ms[step_indices] = _waited(timeline, [step_rows[numbers[t]][2] for t in step_indices])
         garbage = timeline.facts(format.COLLECTIONS)
         for index, t in enumerate(table_rows[:, 0].tolist()):
             if payload := garbage.get(step_rows[numbers[t]][2]):
@@ -326,11 +325,9 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
                 collected_ms.reshape(len(numbers), -1)[t, cells] = collected_us / 1e3
         if finalizing.any():
             reduced[table_rows[:, 0]] = entered_ms[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
-    waits_ms = queueing.of_passes(end - start - collected_ms, [([t], ms) for t, ms in enumerate(thread_waits_ms)])
-    held_ms = {kind: delay_ms for kind, delay_ms in ((GARBAGE, collected_ms), (WAIT, waits_ms)) if delay_ms.any()}
-    if device and held_ms:  # the GPU may have had enough work meanwhile
+    if device and collected_ms.any():  # the GPU may have had enough work meanwhile
         excess_ms = end - start - np.nanmedian(end - start, axis=0)
-        held_ms = {kind: np.clip(delay_ms, 0.0, np.maximum(excess_ms, 0.0)) for kind, delay_ms in held_ms.items()}
+        collected_ms = np.clip(collected_ms, 0.0, np.maximum(excess_ms, 0.0))
     _, timeline, row = step_rows[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     arrivals = {}
@@ -356,13 +353,13 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         steps=np.array(numbers),
         start=start,
         end=end,
-        # Peers that wait for each other take equally long. They differ only if it is known which of them waited.
-        compute=end - start - sum(delay_ms for kind, delay_ms in held_ms.items() if kind != WAIT or arrivals),
+        compute=end - start - collected_ms,
+        alone=bool(arrivals),
         # Not every clock shows in which pass collectives ran, so they are taken evenly from the passes of a step.
         working=(end - start) * (1.0 - ran_fraction)[:, None, None, None],
         spent={**ran_ms, **({"host_passes": host_passes} if np.isfinite(host_passes).any() else {})},
         idle=np.zeros(shape),
-        held=held_ms,
+        held={GARBAGE: collected_ms} if collected_ms.any() else {},
         waited=thread_waits_ms,
         exposed={},
         enter=enter,
@@ -373,6 +370,23 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         came=arrivals,
         memory=combined_peak(memory),
     )
+
+
+def _waited(timeline: format.Timeline, rows: Sequence[int]) -> Floats:
+    """Returns how many milliseconds the thread waited for a processor core in each of these steps of a file and since
+    the step before, [row]; 0 if the counter was not read. It is read about once a second, so steps share what it
+    counted by the time that they took."""
+    end_ms = timeline.steps["start_ns"] / 1e6 + timeline.steps["duration"] / 1e3
+    begin_ms = timeline.steps["start_ns"] / 1e6
+    begin_ms[1:] = np.minimum(begin_ms[1:], end_ms[:-1])
+    begin_ms, end_ms, waits_ms = begin_ms[list(rows)], end_ms[list(rows)], np.zeros(len(rows))
+    for row, payload in timeline.facts(format.WAITED).items():
+        span = format.Waited.unpack(payload)
+        if span is not None and span.length and row < len(timeline.steps):
+            since_ms = timeline.steps["start_ns"][row] / 1e6 + span.start / 1e3
+            inside_ms = np.minimum(end_ms, since_ms + span.length / 1e3) - np.maximum(begin_ms, since_ms)
+            waits_ms += np.maximum(inside_ms, 0.0) * span.waited / span.length
+    return waits_ms
 
 
 def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:

@@ -91,8 +91,8 @@ class Table:
     """[t, d, s, c, k, m]: how long the GPU waited for the host in the pass."""
     held: Mapping[str, Floats]
     """[t, d, s, c, k, m]: what held each pass up, by cause. ``garbage_collection``: how long Python collected garbage,
-    as far as that delayed the pass. ``processor_wait``: how long its thread had no processor core. A cause that never
-    occurs is missing."""
+    as far as that delayed the pass. ``processor_wait``: how long its thread had no processor core, as far as the pass
+    took longer than others (`tabulate`). A cause that never occurs is missing."""
     waited: Floats
     """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the step before; 0 if
     no file says."""
@@ -164,10 +164,8 @@ class Table:
     @property
     def waited_beside(self) -> Floats:
         """[t, d, s, p]: the part of ``waited`` that is outside of passes."""
-        waited_inside = self.held.get(WAIT)
-        if waited_inside is None:
-            return self.waited
-        waited_beside: Floats = np.maximum(self.waited - waited_inside.sum(axis=(3, 4, 5))[..., None], 0.0)
+        inside = self.held[WAIT].sum(axis=(3, 4, 5))[..., None] if WAIT in self.held else 0.0
+        waited_beside: Floats = np.maximum(self.waited - inside, 0.0)
         return waited_beside
 
     @property
@@ -215,6 +213,8 @@ class RankSteps:
     """Tokens that its experts got in a captured step, averaged over windows."""
     device: bool = False
     """True if its times are on the GPU's clock, on which a step begins later than on the host."""
+    alone: bool = True
+    """False if ``compute`` may contain waiting for peers."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
     """When the rank arrived at its collectives, by step, if known."""
     memory: Peak | None = None

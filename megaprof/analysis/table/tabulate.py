@@ -11,7 +11,7 @@ from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.one_clock import one_clock
-from megaprof.analysis.table.table import CALLS, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import CALLS, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.calls import ModuleKey
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.formats.metadata import Metadata
@@ -68,6 +68,19 @@ def tabulate(
     step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(common_steps), -1), axis=1))
 
     held_ms = {kind: np.nan_to_num(delay_ms)[whole_steps] for kind, delay_ms in parts("held", "start", 0.0).items()}
+    # All peers wait for the one that is held up most.
+    held = {kind: delay_ms.max(axis=3) for kind, delay_ms in held_ms.items()}
+    idle, compute = stacked("idle").min(axis=3)[whole_steps], stacked("compute")[whole_steps]
+    waited = stacked("waited")[whole_steps]
+    if waited.any():
+        passes_ms = (end.max(axis=3) - start.min(axis=3))[whole_steps] - sum(held.values())
+        # A GPU waits for its host only while it is idle.
+        waits_ms = _waits_inside(idle if idle.any() else passes_ms, waited)
+        held[WAIT] = waits_ms.max(axis=3)
+        if idle.any():
+            idle = idle - held[WAIT]
+        elif table_ranks[0].alone:
+            compute = compute - waits_ms
     # Peers may have different data, and all wait for the one with the most. The first stage that knows its data counts:
     # later stages get an input that they do not read, in SkyRL with padding that the first stage does not have.
     by_stage = np.fmax.reduce(stacked("work"), axis=3)[whole_steps]
@@ -93,17 +106,16 @@ def tabulate(
         layers=np.array([_layers(stage_ranks[0].metadata, schedule.chunks) for stage_ranks in ranks_by_stage]),
         start=start.min(axis=3)[whole_steps],
         end=end.max(axis=3)[whole_steps],
-        compute=stacked("compute")[whole_steps],
+        compute=compute,
         working=stacked("working")[whole_steps],
         spent={name: ms[whole_steps] for name, ms in parts("spent", "enter", np.nan).items()},
         # The last peer to arrive waits for no one, so the smallest time is communication alone.
         exposed={
             group: exposed_ms.min(axis=3)[whole_steps] for group, exposed_ms in parts("exposed", "start", 0.0).items()
         },
-        idle=stacked("idle").min(axis=3)[whole_steps],
-        # All peers wait for the one that is held up most.
-        held={kind: delay_ms.max(axis=3) for kind, delay_ms in held_ms.items()},
-        waited=stacked("waited")[whole_steps],
+        idle=idle,
+        held=held,
+        waited=waited,
         entry=entry[whole_steps],
         reduction=(step_end - last_pass_end)[whole_steps],
         length=step_end[whole_steps],
@@ -121,6 +133,17 @@ def tabulate(
         experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(table_ranks, shape, np.array(common_steps)[whole_steps]),
     )
+
+
+def _waits_inside(took: Floats, waited: Floats) -> Floats:
+    """Returns how long each peer waited for a processor core in passes, [t, d, s, p, c, k, m]. Nothing records in which
+    passes a rank ``waited``, but waiting makes them longer: it is the same part of what each took beyond the lower
+    quartile of all replicas, and never more than that."""
+    took = np.nan_to_num(took)  # a stage that was not recorded
+    excess = np.maximum(took - np.quantile(took, QUARTILE, axis=(0, 1, 5), keepdims=True), 0.0)
+    part = np.minimum(waited.sum(axis=0) / np.maximum(excess.sum(axis=(0, 3, 4, 5)), 1e-9)[..., None], 1.0)
+    inside: Floats = excess[:, :, :, None] * part[..., None, None, None]
+    return inside
 
 
 def _layers(metadata: Metadata | None, chunks: int) -> list[float]:

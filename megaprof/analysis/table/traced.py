@@ -10,11 +10,10 @@ import numpy as np
 from megaprof.analysis.clocks.exchanges import meetings
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
-from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share, parts
 from megaprof.analysis.table.counted import Counted
 from megaprof.analysis.table.job import place_of, schedule_of
-from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import CALLS, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import tabulate
 from megaprof.analysis.trace.calls import Call, ModuleKey, grouped
 from megaprof.analysis.trace.gpu import combined_peak
@@ -155,13 +154,9 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                     group_ms[cell] = phase.exposed.get(group, 0) * scale
                 collected_ms[cell] = garbage_ns * scale
                 host_ms[cell] -= garbage_ns * scale
-    queued_ms, windows = np.zeros(len(calls)), []
+    queued_ms = np.zeros(len(calls))
     for window in grouped(range(len(calls)), lambda t: calls[t].source).values():
-        ms = _queued([calls[t] for t in window])
-        queued_ms[window] = ms / len(window)
-        windows.append((window, ms))
-    waits_ms = queueing.of_passes(host_ms, windows)
-    host_ms -= waits_ms
+        queued_ms[window] = _queued([calls[t] for t in window]) / len(window)
     replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),
@@ -177,7 +172,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         spent=_spent(calls),
         idle=idle,
         waited=queued_ms,
-        held={kind: delay_ms for kind, delay_ms in ((GARBAGE, collected_ms), (WAIT, waits_ms)) if delay_ms.any()},
+        held={GARBAGE: collected_ms} if collected_ms.any() else {},
         exposed=exposed,
         enter=np.array([(call.extent[0] - origin) * _MS for call in calls]),
         reduced=np.array([_reduced(call, origin) for call in calls]),

@@ -65,8 +65,6 @@ class Changeable:
     """Its layout."""
     memory: Memory | None
     """Memory that the stages had allocated; None if not measured."""
-    shared: float = 0.0
-    """How much stages that share processor cores change each other's costs, as a fraction of the step."""
     slower: Floats | float = 1.0
     """[s]: how many times as long as its peers the slowest rank of each stage takes; 1 if none is slow."""
     sequences: Sequences | None = None
@@ -150,8 +148,7 @@ class Tried:
 def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
     """Predicts a setting with the captured packing. Raises ValueError if Megatron has no such schedule."""
     pieces, change, captured = setting.pieces, run.change(setting), run.baseline.replay.schedule
-    other_chunks = _OTHER_CHUNKS * (len(pieces) != len(run.pieces))
-    unsure = math.hypot(run.shared, other_chunks) if pieces != run.pieces else 0.0
+    unsure = _OTHER_CHUNKS * (len(pieces) != len(run.pieces))
     estimated, sure, free = (costs.of(pieces) for costs in (run.costs, run.sure, run.free))
     outcome = priced(run.baseline, kind, estimated, sure, free, change, unsure)
     schedule = change.replay.schedule

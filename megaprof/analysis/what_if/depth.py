@@ -38,7 +38,7 @@ def half_as_deep(run: Changeable) -> Prediction:
     except ValueError:
         shape = f"{schedule.chunks} chunks on {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
         raise ValueError(f"Megatron has no schedule of {shape}") from None
-    outcome = priced(baseline, "depth", baseline.content, baseline.drawn, baseline.drawn, change, run.shared)
+    outcome = priced(baseline, "depth", baseline.content, baseline.drawn, baseline.drawn, change)
     needs = in_flight_layers(pieces, change.replay.schedule)
     fit = None if run.memory is None else run.memory.halved(needs)
     return replace(

@@ -2,7 +2,6 @@
 
 All predictions replay the steps that the diagnosis examined, with its model of the time of passes, so advice and causes
 cannot contradict each other. Slow ranks stay as slow as they are: the gain without one is the price of that cause.
-If a rank or a stage is slow because it waits for a processor core, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.diagnose import ALWAYS, Diagnosis
+from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
@@ -21,7 +20,7 @@ from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.table.modules import measured
-from megaprof.analysis.table.table import WAIT, Floats, Table
+from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.changes import Prediction, Priced, apart, baseline
@@ -33,23 +32,8 @@ from megaprof.analysis.what_if.packing import plans, sequences_of
 from megaprof.formats.metadata import ModelChunk
 
 _MOST_LAYERS = 10_000
-#: How uncertain predictions become if stages share physical cores, as a fraction of the step: layouts that ran on two
-#: threads of one core took up to 24 % longer than predicted.
-_SHARED_CORES = 0.2
 _ONE_STAGE = Note("no_layout", said="a single stage has no other one")
 Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_better"]
-
-
-@dataclass(frozen=True)
-class HostCores:
-    """A host whose ranks and cores are known."""
-
-    name: str | None
-    """Host name; None if not known."""
-    ranks: int
-    """Ranks of the job on this host."""
-    cores: int
-    """Physical cores that they may run on."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +83,6 @@ class WhatIf:
     """Why something is missing."""
     host_options: tuple[str, ...] | None = None
     """Flags of ``best`` as options of the host; None if there are none, or if the host takes the flags."""
-    hosts: tuple[HostCores, ...] = ()
-    """Hosts of the stages whose ranks and cores are known: only in runs without a GPU, if the launcher says how many
-    ranks a host has."""
     alike: tuple[str, ...] = ()
     """Layouts that the captured data cannot distinguish from ``best``."""
     more_steps: int = 0
@@ -114,7 +95,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
     table, state = run.table, run.view.state
     errors = (state.step_ms(run.replay) - table.length) / table.length
-    steps, held, hosts = baseline(run), _held(table), _hosts(table)
+    steps, held = baseline(run), _held(table)
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
         replay_ms=run.replayed_ms,
@@ -124,18 +105,11 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         rendezvous=run.replay.rendezvous,
         p2p_ms=steps.p2p_ms,
         allocated=peaks(table.memory),
-        hosts=hosts,
     )
     differ = _differ(diagnosis)
     sequences = sequences_of(run) if differ else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
-    shared = _shared_cores(hosts)
-    for cause in (*diagnosis.causes, *diagnosis.perhaps):
-        if cause.reason in (WAIT, ALWAYS):
-            stages = () if cause.stage is None or cause.ranks else (cause.stage,)
-            refused = Note("waits_for_rank", ranks=cause.ranks, stages=stages, why=shared)
-            return replace(replayed, warnings=(refused,)), None
     if table.schedule.stages == 1 and sequences is None:
         return replace(replayed, warnings=(_ONE_STAGE,)), None
     warnings = [] if table.clocks else [Note("no_exchange_time")]
@@ -148,9 +122,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     if isinstance(held, Note):
         return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
-    changeable = Changeable(
-        steps, held, memory, 0.0 if shared is None else _SHARED_CORES, _slower(run, slow), sequences, differ is False
-    )
+    changeable = Changeable(steps, held, memory, _slower(run, slow), sequences, differ is False)
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
     compared = layouts(changeable)
@@ -161,7 +133,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     more = quicker[0].more_steps if best is None and quicker else 0
     predictions = replace(
         replayed,
-        warnings=(*([] if shared is None else [shared]), *warnings),
+        warnings=tuple(warnings),
         costs=fitted(changeable.costs),
         candidates=(*quicker, *others, *(candidate.prediction for candidate in chunk_counts(changeable))),
         best=advised,
@@ -237,26 +209,6 @@ def _held(table: Table) -> Held | Note:
     except ValueError as fault:
         return Note("no_layout", said=f"the captured one is not one of Megatron's: {fault}")
     return Held(tuple(pieces), tuple(kinds), schedule.stages, measured(table))
-
-
-def _hosts(table: Table) -> tuple[HostCores, ...]:
-    """Returns the hosts of one rank of every stage, as far as their ranks and cores are known."""
-    return tuple(
-        {
-            metadata.host: HostCores(metadata.host, metadata.local_ranks, metadata.cores)
-            for metadata in filter(None, table.metadata)
-            if metadata.local_ranks is not None and metadata.cores is not None
-        }.values()
-    )
-
-
-def _shared_cores(hosts: Sequence[HostCores]) -> Note | None:
-    """Returns a note if more ranks run on one of these hosts than it has cores, which they share differently in every
-    layout; None if they do not, or nothing says so."""
-    for host in hosts:
-        if host.ranks > host.cores:
-            return Note("cores_shared", count=host.ranks, of=host.cores, factor=_SHARED_CORES)
-    return None
 
 
 def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:

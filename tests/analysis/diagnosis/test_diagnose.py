@@ -11,7 +11,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _need
 from megaprof.analysis.diagnosis.examine import Price, _reach, examine
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL
-from megaprof.analysis.diagnosis.terms import Term, terms
+from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.table.table import WAIT, Table, Unfit
 from tests.analysis.tables import tables_in
 from tests.analysis.truth.files import write
@@ -129,41 +129,33 @@ def test_one_fault_is_named_alone_with_its_place_and_its_price(pipeline, fault, 
 SHARED = Fault("processor_wait", 1.6, stage=2, replica=1)
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "fault", "slow"),
-    [
-        (REPLICAS, SHARED, "slow_rank"),
-        (replace(REPLICAS, recording="cpu trace"), SHARED, "slow_rank"),
-        (HEALTHY, replace(SHARED, replica=0), "unexplained"),
-        (replace(REPLICAS, peers=2), SHARED, "slow_rank"),
-    ],
-)
-def test_a_rank_that_shares_its_core_waits_and_is_not_slow(pipeline, fault, slow, tmp_path):
-    pipeline = replace(pipeline, counted=True, faults=(fault,))
+@pytest.mark.parametrize("pipeline", [REPLICAS, replace(REPLICAS, recording="cpu trace"), replace(REPLICAS, peers=2)])
+def test_a_rank_that_shares_its_core_waits_and_is_not_slow(pipeline, tmp_path):
+    pipeline = replace(pipeline, counted=True, faults=(SHARED,))
     table = table_of(pipeline, tmp_path / "counted")
     (cause,) = diagnose(examine(table)).causes
-    assert (cause.kind, cause.reason) == ("processor_wait", "always")
-    assert set(cause.ranks) <= set(table.ranks[fault.replica, fault.stage].tolist())
-    assert cause.price.ms == pytest.approx(Priced(pipeline).price(fault).mean(), rel=0.1)
+    assert (cause.kind, cause.reason) == ("processor_wait", None)
+    assert set(cause.ranks) <= set(table.ranks[SHARED.replica, SHARED.stage].tolist())
+    assert cause.price.ms == pytest.approx(Priced(pipeline).price(SHARED).mean(), rel=0.1)
     # 1.6 times as long means that 6 of 16 milliseconds were waited.
     waits = 0.375 * 1.6 * pipeline.microbatches * pipeline.forward_ms * (1.0 + pipeline.ratio)
     assert cause.parts["waited_ms"] == pytest.approx(waits, rel=0.1)
-    for other in (replace(pipeline, counted=False), replace(pipeline, faults=(replace(fault, kind="slow_rank"),))):
+    for other in (replace(pipeline, counted=False), replace(pipeline, faults=(replace(SHARED, kind="slow_rank"),))):
         (cause,) = diagnosis_of(other, tmp_path / str(other.counted)).causes
-        assert (cause.kind, cause.stage, cause.reason) == (slow, 2, None)
+        assert (cause.kind, cause.stage) == ("slow_rank", 2)
 
 
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
-def test_contents_that_hold_waits_are_known_whether_they_cost_anything_alone_or_not(recording, tmp_path):
-    # Stage 0 holds the step back, and the waits of stage 2 are behind that.
-    layers, waits = Fault("layers", 2, stage=0), replace(SHARED, replica=0, size=1.15)
-    pipeline = with_layers(
-        replace(CPU, recording=recording, load=0.3, burst_ms=60.0, steps=8, counted=True), 6, 4, 4, 4
-    )
-    cause, *_ = diagnosis_of(replace(pipeline, faults=(layers, waits)), tmp_path / "waits").causes
-    assert (cause.kind, cause.reason) == ("processor_wait", "always")
-    cause, *_ = diagnosis_of(replace(pipeline, faults=(layers,)), tmp_path / "none").causes
-    assert (cause.kind, cause.reason) == ("processor_wait", None)
+def test_a_stage_without_peers_that_shares_its_core_is_slow_for_no_certain_reason(recording, tmp_path):
+    fault = replace(SHARED, replica=0)
+    pipeline = replace(HEALTHY, recording=recording, counted=True, faults=(fault,))
+    found = diagnosis_of(pipeline, tmp_path / "counted")
+    assert found.causes == ()
+    (cause,) = (each for each in found.perhaps if each.kind == "unexplained")
+    assert cause.stage == 2
+    assert cause.price.low < LEAST * found.step_ms < cause.price.ms < cause.price.high
+    (cause,) = diagnosis_of(replace(pipeline, counted=False), tmp_path / "uncounted").causes
+    assert (cause.kind, cause.stage) == ("unexplained", 2)
 
 
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
@@ -172,14 +164,12 @@ def test_what_ranks_wait_for_a_core_is_one_cause(recording, tmp_path):
     pipeline = replace(REPLICAS, recording=recording, load=0.3, burst_ms=60.0, steps=12, counted=True, faults=(SHARED,))
     table = table_of(pipeline, tmp_path)
     found = diagnose(examine(table))
-    assert [(each.kind, each.reason) for each in found.causes] == [("processor_wait", "always")]
-    assert [each.kind for each in found.perhaps] == []
+    assert [(each.kind, each.reason) for each in found.causes] == [("processor_wait", None)]
     (cause,) = found.causes
     waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape)
     assert cause.parts["waited_ms"] == pytest.approx(waited.max())
     assert cause.ranks[0] == table.ranks[waited == waited.max()]
-    assert (waited < 0.5 * waited.max()).any()
-    assert sorted(cause.ranks) == sorted(table.ranks.ravel()), "all of them wait, and the price is of all"
+    assert sorted(cause.ranks) == sorted(table.ranks[waited >= LEAST * found.step_ms])
     lost = found.step_ms - Priced(replace(pipeline, load=0.0, faults=())).length(frozenset()).mean()
     # What the quicker passes waited is told of none of them.
     assert 0.5 * lost < cause.price.ms < cause.price.ms + found.rest_ms < 1.1 * lost
@@ -194,7 +184,7 @@ def test_what_ranks_wait_for_a_core_is_one_cause(recording, tmp_path):
         (HEALTHY, Fault("slow_link", 6.0, stage=1)),
     ],
 )
-def test_what_waits_for_a_core_may_explain_of_a_stage_or_a_link_is_not_certain(pipeline, fault, tmp_path):
+def test_what_waits_for_a_core_may_explain_of_a_stage_or_a_link_makes_its_price_less_certain(pipeline, fault, tmp_path):
     """All ranks wait in every pass, so nobody knows which passes took how long because of that."""
     found = []
     for factor in (1.005, 1.5):
@@ -203,38 +193,10 @@ def test_what_waits_for_a_core_may_explain_of_a_stage_or_a_link_is_not_certain(p
         found.append(diagnosis_of(busy, tmp_path / str(factor)))
     quiet, busy = found
     (cause,) = (each for each in quiet.causes if each.kind != WAIT)
-    (maybe,) = (each for each in busy.perhaps if place(each) == place(cause))
-    assert maybe.price.low <= 0.0 < LEAST * busy.step_ms < maybe.price.ms
-    assert place(cause) not in [place(each) for each in busy.causes]
-
-
-def test_layers_may_be_cheaper_by_what_their_passes_contain_of_waits(tmp_path):
-    prices = []
-    for factor in (1.005, 1.5):
-        waits = tuple(Fault("processor_wait", factor, stage=stage, replica=0) for stage in range(4))
-        pipeline = replace(HEALTHY, layers=((6,), (4,), (4,), (4,)), counted=True)
-        found = diagnosis_of(replace(pipeline, faults=(Fault("layers", 2, stage=0), *waits)), tmp_path / str(factor))
-        (cause,) = (each for each in (*found.causes, *found.perhaps) if each.kind == "layers")
-        prices.append(cause.price)
-    quiet, busy = prices
-    assert quiet.low <= quiet.ms <= quiet.high
-    # A third of every pass may be waits.
-    assert busy.low < busy.ms * 2 / 3 < quiet.high < busy.ms
-
-
-def test_waits_of_ranks_that_are_not_named_are_not_in_the_price(tmp_path):
-    pipeline = replace(REPLICAS, recording="cpu trace", load=0.3, burst_ms=60.0, steps=12, counted=True)
-    run = examine(table_of(pipeline, tmp_path))
-    waited = np.broadcast_to(run.table.waited.mean(axis=0), run.table.ranks.shape)
-    # So long a step that half of the ranks wait for less than 1 % of it.
-    (wait,) = (
-        term for term in terms(run.table, run.view, 100.0 * float(np.median(waited))) if term.kind == "processor_wait"
-    )
-    assert set(wait.ranks) == set(run.table.ranks[waited >= np.median(waited)].tolist())
-    left = wait.change(run.view).held["processor_wait"]
-    named = np.isin(run.table.ranks, wait.ranks)[..., 0]
-    assert not left[:, named].any()
-    assert (left == run.view.held["processor_wait"])[:, ~named].all()
+    (price,) = (each.price for each in (*busy.causes, *busy.perhaps) if place(each) == place(cause))
+    assert price.ms - price.low > 2.0 * (cause.price.ms - cause.price.low)
+    assert price.low <= Priced(replace(pipeline, faults=(fault,))).price(fault).mean() <= price.high
+    assert [place(each) for each in busy.causes if each.kind != WAIT] in ([], [place(cause)])
 
 
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
@@ -442,8 +404,9 @@ def test_a_rank_that_waits_equally_long_in_all_steps_waits_in_all_of_them(tmp_pa
     """Elsewhere the step is held back nearly as much in most steps, so that the waits cost little there."""
     fault = Fault("processor_wait", 1.6, stage=1, replica=2)
     run = examine(table_of(replace(REPLICAS, recording="cpu trace", counted=True, faults=(fault,)), tmp_path))
+    (wait,) = (term for term in terms(run.table, run.view, run.step_ms) if term.kind == WAIT)
     gain = np.array([4.0, 2.0, 300.0, 5.0, 3.0, 4.0])
-    cause = _cause(run, Term(WAIT, lambda view: view, ranks=(5,), once=True), Price(53.0, 9.0, 97.0), gain)
+    cause = _cause(run, wait, Price(53.0, 9.0, 97.0), gain)
     assert (cause.share, cause.since) == (1.0, None)
     assert cause.while_ms == pytest.approx(cause.price.ms)
 

@@ -15,7 +15,7 @@ from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.simulation.replay import Replay, compiled
-from megaprof.analysis.table import queueing, recorded
+from megaprof.analysis.table import recorded
 from megaprof.analysis.table.files import completed
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
@@ -312,7 +312,7 @@ def test_waits_of_finished_steps_do_not_depend_on_the_step_that_is_not_finished(
     readings = {1: format.Waited(-1_000_000, 2_000_000, 500_000), 3: format.Waited(-1_000_000, 3_000_000, 900_000)}
     facts = {row: waited.pack() or b"" for row, waited in readings.items()}
     running, ended = (
-        queueing.of_steps(Timeline(Path(), (), (), steps[:count], None, {}, {format.WAITED: facts}), range(4))
+        recorded._waited(Timeline(Path(), (), (), steps[:count], None, {}, {format.WAITED: facts}), range(4))
         for count in (4, 5)
     )
     assert running.tolist() == pytest.approx([250.0, 250.0, 300.0, 300.0])

@@ -17,7 +17,7 @@ from megaprof.analysis.diagnosis.stages import ChunkTimes, TargetStages
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import causes, evidence
-from megaprof.analysis.what_if.what_if import HostCores, WhatIf
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -114,44 +114,12 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     about |= {"link": (2, 3)} if kind == "slow_link" else {"chunk": 1} if kind == "slow_chunk" else {}
     of_link = {"transfer_ms": 45.3, "usual_ms": 0.76}
     found = diagnosis(cause(kind, parts={"forward_ms": 3.0, "backward_ms": 6.0, **of_link}, **about))
-    said, *others = causes.findings(MEASURED, found, None)
+    (said,) = causes.findings(MEASURED, found, None)
     assert (said.kind, said.severity, said.command) == (kind, "slow", None)
-    assert [each.kind for each in others] == ["cores"] * (kind == "processor_wait")
     assert said.text.endswith("This costs 40.0 ms (10% of the step), between 30.0 and 50.0 ms.")
     assert ("node-1" in said.text) == ("ranks" in about)
     assert ("45.3 ms" in said.text and "0.76 ms" in said.text) == ("link" in about)
     assert "None" not in said.text
-
-
-def test_layers_that_also_wait_for_a_core_say_so_and_what_to_do_about_it_stands_once() -> None:
-    parts = {"waited_ms": 36.0, "usual_waited_ms": 0.5}
-    uneven = cause("layers", parts=parts, reason="processor_wait", stage=0)
-    told, *others = causes.findings(MEASURED, diagnosis(uneven, cause("processor_wait", ranks=(5,))), None)
-    assert "36.0 ms a step" in told.text
-    assert [each.kind for each in others] == ["cores", "processor_wait"]
-
-
-@pytest.mark.parametrize(
-    ("hosts", "what"),
-    [
-        ((), "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. "),
-        ((("node-1", 2, 2),), "Something else runs on the cores: dataloader workers or another job. "),
-        ((("node-2", 2, 2),), "Something else runs on the cores: dataloader workers, another job, or more ranks than "),
-        (
-            (("node-1", 4, 2),),
-            "There are more ranks than cores: 4 ranks share the 2 physical cores of node-1, perhaps ",
-        ),
-        ((("node-1", 2, 2), ("node-2", 4, 2)), "Something else runs on the cores: dataloader workers or another job. "),
-    ],
-)
-def test_more_ranks_than_cores_are_a_reason_to_wait_only_where_they_may_be(
-    hosts: tuple[tuple[str, int, int], ...], what: str
-) -> None:
-    waits = diagnosis(cause("processor_wait", ranks=(5,), hosts=("node-1",)))
-    known = tuple(HostCores(*host) for host in hosts)
-    (_, said) = causes.findings(MEASURED, waits, None, hosts=known)
-    assert said.text.startswith(what)
-    assert ("taskset" in said.text) == ("share" not in said.text), "more ranks than cores cannot each have its own"
 
 
 @pytest.mark.parametrize(

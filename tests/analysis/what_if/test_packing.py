@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.simulation.replay import compiled
-from megaprof.analysis.table import queueing
-from megaprof.analysis.table.table import WAIT, Table
+from megaprof.analysis.table.table import Table
 from megaprof.analysis.what_if import packing
 from megaprof.analysis.what_if.by_hand import chosen
 from megaprof.analysis.what_if.changeable import Changeable, NotCaptured
@@ -118,26 +117,6 @@ def test_why_there_is_nothing_to_pack(table: Table, told: bool) -> None:
     assert (known.sequences, known.alike) == (None, told)
     with pytest.raises(NotCaptured):
         chosen(known, {"packing": packing.BALANCED})
-
-
-def test_what_a_processor_was_waited_for_is_not_taken_from_long_microbatches(table: Table) -> None:
-    """The thread of every rank waited in every step, nobody knows in which passes: those that took longest are told."""
-    steps = drawn(table)
-    before = having(table, steps)
-    waited = 0.1 * before.passes.sum(axis=(3, 4, 5))
-    held = np.zeros(before.passes.shape)
-    for rank in np.ndindex(*before.passes.shape[1:3]):
-        own = (slice(None), *rank)
-        held[own] = queueing.of_passes(before.passes[own], [([t], ms) for t, ms in enumerate(waited[own])])
-    known = sequences_of(examine(replace(before, held={WAIT: held})))
-    assert known is not None
-    usual = np.array([FIXED, PER_TOKEN, PER_SQUARE])
-    assert known.costs.cost[:, :, 0] == pytest.approx(np.broadcast_to(usual, (4, 1, 3)), rel=0.02)
-    for name in (packing.BALANCED, packing.FEWER):
-        found = plan(known, name)
-        assert found is not None
-        after = having(table, list(found.steps))
-        assert found.prediction.speedup == pytest.approx(before.length.mean() / after.length.mean(), rel=0.02), name
 
 
 @pytest.mark.parametrize("seed", range(4))

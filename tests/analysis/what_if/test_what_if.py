@@ -15,12 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megaprof.analysis.diagnosis.diagnose import diagnose
-from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text import words
-from megaprof.analysis.report.text.notes import told
 from megaprof.analysis.report.text.what_if import advised, assumptions, worth_showing
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.gpu import Peak
@@ -28,9 +25,7 @@ from megaprof.analysis.what_if.contents import Cost
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.memory import measured as measured_memory
-from megaprof.analysis.what_if.what_if import what_if
 from megaprof.parallel.schedules import PipelineSchedule
-from tests.analysis.diagnosis.test_diagnose import REPLICAS, SHARED, table_of
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds, pipeline
 from tests.analysis.what_if.oracle import CostModel, replay_layout
@@ -358,28 +353,6 @@ def test_what_cannot_be_replayed_says_why(tmp_path, damage, kind):
     what_if = analyze(tmp_path).targets[0].what_if
     assert what_if.candidates == ()
     assert [(w.kind, w.why.kind) for w in what_if.warnings] == [("not_replayed", kind)]
-
-
-def test_ranks_that_share_cores_make_every_layout_less_certain(tmp_path):
-    pipeline(tmp_path / "own", [6, 2], metadata={"local_ranks": 2, "cores": 2})
-    pipeline(tmp_path / "shared", [6, 2], metadata={"local_ranks": 2, "cores": 1})
-    own, shared = (analyze(tmp_path / name).targets[0].what_if for name in ("own", "shared"))
-    assert "cores_shared" not in kinds(own.warnings)
-    assert [(w.kind, w.count, w.of) for w in shared.warnings] == [("cores_shared", 2, 1)]
-    first, other = (next(c for c in each.candidates if c.layout == "Et*4|t*4L") for each in (own, shared))
-    assert first.speedup == other.speedup
-    assert other.high - other.low > first.high - first.low + 0.3
-
-
-def test_where_changes_are_refused_for_waits_for_a_core_it_says_that_ranks_share_cores(tmp_path):
-    table = table_of(replace(REPLICAS, counted=True, faults=(SHARED,)), tmp_path)
-    crowded = tuple(replace(each, local_ranks=12, cores=8) for each in table.metadata)
-    for of_table, shared in ((table, ""), (replace(table, metadata=crowded), "12 ranks share the 8 physical cores")):
-        examined = examine(of_table)
-        predicted, by_hand = what_if(examined, diagnose(examined))
-        (refused,) = told(predicted.warnings)
-        assert (refused.kind, by_hand) == ("waits_for_rank", None)
-        assert refused.text.endswith("would change who waits" + (f" ({shared} of a host)" if shared else ""))
 
 
 def test_a_missing_stage_withholds_everything(tmp_path):

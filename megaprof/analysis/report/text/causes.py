@@ -3,7 +3,6 @@ and what would show whether they are real."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
 from pathlib import Path
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
@@ -15,8 +14,7 @@ from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps
 from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
 from megaprof.analysis.report.text.words import both, counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.report.text.words import stages as stages_in_words
-from megaprof.analysis.table.table import WAIT
-from megaprof.analysis.what_if.what_if import HostCores, WhatIf
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import Selector
@@ -29,9 +27,6 @@ OF_A_STAGE = frozenset(
 _IN_BRIEF = 3
 #: Microbatches that differ by less than this factor count as equal.
 _ALIKE = 1.005
-_MORE_CORES = "start fewer workers, or allow the job more cores (cgroup)."
-#: At most this many hosts are named that have more ranks than cores.
-_HOSTS = 3
 #: Tests all GPUs of a host, for the case of a single slow rank. Megatron-LM 0.18 and later have this script.
 _TEST_GPU = "torchrun --nproc_per_node=gpu megatron/training/gpu_sniff_test.py"
 _NO_CLOCKS = " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
@@ -42,13 +37,11 @@ def findings(
     diagnosis: Diagnosis | None,
     withheld: Note | None,
     job: Path | None = None,
-    hosts: Sequence[HostCores] = (),
 ) -> tuple[Finding, ...]:
     """Returns the verdict: the causes, the most expensive first, then possible causes, and then lost time without a
     known cause.
 
-    ``withheld``: why there is no diagnosis; ``job``: the directory in which the job can be asked for a capture;
-    ``hosts``: the hosts whose ranks and cores are known.
+    ``withheld``: why there is no diagnosis; ``job``: the directory in which the job can be asked for a capture.
     """
     if diagnosis is None:
         return (
@@ -59,10 +52,6 @@ def findings(
             ),
         )
     statements = [_finding(cause, measured, diagnosis, job) for cause in diagnosis.causes]
-    of_cores = {place: cause for place, cause in enumerate(diagnosis.causes) if WAIT in (cause.kind, cause.reason)}
-    if of_cores:
-        waiting = {host for cause in of_cores.values() for host in cause.hosts}
-        statements.insert(min(of_cores) + 1, Finding("cores", "open", _more_cores(waiting, hosts)))
     if not statements:
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
@@ -75,25 +64,6 @@ def findings(
         text = f"{lost} is lost to single passes that took longer than usual, now here and now there."
         statements.append(Finding("rest", "open", text))
     return tuple(statements)
-
-
-def _more_cores(waiting: Set[str], hosts: Sequence[HostCores]) -> str:
-    """Returns what else may run on the cores of the hosts on which ranks wait for one, and what to do about it."""
-    known = [host for host in hosts if host.name in waiting]
-    if crowded := [host for host in known if host.ranks > host.cores]:
-        shared = [
-            f"{host.ranks} ranks share the {counted(host.cores, 'physical core')} of {host.name}" for host in crowded
-        ]
-        text = (
-            f"There are more ranks than cores: {listed(shared, _HOSTS)}, perhaps with dataloader workers or another job"
-        )
-        return f"{text}. Run fewer ranks on a host, {_MORE_CORES}"
-    ranks_too = not waiting or len(known) < len(waiting)
-    what = "dataloader workers, another job, or more ranks than there are cores"
-    what = what if ranks_too else "dataloader workers or another job"
-    return (
-        f"Something else runs on the cores: {what}. Give each rank cores of its own (numactl, taskset), {_MORE_CORES}"
-    )
 
 
 def in_brief(

@@ -17,7 +17,6 @@ from megaprof.analysis.report.text.words import (
     ranks,
     stages,
 )
-from megaprof.analysis.table.table import WAIT
 from megaprof.formats.metadata import ModelChunk
 
 #: A cause comes and goes if it costs less than this fraction in the other steps of what it costs while it is present.
@@ -74,16 +73,6 @@ def of_steps(cause: Cause) -> bool:
 
 
 def _layers(cause: Cause, measured: TargetStages) -> str:
-    text = _uneven_layers(cause, measured)
-    if cause.reason != WAIT:
-        return text
-    waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
-    where = stages(cause.stages or (() if cause.stage is None else (cause.stage,)))
-    also = f"{capital(where)} also waited {waited} a step for a processor core, inside passes and between them"
-    return f"{text} {also}, and the others {usual}."
-
-
-def _uneven_layers(cause: Cause, measured: TargetStages) -> str:
     held = {stage.pp: [c.holds.layers if c.holds else None for c in stage.chunks] for stage in measured.stages}
     most = cause.stages or (() if cause.stage is None else (cause.stage,))
     whole = {pp: sum(count or 0 for count in layers) for pp, layers in held.items() if None not in layers}
@@ -240,13 +229,19 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
     )
 
 
+_CORES = (
+    "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. Give each "
+    "rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
+)
+
+
 def _processor(cause: Cause, measured: TargetStages) -> str:
     several = len(cause.ranks) > 1
     wait = "wait" if several else "waits"
     whose = f"; rank {cause.ranks[0]} waits longest, " if several else ", "
     average = "" if cause.share == 1.0 else " on average"
     text = f"{capital(_who(cause))} {wait} for a processor core{when(cause)}"
-    return f"{text}{whose}{_part(cause, 'waited_ms')} a step{average}, inside passes and between them."
+    return f"{text}{whose}{_part(cause, 'waited_ms')} a step{average}, inside passes and between them. {_CORES}"
 
 
 _SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {

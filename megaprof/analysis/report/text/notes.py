@@ -14,12 +14,7 @@ from megaprof.analysis.table.counted import WARM_UP
 from megaprof.formats.phrases import listed
 
 #: Kinds whose clause names the stages itself; the clauses of other kinds begin with the stages.
-_NAMING_STAGES = frozenset(("stages_missing", "schedule_differs", "waits_for_host", "waits_for_rank"))
-
-
-def _shared(n: Note) -> str:
-    """Returns the clause about ranks that share cores."""
-    return f"{n.count} ranks share the {counted(n.of, 'physical core')} of a host"
+_NAMING_STAGES = frozenset(("stages_missing", "schedule_differs", "waits_for_host"))
 
 
 def told(notes: Iterable[Note]) -> tuple[Note, ...]:
@@ -208,11 +203,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"the GPU waits for its host in {'at least ' if len(n.stages) > 1 else ''}{percent(n.factor)} of the passes of "
         f"{stages(n.stages)}: it has nothing else to do at both ends of them; a capture shows what that costs"
     ),
-    "waits_for_rank": lambda n: (
-        "no change is predicted: it is not certain how long the passes of "
-        f"{ranks(n.ranks) if n.ranks else stages(n.stages)} take without waiting for a processor core, "
-        f"and a change would change who waits{'' if n.why is None else f' ({_shared(n.why)})'}"
-    ),
     "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
     "no_layout": lambda n: f"no other layout is predicted: {n.said}",
     "no_exchange_time": (
@@ -221,9 +211,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "replay_off": lambda n: (
         f"the replay misses the measured step by {n.factor:.1%}, so every prediction is at least as uncertain"
-    ),
-    "cores_shared": lambda n: (
-        f"{_shared(n)}: another layout changes what every stage costs, so its speedup may be another {n.factor:.0%} off"
     ),
     # recordings that megaprof did not make
     "sizes_do_not_fit": lambda n: (
