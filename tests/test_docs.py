@@ -158,7 +158,7 @@ def test_the_readmes_commands_run_as_printed(tmp_path: Path) -> None:
     assert "step 15: loss" in said[2]
     names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("traces", "traces2")]
     assert names[0] == names[1]
-    assert [name.endswith(".timeline.bin") for name in names[0]] == [True] * 2 + [False] * 12
+    assert [name.endswith(".timeline.bin") for name in names[0]] == [True] * 2 + [False] * 6
 
 
 @pytest.mark.slow
