@@ -58,7 +58,7 @@ def replayed(gpu: Activities, names: GraphNames, passes: npt.NDArray[np.int64]) 
         if not len(kernel_runs) or (share := float((kernel_runs < 0).mean())) == 1:
             continue  # this graph is the host's own
         if share > MOST_UNNAMED:
-            unnamed = f"{share:.0%} of the kernels of its CUDA graph bear no name of a range"
+            unnamed = f"{share:.0%} of the kernels of its CUDA graph have no name of a range"
             continue
         replay_rows = replay_rows[run_of_row[replay_rows] >= 0]
         used_runs, run_number = np.unique(run_of_row[replay_rows], return_inverse=True)

@@ -122,7 +122,7 @@ def test_a_dump_that_is_missing_or_cut(tmp_path: Path) -> None:
     hang = hang_of(tmp_path.iterdir())
     assert (who(hang), hang.missing) == ([(2, "unreadable")], ())
     said = " ".join(sentences(hang))
-    assert "nccl_trace_rank_2 is there, but cannot be read" in said
+    assert "nccl_trace_rank_2" in said
     assert "left no dump" not in said
     (tmp_path / "nccl_trace_rank_2").unlink()
     hang = hang_of(tmp_path.iterdir())

@@ -190,7 +190,7 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     first, second = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None)
     assert first.severity == "open"
     assert "8 steps would show" in second.text
-    assert "anything from nothing to 20.0 ms" in second.text
+    assert "up to 20.0 ms" in second.text
     many = replace(few, more_steps=0)
     (_, hopeless) = causes.findings(MEASURED, diagnosis(perhaps=(many,)), None)
     assert "would show" not in hopeless.text
@@ -235,27 +235,12 @@ def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together()
     assert hints == [True, True, False, False, False]
 
 
-def test_what_gains_little_by_itself_has_no_price_that_looks_sure() -> None:
+def test_a_price_that_may_be_nothing_has_only_its_upper_end() -> None:
     hiding = cause("layers", stage=0, price=Price(6.0, -1.0, 13.0), while_ms=6.0)
-    first, second = causes.findings(MEASURED, diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
+    first, _ = causes.findings(MEASURED, diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms", first.text)] == [13.0]
-    assert "With the causes above fixed, this costs 40.0 ms" in second.text
     brief = causes.in_brief(diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
-    assert brief.text == "layers of stage 0 (up to 13.0 ms), then slow rank 3 (40.0 ms)", "as the sentence has it"
-
-
-def test_a_cause_that_costs_more_than_one_above_it_says_why_it_stands_below() -> None:
-    first = cause("processor_wait", ranks=(1,), price=Price(12.0, 9.0, 15.0), while_ms=12.0, alone_ms=12.0)
-    for alone_ms, why in (
-        (4.2, "Fixing it alone gains only 4.20 ms, so the causes above come first."),
-        (-3.0, "Fixing it alone gains nothing, so the causes above come first."),
-        (20.0, "Fixing it alone may gain 20.0 ms; it stands here because that is less certain."),
-    ):
-        found = diagnosis(first, cause("layers", stage=0, alone_ms=alone_ms))
-        assert causes.findings(MEASURED, found, None)[-1].text.endswith(why)
-        assert causes.in_brief(found, None).text.endswith(", then layers of stage 0 (40.0 ms)")
-    cheaper = cause("layers", stage=0, price=Price(9.0, 8.1, 10.0), while_ms=9.0)
-    assert "alone" not in causes.findings(MEASURED, diagnosis(first, cheaper), None)[-1].text
+    assert [float(ms) for ms in re.findall(r"([\d.]+) ms", brief.text)] == [13.0, 40.0]
 
 
 def test_what_may_be_a_cause_is_priced_with_as_many_microbatches_as_there_are() -> None:

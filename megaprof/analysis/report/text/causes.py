@@ -12,7 +12,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps
 from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
-from megaprof.analysis.report.text.words import both, counted, milliseconds, number, percent, ranks, steps
+from megaprof.analysis.report.text.words import both, capital, counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.report.text.words import stages as stages_in_words
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
@@ -51,7 +51,7 @@ def findings(
                 f"No cause of lost time is named: {withheld.text if withheld else 'nothing was recorded'}.",
             ),
         )
-    statements = [_finding(cause, measured, diagnosis, job) for cause in diagnosis.causes]
+    statements = [_finding(place, measured, diagnosis, job) for place in range(len(diagnosis.causes))]
     if not statements:
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
@@ -61,7 +61,7 @@ def findings(
     statements += [_perhaps(cause, diagnosis) for cause in diagnosis.perhaps]
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
         lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
-        text = f"{lost} is lost to single passes that took longer than usual, now here and now there."
+        text = f"Single passes that took longer than usual, each at another place, cost {lost}."
         statements.append(Finding("rest", "open", text))
     return tuple(statements)
 
@@ -89,12 +89,10 @@ def in_brief(
     certain += [f"ended in the middle of step {standstill.step}" for standstill in stood if not standstill.seconds]
     # In milliseconds, not percent: the step time beside it includes the time that megaprof itself took; prices do not.
     if diagnosis is not None:
-        certain += [_with_amount(cause, diagnosis) for cause in diagnosis.causes]
+        certain += [_amount(cause, diagnosis) for cause in diagnosis.causes]
     named = {name_of(cause) for cause in surely_in.causes} if surely_in is not None else set()
     unsure = [cause for cause in diagnosis.perhaps if name_of(cause) in named] if diagnosis is not None else []
-    possible = [
-        f"perhaps {name_of(cause)} ({milliseconds(cause.price.ms)})" for cause in unsure if cause.price.ms > 0.0
-    ]
+    possible = [f"perhaps {_amount(cause, diagnosis)}" for cause in unsure if diagnosis and cause.price.ms > 0.0]
     if certain or possible:
         shown = [*([listed(certain, _IN_BRIEF)] if certain else []), *possible]
         return Finding("in_brief", "slow" if certain else "open", ", ".join(shown))
@@ -129,66 +127,31 @@ def name_of(cause: Cause) -> str:
     return f"{kind} of {stages_in_words(of)}" if of else kind
 
 
-def _hides(cause: Cause, diagnosis: Diagnosis) -> bool:
-    """Returns whether fixing this cause alone may gain almost nothing, because the next one holds the step back as
-    much."""
-    return cause.price.low <= LEAST * diagnosis.step_ms
-
-
-def _cheaper_above(cause: Cause, diagnosis: Diagnosis) -> Cause | None:
-    """Returns the first of the causes above this one that has a lower price; None without one."""
-    above = diagnosis.causes[: next(place for place, other in enumerate(diagnosis.causes) if other is cause)]
-    return next((other for other in above if other.price.ms < cause.price.ms), None)
-
-
-def _order(cause: Cause, diagnosis: Diagnosis) -> str:
-    """Returns a sentence that says why a cause stands below a cheaper one; empty if it does not."""
-    cheaper = _cheaper_above(cause, diagnosis)
-    if cheaper is None:
-        return ""
-    if cause.alone_ms > cheaper.price.ms:
-        # The price of few microbatches assumes that all other causes are fixed, because a replay with more microbatches
-        # is no longer a replay of the recorded ones.
-        why = (
-            "all other prices are of these microbatches" if cause.kind == "few_microbatches" else "that is less certain"
-        )
-        return f" Fixing it alone may gain {milliseconds(cause.alone_ms)}; it stands here because {why}."
-    alone = f"only {milliseconds(cause.alone_ms)}" if cause.alone_ms > 0.0 else "nothing"
-    return f" Fixing it alone gains {alone}, so the causes above come first."
-
-
-def _with_amount(cause: Cause, diagnosis: Diagnosis) -> str:
-    """Returns a cause with its price in a few words; ``then`` says that it costs more than one above it once that is
-    fixed."""
-    then = "then " if _cheaper_above(cause, diagnosis) else ""
-    return f"{then}{name_of(cause)} ({_amount(cause, diagnosis)})"
-
-
 def _amount(cause: Cause, diagnosis: Diagnosis) -> str:
-    """Returns the price of a cause in a few words: ``143 ms``, ``up to 25.7 ms``, ``nothing alone``."""
-    at = cause.price
-    if not _hides(cause, diagnosis):
-        return milliseconds(at.ms)
-    return f"up to {milliseconds(at.high)}" if at.high > 0.0 and at.ms > 0.0 else "nothing alone"
+    """Returns a cause with its price in a few words: ``slow rank 3 (143 ms)``, ``slow rank 3 (up to 25.7 ms)``."""
+    up_to, ms = _shown(cause, diagnosis)
+    return f"{name_of(cause)} ({up_to}{milliseconds(ms)})"
 
 
-def price(cause: Cause, diagnosis: Diagnosis, *, first: bool = True) -> str:
-    """Returns a sentence with the price of a cause. ``first``: it is the most expensive cause, so its price does not
-    assume that others are fixed before it."""
-    at, whole = cause.price, diagnosis.step_ms
-    if _hides(cause, diagnosis):
-        most = f"no more than {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
-        gains = most if at.high > 0.0 and at.ms > 0.0 else "nothing"
-        return f"Fixing it alone gains {gains}, because another cause here holds the step back nearly as much."
-    costs = "This costs" if first else "With the causes above fixed, this costs"
-    text = f"{costs} {_average(cause, whole)}{_interval(at.low, at.high)}"
-    return f"{text}." if cause.share == 1.0 or cause.while_ms <= at.ms else f"{text}: {_in_steps(cause)}."
+def _shown(cause: Cause, diagnosis: Diagnosis) -> tuple[str, float]:
+    """Returns a price in milliseconds. If it may be nothing, because it is not certain or another cause hides it,
+    returns ``up to`` and its upper end."""
+    sure = cause.price.low > LEAST * diagnosis.step_ms
+    return ("", cause.price.ms) if sure else ("up to ", max(0.0, cause.price.high))
 
 
-def _average(cause: Cause, whole: float) -> str:
-    """Returns what a cause costs in the average step, which takes ``whole`` milliseconds."""
-    ms, part = milliseconds(cause.price.ms), percent(cause.price.ms / whole)
-    return f"{ms} ({part} of the step)" if cause.share == 1.0 else f"{ms} a step on average ({part})"
+def price(cause: Cause, above: tuple[Cause, ...], diagnosis: Diagnosis, costs: str = "costs") -> str:
+    """Returns what a cause costs once those ``above`` are fixed, in a clause. No price assumes that there are more
+    microbatches."""
+    (up_to, ms), whole, at = _shown(cause, diagnosis), diagnosis.step_ms, cause.price
+    fixed = "with the causes above fixed, " * any(other.kind != "few_microbatches" for other in above)
+    text = f"{fixed}this {costs} {up_to}{milliseconds(ms)}"
+    if up_to:
+        return f"{text} ({percent(ms / whole)} of the step)"
+    all_steps = cause.share == 1.0
+    text += f" ({percent(ms / whole)} of the step)" if all_steps else f" a step on average ({percent(ms / whole)})"
+    text += f", between {number(at.low)} and {milliseconds(at.high)}" * (number(at.low) != number(at.high))
+    return text if all_steps or cause.while_ms <= ms else f"{text}: {_in_steps(cause)}"
 
 
 def _in_steps(cause: Cause) -> str:
@@ -200,9 +163,9 @@ def _in_steps(cause: Cause) -> str:
     return f"{there} in {where}" + (f" and {milliseconds(others)} in the others" if others else "")
 
 
-def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
-    costs = price(cause, diagnosis, first=cause is diagnosis.causes[0]) + _order(cause, diagnosis)
-    text, command = f"{evidence(cause, measured)} {costs}", None
+def _finding(place: int, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
+    cause, command = diagnosis.causes[place], None
+    text = f"{evidence(cause, measured)} {capital(price(cause, diagnosis.causes[:place], diagnosis))}."
     if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
         text += " While the job runs, a capture shows which of them it is:"
         command = trigger(job, measured.target, str(Selector.of_ranks(cause.ranks)))
@@ -219,14 +182,7 @@ def _of_machine(cause: Cause) -> bool:
 
 def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
     """Returns a possible cause, with the number of steps that would show whether it is real, if they are worth it."""
-    at, whole = cause.price, diagnosis.step_ms
-    costs = f"{_average(cause, whole)}{_interval(at.low, at.high)}"
-    if at.ms <= 0.0:
-        costs = f"up to {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
-    # No price assumes that there are more microbatches: all prices are of the recorded ones.
-    above = any(other.kind != "few_microbatches" for other in diagnosis.causes)
-    fixed = "with the causes above fixed, " if above else ""
-    text = f"Perhaps {name_of(cause)}: {fixed}this may cost {costs}"
+    text = f"Perhaps {name_of(cause)}: {price(cause, diagnosis.causes, diagnosis, 'may cost')}"
     # It is not known here whether the job still runs, so the sentence holds for any run like it.
     if _asks(cause, diagnosis):
         text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
@@ -272,14 +228,6 @@ def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: What
     if job is None:
         return Finding("capture", "open", f"{text}:", command)
     return Finding("capture", "open", f"{text} while the job runs:", trigger(job, measured.target, steps=wanted))
-
-
-def _interval(low: float, high: float) -> str:
-    """Returns the interval of a price as the end of a sentence, in words if it may be nothing; empty if both ends look
-    the same."""
-    if low <= 0.0:
-        return f", anything from nothing to {milliseconds(high)}"
-    return f", between {number(low)} and {milliseconds(high)}" if number(low) != number(high) else ""
 
 
 def lengths(diagnosis: Diagnosis | None) -> str | None:

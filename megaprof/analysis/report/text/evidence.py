@@ -142,7 +142,7 @@ def _why_slow(cause: Cause) -> str:
     if tokens is None or usual is None:
         goes = elsewhere(cause) <= _HARDLY * cause.while_ms
         comes_and_goes = cause.share < 1.0 and cause.since is None and goes
-        return " It comes and goes, as when another program runs on its host now and then." * comes_and_goes
+        return " It comes and goes: another program may run on its host at times." * comes_and_goes
     got = f" In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
     if cause.reason == "machine":
         return f"{got}: that explains at most {percent(cause.parts['explained'])} of it, and the rest is the machine."
@@ -272,8 +272,7 @@ _SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {
         "The GPU waits for the host inside passes: it has nothing to do, because nothing was launched in time."
     ),
     "stalls": lambda cause, _: (
-        f"Single passes stall{when(cause)}, on one rank or another: something holds the host up that nothing recorded "
-        "names."
+        f"Single passes stall{when(cause)}, on one rank or another: the recording does not name what holds the host up."
     ),
     "garbage_collection": _garbage,
     "processor_wait": _processor,

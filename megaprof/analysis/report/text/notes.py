@@ -131,15 +131,14 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "groups_unnamed": lambda n: n.said,
     "groups_with_waiting": lambda n: (
         f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
-        "also where something computed beside them; what is exchanged in other ways is in compute"
+        "even while something computed; other exchanges count as compute"
     ),
     "replicas_missing": lambda n: (
         f"{n.count} of {n.of} data-parallel replicas {'was' if n.count == 1 else 'were'} captured: the tables do not "
-        "show exposed dp and the gradient tail, since waiting for the others cannot be told apart from them"
+        "show exposed dp and the gradient tail, which contain waiting for the others"
     ),
     "dump_unreadable": lambda n: (
-        f"{ranks(n.ranks)}'s file {' '.join((*n.files, 'is'))} there, but cannot be read ({n.said}), so nothing is "
-        f"known of {ranks(n.ranks)}"
+        f"the file of {ranks(n.ranks)} cannot be read ({' '.join((*n.files, n.said))}), so nothing is known of it"
     ),
     "group_differs": lambda n: f"ranks do not agree who is in {n.names[0]} ({n.names[1]}): {' or '.join(n.names[2:])}",
     # clocks
@@ -205,12 +204,9 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
     "no_layout": lambda n: f"no other layout is predicted: {n.said}",
-    "no_exchange_time": (
-        "no exchange takes time in the replay: without a common clock of the stages nothing says how long exchanges "
-        "take"
-    ),
+    "no_exchange_time": "in the replay exchanges take no time, because the stages have no common clock",
     "replay_off": lambda n: (
-        f"the replay misses the measured step by {n.factor:.1%}, so every prediction is at least as uncertain"
+        f"the replay is {n.factor:.1%} off the measured step, so every prediction may be off by as much"
     ),
     # recordings that megaprof did not make
     "sizes_do_not_fit": lambda n: (
