@@ -21,7 +21,7 @@ from megaprof.analysis.trace.passes import Pass
 from megaprof.formats import ranges
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
-_OF_CLOCKS = ("clocks_aligned", "aligned_on_gpu", "not_aligned_on_gpu", "host_unnamed", "clocks_apart")
+_OF_CLOCKS = ("clocks_aligned", "clocks_apart")
 
 
 @dataclass(frozen=True)
