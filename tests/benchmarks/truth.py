@@ -30,19 +30,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.analysis.truth.drawing import draw
+from tests.analysis.truth.drawing import draw, observed
 from tests.analysis.truth.engines import ENGINES, Said
-from tests.analysis.truth.files import write
+from tests.analysis.truth.files import write, write_observed
 from tests.analysis.truth.grading import MUCH, SOME, Graded, grade
 from tests.analysis.truth.pipelines import Priced
 
 
 def judge(seed: int, number: int, engine: str, keep: Path | None = None) -> Graded:
     """One pipeline, from its seed to its marks."""
-    priced = Priced(draw(seed, number))
+    pipeline, profiled = observed(draw(seed, number))
+    priced = Priced(pipeline)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) if keep is None else keep / f"{number:04d}"
-        write(priced.pipeline, priced.run(priced.all), directory)
+        if profiled is None:
+            write(pipeline, priced.run(priced.all), directory)
+        else:
+            write_observed(pipeline, profiled, directory)
         said, failure, begun = Said((), (), in_order=False), None, time.process_time()
         try:
             said = ENGINES[engine](directory)
@@ -51,7 +55,7 @@ def judge(seed: int, number: int, engine: str, keep: Path | None = None) -> Grad
         seconds = time.process_time() - begun
     found = replace(grade(number, priced, said), failure=failure, seconds=seconds)
     if keep is not None:
-        (keep / f"{number:04d}" / "truth.txt").write_text(f"{priced.pipeline}\n{found}\n")
+        (keep / f"{number:04d}" / "truth.txt").write_text(f"{pipeline}\n{profiled}\n{found}\n")
     return found
 
 

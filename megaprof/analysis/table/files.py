@@ -37,7 +37,7 @@ def completed(recorded: Table, traced: Table) -> Table | None:
 
     On a GPU, kernels take as long under a profiler as without it. So compute and transfers are taken over in
     milliseconds, and what is left of the timeline's pass is waiting: for peers, as far as their arrivals show it, and
-    else for the host. On a CPU, the profiler makes compute longer, so only transfers are taken over.
+    else for the host. On a CPU, the profiler makes compute longer, so transfers are taken over, and shares of peers.
     """
     on_gpu = "host_bound" in traced.spent
     whole = all(metadata is not None for metadata in (*recorded.metadata, *traced.metadata))
@@ -50,8 +50,8 @@ def completed(recorded: Table, traced: Table) -> Table | None:
     def parts(traced_ms: Floats) -> Floats:
         """Returns which part of a pass something takes that takes ``traced_ms``, [t, d, s, (p,) c, k, m], in the trace:
         [d, s, (p,) c, k, 1]. A replica that was not traced is like those that were."""
-        of_replicas = np.median(traced_ms, axis=(0, -1))
-        usual_ms = np.stack([np.median(of_replicas[same if len(same) else ...], axis=0) for same in replicas])
+        of_replicas = traced_ms.mean(axis=(0, -1))  # as of the timeline's passes, so that what is left is waiting
+        usual_ms = np.stack([of_replicas[same if len(same) else ...].mean(axis=0) for same in replicas])
         of_pass: Floats = usual_ms[..., None] / (usual_pass if usual_ms.ndim == 4 else usual_pass[:, :, None])
         return of_pass
 
@@ -61,8 +61,7 @@ def completed(recorded: Table, traced: Table) -> Table | None:
         same_peers = traced_ms.shape[3] == peers
         return traced_ms if same_peers else np.repeat(traced_ms.max(axis=3, keepdims=True), peers, axis=3)
 
-    left = np.ones_like(usual_pass)
-    exposed: dict[str, Floats] = {}
+    left, exposed = np.ones_like(usual_pass), dict[str, Floats]()
     for group, exposed_ms in traced.exposed.items():
         waits = recorded.spent.get(f"{group}_waiting")
         part = parts(exposed_ms)
@@ -72,19 +71,20 @@ def completed(recorded: Table, traced: Table) -> Table | None:
         part = np.minimum(part, left)
         exposed[group], left = passes * part, left - part
     working, compute, idle, spent = recorded.working, recorded.compute, recorded.idle, dict(recorded.spent)
+    own = parts(of_peers(traced.working))  # [d, s, p, c, k, 1]
     if on_gpu:
-        own = np.minimum(parts(of_peers(traced.working)), left[:, :, None])
+        own = np.minimum(own, left[:, :, None])
         idle = passes * (left - own.max(axis=2))
         working = passes[:, :, :, None] * own
         compute = np.minimum(passes[:, :, :, None] * parts(of_peers(traced.compute)), working)
         spent["host_bound"] = np.broadcast_to(idle.sum(axis=(3, 4, 5))[..., None], working.shape[:4])
-        for name in ("pp", "dp", "gradients"):  # transfers and kernels outside of passes
-            if name in traced.spent:
-                of_ranks = np.median(of_peers(traced.spent[name]), axis=0)
-                usual_ms = [np.median(of_ranks[same if len(same) else ...], axis=0) for same in replicas]
-                spent[name] = np.broadcast_to(np.stack(usual_ms), working.shape[:4])
+        for name in filter(traced.spent.__contains__, ("pp", "dp", "gradients")):  # outside of passes
+            of_ranks = np.median(of_peers(traced.spent[name]), axis=0)
+            usual_ms = [np.median(of_ranks[same if len(same) else ...], axis=0) for same in replicas]
+            spent[name] = np.broadcast_to(np.stack(usual_ms), working.shape[:4])
     elif not any(name.endswith("_waiting") for name in spent):
-        working, compute = (np.minimum(ms, (passes * left)[:, :, :, None]) for ms in (working, compute))
+        working = (passes * left)[:, :, :, None] * (own / np.maximum(own.max(axis=2, keepdims=True), 1e-9))
+        compute = np.minimum(compute, working)
     for group in exposed.keys() - spent.keys():
         others = sum(ms for other, ms in exposed.items() if other != group)
         spent[group] = (passes - idle - others).sum(axis=(3, 4, 5))[..., None] - working.sum(axis=(4, 5, 6))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.analysis.truth.files import BEFORE, BEHIND
 from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
 
 #: Most passes of all ranks and steps: files of traces are a hundred times as large as timelines.
@@ -14,6 +15,8 @@ MOST_PASSES = {"gpu trace": 5000, "nsys": 5000, "cpu trace": 5000, "timeline": 1
 #: Beside the drawn faults nothing is worth as much, as a part of the step; a fault that is worth less is drawn again.
 NOTHING = 0.01
 _TRIES = 30
+#: Of the time that a pass takes a GPU: how long its host launches.
+HOST = 0.6
 
 
 def draw(seed: int, number: int) -> Pipeline:
@@ -29,6 +32,33 @@ def draw(seed: int, number: int) -> Pipeline:
                 found = changed
                 break
     return found
+
+
+def observed(pipeline: Pipeline) -> tuple[Pipeline, Pipeline | None]:
+    """The pipeline as it is graded and, if it is recorded as traces, what a profiled step of it is like: the profiler
+    makes the host's work longer by a factor, so the GPU waits for the host, or a CPU computes for longer."""
+    if pipeline.recording not in ("gpu trace", "cpu trace"):
+        return pipeline, None
+    factor = float(np.random.default_rng([*pipeline.seed, 5]).uniform(1.2, 2.5))
+    if pipeline.recording == "gpu trace":
+        host_bound = sum(f.size for f in pipeline.faults if f.kind == "host_bound")
+        # The host launches a pass in a part of the time that its kernels take, unless they wait for it.
+        kernels = 1.0 + sum(f.size for f in pipeline.faults if f.kind == "communication" and f.group != "dp")
+        launches = kernels + host_bound if host_bound else HOST * kernels
+        waits = Fault("host_bound", max(0.0, factor * launches - kernels))
+        others = (f for f in pipeline.faults if f.kind != "host_bound")
+        profiled = replace(pipeline, faults=(*others, waits))
+    else:
+        # A part of what it computes; what it exchanges takes as long as ever.
+        own = {"embedding_or_loss": factor, "communication": 1 / factor}
+        profiled = replace(
+            pipeline,
+            layer_ms=factor * pipeline.layer_ms,
+            faults=tuple(
+                f if f.group == "dp" else replace(f, size=own.get(f.kind, 1.0) * f.size) for f in pipeline.faults
+            ),
+        )
+    return replace(pipeline, steps=BEFORE + BEHIND), profiled
 
 
 def _worth(pipeline: Pipeline) -> bool:

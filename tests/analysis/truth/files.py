@@ -8,7 +8,7 @@ metadata of NCCL) or of a CPU (operators, gloo's collectives); those of a GPU al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from tests.analysis.kineto import launched, replayed
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.synthetic import TraceBuilder, chunk
-from tests.analysis.truth.pipelines import STALLED, Pipeline, Run, loads, numbers
+from tests.analysis.truth.pipelines import STALLED, Pipeline, Priced, Run, loads, numbers
 from tests.analysis.truth.programs import BACKWARD, FORWARD, KINDS, Exchange, Pass
 from tests.analysis.truth.simulation import Done, Times
 
 START_NS = 1_790_000_000_000_000_000
 FIRST_STEP = 5
+#: Steps without a profiler that a capture also records, before its window and behind it.
+BEFORE, BEHIND = 20, 5
 #: Milliseconds between two steps: the optimizer.
 BETWEEN = 3.0
 GROUPS = {
@@ -59,8 +61,8 @@ _LAUNCHES = 2_000_000
 _READ = 3
 
 
-def write(pipeline: Pipeline, run: Run, directory: Path) -> None:
-    """The files of every rank."""
+def write(pipeline: Pipeline, run: Run, directory: Path, numbers: Sequence[int] | None = None) -> None:
+    """The files of every rank. ``numbers``: of the steps, ascending; None: from `FIRST_STEP` on."""
     directory.mkdir(parents=True, exist_ok=True)
     layout = WorldLayout(sizes_of(pipeline))
     # Steps follow each other; a step begins when the optimizer is through with the one before.
@@ -69,11 +71,24 @@ def write(pipeline: Pipeline, run: Run, directory: Path) -> None:
         for stage in range(pipeline.stages):
             for peer in range(pipeline.peers):
                 number = layout.rank_of(tp=peer, dp=replica, pp=stage)
-                rank = _Rank(pipeline, run, layout.coords(number), replica, stage, peer, begin)
+                steps = tuple(range(FIRST_STEP, FIRST_STEP + pipeline.steps) if numbers is None else numbers)
+                rank = _Rank(pipeline, run, layout.coords(number), replica, stage, peer, begin, steps)
                 if pipeline.recording.endswith("timeline"):
                     _timeline(rank, directory)
                 else:
                     _trace(rank, directory)
+
+
+def write_observed(pipeline: Pipeline, profiled: Pipeline, directory: Path) -> None:
+    """The files of a capture: traces of the ``profiled`` steps, and beside them the timeline of the ``pipeline``'s
+    steps without a profiler, of which those behind the window are the last `BEHIND`."""
+    first, last = FIRST_STEP + pipeline.steps - BEHIND, FIRST_STEP + pipeline.steps - BEHIND + profiled.steps
+    of_trace = Priced(profiled)
+    write(profiled, of_trace.run(of_trace.all), directory, range(first, last))
+    timeline = "device timeline" if pipeline.recording == "gpu trace" else "timeline"
+    priced = Priced(pipeline)
+    numbers = (*range(FIRST_STEP, first), *range(last, last + BEHIND))
+    write(replace(pipeline, recording=timeline), priced.run(priced.all), directory, numbers)
 
 
 def sizes_of(pipeline: Pipeline) -> ParallelSizes:
@@ -133,6 +148,7 @@ class _Rank:
     stage: int
     peer: int
     begin: Times  # [step]
+    numbers: tuple[int, ...]  # of the steps
 
     @property
     def done(self) -> list[Done]:
@@ -187,7 +203,7 @@ class _Rank:
             self.coords,
             [self.holds(number) for number in range(one.chunks)],
             target=self.target,
-            steps=(FIRST_STEP, FIRST_STEP + one.steps - 1),
+            steps=(self.numbers[0], self.numbers[-1]),
             microbatches=one.microbatches,
             overlapped=one.overlapped,
             batched=not one.overlapped,
@@ -237,7 +253,7 @@ def _timeline(rank: _Rank, directory: Path) -> None:
     duration = np.rint((rank.finish - rank.enter) * 1000).astype(np.int64)
     out = [format.MAGIC, format.metadata_record(metadata), format.shape_record(shape)]
     for step in range(one.steps):
-        begun = (0, format.DEVICE_CLOCK if device else 0, FIRST_STEP + step, int(starts[step]))
+        begun = (0, format.DEVICE_CLOCK if device else 0, rank.numbers[step], int(starts[step]))
         totals = (int(duration[step]), *(int(spent[kind][step]) for kind in codes.KINDS), 60)
         out.append(format.step_record(0, 0, begun, totals, packed[step]))
         for each in rank.done:
@@ -250,7 +266,7 @@ def _timeline(rank: _Rank, directory: Path) -> None:
         since, until = int(starts[own][0]), int(starts[step]) + int(duration[step]) * 1000
         of = (since - int(starts[step])) // 1000, (until - since) // 1000, round(1000 * float(rank.waited[own].sum()))
         out.append(format.fact_record(step, format.WAITED, format.Waited(*of).pack() or b""))
-    path = directory / artifact_name("timeline", None, FIRST_STEP, rank.coords, format.SUFFIX)
+    path = directory / artifact_name("timeline", None, rank.numbers[0], rank.coords, format.SUFFIX)
     path.write_bytes(b"".join(out))
 
 
@@ -269,14 +285,14 @@ def _trace(rank: _Rank, directory: Path) -> None:
 
 def _recorded(rank: _Rank, steps: Sequence[int]) -> TraceBuilder:
     one = rank.pipeline
-    metadata = rank.metadata() | {"steps": [FIRST_STEP + steps[0], FIRST_STEP + steps[-1]]}
+    metadata = rank.metadata() | {"steps": [rank.numbers[steps[0]], rank.numbers[steps[-1]]]}
     if one.counted:
         waited = round(1e6 * float(rank.waited[steps].sum()))
         metadata["profiler"] = {"asked": ["cpu"], "recorded": ["cpu"], "waited_ns": waited}
     trace = TraceBuilder(
         pp=rank.stage,
         pp_size=one.stages,
-        step=FIRST_STEP + steps[0],
+        step=rank.numbers[steps[0]],
         target=rank.target,
         microbatches=one.microbatches,
         chunks=metadata["chunks"],
@@ -287,7 +303,7 @@ def _recorded(rank: _Rank, steps: Sequence[int]) -> TraceBuilder:
         origin = 10.0 + float(rank.begin[step]) + rank.ahead
         writer.step(step, origin)
         start, end = origin + float(rank.enter[step]), origin + float(rank.finish[step])
-        fields = {"step": FIRST_STEP + step} | {axis: getattr(rank.coords, axis) for axis in _AXES}
+        fields = {"step": rank.numbers[step]} | {axis: getattr(rank.coords, axis) for axis in _AXES}
         trace.event(str(ranges.RangeName(rank.target, fields)), start - 0.2, end - start + 0.4)
     if one.graphed:
         trace.beside[KEY] = replayed(trace.events, _LAUNCHES)

@@ -32,6 +32,10 @@ no pipeline; exchanges that are a rendezvous, buffered or overlapped; noise of 0
 with clocks of their own; as GPU traces, CPU traces, files of Nsight Systems, and timelines on either clock. A quarter
 of them are healthy, half have one fault, and a quarter have two.
 
+Traces are of a profiler that disturbs: in a profiled step, the host takes 1.2 to 2.5 times as long, so a GPU waits for
+it, or a CPU computes for longer. A timeline of 25 steps without a profiler is beside them, and only these are graded.
+Files of Nsight Systems are alone and undisturbed.
+
 The pipelines are simulated by code that shares nothing with the analysis (`tests/analysis/truth`). The true price of a
 fault is the step with it minus the step without it, from the same random numbers.
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megaprof.parallel.topology import WorldLayout
-from tests.analysis.truth.drawing import draw, draw_healthy, incidental
-from tests.analysis.truth.engines import Advised, Named, Said
-from tests.analysis.truth.files import sizes_of
+from tests.analysis.truth.drawing import draw, draw_healthy, incidental, observed
+from tests.analysis.truth.engines import Advised, Named, Said, report
+from tests.analysis.truth.files import sizes_of, write_observed
 from tests.analysis.truth.grading import grade, layers_of
 from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
 from tests.benchmarks.truth import count, judge
@@ -201,6 +201,28 @@ def test_a_drawn_pipeline_is_written_read_and_found(recording, tmp_path):
     assert all(fault.named for fault in found.faults if fault.drawn)
     assert all(claim.there for claim in found.claims)
     assert list(tmp_path.glob("*/truth.txt"))
+
+
+def test_what_the_profiler_makes_a_gpu_wait_for_is_no_cause(tmp_path):
+    uneven = Fault("uneven_microbatches", 0.5)
+    job, profiled = observed(plain(seed=(0, 0), recording="gpu trace", noise=0.03, buffered=False, faults=(uneven,)))
+    assert profiled is not None
+    assert max(each.size for each in profiled.faults if each.kind == "host_bound") > 0.2
+    write_observed(job, profiled, tmp_path)
+    kinds = {each.kind for each in report(tmp_path).named}
+    assert uneven.kind in kinds
+    assert "host_bound" not in kinds
+
+
+@pytest.mark.parametrize("recording", ["gpu trace", "cpu trace"])
+def test_which_peer_computes_longer_is_known_from_profiled_steps(recording, tmp_path):
+    slow = Fault("slow_rank", 1.5, stage=1, replica=0, peer=1)
+    job, profiled = observed(plain(recording=recording, noise=0.01, buffered=False, peers=2, faults=(slow,)))
+    assert profiled is not None
+    write_observed(job, profiled, tmp_path)
+    (found,) = (each for each in report(tmp_path).named if each.kind == "slow_rank")
+    assert found.ranks == (3,)
+    assert found.low <= Priced(job).price(slow).mean() <= found.high
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
