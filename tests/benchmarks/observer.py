@@ -1,0 +1,246 @@
+"""Is the price in a report that of the job as it runs, without a profiler? Real jobs over gloo, with one fault each.
+
+Every job first runs without megaprof, and switches its fault on and off in turn: these twins differ by what the fault
+really costs. Then it runs with the fault under a default capture (``--profile-tool torch``), whose profiled steps are
+longer than the others. The price of the fault in the report of that is compared with the difference.
+
+The last line is JSON. ``found``: faults that are named, in the right place, as ``[number, of]``; ``within``: those
+whose price differs from the twins' difference by 5 % of the step or less; ``inside``: those whose interval contains the
+difference, give or take two standard errors of it. ``faults`` has each, in milliseconds.
+
+    python -m tests.benchmarks.observer [--only FAULT ...] [--repeats N] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megaprof.testing import GPTWorkload, run_ranks
+from tests.analysis.truth.engines import Named, report
+from tests.benchmarks.cores import awake, real_time
+
+#: Milliseconds of a layer's forward and of its backward.
+LAYER_MS = (6.0, 12.0)
+#: Steps of a twin in a row, and how often each twin has its turn.
+IN_A_ROW, TURNS = 3, 4
+#: Of the capture: steps before the window, in it, and behind it.
+BEFORE, CAPTURED, BEHIND = 10, 2, 6
+#: A price is right within this part of the step.
+WITHIN = 0.05
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a job of ``workload``, and by which kinds of causes, at which stage or rank, it counts as
+    found. ``longer``: milliseconds of what the fault adds."""
+
+    workload: GPTWorkload
+    kinds: tuple[str, ...]
+    longer: float = 0.0
+    stage: int | None = None
+    rank: int | None = None
+
+    def is_named(self, named: Named) -> bool:
+        here = named.stage == self.stage if self.rank is None else self.rank in named.ranks
+        return named.kind in self.kinds and here
+
+
+def _workload(pp: int, layers: int = 0, **changes: Any) -> GPTWorkload:
+    return GPTWorkload(pp=pp, layers=layers or 2 * pp, hidden=32, seq_length=16, microbatches=6, **changes)
+
+
+FAULTS = {
+    "layers": Fault(_workload(2, 6, layout=(4, 2)), ("layers",), stage=0),
+    "slow-rank": Fault(_workload(2, dp=2), ("slow_rank",), 3.0, rank=3),
+    "tp-rank": Fault(_workload(2, tp=2), ("slow_rank",), 3.0, rank=1),
+    "slow-link": Fault(_workload(3), ("slow_link",), 8.0, stage=0),
+    "data-loader": Fault(_workload(2), ("data_wait",), 50.0, stage=0),
+    "host": Fault(_workload(3), ("slow_forward",), 8.0, stage=1),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Milliseconds of a step: without the fault, with it, and what the report says about it; None: nothing."""
+
+    fault: str
+    without_ms: float
+    with_ms: float
+    error_ms: float
+    price: float | None
+    low: float | None
+    high: float | None
+    others: tuple[str, ...]
+
+    @property
+    def truth(self) -> float:
+        return self.with_ms - self.without_ms
+
+    @property
+    def within(self) -> bool:
+        return self.price is not None and abs(self.price - self.truth) <= WITHIN * self.with_ms
+
+    @property
+    def inside(self) -> bool:
+        known = self.low is not None and self.high is not None
+        return known and self.low - 2 * self.error_ms <= self.truth <= self.high + 2 * self.error_ms
+
+
+class _Switch:
+    """Whether the fault is there, and the forwards of this step so far."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.forwards = 0
+
+
+def _break(name: str, gpt: Any, switch: _Switch) -> None:
+    """Paces the layers, and puts the fault in, for as long as the switch is on."""
+    import torch
+
+    from megaprof.testing import faults
+
+    fault, rank = FAULTS[name], torch.distributed.get_rank()
+    workload, layers = fault.workload, faults.layers(gpt.chunks)
+    usual = workload.layers / workload.pp / len(layers)  # of unevenly split layers, none is long
+
+    def layer_ms() -> tuple[float, float]:
+        factor = 1.0 if switch.on else usual
+        slow = fault.longer / LAYER_MS[0] if switch.on and rank == fault.rank else 0.0
+        return LAYER_MS[0] * (factor + slow), LAYER_MS[1] * (factor + slow)
+
+    def wait() -> None:
+        if switch.on:
+            time.sleep(fault.longer / 1e3)
+
+    def before_forward() -> None:
+        switch.forwards += 1
+        if name == "host" or switch.forwards == 1:
+            wait()
+
+    if workload.tp > 1:  # what a layer waits for its peers would be a part of its pace
+        faults.linger(layers, lambda _: layer_ms())
+    else:
+        faults.pace(layers, layer_ms)
+    if name == "slow-link" and rank in (0, 1):
+        faults.after_exchange(1 - rank, wait)
+    if name in ("data-loader", "host") and rank == fault.stage:
+        faults.before_forward(gpt.chunks[0], before_forward)
+
+
+def run_rank(name: str, out: Path) -> tuple[list[float], list[float]]:
+    """One rank. Returns the milliseconds of the steps without the fault, and of those with it, on the slowest rank."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megaprof import add_profile_args, install_hooks
+    from megaprof.testing import build, cpu_megatron, init_distributed
+
+    torch.set_num_threads(1)
+    real_time()
+    init_distributed()
+    gc.disable()
+    switch = _Switch()
+    with cpu_megatron():
+        gpt = build(FAULTS[name].workload)
+        _break(name, gpt, switch)
+
+        def step(run: Callable[..., Any]) -> None:
+            torch.distributed.barrier()
+            switch.forwards = 0
+            gpt.train_step(run)
+
+        taken: list[float] = []
+        forward_backward = get_forward_backward_func()
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = forward_backward(*args, **kwargs)
+            taken.append(1e3 * (time.perf_counter() - begin))
+            return result
+
+        step(forward_backward)
+        for turn in range(2 * TURNS):
+            switch.on = turn % 4 in (1, 2)  # one, the other, the other, one: what drifts is in both
+            for _ in range(IN_A_ROW):
+                step(timed)
+        longest = torch.tensor(taken, dtype=torch.float64)
+        torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX)
+        twins: tuple[list[float], list[float]] = ([], [])
+        for number, ms in enumerate(longest.tolist()):
+            twins[number // IN_A_ROW % 4 in (1, 2)].append(ms)
+        switch.on = True
+        flags = ["--profile-target", "train_actor", "--profile-dir", str(out), "--profile-select", "all"]
+        flags += ["--profile-steps", f"train_actor={BEFORE}:{BEFORE + CAPTURED}"]
+        args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
+        with install_hooks(gpt.chunks, args):
+            hooked = get_forward_backward_func()
+            for _ in range(BEFORE + CAPTURED + BEHIND):
+                step(hooked)
+    return twins
+
+
+def measure(name: str, out: Path) -> Outcome:
+    """One job: its twins, and what the report of its capture says."""
+    fault = FAULTS[name]
+    env = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    without, faulty = run_ranks(run_rank, fault.workload.world_size, name, out, timeout=170.0, env=env)[0]
+    said = report(out).named
+    found = next((each for each in said if fault.is_named(each)), None)
+    price, low, high = (None, None, None) if found is None else (found.price, found.low, found.high)
+    error = sum(statistics.variance(each) / len(each) for each in (without, faulty)) ** 0.5
+    others = tuple(f"{each} {each.price:.0f} ms" for each in said if each is not found)
+    return Outcome(name, statistics.fmean(without), statistics.fmean(faulty), error, price, low, high, others)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", choices=tuple(FAULTS), nargs="*", default=tuple(FAULTS), help="only these (default: all)"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="jobs with each fault (default: 1)")
+    parser.add_argument("--keep", type=Path, help="write the captures here")
+    given = parser.parse_args(arguments)
+    load, begin, outcomes = os.getloadavg()[0], time.monotonic(), []
+    with nullcontext(given.keep) if given.keep else tempfile.TemporaryDirectory() as folder, awake():
+        for number in range(given.repeats):
+            for name in given.only:
+                one = measure(name, Path(folder) / f"{name}-{number}")
+                outcomes.append(one)
+                said = "not named"
+                if one.price is not None:
+                    said = f"priced at {one.price:.1f} ms ({one.low:.1f} to {one.high:.1f})"
+                print(
+                    f"{name:12} {one.without_ms:6.0f} -> {one.with_ms:6.0f} ms: truth {one.truth:.1f} "
+                    f"± {one.error_ms:.1f} ms, {said}{'' if one.within else ' WRONG'}{'' if one.inside else ' OUTSIDE'}"
+                    f"{''.join(f'; {other}' for other in one.others)}",
+                    flush=True,
+                )
+    print(
+        json.dumps(
+            {
+                "benchmark": "observer",
+                "found": [sum(one.price is not None for one in outcomes), len(outcomes)],
+                "within": [sum(one.within for one in outcomes), len(outcomes)],
+                "inside": [sum(one.inside for one in outcomes), len(outcomes)],
+                "faults": [asdict(one) for one in outcomes],
+                "load": load,
+                "minutes": round((time.monotonic() - begin) / 60, 1),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
