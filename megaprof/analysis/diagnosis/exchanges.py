@@ -13,10 +13,11 @@ from functools import reduce
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.table import Floats, Table
-from megaprof.parallel.schedules import PassId, SendReceive, phase_order, producer, stage_program
+from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, phase_order, producer, stage_program
 
 
 def links(table: Table, replay: Replay) -> Floats:
@@ -34,6 +35,16 @@ def links(table: Table, replay: Replay) -> Floats:
     return _filled(
         np.stack([_mean([_quartile(times) for times in by_kind.values()], (t, d)) for by_kind in samples], axis=-1)
     )
+
+
+def receivers(schedule: PipelineSchedule) -> npt.NDArray[np.bool_]:
+    """Returns which passes get their input over each link, [link, s, c, k]."""
+    received = np.zeros((schedule.stages, schedule.stages, schedule.chunks, len(schedule.kinds)), dtype=bool)
+    for stage, chunk, kind in np.ndindex(received.shape[1:]):
+        source = schedule.placement.producer(schedule.kinds[kind], stage, chunk)
+        if source is not None and source[0] != stage:
+            received[_link(source[0], stage, schedule.stages), stage, chunk, kind] = True
+    return received
 
 
 _Sample = tuple[int, int, str, Floats]

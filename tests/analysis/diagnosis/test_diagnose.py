@@ -9,9 +9,11 @@ import pytest
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _needed, diagnose
 from megaprof.analysis.diagnosis.examine import Price, _reach, examine
+from megaprof.analysis.diagnosis.exchanges import receivers
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL
 from megaprof.analysis.diagnosis.terms import terms
+from megaprof.analysis.diagnosis.view import EXCHANGE
 from megaprof.analysis.table.table import WAIT, Table, Unfit
 from tests.analysis.tables import tables_in
 from tests.analysis.truth.files import write
@@ -351,6 +353,22 @@ def test_where_senders_wait_one_direction_is_enough_to_compare_clocks(tmp_path):
     assert prices["slow_link", 1] == pytest.approx(priced.price(link).mean(), rel=0.05)
     assert prices["late_entry", 2] == pytest.approx(priced.price(late, [link]).mean(), rel=0.05)
     assert prices.keys() == {("slow_link", 1), ("late_entry", 2)}
+
+
+def test_what_both_directions_at_once_take_longer_belongs_to_the_slow_link(tmp_path):
+    """One direction alone is as quick as on the other links."""
+    run = examine(table_of(HEALTHY, tmp_path))
+    longer = 5.0 * receivers(run.table.schedule)[1][..., None] + np.zeros_like(run.view.state.passes)
+    state = replace(run.view.state, passes=run.view.state.passes + longer)
+    held = {**run.view.held, EXCHANGE: run.view.held[EXCHANGE] + longer}
+    slow = replace(run, view=replace(run.view, state=state, held=held))
+    costs = float((state.step_ms(run.replay) - run.view.state.step_ms(run.replay)).mean())
+    every = terms(slow.table, slow.view, slow.step_ms)
+    (link,) = (term for term in every if (term.kind, term.stage) == ("slow_link", 1))
+    (usual,) = (term for term in every if (term.kind, term.group) == ("communication", "pp"))
+    assert slow.gain(link).mean() == pytest.approx(costs, rel=0.05)
+    # What all links have in common is gone, and not what this one takes longer.
+    assert slow.mended(usual).gain(link).mean() == pytest.approx(costs, rel=0.05)
 
 
 def test_without_clocks_to_compare_no_late_entry_is_ruled_out(tmp_path):
