@@ -442,12 +442,14 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
         job.handle._session.agenda.wishes["train_actor", f"{number}" + role] = Wish(None, ran=7)
     inside = Position("train_actor", 1 << 40, "send_forward_backward_recv_forward_backward", 999, 99, time.time(), role)
     recent = Recent("train_actor", 32, *[123456.789012] * 7, role)
+    recorder = job.handle._session.timeline  # its task runs until it is closed
+    assert recorder is not None
     timeline = SimpleNamespace(
         position=lambda: inside,
         device_position=lambda: inside,
         calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
         tally=KnowsEverything(recent=lambda *_: recent, seconds=lambda key: 1.0, waits=0.123456789),
-        close=lambda: None,
+        close=recorder.close,
     )
     monkeypatch.setattr(job.handle._session, "timeline", timeline)
     job.listener.look()
