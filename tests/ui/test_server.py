@@ -224,7 +224,7 @@ def test_what_has_no_costs_says_so(client: TestClient, top: Path, tmp_path: Path
     with browsing(tmp_path) as alone:
         shown = page(alone, f"/capture/{address(tmp_path, 'single')}/what-if")
         assert "Nothing can be changed here." in shown.text
-        assert "a single stage has no other layout" in shown.text
+        assert "a single stage has no other one" in shown.text
 
 
 def test_two_captures_are_compared_on_one_axis(client: TestClient, top: Path) -> None:

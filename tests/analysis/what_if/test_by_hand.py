@@ -324,7 +324,6 @@ def test_the_bubble_without_exchanges_is_about_that_of_a_run_without_them(tmp_pa
 def test_a_refusal_says_once_that_nothing_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipeline(tmp_path, [8])
     assert main(["what-if", str(tmp_path), "--microbatches", "8"]) == FAILED
-    assert capsys.readouterr().err.strip() == (
-        "megaprof what-if: nothing can be predicted: a single stage has no other layout, and no sequences were "
-        "captured that could be packed differently"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megaprof what-if: nothing can be predicted: a single stage")
+    assert line.count("predicted") == 1
