@@ -126,7 +126,7 @@ class TargetStages:
     """Microbatches per step. If steps or replicas differ, the most frequent number, and only those count. None if the
     recording does not say."""
     steps: tuple[int, ...]
-    """Captured steps, ascending."""
+    """Steps that the lengths are of, ascending. Where a timeline was recorded too, these exclude captured steps."""
     step_time_ms: Spread | None
     """Duration of a step in milliseconds; None if no step is complete."""
     step_time_basis: Basis
