@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.formats.graphs import KEY, GraphNames, read_names
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.ranges import emit
 from megaprof.recorders.ranges.graph_names import names
+from tests.analysis.rows import rows
 from tests.hooks.cuda_graph_runtime import EXEC, Capture, Graph, Runtime, launches, made_up_runtime
 
 full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph", reason="megatron-core 0.14 brought it")
@@ -115,7 +116,7 @@ def test_the_report_has_the_passes_of_a_replay(one_rank: Any, kernels: Runtime, 
     with install_hooks(one_rank.chunks, config):
         steps(one_rank, 3)
     (path,) = tmp_path.glob("*.gz")
-    assert calls_of(read_trace(path))[0].phases == ()
+    assert len(steps_of(read_trace(path))[0].passes.kind) == 0
     trace = json.loads(gzip.decompress(path.read_bytes()))
     (begin,) = (e["ts"] for e in trace["traceEvents"] if "step=" in e["name"] and e.get("cat") == "user_annotation")
     launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": begin + 1, "dur": 1, "tid": 1}
@@ -125,12 +126,12 @@ def test_the_report_has_the_passes_of_a_replay(one_rank: Any, kernels: Runtime, 
         event = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": begin + 10 + 2 * number, "dur": 2, "tid": 7}
         trace["traceEvents"].append(event | {"args": {"correlation": 77, "graph id": EXEC, "graph node id": node}})
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))
-    (call,) = calls_of(read_trace(path))
-    assert [(p.kind, p.microbatch) for p in call.phases] == [
+    (call,) = steps_of(read_trace(path))
+    assert [(each.kind, each.microbatch) for each in rows(call)] == [
         (kind, mb) for mb in range(3) for kind in ("forward", "backward")
     ]
     assert call.incomplete is None
-    assert sum(p.gpu_ns or 0 for p in call.phases) == 2000 * len(nodes)
+    assert call.passes.compute.sum() == 2000 * len(nodes)
     assert {(key.label, key.number, key.kind): len(times) for key, times in call.modules.items() if key.number} == {
         (part, n, kind): 3 for part in ("layer", "attention", "mlp") for n in (1, 2) for kind in ("forward", "backward")
     }

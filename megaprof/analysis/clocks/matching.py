@@ -7,14 +7,14 @@ of a receiving exchange before it.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
-from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.trace.passes import Exchange
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.trace.steps import Exchanges, TracedStep
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import RECEIVES, SENDS
@@ -66,8 +66,8 @@ class Ends:
     """Why there are none; None if there are some."""
 
 
-def ends_of(metadata: Metadata, calls: Sequence[Call]) -> Ends:
-    """Returns the messages that one rank's ``calls`` exchanged with neighbouring stages, as kernels if those were
+def ends_of(metadata: Metadata, steps: Sequence[TracedStep]) -> Ends:
+    """Returns the messages that one rank exchanged with neighbouring stages in ``steps``, as kernels if those were
     captured.
 
     On the host, the interval of a send begins no later than the send, and that of a receive ends no earlier, so bounds
@@ -75,20 +75,19 @@ def ends_of(metadata: Metadata, calls: Sequence[Call]) -> Ends:
     """
     if metadata.sizes.pp == 1:
         return Ends(metadata, {}, {}, unknown="there is no pipeline to send along")
-    kernels = any(call.gpu is not None and call.gpu.exchanges for call in calls)
+    kernels = any(step.kernels.labels for step in steps)
     settings = metadata.p2p or {}
     blocking = settings.get("batch_p2p_comm") and settings.get("batch_p2p_sync")
-    if any(call.has_kernels for call in calls) and not kernels and not blocking:
+    if any(step.has_kernels for step in steps) and not kernels and not blocking:
         # The host returns before the GPU has received: its ranges bound nothing.
         return Ends(
             metadata, {}, {}, unknown="its host does not wait for exchanges on the GPU, whose kernels are not known"
         )
     ends = Ends(metadata, {}, {}, kernels)
     overlapped = not kernels and bool(settings.get("overlap_p2p_comm"))
-    for call in calls:
-        exchanges = call.exchanges if not kernels else call.gpu.exchanges if call.gpu else ()
+    for step in steps:
         for kind in (ranges.FORWARD, ranges.BACKWARD):
-            _match(call, kind, exchanges, overlapped, ends)
+            _match(step, kind, overlapped, ends)
     return ends
 
 
@@ -110,9 +109,9 @@ class Link:
     """The messages, in the same order."""
 
 
-def links_of(calls: Iterable[Call]) -> list[Link]:
-    """Returns the links between ranks, from their calls of one step."""
-    return links_between({call.rank: ends_of(call.metadata, [call]) for call in calls})
+def links_of(steps: Iterable[TracedStep]) -> list[Link]:
+    """Returns the links between ranks, from one step of each."""
+    return links_between({step.rank: ends_of(step.metadata, [step]) for step in steps})
 
 
 def links_between(ends: Mapping[int, Ends]) -> list[Link]:
@@ -138,45 +137,46 @@ def links_between(ends: Mapping[int, Ends]) -> list[Link]:
     return links
 
 
-class _Turn(NamedTuple):
-    """One pass on the host, with a known chunk and microbatch."""
-
-    start: int
-    end: int
-    chunk: int
-    microbatch: int
-    combined: bool
-
-
-def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: bool, ends: Ends) -> None:
-    """Adds to ``ends`` what the passes of one kind in ``call`` sent and received."""
-    placement = call.metadata.placement
-    labels = {exchange.label for exchange in exchanges}
-    sending_labels = {label for label in labels if _sends(label, kind)}
-    receiving_labels = {label for label in labels if _received(label, kind, overlapped)}
-    sends = sorted((exchange for exchange in exchanges if exchange.label in sending_labels), key=attrgetter("posted"))
-    receives = sorted(
-        (exchange for exchange in exchanges if exchange.label in receiving_labels), key=attrgetter("done")
+def _match(step: TracedStep, kind: str, overlapped: bool, ends: Ends) -> None:
+    """Adds to ``ends`` what the passes of one kind in ``step`` sent and received."""
+    placement, passes = step.metadata.placement, step.passes
+    exchanges = step.kernels if ends.kernels else step.exchanges
+    sends = _sorted(exchanges, lambda label: _sends(label, kind), 0)
+    receives = _sorted(exchanges, lambda label: _received(label, kind, overlapped), 1)
+    number = ranges.PASSES.index(kind)
+    of_kind = passes.kind == number  # a combined pass is a forward and a backward
+    ids = np.where((passes.kind == 2)[:, None] & (number == 1), passes.ids[:, 2:], passes.ids[:, :2])
+    rows = (of_kind | (passes.kind == 2)) & (ids >= 0).all(axis=1)
+    hosts = passes.host[rows]
+    previous, following = np.append(step.host[0], hosts[:-1, 0]), np.append(hosts[1:, 0], step.host[1])
+    # The exchange that sent the result is posted before the next pass of this kind. The last exchange that may have
+    # brought the input ends after the previous pass of this kind began.
+    sent, received = (
+        np.searchsorted(sends[:, 0], hosts[:, 1]),
+        np.searchsorted(receives[:, 1], hosts[:, 0], "right") - 1,
     )
-    turns = list(_turns(call, kind))
-    for number, turn in enumerate(turns):
-        previous_start = turns[number - 1].start if number else call.start
-        next_start = turns[number + 1].start if number + 1 < len(turns) else call.end
-        call_key = call.label, call.step, call.index
-        # The exchange that sent the result, posted before the next pass of this kind.
-        index = bisect_left(sends, turn.end, key=attrgetter("posted"))
-        send = sends[index] if index < len(sends) and sends[index].posted <= next_start else None
-        if (consumer := placement.consumer(kind, call.stage, turn.chunk)) is not None:
-            message = Message(*call_key, consumer[0], kind, consumer[1], turn.microbatch)
-            if (end := _end(turn, send, turn.end, ends.kernels)) is not None:
-                ends.sends[message] = end
-        # The last exchange that may have brought the input, after the previous pass of this kind began.
-        index = bisect_right(receives, turn.start, key=attrgetter("done")) - 1
-        receive = receives[index] if index >= 0 and receives[index].done > previous_start else None
-        if placement.producer(kind, call.stage, turn.chunk) is not None:
-            message = Message(*call_key, call.stage, kind, turn.chunk, turn.microbatch)
-            if (end := _end(turn, receive, turn.start, ends.kernels)) is not None:
-                ends.receives[message] = end
+    for index, ((chunk, microbatch), (start, end), alone) in enumerate(
+        zip(ids[rows].tolist(), hosts.tolist(), of_kind[rows].tolist(), strict=True)
+    ):
+        send, receive = sends[sent[index] : sent[index] + 1], receives[received[index] : received[index] + 1][:1]
+        step_key = step.target, step.step, step.index
+        if (consumer := placement.consumer(kind, step.stage, chunk)) is not None:
+            message = Message(*step_key, consumer[0], kind, consumer[1], microbatch)
+            within = send[send[:, 0] <= following[index], 2:]
+            if (point := _end((start, end), alone, within, end, ends.kernels)) is not None:
+                ends.sends[message] = point
+        if placement.producer(kind, step.stage, chunk) is not None:
+            message = Message(*step_key, step.stage, kind, chunk, microbatch)
+            within = receive[receive[:, 1] > previous[index], 2:]
+            if (point := _end((start, end), alone, within, start, ends.kernels)) is not None:
+                ends.receives[message] = point
+
+
+def _sorted(exchanges: Exchanges, wanted: Callable[[str], bool], by: int) -> npt.NDArray[np.int64]:
+    """Returns the times of exchanges with a ``wanted`` label, sorted by one of them."""
+    is_wanted = {label: wanted(label) for label in set(exchanges.labels)}
+    times = exchanges.times[np.array([is_wanted[label] for label in exchanges.labels], dtype=np.bool_)]
+    return times[np.argsort(times[:, by], kind="stable")]
 
 
 def _sends(label: str, kind: str) -> bool:
@@ -192,20 +192,10 @@ def _received(label: str, kind: str, overlapped: bool) -> bool:
     return named and (label.startswith(ranges.WAIT) or not overlapped)
 
 
-def _turns(call: Call, kind: str) -> Iterator[_Turn]:
-    for phase in call.phases:
-        combined = phase.kind == ranges.COMBINED
-        if combined and kind == ranges.BACKWARD:
-            if phase.backward is not None:
-                yield _Turn(*phase.host, phase.backward.chunk, phase.backward.microbatch, combined)
-        elif (phase.kind == kind or combined) and phase.chunk is not None and phase.microbatch is not None:
-            yield _Turn(*phase.host, phase.chunk, phase.microbatch, combined)
-
-
-def _end(turn: _Turn, exchange: Exchange | None, moment: int, kernels: bool) -> End | None:
-    """Returns an end in the exchange. Without an exchange, the end is in the pass: at ``moment``, or anywhere in a
-    combined pass. None if kernels are wanted."""
-    if exchange is not None and not turn.combined:
-        return End((exchange.start, exchange.end), (exchange.start, exchange.end))
-    pass_interval = turn.start, turn.end
-    return None if kernels else End(pass_interval if turn.combined else (moment, moment), pass_interval)
+def _end(of_pass: Interval, alone: bool, exchange: npt.NDArray[np.int64], moment: int, kernels: bool) -> End | None:
+    """Returns an end in the ``exchange``, [0 or 1, 2]. Without an exchange, the end is in the pass: at ``moment``, or
+    anywhere in a combined pass, which is not ``alone``. None if kernels are wanted."""
+    if len(exchange) and alone:
+        within = int(exchange[0, 0]), int(exchange[0, 1])
+        return End(within, within)
+    return None if kernels else End((moment, moment) if alone else of_pass, of_pass)

@@ -14,6 +14,7 @@ from megaprof.analysis.report.text.notes import brief
 from megaprof.analysis.trace.nsys.files import NsysFile
 from megaprof.analysis.trace.reading import Source, read, sources_in, traces_in
 from megaprof.analysis.trace.runs import Runs, runs_in
+from megaprof.analysis.trace.steps import TracedStep
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.metadata import Metadata
@@ -134,17 +135,14 @@ def _runs_of(
     if count == 1 and run is None:
         return Runs(), set()  # if there were several runs, some rank would have at least two files
     begin_ns: dict[StepName, list[int]] = {}
-    calls = []
+    steps: list[TracedStep] = []
     for name, files in captures.items():
-        step_calls = [
-            call
-            for file in dict.fromkeys(file for file, place in files if place.rank == rank)
-            for call in read(file).calls
-        ]
-        begin_ns[name] = [call.start for call in step_calls if StepName.of(call.metadata) == name]
-        calls += step_calls
+        of_rank = dict.fromkeys(file for file, place in files if place.rank == rank)
+        traced = [step for file in of_rank for step in read(file).steps]
+        begin_ns[name] = [step.host[0] for step in traced if StepName.of(step.metadata) == name]
+        steps += traced
     timelines = find_timelines(source) if source.is_dir() else []
-    runs = runs_in(calls, timelines, run)
+    runs = runs_in(steps, timelines, run)
     return runs, {name for name, starts in begin_ns.items() if starts and not any(map(runs.has, starts))}
 
 

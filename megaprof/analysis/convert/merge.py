@@ -28,14 +28,14 @@ from megaprof.analysis.convert.captures import NothingToMerge as NothingToMerge
 from megaprof.analysis.convert.captures import StepName, choose
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, told
-from megaprof.analysis.table.counted import counted
+from megaprof.analysis.table.jobs import jobs_of
 from megaprof.analysis.table.table import Table
-from megaprof.analysis.table.traced import table_of_calls
-from megaprof.analysis.trace.calls import Call, calls_of
+from megaprof.analysis.table.traced import table_of
 from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, read
 from megaprof.analysis.trace.nsys import files as nsys
 from megaprof.analysis.trace.reading import Source, traces_in
+from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import Part, UnreadableTrace, refusing
 from megaprof.formats import ranges
 from megaprof.formats.files import appearing
@@ -101,7 +101,7 @@ class _Rank:
     path: Path
     part: Part | None
     coords: Place
-    calls: tuple[Call, ...]
+    steps: tuple[TracedStep, ...]
     ends: Ends
     start: int
     base: int
@@ -205,9 +205,9 @@ def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank
         found_step = StepName.of(trace.metadata)
         if found_step == name:
             start = trace.ranges[0].start if trace.ranges else 0
-            calls = calls_of(trace)
-            ends = ends_of(trace.metadata, calls)
-            ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, tuple(calls), ends, start, trace.base))
+            steps = tuple(steps_of(trace))
+            ends = ends_of(trace.metadata, steps)
+            ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, steps, ends, start, trace.base))
         elif trace.part is None:
             warnings.append(Note("skipped", files=(trace.path.name,), said=f"it holds {found_step}"))
     return ranks
@@ -256,8 +256,8 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -
 def _of_table(ranks: list[_Rank], hosts: Mapping[int, str | None], messages: int) -> Alignment | None:
     """Returns the clock of the table that all ranks are in. None if there is none, if it did not align anything, or if
     its replicas begin independently."""
-    for job in counted(call for rank in ranks for call in rank.calls):
-        table = table_of_calls(job)
+    for job in jobs_of(step for rank in ranks for step in rank.steps):
+        table = table_of(job)
         if not isinstance(table, Table) or table.aligned_ms is None or not (table.reduces or len(table.ranks) == 1):
             continue
         if set(table.ranks.flat) >= set(hosts):

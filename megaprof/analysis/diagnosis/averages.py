@@ -21,12 +21,12 @@ from megaprof.analysis.diagnosis.stages import (
 from megaprof.analysis.fleet.reading import INDEX_BITS, Series
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
-from megaprof.analysis.table.counted import Counted
+from megaprof.analysis.table.jobs import Job
 from megaprof.analysis.table.table import Floats, Table
-from megaprof.analysis.trace.calls import GROUPS, Call, grouped
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
+from megaprof.analysis.trace.steps import GROUPS, Passes, TracedStep, grouped
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.ranges import BACKWARD, COMBINED, FORWARD, PASSES
+from megaprof.formats.ranges import PASSES
 from megaprof.parallel.topology import ParallelSizes
 
 _Place = tuple[int, int, int]  # replica, stage and peer
@@ -95,51 +95,51 @@ def of_series(series: Series, why: Note) -> TargetStages:
     )
 
 
-def of_calls(counted: Counted, why: Note) -> TargetStages:
+def of_steps(job: Job, why: Note) -> TargetStages:
     """Returns what traces show about stages without a table of their passes: how long a step took on the longest stage,
     and its passes together. ``why``: the reason why there is no table."""
-    calls, findings = counted.calls, counted.findings
-    first = calls[0]
-    stages = grouped(calls, lambda call: call.stage)
+    steps = job.steps
+    first = steps[0]
+    stages = grouped(steps, lambda step: step.stage)
     longest = []
-    for step in grouped(calls, lambda call: call.key).values():
-        if not any(call.incomplete for call in step):
-            longest.append(max(end - begin for begin, end in (call.extent for call in step)) / 1e6)
-    counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
+    for same in grouped(steps, lambda step: step.key).values():
+        if not any(step.incomplete for step in same):
+            longest.append(max(step.extent[1] - step.extent[0] for step in same) / 1e6)
+    counts = {step.metadata.microbatches for step in steps if step.target == step.metadata.target}
     return TargetStages(
-        target=first.label,
+        target=first.target,
         role=first.role,
         sizes=first.metadata.sizes,
         schedule=first.metadata.schedule,
         forward_only=first.forward_only,
         microbatches=counts.pop() if len(counts) == 1 else None,
-        steps=tuple(sorted({call.step for call in calls})),
+        steps=tuple(sorted({step.step for step in steps})),
         step_time_ms=Spread.of(longest),
         step_time_basis=LONGEST,
         profiled_step_time_ms=Spread.of(longest),
         stages=tuple(_of_sums(pp, stages[pp]) for pp in sorted(stages)),
-        unjudgeable=findings.unjudgeable or why,
-        warnings=tuple(dict.fromkeys((*findings.warnings(), why))),
+        unjudgeable=job.unjudgeable or why,
+        warnings=tuple(dict.fromkeys((*job.warnings(), why))),
         framework=first.metadata.framework,
     )
 
 
-def _of_sums(pp: int, calls: Sequence[Call]) -> Stage:
+def _of_sums(pp: int, steps: Sequence[TracedStep]) -> Stage:
     """Returns how long the passes of a stage took together, over all of its ranks."""
-    whole = [c for c in calls if c.phases and not c.incomplete and (c.gpu is not None or not c.has_kernels)]
-    separate = [] if any(phase.kind == COMBINED for call in whole for phase in call.phases) else whole
+    whole = [s.passes for s in steps if len(s.passes.kind) and not s.incomplete and s.on_gpu == s.has_kernels]
+    separate = [] if any((each.kind == 2).any() for each in whole) else whole
 
-    def together(calls: Sequence[Call], *kinds: str) -> Spread | None:
-        return Spread.of([sum(p.working_ns for p in call.phases if p.kind in kinds) / 1e6 for call in calls])
+    def together(passes: Sequence[Passes], *kinds: int) -> Spread | None:
+        return Spread.of([float(each.working[np.isin(each.kind, kinds)].sum()) / 1e6 for each in passes])
 
     return replace(
         _NOTHING,
         pp=pp,
-        ranks=tuple(sorted({call.rank for call in calls})),
-        chunks=_chunks(calls[0].metadata, None, None),
-        forward_ms=together(separate, FORWARD),
-        backward_ms=None if calls[0].forward_only else together(separate, BACKWARD),
-        compute_ms=together(whole, *PASSES),
+        ranks=tuple(sorted({step.rank for step in steps})),
+        chunks=_chunks(steps[0].metadata, None, None),
+        forward_ms=together(separate, 0),
+        backward_ms=None if steps[0].forward_only else together(separate, 1),
+        compute_ms=together(whole, 0, 1, 2),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread, mean_of
-from megaprof.analysis.trace.calls import WHOLE_STEP, grouped
+from megaprof.analysis.trace.steps import WHOLE_STEP, grouped
 from megaprof.formats.metadata import ModelChunk, WithoutRange
 from megaprof.parallel.topology import ParallelSizes
 

@@ -16,8 +16,8 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.table.table import Table, Unfit
-from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.passes import Pass
+from megaprof.analysis.trace.steps import TracedStep
 from megaprof.formats import ranges
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
@@ -66,29 +66,29 @@ def _drawn(measured: TargetStages) -> Sequence[Stage]:
     return measured.stages if measured.forward_only else measured.shown
 
 
-def of_calls(calls: Iterable[Call], measured: TargetStages, table: Table | Unfit) -> StepTimeline:
-    """Returns one call on the first rank of every stage in ``measured`` and on the slow ranks, on the clock of the
+def of_steps(steps: Iterable[TracedStep], measured: TargetStages, table: Table | Unfit) -> StepTimeline:
+    """Returns one step on the first rank of every stage in ``measured`` and on the slow ranks, on the clock of the
     table. Of its steps it is the one nearest to the average, and of several the last, so that the drawing is as long as
     the numbers say. Without a table, it is the first call of the last step, which all hosts begin alike."""
     row_of = {rank: place for place, stage in enumerate(_drawn(measured)) for rank in stage.ranks}
-    of_ranks = [call for call in calls if call.rank in row_of]
+    of_ranks = [step for step in steps if step.rank in row_of]
     if isinstance(table, Unfit):
-        key = min(call.key for call in of_ranks if call.step == measured.steps[-1])
+        key = min(step.key for step in of_ranks if step.step == measured.steps[-1])
     else:  # the first of the reversed steps is the last
         t = len(table.length) - 1 - int(np.abs(table.length - table.length.mean()).round(6)[::-1].argmin())
         key = int(table.steps[t]), int(table.calls[t])
-    of_step = sorted((call for call in of_ranks if call.key == key), key=lambda call: -call.rank)
-    chosen = [call for _, call in sorted({row_of[call.rank]: call for call in of_step}.items())]
-    notes, hosts = _of_clocks(measured), tuple(sorted({str(call.metadata.host) for call in chosen}))
+    same = sorted((step for step in of_ranks if step.key == key), key=lambda step: -step.rank)
+    chosen = [step for _, step in sorted({row_of[step.rank]: step for step in same}.items())]
+    notes, hosts = _of_clocks(measured), tuple(sorted({str(step.metadata.host) for step in chosen}))
     if isinstance(table, Table):
-        offsets = [table.offset_of(call.rank, t) for call in chosen]
+        offsets = [table.offset_of(step.rank, t) for step in chosen]
     else:
-        offsets = [-call.extent[0] if len(hosts) > 1 else 0 for call in chosen]
+        offsets = [-step.extent[0] if len(hosts) > 1 else 0 for step in chosen]
         notes += [clause(Note("clocks_apart", names=hosts))] * (len(hosts) > 1)
-    if any(call.has_kernels and call.gpu is None for call in chosen):
+    if any(step.has_kernels and not step.on_gpu for step in chosen):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
-    rows = (Row(c.stage, c.rank, c.extent, c.laid_out, ns) for c, ns in zip(chosen, offsets, strict=True))
-    return StepTimeline(key[0], tuple(rows), max(max(len(c.metadata.chunks), 1) for c in chosen), tuple(notes))
+    rows = (Row(s.stage, s.rank, s.extent, s.laid_out, ns) for s, ns in zip(chosen, offsets, strict=True))
+    return StepTimeline(key[0], tuple(rows), max(max(len(s.metadata.chunks), 1) for s in chosen), tuple(notes))
 
 
 def of_table(table: Table, measured: TargetStages, key: Key, files: Mapping[int, Sequence[Path]]) -> StepTimeline:

@@ -25,10 +25,10 @@ from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text.notes import clause, told
-from megaprof.analysis.table.counted import Counted, counted, warming_up
 from megaprof.analysis.table.files import tables
+from megaprof.analysis.table.jobs import Job, jobs_of, warming_up
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
-from megaprof.analysis.table.traced import table_of_calls
+from megaprof.analysis.table.traced import table_of
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
@@ -96,10 +96,9 @@ def analyze(
     traces, timelines = _files(path)
     every = len(traces) + len(timelines)
     readings = [*read_all(traces, workers, progress and (lambda done, _: progress(done, every)))]
-    runs = runs_in((call for reading in readings for call in reading.calls), timelines, run)
-    of_run = [reading for reading in readings if not reading.calls or runs.has(reading.calls[0].start)]
-    calls = [call for reading in of_run for call in reading.calls]
-    read = tuple(reading.path for reading in of_run if reading.calls)
+    runs = runs_in((step for reading in readings for step in reading.steps), timelines, run)
+    of_run = [reading for reading in readings if not reading.steps or runs.has(reading.steps[0].host[0])]
+    read = tuple(reading.path for reading in of_run if reading.steps)
     warnings = [warning for reading in of_run for warning in reading.warnings]
     skipped = [reading.skipped for reading in readings if reading.skipped is not None]
     fleet_reading = read_fleet(
@@ -107,33 +106,33 @@ def analyze(
     )
     warnings = [*of_files([*skipped, *fleet_reading.warnings]), *warnings]
     fleets = survey(fleet_reading)
-    captured = {Key(*counted_calls.target): counted_calls for counted_calls in counted(calls)}
-    traced = {key: table_of_calls(counted_calls) for key, counted_calls in captured.items()}
+    captured = {job.key: job for job in jobs_of(step for reading in of_run for step in reading.steps)}
+    traced = {key: table_of(job) for key, job in captured.items()}
     tabled = tables(traced, fleet_reading, fleets, workers)
     diagnosed = {key: _diagnosed(table) for key, table in tabled.items()}
-    if not calls and not fleet_reading.series:
+    if not captured and not fleet_reading.series:
         return _foreign(path, traces, sizes or {}, warnings)
     job = (path.parent if path.is_file() else path).absolute()
     targets = []
-    for key, counted_calls in captured.items():
+    for key, captured_job in captured.items():
         fleet = next((fleet for fleet in fleets if fleet.key == key), None)
         table = tabled[key]
-        measured = _measured(table, diagnosed[key], partial(averages.of_calls, counted_calls))
+        measured = _measured(table, diagnosed[key], partial(averages.of_steps, captured_job))
         if (
             key in fleet_reading.series
-            and (note := _not_recovered(counted_calls, fleet_reading.series[key])) is not None
+            and (note := _not_recovered(captured_job, fleet_reading.series[key])) is not None
         ):
             measured = replace(measured, warnings=(*measured.warnings, note))
         if isinstance(table, Table) and not table.profiled:
             draw = partial(drawn.of_table, table, measured, key, fleet_reading.files[key])
         else:
-            draw = partial(drawn.of_calls, counted_calls.calls, measured, table)
+            draw = partial(drawn.of_steps, captured_job.steps, measured, table)
         targets.append(_reported(measured, diagnosed[key], draw, fleet, job, memory_limit))
     reported = {target.report.key for target in targets}
     for key in fleet_reading.series:
         fleet = next((fleet for fleet in fleets if fleet.key == key), None)
         # Steps around windows complete the report on these windows.
-        if key[:2] not in reported and (fleet is not None or not calls):
+        if key[:2] not in reported and (fleet is not None or not captured):
             targets.append(_recorded(key, fleet_reading, tabled[key], diagnosed[key], fleet, job, memory_limit))
     targets.sort(key=lambda target: order(target.report))
     return Report(
@@ -240,20 +239,20 @@ def _measured(table: Table | Unfit, diagnosed: _Diagnosed, otherwise: Callable[[
     return averages.averages(table, _slow(diagnosed), _slow(diagnosed, every=True))
 
 
-def _not_recovered(captured: Counted, series: Series) -> Note | None:
+def _not_recovered(captured: Job, series: Series) -> Note | None:
     """Returns that steps behind the last window take longer than those before the first, None if they do not. CUPTI,
     which stays attached to a process with a GPU, slows down launches."""
-    profiler = captured.calls[-1].metadata.profiler
+    profiler = captured.steps[-1].metadata.profiler
     if profiler is None or "cuda" not in profiler.recorded:
         return None
-    steps, numbers = series.steps >> INDEX_BITS, [call.step for call in captured.calls]
+    steps, numbers = series.steps >> INDEX_BITS, [step.step for step in captured.steps]
     before_ms, behind_ms = series.longest[steps < min(numbers)], series.longest[steps > max(numbers)]
     before_ms = before_ms[warming_up(before_ms.tolist()) :] if len(before_ms) else before_ms
     if min(len(before_ms), len(behind_ms)) < _FEWEST_STEPS:
         return None
     if np.quantile(behind_ms, QUARTILE) <= (1 + EXCESS) * np.quantile(before_ms, 1 - QUARTILE):
         return None
-    cupti = [call.metadata.profiler.cupti for call in captured.calls if call.metadata.profiler is not None]
+    cupti = [step.metadata.profiler.cupti for step in captured.steps if step.metadata.profiler is not None]
     said = next((state for state in reversed(cupti) if state is not None), "")
     return Note("not_recovered", ms=(float(np.median(before_ms)), float(np.median(behind_ms))), said=said)
 

@@ -29,7 +29,7 @@ from megaprof.analysis.report.text.words import (
     within,
 )
 from megaprof.analysis.samples import Spread, mean_of
-from megaprof.analysis.trace.calls import GROUPS
+from megaprof.analysis.trace.steps import GROUPS
 from megaprof.analysis.what_if.what_if import WhatIf
 
 _STAGE = (Column("stage"), Column("ranks", "name"), Column("layers", "name"))

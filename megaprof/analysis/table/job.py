@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.table import Unfit
@@ -47,3 +50,15 @@ def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
         return metadata.sizes.pp > 1
     overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
     return metadata.sizes.pp > 2 and (forward_only or overlap is False)
+
+
+def forward_share(forwards: Sequence[float], backwards: Sequence[float]) -> float:
+    """Returns the fraction of a combined pass (a forward and a backward that run as one) that counts as its forward.
+    With ``overlap_moe_expert_parallel_comm``, Megatron alternates between their layers, so neither has a time of its
+    own, but a table has them separately. Where they are divided changes neither their sum nor a replay, in which they
+    run as one. It follows from the forwards that ran alone
+    at the beginning of the step and the backwards that ran alone at its end; without any, it is a half."""
+    if not len(forwards) or not len(backwards):
+        return 0.5
+    forward, backward = float(np.median(forwards)), float(np.median(backwards))
+    return forward / (forward + backward) if forward + backward > 0 else 0.5

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from megaprof.analysis.table.table import Floats, Table
-from megaprof.analysis.trace.calls import RECOMPUTE, ModuleKey
+from megaprof.analysis.trace.steps import RECOMPUTE, ModuleKey
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 

@@ -19,9 +19,8 @@ from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful_processes
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
-from megaprof.analysis.table.combined import forward_share
-from megaprof.analysis.table.counted import warming_up
-from megaprof.analysis.table.job import place_of, schedule_of
+from megaprof.analysis.table.job import forward_share, place_of, schedule_of
+from megaprof.analysis.table.jobs import warming_up
 from megaprof.analysis.table.table import CALLS, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import tabulate
 from megaprof.analysis.trace.gpu import Peak, combined_peak

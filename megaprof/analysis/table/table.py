@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.calls import ModuleKey
 from megaprof.analysis.trace.gpu import Peak
+from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes

@@ -12,8 +12,8 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.one_clock import one_clock
 from megaprof.analysis.table.table import CALLS, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
-from megaprof.analysis.trace.calls import ModuleKey
 from megaprof.analysis.trace.gpu import combined_peak
+from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys, read_nsys
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes, processors, sizes_of
+from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
 from megaprof.formats.inputs import memory_left
 
@@ -29,12 +29,12 @@ class Reading:
 
     path: Path
     """The file."""
-    calls: tuple[Call, ...]
-    """Its schedule calls."""
+    steps: tuple[TracedStep, ...]
+    """Its steps."""
     warnings: tuple[Note, ...]
     """Warnings about it."""
     skipped: Note | None = None
-    """Why it has no calls; None if it has some."""
+    """Why it has no steps; None if it has some."""
 
 
 def sources_in(place: Path) -> list[Source]:
@@ -56,12 +56,12 @@ def read(source: Source) -> Reading:
         traces = traces_in(source)
     except UnreadableTrace as fault:
         return Reading(path, (), (), Note("skipped", files=(path.name,), said=fault.reason))
-    calls = tuple(call for trace in traces for call in calls_of(trace))
+    steps = tuple(step for trace in traces for step in steps_of(trace))
     warnings = tuple(warning for trace in traces for warning in trace.warnings)
-    if not calls:
+    if not steps:
         skipped = Note("skipped", files=(path.name,), said="it holds no range of a whole step")
         return Reading(path, (), warnings, skipped)
-    return Reading(path, calls, warnings)
+    return Reading(path, steps, warnings)
 
 
 def traces_in(source: Source) -> list[Trace]:

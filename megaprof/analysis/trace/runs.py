@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.steps import TracedStep
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
@@ -83,10 +83,10 @@ class Runs:
         return _number(self.begins, start_ns) == self.chosen
 
 
-def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = None) -> Runs:
-    """Returns the runs of the calls in traces and of the timelines. ``run``: the number of the run to choose, from 1;
+def runs_in(steps: Iterable[TracedStep], timelines: Iterable[Path], run: int | None = None) -> Runs:
+    """Returns the runs of the steps in traces and of the timelines. ``run``: the number of the run to choose, from 1;
     None for the newest. Raises NoSuchRun."""
-    traced_pieces = [*_traced(calls)]
+    traced_pieces = [*_traced(steps)]
     files: dict[tuple[object, ...], list[Path]] = {}
     for path in timelines:
         name = parse_artifact_name(path.name)
@@ -161,9 +161,9 @@ def _number(begins: Sequence[int], start_ns: int) -> int:
     return max(0, bisect_right(begins, start_ns) - 1)
 
 
-def _traced(calls: Iterable[Call]) -> Iterator[Piece]:
-    for call in calls:
-        yield _piece(call.metadata, (call.step, call.step), (call.start, call.end), timeline=False)
+def _traced(steps: Iterable[TracedStep]) -> Iterator[Piece]:
+    for step in steps:
+        yield _piece(step.metadata, (step.step, step.step), step.host, timeline=False)
 
 
 def _recorded(paths: Iterable[Path]) -> Iterator[Piece]:

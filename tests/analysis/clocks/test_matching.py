@@ -6,7 +6,7 @@ import pytest
 
 from megaprof.analysis.clocks.clocks import align
 from megaprof.analysis.clocks.matching import ends_of, links_between
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import read_trace
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import BASE, TraceBuilder, chunk
@@ -14,12 +14,12 @@ from tests.analysis.synthetic import BASE, TraceBuilder, chunk
 
 def ends(traces, directory):
     read = [read_trace(path) for path in write(traces, directory)]
-    return {trace.metadata.coords.rank: ends_of(trace.metadata, calls_of(trace)) for trace in read}
+    return {trace.metadata.coords.rank: ends_of(trace.metadata, steps_of(trace)) for trace in read}
 
 
 def test_boxes_are_in_order_and_know_their_microbatch(tmp_path):
     (path, _) = write(exchanging([0.0, 0.0]), tmp_path)
-    (call,) = calls_of(read_trace(path))
+    (call,) = steps_of(read_trace(path))
     passes = call.laid_out
     assert [(each.kind, each.microbatch) for each in passes[:4]] == [
         ("forward", 0),

@@ -11,20 +11,20 @@ from megaprof.analysis.diagnosis.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.scenarios import Scenario
 from tests.analysis.scenarios import write as write_scenario
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
-from tests.analysis.tables import stages_of, tables_in, tables_of_calls
+from tests.analysis.tables import stages_of, tables_in, tables_of_steps
 from tests.analysis.truth.drawing import draw
 from tests.analysis.truth.files import write as write_recording
 from tests.analysis.truth.pipelines import Fault, Priced
 
 
 def measured(directory):
-    return stages_of(call for path in find_traces(directory) for call in calls_of(read_trace(path)))
+    return stages_of(call for path in find_traces(directory) for call in steps_of(read_trace(path)))
 
 
 def only(directory):
@@ -368,11 +368,11 @@ class TestWhatTheTracesDoNotAllow:
 def test_the_drawn_step_is_of_the_ranks_in_the_table(tmp_path):
     for dp, pp in np.ndindex(2, 2):
         plain_stage(pp, 2, 10, 20, sizes={"dp": 2}, coords={"rank": 2 * pp + dp, "dp": dp}).write(tmp_path)
-    calls = [call for path in find_traces(tmp_path) for call in calls_of(read_trace(path))]
-    (told,), (table,) = stages_of(calls), tables_of_calls(calls).values()
-    assert [row.rank for row in drawn.of_calls(calls, told, table).rows] == [0, 2]
+    calls = [call for path in find_traces(tmp_path) for call in steps_of(read_trace(path))]
+    (told,), (table,) = stages_of(calls), tables_of_steps(calls).values()
+    assert [row.rank for row in drawn.of_steps(calls, told, table).rows] == [0, 2]
     others = replace(told, stages=tuple(replace(stage, ranks=(stage.ranks[0] + 1,)) for stage in told.stages))
-    assert [row.rank for row in drawn.of_calls(calls, others, table).rows] == [1, 3]
+    assert [row.rank for row in drawn.of_steps(calls, others, table).rows] == [1, 3]
 
 
 def test_traces_and_timelines_of_one_run_tell_the_same(tmp_path):

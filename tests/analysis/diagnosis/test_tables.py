@@ -20,9 +20,8 @@ from megaprof.analysis.table.files import completed
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import _queued
-from megaprof.analysis.trace.calls import WHOLE_STEP, Call
-from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in
+from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Timeline
@@ -31,7 +30,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import kinds
-from tests.analysis.tables import tables_in, tables_of_calls
+from tests.analysis.tables import tables_in, tables_of_steps
 from tests.analysis.truth import files
 from tests.analysis.truth.drawing import draw_healthy
 from tests.analysis.truth.pipelines import Fault, Priced
@@ -46,28 +45,34 @@ def table_in(directory: Path) -> Table:
     return table
 
 
-def calls_of(scenario: Scenario, directory: Path) -> list[Call]:
+def calls_of(scenario: Scenario, directory: Path) -> list[TracedStep]:
     write(scenario, directory)
-    return [call for reading in read_all(sources_in(directory)) for call in reading.calls]
+    return [call for reading in read_all(sources_in(directory)) for call in reading.steps]
+
+
+def chosen(step: TracedStep, rows: Any) -> Passes:
+    """The passes of these rows."""
+    *columns, exposed = step.passes
+    return Passes(*(column[rows] for column in columns), {group: ns[rows] for group, ns in exposed.items()})
 
 
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        (lambda calls: [replace(c, label=WHOLE_STEP) for c in calls], "whole_step"),
-        (lambda calls: [replace(c, unseen=Note("no_kernels"), phases=()) for c in calls], "no_kernels"),
-        (lambda calls: [replace(c, phases=()) for c in calls], "passes_unknown"),
+        (lambda calls: [replace(c, target=WHOLE_STEP) for c in calls], "whole_step"),
+        (lambda calls: [replace(c, unseen=Note("no_kernels"), passes=chosen(c, [])) for c in calls], "no_kernels"),
+        (lambda calls: [replace(c, passes=chosen(c, [])) for c in calls], "passes_unknown"),
         (lambda calls: [replace(c, incomplete=Note("incomplete")) for c in calls], "no_step"),
-        (lambda calls: [replace(c, has_kernels=True, gpu=None) for c in calls], "passes_unknown"),
+        (lambda calls: [replace(c, has_kernels=True) for c in calls], "passes_unknown"),
         (
-            lambda calls: [replace(c, phases=tuple(replace(p, kind="combined") for p in c.phases)) for c in calls],
+            lambda calls: [replace(c, passes=c.passes._replace(kind=0 * c.passes.kind + 2)) for c in calls],
             "schedule_unknown",
         ),
     ],
 )
 def test_a_job_without_a_table_has_a_reason(change, kind: str, tmp_path: Path) -> None:
     calls = change(calls_of(Scenario("plain", gpu=False, microbatches=4), tmp_path))
-    (table,) = tables_of_calls(calls).values()
+    (table,) = tables_of_steps(calls).values()
     assert isinstance(table, Unfit)
     assert table.note.kind == kind
 
@@ -80,7 +85,7 @@ def test_what_microbatches_consist_of_is_told_by_the_first_stage(tmp_path: Path)
         own = tokens.get(call.stage, (9, 9, 9, 9))
         told = {"tokens": own, "lengths": tuple((each,) for each in own), "lengths_from": "shapes"}
         calls.append(replace(call, metadata=replace(call.metadata, **told)))
-    (table,) = tables_of_calls(calls).values()
+    (table,) = tables_of_steps(calls).values()
     assert isinstance(table, Table)
     assert table.work is not None
     assert table.work[0, 0, :, 0].tolist() == [4, 9, 6, 8]
@@ -96,7 +101,7 @@ def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
     even = float(replay.step_ms(times))
     times[1] *= 2
     calls = calls_of(Scenario("interleaved", gpu=False, microbatches=8, layers=((1, 1),) * 4, steps=3), tmp_path)
-    (table,) = tables_of_calls([_combined(call, replay, times) for call in calls]).values()
+    (table,) = tables_of_steps([_combined(call, replay, times) for call in calls]).values()
     assert isinstance(table, Table)
     assert table.schedule == schedule
     assert replay.step_ms(table.passes).mean() == pytest.approx(float(replay.step_ms(times)), rel=1e-3)
@@ -117,28 +122,32 @@ def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
         assert found[count] == pytest.approx(float(other.step_ms(each)), rel=1e-3)
 
 
-def _combined(call: Call, replay: Replay, times: Any) -> Call:
+def _combined(call: TracedStep, replay: Replay, times: Any) -> TracedStep:
     """The call with the passes that ``replay`` has from ``times``."""
-    starts, ends = ((moments * 1e6).astype(int) + call.start for moments in (replay.starts(times), replay.ends(times)))
-    phases = []
+    starts, ends = (
+        (moments * 1e6).astype(int) + call.host[0] for moments in (replay.starts(times), replay.ends(times))
+    )
+    ids, spans, kinds = [], [], []
     for turn in turns(replay.schedule, call.stage):
         at = [(call.stage, each.chunk, int(each.kind == "backward"), each.microbatch) for each in turn]
-        extent = int(starts[at[0]]), int(ends[at[-1]])
-        kind, backward = ("combined", turn[1]) if len(turn) == 2 else (turn[0].kind, None)
-        where = {"stage": call.stage, "chunk": turn[0].chunk, "microbatch": turn[0].microbatch}
-        phases.append(MeasuredPass(kind, start=extent[0], end=extent[1], host=extent, backward=backward, **where))
-    return replace(call, phases=tuple(phases))
+        spans.append((int(starts[at[0]]), int(ends[at[-1]])))
+        kinds.append(2 if len(turn) == 2 else int(turn[0].kind == "backward"))
+        ids.append([*turn[0][1:], *(turn[1][1:] if len(turn) == 2 else (-1, -1))])
+    extents = np.array(spans)
+    took, none = extents[:, 1] - extents[:, 0], np.zeros(len(spans), dtype=int)
+    columns = Passes(np.array(kinds), np.array(ids), extents, extents, extents[:, 1], took, took, none, none, {})
+    return replace(call, passes=columns)
 
 
 def test_of_steps_with_other_numbers_of_microbatches_those_count_that_are_alike(tmp_path: Path) -> None:
     calls = calls_of(Scenario("plain", gpu=False, microbatches=4, steps=3), tmp_path)
     other = [
-        replace(c, metadata=replace(c.metadata, microbatches=3), phases=tuple(p for p in c.phases if p.microbatch != 3))
+        replace(c, metadata=replace(c.metadata, microbatches=3), passes=chosen(c, c.passes.ids[:, 1] != 3))
         if c.step == 5
         else c
         for c in calls
     ]
-    (table,) = tables_of_calls(other).values()
+    (table,) = tables_of_steps(other).values()
     assert isinstance(table, Table)
     assert (table.schedule.microbatches, table.steps.tolist()) == (4, [6, 7])
     assert "microbatches_differ" in kinds(table.warnings)
@@ -208,10 +217,10 @@ def test_of_a_large_job_the_slowest_replicas_are_looked_at_and_one_peer_stands_f
 
 def test_what_passes_lose_to_a_group_is_its_own_and_not_that_of_others(tmp_path: Path) -> None:
     calls = calls_of(Scenario("exposed", exposed={"tp": 0.2, "dp": 0.1}, microbatches=4, dp=2), tmp_path)
-    (table,) = tables_of_calls(calls).values()
+    (table,) = tables_of_steps(calls).values()
     assert isinstance(table, Table)
     assert table.exposed.keys() == {"tp"}
-    of_calls = sum(call.exposed_ns["tp"] or 0 for call in calls) / 1e6
+    of_calls = sum(call.spent["tp"] for call in calls) / 1e6
     assert table.exposed["tp"].sum() == pytest.approx(of_calls, rel=0.01)
 
 
@@ -324,7 +333,7 @@ def test_a_rank_does_not_wait_longer_in_a_captured_step_than_that_takes() -> Non
     profiler = SimpleNamespace(waited_ns=900_000_000)
     metadata = SimpleNamespace(target="train_actor", profiler=profiler)
     first, second = (
-        SimpleNamespace(label="train_actor", metadata=metadata, extent=(begin, begin + 400_000_000))
+        SimpleNamespace(target="train_actor", metadata=metadata, extent=(begin, begin + 400_000_000))
         for begin in (0, 450_000_000)
     )
     assert _queued([first]) == 400.0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from megaprof.analysis.clocks.matching import ends_of
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace import groups
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.kineto import launched
+from tests.analysis.rows import rows
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds
 from tests.analysis.tables import stages_of
@@ -33,7 +36,7 @@ class Gpu:
         self.kernel(start, duration, name=name, stream=20, group=group, **options)
 
     def call(self, directory):
-        (call,) = calls_of(read_trace(self.trace.write(directory)))
+        (call,) = steps_of(read_trace(self.trace.write(directory)))
         return call
 
     def stage(self, directory):
@@ -52,7 +55,15 @@ def step():
 
 
 def times(call):
-    return {phase.kind: phase.gpu_ns / 1e6 for phase in call.phases}
+    return {each.kind: each.compute / 1e6 for each in rows(call)}
+
+
+def exposed(call):
+    """Nanoseconds by group in passes, or else until the last one ended."""
+    of_passes = {group: int(ns.sum()) for group, ns in call.passes.exposed.items() if ns.any()}
+    return of_passes or {
+        group: call.spent[group] for group in ("tp", "ep", "cp", "dp", "unknown") if call.spent[group] > 0
+    }
 
 
 class TestAttribution:
@@ -62,8 +73,8 @@ class TestAttribution:
         step.kernel(40, 7, launch=15)  # between the two: neither
         call = step.call(tmp_path)
         assert times(call) == {"forward": 20, "backward": 5}
-        assert [(phase.start, phase.end) for phase in call.phases] == [
-            tuple(call.start + round(ms * 1e6) for ms in span) for span in ((9.5, 29.5), (31, 36))
+        assert [(each.start, each.end) for each in rows(call)] == [
+            tuple(call.host[0] + round(ms * 1e6) for ms in span) for span in ((9.5, 29.5), (31, 36))
         ]
 
     def test_parallel_streams_count_once(self, step, tmp_path):
@@ -101,7 +112,7 @@ class TestAttribution:
         step.kernel(9, 4, launch=1)
         step.kernel(21, 3)
         call = step.call(tmp_path)
-        assert (call.gpu.start, call.gpu.lost) == (call.start + 8_000_000, 0)
+        assert (call.extent[0], call.lost) == (call.host[0] + 8_000_000, 0)
 
     def test_a_combined_pass_is_not_split(self, tmp_path):
         gpu = Gpu(microbatches=1)
@@ -171,9 +182,9 @@ class TestCommunication:
         step.nccl(3, 5, group="tp")
         step.nccl(21, 2, group="dp")
         call = step.call(tmp_path)
-        assert call.exposed_ns == {"tp": 3_000_000, "ep": 0, "cp": 0, "pp": 0, "dp": 2_000_000, "unknown": 0}
+        assert exposed(call) == {"tp": 3_000_000, "dp": 2_000_000}
         assert times(call)["forward"] == 4
-        assert call.phases[0].exposed_ns == 3_000_000
+        assert rows(call)[0].exposed["tp"] == 3_000_000
 
     @pytest.mark.parametrize(
         ("description", "group"),
@@ -199,22 +210,21 @@ class TestCommunication:
         gpu.trace.call(0, 50)
         gpu.trace.forward(0, 0, 10)
         gpu.nccl(1, 4, group="tp", pg=description)
-        exposed = gpu.call(tmp_path).gpu.exposed_by
-        assert {name: ns for name, ns in exposed.items() if ns} == {group: 4_000_000}
+        assert exposed(gpu.call(tmp_path)) == {group: 4_000_000}
 
     def test_of_a_group_along_two_axes_the_parallel_one_counts(self, tmp_path):
         gpu = Gpu(microbatches=1, sizes={"dp": 1, "cp": 2})
         gpu.trace.call(0, 50)
         gpu.trace.forward(0, 0, 10)
         gpu.nccl(1, 4, group="dp", pg="DATA_PARALLEL_GROUP_WITH_CP")
-        assert gpu.call(tmp_path).exposed_ns["cp"] == 4_000_000
+        assert exposed(gpu.call(tmp_path)) == {"cp": 4_000_000}
 
     def test_with_one_kind_of_parallelism_there_is_no_doubt(self, tmp_path):
         gpu = Gpu(microbatches=1, sizes={"dp": 2})
         gpu.trace.call(0, 50)
         gpu.trace.forward(0, 0, 10)
         gpu.nccl(1, 4, group="dp", pg="default_pg")
-        assert gpu.call(tmp_path).exposed_ns["dp"] == 4_000_000
+        assert exposed(gpu.call(tmp_path)) == {"dp": 4_000_000}
 
     def test_communication_of_no_known_group_is_counted_for_none_and_said(self, step, tmp_path):
         step.kernel(1, 1)
@@ -230,8 +240,8 @@ class TestCommunication:
         gpu.nccl(2.5, 6, launch=2, name="ncclDevKernel_SendRecv")
         gpu.kernel(11, 5)
         call = gpu.call(tmp_path)
-        assert [e.label for e in call.gpu.exchanges] == ["recv_forward"]
-        assert call.gpu.exposed_by["unknown"] == 0
+        assert call.kernels.labels == ("recv_forward",)
+        assert call.spent["unknown"] == 0
 
     @pytest.mark.parametrize(
         ("name", "group"),
@@ -247,7 +257,7 @@ class TestCommunication:
         gpu.trace.call(0, 50)
         gpu.trace.forward(0, 0, 10)
         gpu.kernel(1, 4, name=name)
-        assert gpu.call(tmp_path).exposed_ns[group] == 4_000_000
+        assert exposed(gpu.call(tmp_path)) == {group: 4_000_000}
 
     def test_where_no_group_is_named_nothing_is_zero_that_may_be_more(self, tmp_path):
         gpu = Gpu(microbatches=1, sizes={"tp": 2, "dp": 2, "cp": 2})
@@ -256,8 +266,9 @@ class TestCommunication:
         gpu.nccl(1, 4)
         gpu.kernel(5, 10)
         call = gpu.call(tmp_path)
-        assert call.exposed_ns == {"tp": None, "ep": 0, "cp": None, "pp": 0, "dp": None, "unknown": 4_000_000}
-        assert (call.phases[0].exposed_ns, call.phases[0].gpu_ns) == (4_000_000, 10_000_000)
+        assert {group for group, ns in call.spent.items() if math.isnan(ns)} == {"tp", "cp", "dp"}
+        assert (call.spent["ep"], exposed(call)) == (0, {"unknown": 4_000_000})
+        assert rows(call)[0].compute == 10_000_000
         stage, target = gpu.stage(tmp_path)
         assert stage.dp_tail_ms is None
         assert [each.names for each in target.warnings if each.kind == "exposed_unknown"] == [("tp", "cp", "dp")]
@@ -265,7 +276,7 @@ class TestCommunication:
     def test_hidden_communication_needs_no_name(self, step, tmp_path):
         step.kernel(1, 8)
         step.nccl(3, 5)
-        assert step.call(tmp_path).exposed_ns == dict.fromkeys(("tp", "ep", "cp", "pp", "dp", "unknown"), 0)
+        assert exposed(step.call(tmp_path)) == {}
 
     @pytest.mark.parametrize(
         ("name", "at", "sizes", "group"),
@@ -285,8 +296,7 @@ class TestCommunication:
         gpu.trace.call(0, 50)
         gpu.trace.forward(0, 0, 10)
         gpu.nccl(at, 4, name=name)
-        exposed = gpu.call(tmp_path).gpu.exposed_by
-        assert {name: ns for name, ns in exposed.items() if ns} == {group or "unknown": 4_000_000}
+        assert exposed(gpu.call(tmp_path)) == {group or "unknown": 4_000_000}
 
     def test_a_copy_between_devices_is_communication(self, tmp_path):
         gpu = Gpu(microbatches=1, sizes={"tp": 2})
@@ -295,10 +305,10 @@ class TestCommunication:
         gpu.kernel(1, 4)
         gpu.kernel(6, 3, name="Memcpy PtoP (Device -> Device)", category="gpu_memcpy")
         call = gpu.call(tmp_path)
-        assert (call.exposed_ns["tp"], times(call)["forward"]) == (3_000_000, 4)
+        assert (exposed(call), times(call)["forward"]) == ({"tp": 3_000_000}, 4)
 
-    @pytest.mark.parametrize(("tp", "exposed", "compute"), [(2, 3_000_000, 4), (1, 0, 7)])
-    def test_what_a_collective_launches_is_of_its_group(self, tp, exposed, compute, tmp_path):
+    @pytest.mark.parametrize(("tp", "ns", "compute"), [(2, 3_000_000, 4), (1, 0, 7)])
+    def test_what_a_collective_launches_is_of_its_group(self, tp, ns, compute, tmp_path):
         """Kernels of RCCL bring no metadata, and copies that a copy engine makes for a collective never do; in a group
         of one rank a collective is a copy for itself."""
         gpu = Gpu(microbatches=1, sizes={"tp": tp, "dp": 2})
@@ -308,8 +318,8 @@ class TestCommunication:
         gpu.kernel(6, 3, name="Memcpy DtoD (Device -> Device)", category="gpu_memcpy", group="tp")
         gpu.nccl(10, 2, group="dp", named=False)
         call = gpu.call(tmp_path)
-        assert (call.exposed_ns["tp"], times(call)["forward"]) == (exposed, compute)
-        assert (call.exposed_ns["dp"], call.exposed_ns["unknown"]) == (2_000_000, 0)
+        expected = {"tp": ns, "dp": 2_000_000} if ns else {"dp": 2_000_000}
+        assert (exposed(call), times(call)["forward"]) == (expected, compute)
 
     def test_the_tail_is_what_follows_the_last_computation(self, tmp_path):
         for replica in range(2):
@@ -410,7 +420,7 @@ def test_a_pipeline_on_gpu_and_cpu_traces_gives_the_same_answer(tmp_path):
 def test_interleaved_chunks_meet_round_the_corner(tmp_path):
     write(Scenario("vpp", layers=((2, 2), (2, 2), (2, 2)), microbatches=6), tmp_path)
     traces = [read_trace(path) for path in find_traces(tmp_path)]
-    ends = [ends_of(trace.metadata, calls_of(trace)) for trace in traces]
+    ends = [ends_of(trace.metadata, steps_of(trace)) for trace in traces]
     sent, received = ({message for end in ends for message in getattr(end, which)} for which in ("sends", "receives"))
     assert sent == received
     assert len(sent) == 2 * 6 * (2 * 3 - 1)

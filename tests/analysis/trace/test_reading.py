@@ -15,10 +15,11 @@ import pytest
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace import columns, pool, reading
-from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.reading import read_all
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
 from megaprof.formats.inputs import unpacked
+from tests.analysis.rows import rows
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, kinds, pipeline
 
@@ -36,7 +37,7 @@ def test_several_processes_give_the_same_answer_in_the_same_order(tmp_path, alwa
     paths = find_traces(tmp_path)
     alone, together = list(read_all(paths)), list(read_all(paths, workers=2))
     assert [r.path for r in together] == paths
-    assert [(r.calls, r.warnings) for r in together] == [(r.calls, r.warnings) for r in alone]
+    assert [(*map(rows, r.steps), r.warnings) for r in together] == [(*map(rows, r.steps), r.warnings) for r in alone]
     assert analyze(tmp_path, workers=2).to_json() == analyze(tmp_path).to_json()
 
 
@@ -44,7 +45,7 @@ def test_a_killed_process_is_no_reason_to_give_up(tmp_path, always_worth_it, mon
     pipeline(tmp_path, [2, 2, 2])
     paths = find_traces(tmp_path)
     monkeypatch.setattr(pool, "ProcessPoolExecutor", _BreakingPool)
-    assert [len(r.calls) for r in read_all(paths, workers=2)] == [1, 1, 1]
+    assert [len(r.steps) for r in read_all(paths, workers=2)] == [1, 1, 1]
 
 
 class _BreakingPool:
@@ -147,7 +148,7 @@ def test_a_truncated_trace_gives_what_it_holds_and_says_so(tmp_path):
             assert 0 < len(found.ranges) <= len(whole.ranges)
             assert all(each in whole.ranges for each in found.ranges)
             assert "is truncated" in found.cut
-            assert all(call.incomplete == Note("incomplete", said=found.cut) for call in calls_of(found))
+            assert all(call.incomplete == Note("incomplete", said=found.cut) for call in steps_of(found))
     assert kinds(analyze(tmp_path).warnings) == {"cut"}
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.trace.calls import Call, calls_of
+from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.graphs import KEY
+from tests.analysis.rows import rows
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.tables import stages_of
 
@@ -33,13 +34,14 @@ def pair(scenario: Scenario, directory: Path) -> tuple[Path, Path]:
     return directory / "usual", directory / "graphed"
 
 
-def calls(directory: Path) -> list[Call]:
-    return [call for path in find_traces(directory) for call in calls_of(read_trace(path))]
+def calls(directory: Path) -> list[TracedStep]:
+    return [call for path in find_traces(directory) for call in steps_of(read_trace(path))]
 
 
-def measured(call: Call) -> Any:
-    passes = [(p.kind, p.chunk, p.microbatch, p.start, p.end, p.gpu_ns, p.exposed_ns) for p in call.phases]
-    return passes, call.exposed_ns, call.extent, sorted((e.label, e.start, e.end) for e in call.gpu.exchanges)
+def measured(call: TracedStep) -> Any:
+    spent = {name: ns for name, ns in call.spent.items() if not name.startswith("host_")}
+    kernels = sorted(zip(call.kernels.labels, call.kernels.times[:, 2:].tolist(), strict=True))
+    return [each._replace(working=0) for each in rows(call)], spent, call.extent, kernels
 
 
 @pytest.mark.parametrize("scenario", RUNS, ids=lambda scenario: scenario.name)
@@ -47,7 +49,7 @@ def test_a_replayed_step_is_reported_as_the_same_step_without_a_graph(scenario: 
     usual, graphed = pair(scenario, tmp_path)
     for expected, found in zip(calls(usual), calls(graphed), strict=True):
         assert found.replayed
-        assert len(found.phases) == scenario.microbatches * scenario.chunks * (1 if found.forward_only else 2)
+        assert len(found.passes.kind) == scenario.microbatches * scenario.chunks * (1 if found.forward_only else 2)
         assert found.incomplete is None
         assert measured(found) == measured(expected)
     (expected,), (found,) = stages_of(calls(usual)), stages_of(calls(graphed))
@@ -92,7 +94,7 @@ def test_without_the_names_of_all_kernels_there_are_no_passes(
 ) -> None:
     _, graphed = pair(RUNS[0], tmp_path)
     changed(graphed, change)
-    assert all(not call.phases for call in calls(graphed))
+    assert all(not len(call.passes.kind) for call in calls(graphed))
     (found,) = stages_of(calls(graphed))
     assert found.step_time_ms is not None
     assert all(stage.forward_ms is None and stage.bubble_ms is None for stage in found.stages)
@@ -114,8 +116,8 @@ def test_kernels_between_passes_need_no_name(tmp_path: Path) -> None:
 
     changed(graphed, longer)
     for before, now in zip(calls(usual), calls(graphed), strict=True):
-        assert len(now.phases) == len(before.phases)
-        assert sum(p.gpu_ns or 0 for p in now.phases) < sum(p.gpu_ns or 0 for p in before.phases)
+        assert len(now.passes.kind) == len(before.passes.kind)
+        assert now.passes.compute.sum() < before.passes.compute.sum()
 
 
 def test_the_graph_of_a_layer_belongs_to_the_pass_that_launched_it(tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaprof.analysis.trace import decoding
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
+from tests.analysis.rows import rows
 from tests.analysis.synthetic import BASE, TraceBuilder, chunk, kinds
 
 
@@ -212,8 +214,8 @@ def test_calls_of_a_whole_step_are_told_apart_by_their_labels(tmp_path):
     for label, start in (("train_log_probs", 5), ("train_actor", 20), ("train_actor", 40)):
         trace.call(start, 10, label=label)
         trace.forward(0, start + 1, 2)
-    calls = calls_of(read_trace(trace.write(tmp_path)))
-    assert [(c.label, c.index, len(c.phases)) for c in calls] == [
+    calls = steps_of(read_trace(trace.write(tmp_path)))
+    assert [(c.target, c.index, len(c.passes.kind)) for c in calls] == [
         ("train_overall", 0, 3),
         ("train_log_probs", 0, 1),
         ("train_actor", 0, 1),
@@ -237,45 +239,46 @@ class TestExposedCommunication:
         trace.event("aten::linear", 0, 10 * forwards, cat="cpu_op")
         for name, start, duration in operators:
             trace.event(name, start, duration, cat="cpu_op")
-        (call,) = calls_of(read_trace(trace.write(tmp_path)))
+        (call,) = steps_of(read_trace(trace.write(tmp_path)))
         return call
 
     def test_only_leaf_operators_hide_it(self, tmp_path):
         operators = [("aten::mm", 0, 5), ("c10d::allreduce_", 5, 1)]
         call = self.call(tmp_path, {"tp": 2}, operators=operators)
-        assert call.exposed_ns["tp"] == 2_000_000
-        assert call.phases[0].compute_ns == 8_000_000
+        assert call.spent["tp"] == 2_000_000
+        assert rows(call)[0].compute == 8_000_000
 
     def test_the_only_group_there_is_gets_it(self, tmp_path):
         for group in ("tp", "cp", "ep", "dp"):
             call = self.call(tmp_path, {group: 2})
-            assert {g: ns for g, ns in call.exposed_ns.items() if ns} == {group: 3_000_000}
+            assert {g: ns for g, ns in call.spent.items() if ns} == {group: 3_000_000}
 
     def test_a_group_of_one_rank_communicates_with_nobody(self, tmp_path):
         call = self.call(tmp_path, {"pp": 2})
-        assert [each.compute_ns for each in call.phases] == [10_000_000]
+        assert [each.compute for each in rows(call)] == [10_000_000]
 
     def test_what_passes_lose_is_told_by_group(self, tmp_path):
         collectives = [("gloo:all_to_all", 4, 3), ("gloo:all_reduce", 7, 1)]
         call = self.call(tmp_path, {"ep": 2, "dp": 2}, collectives)
-        assert call.phases[0].exposed == {"ep": 3_000_000, "unknown": 1_000_000}
-        assert (call.exposed_ns["ep"], call.exposed_ns["unknown"]) == (None, 1_000_000)
+        assert rows(call)[0].exposed == {"ep": 3_000_000, "unknown": 1_000_000}
+        assert (math.isnan(call.spent["ep"]), call.spent["unknown"]) == (True, 1_000_000)
 
     def test_several_possible_groups_get_none_of_it_but_compute_is_known(self, tmp_path):
         call = self.call(tmp_path, {"tp": 2, "cp": 2})
-        assert (call.exposed_ns["tp"], call.exposed_ns["cp"], call.exposed_ns["ep"]) == (None, None, 0)
+        assert {group for group in call.spent if math.isnan(call.spent[group])} == {"tp", "cp"}
+        assert call.spent["ep"] == 0
         assert [each.names for each in call.reasons if each.kind == "exposed_unknown"] == [("tp", "cp")]
-        assert call.phases[0].compute_ns == 7_000_000
+        assert rows(call)[0].compute == 7_000_000
 
     def test_an_all_to_all_is_never_of_tensor_or_data_parallelism(self, tmp_path):
         call = self.call(tmp_path, {"tp": 2, "ep": 2, "dp": 2}, [("gloo:all_to_all", 4, 3)])
-        assert (call.exposed_ns["tp"], call.exposed_ns["ep"]) == (0, 3_000_000)
+        assert (call.spent["tp"], call.spent["ep"]) == (0, 3_000_000)
 
     def test_equally_many_in_every_microbatch_are_not_of_data_parallelism(self, tmp_path):
         even = [("gloo:all_reduce", 4, 3), ("gloo:all_reduce", 14, 3)]
-        assert self.call(tmp_path, {"tp": 2, "dp": 2}, even, forwards=2).exposed_ns["tp"] == 6_000_000
+        assert self.call(tmp_path, {"tp": 2, "dp": 2}, even, forwards=2).spent["tp"] == 6_000_000
         uneven = [*even, ("gloo:all_reduce", 18, 1)]
-        assert self.call(tmp_path, {"tp": 2, "dp": 2}, uneven, forwards=2).exposed_ns["tp"] is None
+        assert math.isnan(self.call(tmp_path, {"tp": 2, "dp": 2}, uneven, forwards=2).spent["tp"])
 
     def test_an_all_reduce_in_every_microbatch_is_not_of_data_parallelism_even_if_no_other_group_is_there(
         self, tmp_path
@@ -283,22 +286,22 @@ class TestExposedCommunication:
         """Megatron's loss reduces over its tensor-parallel group, which may be a single rank."""
         even = [("gloo:all_reduce", 4, 3), ("gloo:all_reduce", 14, 3)]
         call = self.call(tmp_path, {"dp": 2}, even, forwards=2)
-        assert call.exposed_ns["dp"] == 0
-        assert [each.compute_ns for each in call.phases] == [10_000_000, 10_000_000]
+        assert call.spent["dp"] == 0
+        assert [each.compute for each in rows(call)] == [10_000_000, 10_000_000]
         gathered = [("gloo:all_gather", 4, 3), ("gloo:all_gather", 14, 3)]
-        assert self.call(tmp_path, {"dp": 2}, gathered, forwards=2).exposed_ns["dp"] == 6_000_000
+        assert self.call(tmp_path, {"dp": 2}, gathered, forwards=2).spent["dp"] == 6_000_000
 
     def test_pipeline_exchanges_are_not_collectives(self, tmp_path):
         call = self.call(tmp_path, {"tp": 2}, [("gloo:recv", 0, 9), ("gloo:send", 0, 9)])
-        assert call.phases[0].exposed_ns == 0
+        assert rows(call)[0].exposed == {}
 
     def test_on_a_gpu_it_is_not_measured(self, tmp_path):
         trace = TraceBuilder(sizes={"tp": 2})
         trace.call(0, 10)
         trace.forward(0, 0, 10)
         trace.event("ncclDevKernel", 1, 2, cat="kernel")
-        (call,) = calls_of(read_trace(trace.write(tmp_path)))
-        assert call.exposed_ns["tp"] is None
+        (call,) = steps_of(read_trace(trace.write(tmp_path)))
+        assert math.isnan(call.spent["tp"])
         assert "exposed_unknown" in kinds(call.reasons)
 
 
@@ -337,8 +340,8 @@ EVENT = st.fixed_dictionaries(
 def test_no_event_can_break_reading_or_attribution(tmp_path, events):
     path = tmp_path / "x.pt.trace.json"
     path.write_text(json.dumps(TraceBuilder(sizes={"tp": 2}).document() | {"traceEvents": events}))
-    for call in calls_of(read_trace(path)):
-        assert all(phase.compute_ns >= 0 and phase.working_ns >= 0 for phase in call.phases)
+    for call in steps_of(read_trace(path)):
+        assert all(each.compute >= 0 and each.working >= 0 for each in rows(call))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -358,7 +361,7 @@ def test_no_metadata_raise_anything_but_unreadable(tmp_path, change):
     path = trace.write(tmp_path, "x.pt.trace.json")
     reason = ""
     try:
-        assert len(calls_of(read_trace(path))) == 1
+        assert len(steps_of(read_trace(path))) == 1
     except UnreadableTrace as fault:
         reason = fault.reason
     assert not reason or "metadata" in reason

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.testing.gpt import build
 from tests.gpu.found import Found
@@ -41,7 +41,7 @@ def _look(found: Found, cpu: bool, name: str, directory: Path) -> None:
     found.expect(f"{name}: the model's device in the metadata", devices, ["cpu" if cpu else "cuda"])
     recorded = {trace.metadata.profiler.recorded for trace in traces if trace.metadata.profiler}
     found.expect(f"{name}: recorded activities in the metadata", sorted(map(list, recorded)), [list(_MODES[name])])
-    calls = [call for trace in traces for call in calls_of(trace)]
+    calls = [call for trace in traces for call in steps_of(trace)]
     (target,) = analyze(directory).targets
     stage = target.measured.stages[0]
     known: dict[str, Any] = {
@@ -52,7 +52,7 @@ def _look(found: Found, cpu: bool, name: str, directory: Path) -> None:
     if stage.compute_ms is not None:
         found.figures[f"{name}_compute_ms"] = stage.compute_ms.mean
     if "cuda" in _MODES[name]:
-        idle = sum(not each.gpu_ns for call in calls for each in call.phases)
+        idle = sum(int((call.passes.compute == 0).sum()) for call in calls)
         found.expect(f"{name}: passes without a kernel", idle, 0)
         found.expect(f"{name}: compute is known", known["compute"], True)
     else:

@@ -13,12 +13,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megaprof.analysis.trace.calls import calls_of
-from megaprof.analysis.trace.passes import MeasuredPass
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.ranges import BACKWARD, COMBINED, FORWARD
 from megaprof.testing.gpt import BuiltGPT, build
+from tests.analysis.rows import Row, rows
 from tests.gpu.fake_world import rank_of
 from tests.gpu.found import Found
 from tests.gpu.job import config, device_of, hooked, shorten, small, steps_from, train
@@ -85,7 +85,7 @@ def run(work: Path, cpu: bool) -> Found:
 def _compare(
     found: Found, cpu: bool, name: str, job: _Job, gpt: BuiltGPT, layers: list[list[int]], trace: Trace
 ) -> None:
-    (call,) = calls_of(trace)
+    (call,) = steps_of(trace)
     labels = {each.name.label for each in trace.ranges}
     named = parse_artifact_name(trace.path.name)
     (outer,) = (each.name.fields for each in trace.ranges if each.name.label == "train_actor")
@@ -98,20 +98,20 @@ def _compare(
     found.expect(f"{name}: kinds of layers", kinds, [job.kind])
     modules = {*job.modules, *job.ends}
     found.expect(f"{name}: modules", sorted(labels & modules), sorted(modules))
-    passes = Counter(each for one in call.phases for each in _passes(one))
+    passes = Counter(each for row in rows(call) for each in _passes(row))
     expected = Counter(product((FORWARD, BACKWARD), range(len(layers)), range(gpt.workload.microbatches)))
     wrong = sorted(map(str, ((passes - expected) | (expected - passes)).elements()))
     found.expect(f"{name}: passes that are missing, or there too often", wrong, [])
-    idle = sum(not each.gpu_ns for each in call.phases) if call.has_kernels else None
+    idle = int((call.passes.compute == 0).sum()) if call.has_kernels else None
     found.on_a_gpu(cpu, f"{name}: passes without a kernel", idle, 0)
 
 
-def _passes(measured: MeasuredPass) -> Iterator[tuple[str, int | None, int | None]]:
+def _passes(row: Row) -> Iterator[tuple[str, int | None, int | None]]:
     """A combined pass is a forward and a backward, either of which may be missing."""
-    if measured.kind != COMBINED:
-        yield measured.kind, measured.chunk, measured.microbatch
+    if row.kind != COMBINED:
+        yield row.kind, row.chunk, row.microbatch
         return
-    if measured.microbatch is not None:
-        yield FORWARD, measured.chunk, measured.microbatch
-    if measured.backward is not None:
-        yield tuple(measured.backward)
+    if row.microbatch is not None:
+        yield FORWARD, row.chunk, row.microbatch
+    if row.backward is not None:
+        yield BACKWARD, *row.backward

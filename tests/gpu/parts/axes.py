@@ -4,6 +4,7 @@ and without CPU operators."""
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.testing.gpt import BuiltGPT, build
 from tests.gpu.found import Found
@@ -70,9 +71,9 @@ def run(work: Path, cpu: bool) -> Found:
     for axis in _AXES:
         exposed: dict[str, list[float | None]] = {}
         for name in ("both", "cuda"):
-            calls = [call for path in find_traces(work / axis / name) for call in calls_of(read_trace(path))]
+            calls = [call for path in find_traces(work / axis / name) for call in steps_of(read_trace(path))]
             found.expect(f"{axis}, {name}: windows", len(calls), 4)
-            exposed[name] = [None if (ns := call.exposed_ns[axis]) is None else ns / 1e6 for call in calls]
+            exposed[name] = [None if math.isnan(ns := call.spent[axis]) else ns / 1e6 for call in calls]
             found.figures[f"{axis}_{name}_exposed_ms"] = exposed[name]
         seen = all(exposed["both"])
         found.on_a_gpu(cpu, f"{axis}: exposed (ms) with CPU operators", exposed["both"], "above zero", seen)

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.summary import kernel_summary, read_all
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture.session import Session
@@ -23,6 +23,7 @@ from megaprof.formats.ranges import FORWARD
 from megaprof.formats.steps import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import BuiltGPT, build
+from tests.analysis.rows import rows
 from tests.gpu.found import Found, difference
 from tests.gpu.job import WARM, Stopwatch, activities, config, hooked, machine, steps_from, train, workload
 from tests.gpu.stand_ins import Cudart, faked
@@ -184,9 +185,9 @@ def _theirs(found: Found, gpt: BuiltGPT, directory: Path, cpu: bool) -> float:
 
 def _by_kineto(directory: Path) -> float:
     """Milliseconds between the ends of the forwards of a step, the median of the captured steps."""
-    calls = [call for path in find_traces(directory) for call in calls_of(read_trace(path))]
+    calls = [call for path in find_traces(directory) for call in steps_of(read_trace(path))]
     return statistics.median(
-        sum(each.end - each.start for each in call.phases if each.kind == FORWARD) / 1e6 for call in calls
+        sum(each.end - each.start for each in rows(call) if each.kind == FORWARD) / 1e6 for call in calls
     )
 
 

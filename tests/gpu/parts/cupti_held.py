@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.testing.gpt import build
 from tests.gpu.found import Found
@@ -47,7 +47,7 @@ def run(work: Path, cpu: bool) -> Found:
             train(gpt, 2)
     traces = [read_trace(path) for path in find_traces(work / "traces")]
     kernels = [trace.has_kernels for trace in traces]
-    unseen = [call.unseen is not None for trace in traces for call in calls_of(trace)]
+    unseen = [call.unseen is not None for trace in traces for call in steps_of(trace)]
     found = Found({"cuptiSubscribe": held.status, "windows_with_kernels": sum(kernels)})
     found.expect("CUPTI is held", held.status, 0)
     found.expect("windows", len(traces), 2)

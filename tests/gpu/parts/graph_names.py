@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.inputs import unpacked
 from tests.gpu.found import Found
@@ -39,7 +39,7 @@ def run(work: Path, cpu: bool) -> Found:
         names = {name for stack in stacks for name in stack}
         found.expect(f"{step}: passes without a kernel", sorted(passes - names), [])
         layers = sum(name.startswith("megaprof/layer ") for name in names)
-        passes_of_calls = [len(call.phases) for call in calls_of(read_trace(path))]
+        passes_of_calls = [len(call.passes.kind) for call in steps_of(read_trace(path))]
         found.expect(f"{step}: passes in the report", passes_of_calls, [len(passes)])
         found.expect(f"{step}: layers among the names", layers, small(cpu).layers)
     return found

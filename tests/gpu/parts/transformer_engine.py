@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.ranges import module_backward, module_range
 from tests.gpu.found import Found
@@ -54,7 +54,7 @@ def run(work: Path, cpu: bool) -> Found:
                 if names.count(one) != every
             ]
             found.expect(f"{name}: modules without a range for every microbatch", wrong, [])
-            (call,) = calls_of(trace)
-            idle = sum(not each.gpu_ns for each in call.phases) if call.has_kernels else None
+            (call,) = steps_of(trace)
+            idle = int((call.passes.compute == 0).sum()) if call.has_kernels else None
             found.on_a_gpu(cpu, f"{name}: passes without a kernel", idle, 0)
     return found

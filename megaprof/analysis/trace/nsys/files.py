@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.calls import FORWARD_ONLY, grouped
 from megaprof.analysis.trace.columns import LONGEST
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import Activities
@@ -36,6 +35,7 @@ from megaprof.analysis.trace.nsys.gpu import (
     read_process,
 )
 from megaprof.analysis.trace.nsys.tables import Tables, opened
+from megaprof.analysis.trace.steps import FORWARD_ONLY, grouped
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
 from megaprof.analysis.trace.unseen import without_kernels, without_times
 from megaprof.formats import ranges

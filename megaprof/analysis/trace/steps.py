@@ -1,0 +1,582 @@
+"""Turns a trace into steps: the columns of their passes and exchanges, and where the rest of each step went.
+
+On a GPU, activities belong to passes by the time of their launch. A launch while a microbatch's range is open belongs
+to that microbatch, whichever thread it is on. For example, the range of a backward is on the main thread, and its
+launches come from autograd's thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.notes import LAUNCHES_UNKNOWN, OVERLAPPING, PP_UNKNOWN, UNNAMED_GROUP, Note
+from megaprof.analysis.trace.gpu import Activities, Peak, memory_of
+from megaprof.analysis.trace.groups import AXES, COMPUTE, INSIDE, OTHER, PP, UNKNOWN, USES, parallel_of
+from megaprof.analysis.trace.intervals import (
+    Intervals,
+    covered,
+    difference,
+    intersection,
+    intervals,
+    total,
+    union,
+    union_by,
+)
+from megaprof.analysis.trace.passes import Pass
+from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
+from megaprof.analysis.trace.unseen import MOST_UNSEEN, without_some
+from megaprof.formats import ranges
+from megaprof.formats.metadata import Metadata
+
+#: The groups whose communication is listed separately, in the order of the report's ``exposed_ms``. ``unknown`` is
+#: communication whose group the recording does not show.
+GROUPS = (*AXES, "unknown")
+WHOLE_STEP = "train_overall"
+RECOMPUTE = "recompute"
+#: Communication of an unknown group gets a note if it takes at least this fraction of the step.
+_UNNAMED = 0.01
+_NO_GROUP = "kernels or copies name no process group; `--profile-activities cpu cuda` records it for NCCL"
+
+#: Targets that have no backward, for files that do not say so.
+FORWARD_ONLY = ("train_log_probs", "evaluate")
+#: The axes that may use a collective inside a microbatch, by operation; any of tp, cp, ep and dp for other operations.
+#: Megatron's tensor and data parallelism have no all-to-all: it dispatches tokens (ep) and exchanges heads (cp).
+_USERS = {"all_to_all": ("ep", "cp")}
+_ANY_USER = ("tp", "ep", "cp", "dp")
+#: Communication that a pass has to wait for. Gradients are reduced while passes run, and exchanges are between passes.
+_OF_PASSES = [USES.index(group) for group in INSIDE]
+
+Numbers = npt.NDArray[np.int64]
+_Rows = npt.NDArray[np.bool_]
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+class ModuleKey(NamedTuple):
+    """A kind of pass through a module: the module's label (`ranges.MODULES`), its layer, and the layer's MTP layer.
+    ``kind`` is ``forward``, ``backward``, or ``recompute`` for a forward inside a backward pass."""
+
+    label: str
+    number: int | None
+    mtp: int | None
+    kind: str
+
+
+class Passes(NamedTuple):
+    """The passes of a step, one row for each, in the order in which the host began them. Times are nanoseconds."""
+
+    kind: Numbers
+    """The kind of each pass, as an index into `ranges.PASSES`."""
+    ids: Numbers
+    """[pass, 4]: chunk and microbatch; then those of the backward in a combined pass. -1: unknown, or there is none."""
+    host: Intervals
+    """When the host was in it."""
+    spans: Intervals
+    """When it ran: on the GPU, from its first kernel to its last, if the GPU was captured and ran any for it."""
+    end: Numbers
+    """When it ended. A pass after whose last kernel the GPU waited for the host ends when the GPU has work again."""
+    compute: Numbers
+    """How long it computed: on the GPU, if that was captured, else without exposed communication."""
+    working: Numbers
+    """How long it took without exposed communication and without the GPU's waiting for the host."""
+    idle: Numbers
+    """How long the GPU waited for the host until ``end``."""
+    garbage: Numbers
+    """By how much garbage collection delayed it: on a GPU, only while that had no work."""
+    exposed: Mapping[str, Numbers]
+    """Collectives while nothing computed, by `groups.USES` except the pipeline's."""
+
+
+class Exchanges(NamedTuple):
+    """Exchanges with neighbouring stages, one row for each."""
+
+    labels: tuple[str, ...]
+    """Megatron's operation, or the wait for an overlapped one (`megaprof.formats.ranges`)."""
+    times: Numbers
+    """[exchange, 4]: when the host reached it (if it is a kernel, launched it) and when the host went on; then when it
+    began and ended, on the GPU if it is a kernel."""
+
+
+_NO_EXCHANGES = Exchanges((), np.zeros((0, 4), dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One outermost range on one rank: one call of ``forward_backward_func``, or a whole `train_overall` step around
+    several such calls. Times are nanoseconds on the wall clock of its host."""
+
+    target: str
+    """Its target."""
+    role: str | None
+    """The model's role; None if unknown. In a whole step, each call inside has its own role."""
+    step: int
+    """Its number, in the host's numbering if there is one."""
+    index: int
+    """Its index among the calls of its number and target, from 0. RL trains several times per step."""
+    metadata: Metadata
+    """The rank's metadata, from its trace."""
+    source: str
+    """The name of the trace's file."""
+    host: tuple[int, int]
+    """When the host was in it."""
+    extent: tuple[int, int]
+    """When it ran: on the GPU, if that was captured."""
+    passes: Passes
+    """Its passes."""
+    exchanges: Exchanges
+    """Its exchanges with other stages, as the host saw them."""
+    finalize: Intervals
+    """When the host finalised gradients; disjoint."""
+    has_kernels: bool
+    """True if kernels ran on a GPU."""
+    on_gpu: bool = False
+    """True if it is known what the GPU did for it."""
+    kernels: Exchanges = _NO_EXCHANGES
+    """Its exchanges as kernels of the pipeline's group."""
+    pipeline: Intervals = field(default_factory=lambda: intervals(()))
+    """When the pipeline's group communicated between passes and nothing computed; disjoint."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Nanoseconds by name, for `Table.spent`; NaN for what the trace does not show, with the reason in ``reasons``."""
+    axes: frozenset[str] = frozenset()
+    """The axes of its communication on the GPU, as far as they are known."""
+    lost: int = 0
+    """The number of activities of the GPU whose launch is not in the trace."""
+    modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
+    """Nanoseconds of each pass through each module."""
+    memory: Peak | None = None
+    """Memory allocated on its device; None if that was not captured."""
+    replayed: bool = False
+    """True if its passes were replayed from a CUDA graph, so they took no time on the host."""
+    incomplete: Note | None = None
+    """Why a part of the step is missing; None if nothing is."""
+    unseen: Note | None = None
+    """Why its kernels are missing in the trace, so that it has no passes, exchanges and sums; None if none are
+    missing."""
+    reasons: tuple[Note, ...] = ()
+    """Why some of its numbers are unknown."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its number, and its index among the calls of that number."""
+        return self.step, self.index
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+        return self.metadata.coords.rank
+
+    @property
+    def stage(self) -> int:
+        """Its pipeline rank."""
+        return self.metadata.coords.pp
+
+    @property
+    def combined(self) -> bool:
+        """True if a forward and a backward ran as one in it."""
+        return bool((self.passes.kind == 2).any())
+
+    @property
+    def forward_only(self) -> bool:
+        if self.target == WHOLE_STEP:  # its metadata are those of the first call inside
+            return not self.passes.kind.any()
+        if self.target == self.metadata.target:
+            return self.metadata.forward_only
+        return self.target in FORWARD_ONLY
+
+    @property
+    def laid_out(self) -> list[Pass[int]]:
+        """Everything that took time in it, in order: passes, gradient finalisation, and exchanges."""
+        stage, rank, passes = self.stage, self.rank, self.passes
+        boxes = []
+        for kind, ids, span in zip(passes.kind.tolist(), passes.ids.tolist(), passes.spans.tolist(), strict=True):
+            chunk, microbatch = (None if number < 0 else number for number in ids[:2])
+            boxes.append(Pass(ranges.PASSES[kind], stage, chunk, microbatch, span[0], span[1], rank))
+        exchanges = self.kernels if self.on_gpu else self.exchanges
+        others = [*zip(exchanges.labels, exchanges.times[:, 2:].tolist(), strict=True)]
+        others += [] if self.on_gpu else [(ranges.FINALIZE_GRADS, span) for span in self.finalize.tolist()]
+        boxes += [Pass(label, stage, None, None, start, end, rank) for label, (start, end) in others]
+        return sorted(boxes, key=lambda box: (box.start, -box.end))
+
+
+def steps_of(trace: Trace) -> list[TracedStep]:
+    """Returns every step in ``trace``, in order of time."""
+    outermost = [(traced, step) for traced in trace.ranges if (step := traced.name.fields.get("step")) is not None]
+    role_ranges = [traced for traced in trace.ranges if traced.name.role is not None]
+    counts: Counter[tuple[str, int]] = Counter()
+    steps = []
+    for outer, number in outermost:
+        target = outer.name.label
+        enclosing = [traced for traced in role_ranges if traced.start <= outer.start and outer.end <= traced.end]
+        innermost = max(enclosing, key=lambda traced: (traced.start, -traced.end), default=None)
+        role = trace.metadata.role if innermost is None else innermost.name.role
+        steps.append(_step(trace, outer, role, number, counts[target, number]))
+        counts[target, number] += 1
+    return steps
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Returns ``items`` grouped by their ``key``, in order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index: int) -> TracedStep:
+    metadata, extent = trace.metadata, (outer.start, outer.end)
+    inner = [traced for traced in trace.ranges if outer.start <= traced.start and traced.end <= outer.end]
+    passes = [traced for traced in inner if traced.name.label in ranges.PASSES]
+    exchanges = [traced for traced in inner if traced.name.is_p2p]
+    collecting = union(times_of([traced for traced in inner if traced.name.label == ranges.GARBAGE]))
+    step = TracedStep(
+        target=outer.name.label,
+        role=role,
+        step=number,
+        index=index,
+        metadata=metadata,
+        source=trace.path.name,
+        host=extent,
+        extent=extent,
+        passes=_on_host(passes, metadata, collecting),
+        exchanges=Exchanges(tuple(traced.name.label for traced in exchanges), np.tile(times_of(exchanges), 2)),
+        finalize=union(times_of([traced for traced in inner if traced.name.label == ranges.FINALIZE_GRADS])),
+        has_kernels=trace.has_kernels,
+        replayed=any(traced.replayed for traced in passes),
+        memory=memory_of(trace.memory, *extent),
+    )
+    measured = None if trace.gpu is None else _with_gpu(step, trace.gpu, collecting)
+    step = measured or _with_collectives(step, trace)
+    unseen = trace.unseen or without_some(trace.launches, *extent)
+    begin, end = step.extent
+    if unseen is None and step.on_gpu and step.passes.compute.sum() > (1 + MOST_UNSEEN) * (end - begin):
+        unseen = Note("times_impossible", said="its passes computed longer than the step took")
+    if unseen is not None:  # nothing that is computed from kernels and the gaps between them is right
+        nothing = _on_host([], metadata, collecting)
+        bare = replace(step, extent=extent, passes=nothing, exchanges=_NO_EXCHANGES, kernels=_NO_EXCHANGES)
+        return replace(
+            bare,
+            finalize=intervals(()),
+            has_kernels=True,
+            on_gpu=False,
+            spent=dict.fromkeys((*_ANY_USER, "unknown"), np.nan),
+            modules={},
+            incomplete=unseen,
+            unseen=unseen,
+            reasons=(),
+        )
+    incomplete = Note("incomplete", said=trace.cut) if trace.cut else _incomplete(step)
+    return replace(step, incomplete=incomplete, modules=_modules(inner, step.passes, trace))
+
+
+def _on_host(passes: Sequence[TracedRange], metadata: Metadata, collecting: Intervals) -> Passes:
+    """Returns passes as the host saw them."""
+    ids = []
+    for traced in passes:
+        chunk, microbatch, *backward = map(traced.name.fields.get, ("chunk", "mb", "bchunk", "bmb"))
+        chunk = 0 if chunk is None and len(metadata.chunks) == 1 else chunk
+        known = (chunk, microbatch, *((None, None) if None in backward else backward))
+        ids.append([-1 if number is None else number for number in known])
+    spans = times_of(passes)
+    took, none = spans[:, 1] - spans[:, 0], np.zeros(len(spans), dtype=np.int64)
+    return Passes(
+        kind=np.array([ranges.PASSES.index(traced.name.label) for traced in passes], dtype=np.int64),
+        ids=np.array(ids, dtype=np.int64).reshape(-1, 4),
+        host=spans,
+        spans=spans,
+        end=spans[:, 1],
+        compute=took,
+        working=took,
+        idle=none,
+        garbage=covered(collecting, spans),
+        exposed={},
+    )
+
+
+def _modules(inner: list[TracedRange], passes: Passes, trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
+    """Returns the time of each pass through each module: on a GPU only what it computed, on a CPU all of it."""
+    times_ns: dict[ModuleKey, list[int]] = {}
+    of_modules = (traced for traced in inner if traced.name.module is not None)
+    for opened in grouped(of_modules, lambda traced: traced.name.label).values():
+        spans = times_of(opened)
+        pass_of = _owners(spans[:, 0], passes.host)
+        recomputed = (pass_of >= 0) & (passes.kind[pass_of] == 1) if len(passes.kind) else pass_of >= 0
+        lengths_ns = spans[:, 1] - spans[:, 0]
+        if trace.gpu is not None:
+            owner = _owners(trace.gpu.launched, spans)
+            lengths_ns = _per_owner(owner, trace.gpu.known & (trace.gpu.use == COMPUTE), trace.gpu.spans, len(spans))
+        for traced, again, ns in zip(opened, recomputed.tolist(), lengths_ns.tolist(), strict=True):
+            kind = ranges.BACKWARD if traced.name.is_module_backward else RECOMPUTE if again else ranges.FORWARD
+            key = ModuleKey(traced.name.module or "", traced.name.fields.get("n"), traced.name.fields.get("mtp"), kind)
+            times_ns.setdefault(key, []).append(ns)
+    return {key: tuple(samples_ns) for key, samples_ns in times_ns.items()}
+
+
+def _incomplete(step: TracedStep) -> Note | None:
+    metadata, passes = step.metadata, step.passes
+    if step.target != metadata.target or step.target == WHOLE_STEP:
+        return None  # the metadata count the microbatches of another call
+    if metadata.truncated and step.step >= metadata.steps[1]:  # earlier steps of the window had ended
+        said = f"the window was closed early ({metadata.truncated_reason or 'no reason given'})"
+        return Note("incomplete", said=said)
+    if metadata.microbatches is None or not metadata.chunks or not len(passes.kind):
+        return None
+    expected = metadata.microbatches * len(metadata.chunks)
+    forwards, backwards, combined = np.bincount(passes.kind, minlength=3).tolist()
+    for kind, alone in ((ranges.FORWARD, forwards), (ranges.BACKWARD, backwards)):
+        if alone + combined != expected and not (kind == ranges.BACKWARD and metadata.forward_only):
+            said = f"it holds {alone + combined} {kind} ranges instead of {expected}"
+            return Note("incomplete", names=(kind,), count=alone + combined, of=expected, said=said)
+    return None
+
+
+def _with_collectives(step: TracedStep, trace: Trace) -> TracedStep:
+    """Returns a step with what collectives on the CPU took of its passes."""
+    sizes, passes = trace.metadata.sizes, step.passes
+    exposed, ambiguous = _exposed(trace, passes)
+    took = sum(exposed.values(), np.zeros_like(passes.compute))
+    spent: dict[str, float] = {
+        group: float(exposed[group].sum()) if group in exposed else 0.0 for group in (*_ANY_USER, "unknown")
+    }
+    reasons = [PP_UNKNOWN] if sizes.pp > 1 else []
+    axes = parallel_of(_ANY_USER if trace.knows_collectives else INSIDE, sizes)
+    if trace.has_kernels or (axes and not trace.knows_collectives):
+        spent.update(dict.fromkeys((*axes, "unknown"), np.nan))
+        why = Note("exposed_unknown", said=LAUNCHES_UNKNOWN) if trace.knows_collectives else None
+        reasons.append(why or Note("exposed_unknown", names=tuple(axes)))
+    for users in ambiguous:
+        spent.update(dict.fromkeys(users, np.nan))
+        said = "the collectives of a CPU trace name no process group"
+        reasons.append(Note("exposed_unknown", names=users, said=said))
+    alone = passes._replace(compute=passes.compute - took, working=passes.compute - took, exposed=exposed)
+    return replace(step, passes=alone, spent=spent, reasons=tuple(reasons))
+
+
+def _exposed(trace: Trace, passes: Passes) -> tuple[dict[str, Numbers], list[tuple[str, ...]]]:
+    """Returns for how long collectives were exposed in each pass, by group. Also returns the possible groups of
+    collectives that may belong to several, and so are ``unknown``.
+
+    gloo's events do not name their group, so it is found by elimination. If no possible group has more than one rank,
+    the collective is not communication.
+    """
+    sizes = trace.metadata.sizes
+    collectives = [*compress(trace.collectives, covered(union(passes.host), times_of(trace.collectives)))]
+    even = _even(passes, collectives)
+
+    def users_of(collective: Collective) -> tuple[str, ...]:
+        possible = _USERS.get(collective.operation, _ANY_USER)
+        present = [group for group in possible if getattr(sizes, group) > 1]
+        # FSDP gathers parameters in every microbatch, but nothing reduces gradients there. Megatron's loss calls an
+        # all-reduce even if its tensor-parallel group is a single rank.
+        if even and "dp" in present and (len(present) > 1 or collective.operation == "all_reduce"):
+            present.remove("dp")
+        return tuple(present)
+
+    exposed: dict[str, Numbers] = {}
+    ambiguous, hidden = [], trace.compute
+    for users, of_users in grouped(collectives, users_of).items():
+        if not users:
+            continue
+        group = users[0] if len(users) == 1 else "unknown"
+        ambiguous += [users] if len(users) > 1 else []
+        spans = difference(union(times_of(of_users)), hidden)
+        exposed[group] = covered(spans, passes.host) + exposed.get(group, 0)
+        hidden = union(np.concatenate((hidden, spans)))
+    return exposed, ambiguous
+
+
+def _even(passes: Passes, collectives: Sequence[Collective]) -> bool:
+    """Returns whether all microbatches issued the same number of collectives, on every chunk. Then none of these is
+    data-parallel, because gradients and parameters are exchanged once per step."""
+    edges = np.searchsorted(times_of(collectives)[:, 0], passes.host)
+    counts: dict[tuple[int, int], list[int]] = {}
+    for kind, chunk, count in zip(passes.kind, passes.ids[:, 0], edges[:, 1] - edges[:, 0], strict=True):
+        counts.setdefault((int(kind), int(chunk)), []).append(int(count))
+    return all(len(numbers) > 1 and len(set(numbers)) == 1 for numbers in counts.values())
+
+
+def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals) -> TracedStep | None:
+    """Returns a step with what the GPU did for it; None if it did nothing."""
+    passes, metadata = step.passes, step.metadata
+    in_step = gpu.known & (gpu.launched >= step.host[0]) & (gpu.launched <= step.host[1])
+    if not in_step.any():
+        return None
+    use, doubtful = _by_elimination(gpu, in_step, step)
+    busy, computing = union(gpu.spans), union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides others
+    start, end = _extent(gpu, in_step, step.host[0])
+    owner = np.where(in_step, _owners(gpu.launched, passes.host), -1)
+    rows = {name: in_step & (use == index) for index, name in enumerate(USES)}
+    exposed = {
+        name: difference(union(gpu.spans[of_use]), computing) for name, of_use in rows.items() if name != USES[COMPUTE]
+    }
+    count, compute = len(passes.kind), rows[USES[COMPUTE]]
+    kernel_spans = _extents(gpu, owner, compute & gpu.kernel | in_step & np.isin(use, _OF_PASSES), count)
+    ran = kernel_spans[:, 1] > kernel_spans[:, 0]
+    pass_spans = union(kernel_spans[ran])
+    # When the first kernel of a pass runs, its input has arrived. So an exchange at the same time is for another pass.
+    gaps = difference(pass_spans, union(gpu.spans[use != PP]))
+    idle = difference(intervals([(start, end)]), busy)
+    starved = intersection(unfed(gpu, idle), union(passes.host))
+    host_bound = union(np.concatenate((starved, unfed(gpu, gaps, use != PP))))
+    communicating = union(gpu.spans[in_step & (use != COMPUTE) & (use != PP)])
+    not_working = union(np.concatenate((difference(communicating, computing), host_bound)))
+    last = int(kernel_spans[ran, 1].max()) if ran.any() else end
+    early = {name: total(intersection(spans, union(intervals([(start, last)])))) for name, spans in exposed.items()}
+    possible = [axes for of, axes in doubtful if total(difference(union(gpu.spans[of]), computing))]
+    undecided = tuple(axis for axis in AXES if any(axis in axes for axes in possible))
+    spans = np.where(ran[:, None], kernel_spans, passes.host)
+    kernels = _kernels(gpu, rows[USES[PP]], step.exchanges)
+    pass_end, waited = _until_fed(host_bound, spans, kernels.times[:, 2])
+    spent: dict[str, float] = {group: early[group] for group in _ANY_USER}
+    spent |= {"unknown": early["unknown"] + early["other"]} | dict.fromkeys(set(undecided) - {"pp"}, np.nan)
+    outside = union(gpu.spans[compute & (owner < 0)])
+    spent |= {"host_bound": total(host_bound), "gradients": total(difference(outside, pass_spans))}
+    if not step.replayed:
+        took = passes.host[:, 1] - passes.host[:, 0]
+        spent |= {f"host_{kind}": int(took[passes.kind == index].sum()) for index, kind in enumerate(ranges.PASSES[:2])}
+    reasons = []
+    if unsaid := [axis for axis in undecided if metadata.sizes.pp == 1 or axis != "pp"]:
+        reasons.append(Note("exposed_unknown", names=tuple(unsaid), said=_NO_GROUP))
+    if total(exposed["other"]) > _UNNAMED * (end - start):
+        reasons.append(UNNAMED_GROUP)
+    return replace(
+        step,
+        extent=(start, end),
+        on_gpu=True,
+        passes=passes._replace(
+            spans=spans,
+            end=pass_end,
+            compute=_per_owner(owner, compute, gpu.spans, count),
+            working=kernel_spans[:, 1] - kernel_spans[:, 0] - covered(not_working, kernel_spans),
+            idle=waited,
+            garbage=covered(intersection(collecting, host_bound), np.column_stack((spans[:, 0], pass_end))),
+            exposed={
+                name: _per_owner(owner, rows[name], gpu.spans, count, hidden_by=computing)
+                for name in exposed
+                if name != USES[PP]
+            },
+        ),
+        kernels=kernels,
+        pipeline=difference(exposed[USES[PP]], pass_spans),
+        spent=spent,
+        axes=frozenset(AXES).intersection(USES[index] for index in np.unique(use[in_step]).tolist()),
+        lost=int((~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)).sum()),
+        reasons=(*reasons, *([OVERLAPPING] if gpu.shortened else [])),
+    )
+
+
+def _owners(times: Numbers, spans: Intervals) -> Numbers:
+    """Returns, for each of ``times``, the index of the innermost of ``spans`` that was open then; -1 if none was.
+    ``spans`` must be sorted by start."""
+    index = np.searchsorted(spans[:, 0], times, side="right") - 1
+    if not len(spans):
+        return index
+    return np.where((index >= 0) & (times <= spans[np.maximum(index, 0), 1]), index, -1)
+
+
+def _by_elimination(
+    gpu: Activities, in_step: _Rows, step: TracedStep
+) -> tuple[npt.NDArray[np.int8], list[tuple[_Rows, list[str]]]]:
+    """Returns the use of each activity, now also known from the place of its launch. Also returns rows of communication
+    whose group stays unknown, with the axes that they may belong to.
+
+    Communication that was launched in an exchange between stages is the pipeline's. Elsewhere it belongs to an axis if
+    no other is possible. Outside an exchange, ranks that send to each other are in an all-to-all, of experts or of
+    context parallelism, and the pipeline's group has no other use in a pass.
+    """
+    use, metadata = gpu.use.copy(), step.metadata
+    doubtful: list[tuple[_Rows, list[str]]] = []
+    in_exchange = _owners(gpu.launched, step.exchanges.times[:, :2]) >= 0
+    use[in_step & in_exchange & np.isin(use, (OTHER, UNKNOWN))] = PP
+    unknown = in_step & (use == UNKNOWN)
+    if not unknown.any():
+        return use, []
+    in_pass = _owners(gpu.launched, step.passes.host) >= 0
+    for rows, users in (
+        (unknown & gpu.pairwise, ("ep", "cp")),
+        (unknown & ~gpu.pairwise & in_pass, _ANY_USER),
+        (unknown & ~gpu.pairwise & ~in_pass, AXES),
+    ):
+        parallel_axes = parallel_of(users, metadata.sizes) or parallel_of(AXES, metadata.sizes)
+        if metadata.version is None:  # the sizes come only from the ranges
+            doubtful.append((rows, list(AXES)))
+        elif len(parallel_axes) == 1:
+            use[rows] = USES.index(parallel_axes[0])
+        else:
+            doubtful.append((rows, parallel_axes))
+    return use, doubtful
+
+
+def _extent(gpu: Activities, in_step: _Rows, entered: int) -> tuple[int, int]:
+    """Returns the extent of a step. It begins when the host has ``entered`` it and the GPU has finished earlier work,
+    and ends with the step's last activity.
+
+    Work that was launched before the recording began has no launch in the trace. It runs before everything that this
+    step launched.
+    """
+    first, end = int(gpu.spans[in_step, 0].min()), int(gpu.spans[in_step, 1].max())
+    is_earlier = np.where(gpu.known, gpu.launched < entered, gpu.spans[:, 0] < first)
+    return min(first, int(gpu.spans[is_earlier, 1].max(initial=entered))), end
+
+
+def _extents(gpu: Activities, owner: Numbers, rows: _Rows, count: int) -> Intervals:
+    rows = rows & (owner >= 0)
+    unset = np.iinfo(np.int64).max
+    first, last = np.full(count, unset), np.zeros(count, dtype=np.int64)
+    np.minimum.at(first, owner[rows], gpu.spans[rows, 0])
+    np.maximum.at(last, owner[rows], gpu.spans[rows, 1])
+    return np.column_stack((np.where(first < unset, first, 0), last))
+
+
+def _per_owner(
+    owner: Numbers, rows: _Rows, spans: Intervals, count: int, hidden_by: Intervals | None = None
+) -> Numbers:
+    rows = rows & (owner >= 0)
+    busy_owners, busy_spans = union_by(owner[rows], spans[rows])
+    lengths = busy_spans[:, 1] - busy_spans[:, 0]
+    if hidden_by is not None:
+        lengths = lengths - covered(hidden_by, busy_spans)
+    sums = np.zeros(count, dtype=np.int64)
+    np.add.at(sums, busy_owners, lengths)
+    return sums
+
+
+def unfed(gpu: Activities, idle: Intervals, rows: _Rows | slice = slice(None)) -> Intervals:
+    """Returns the idle times at whose start the GPU had finished everything that was launched before. ``rows``: the
+    activities that count."""
+    launched = np.searchsorted(np.sort(gpu.launched[rows]), idle[:, 0], side="right")
+    begun = np.searchsorted(gpu.spans[rows, 0], idle[:, 0], side="left")
+    return idle[launched <= begun]
+
+
+def _until_fed(gaps: Intervals, spans: Intervals, others: Numbers) -> tuple[Numbers, Numbers]:
+    """Returns when every pass ended, and how long the GPU waited for the host in it. If the GPU had nothing to do after
+    the last kernel of a pass, the pass ends when it has work again. ``gaps``: when the GPU waited; ``others``: when
+    exchanges began."""
+    ends = spans[:, 1]
+    if not len(gaps):
+        return ends, np.zeros_like(ends)
+    never = np.iinfo(np.int64).max
+    begins = np.append(np.sort(np.concatenate((spans[:, 0], others))), never)
+    last_gap = np.searchsorted(gaps[:, 0], ends, side="right") - 1
+    is_unfed = (last_gap >= 0) & (gaps[last_gap, 0] <= ends) & (gaps[last_gap, 1] > ends)
+    next_begin = begins[np.searchsorted(begins, ends)]
+    next_begin = np.where(next_begin < never, next_begin, gaps[last_gap, 1])
+    pass_ends = np.where(is_unfed, np.maximum(next_begin, ends), ends)
+    return pass_ends, covered(gaps, spans) + pass_ends - ends
+
+
+def _kernels(gpu: Activities, rows: _Rows, exchanges: Exchanges) -> Exchanges:
+    """Returns the kernels of the pipeline's group that were launched in exchanges."""
+    exchange_of = _owners(gpu.launched, exchanges.times[:, :2])
+    known = np.array([label in ranges.P2P_OPERATIONS for label in exchanges.labels], dtype=np.bool_)
+    inside = np.flatnonzero(rows & np.append(known, False)[exchange_of])  # the last one: in none
+    launched = gpu.launched[inside]
+    labels = tuple(exchanges.labels[index] for index in exchange_of[inside].tolist())
+    return Exchanges(labels, np.column_stack((launched, launched, gpu.spans[inside])))
