@@ -10,19 +10,17 @@ from typing import TypeAlias
 
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
-from megaprof.analysis.samples import Spread
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.depth import half_as_deep
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.tune import trial as runs
 from megaprof.tune.between import between_ms
-from megaprof.tune.state import Interval, Proposal, Trial, Tuning
+from megaprof.tune.state import Proposal, Trial, Tuning
 
 #: A layout is tried if it certainly gains this fraction of the step.
 LEAST = 0.01
-#: Standard errors from the middle to the ends of a 90 % interval.
-_TO_ENDS = 1.645
 _GIB = 1 << 30
 
 
@@ -50,7 +48,7 @@ def as_measured(
         trial,
         layout=layout,
         stages=target.measured.sizes.pp,
-        step_ms=_interval(spread).plus(more_between),
+        step_ms=Interval.of(spread.mean, spread.error).clipped(1e-9) + Interval.of(more_between),
         between_ms=ms_between,
         steps=spread.count,
         memory=target.what_if.allocated,
@@ -69,7 +67,7 @@ def as_measured(
         if prediction.flags and prediction.layout and prediction.fits is not False
     ]
     proposals = tuple(
-        make_proposal(prediction) for prediction in sorted(fitting, key=lambda prediction: -prediction.low)
+        make_proposal(prediction) for prediction in sorted(fitting, key=lambda prediction: -prediction.speedup.low)
     )
     half = None if changeable is None else _half_as_deep(changeable)
     half_proposal = make_proposal(half) if isinstance(half, Prediction) else half
@@ -169,7 +167,9 @@ def _needs(proposal: Proposal, memory: tuple[int, ...]) -> bool:
 def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float, prediction: Prediction) -> Proposal:
     """Returns the proposal to try a prediction. ``step_ms``: the part of the trial's step that a change may shorten, in
     milliseconds; ``more_between``: the milliseconds that were added to it."""
-    predicted, is_depth = _predicted(prediction, step_ms).plus(more_between), prediction.kind == "depth"
+    is_depth = prediction.kind == "depth"
+    # The measured step that trials are compared by, divided by the predicted speedup.
+    predicted = Interval.of(step_ms).over(prediction.speedup) + Interval.of(more_between)
     if is_depth:
         ms_between = trial.between_ms or 0.0
         predicted = Interval(predicted.value + ms_between / 2, predicted.low, predicted.high + ms_between)
@@ -196,16 +196,6 @@ def _half_as_deep(changeable: Changeable) -> Prediction | str:
     if half.fits is False:
         return f"a stage of half as many would need {max(half.needed or ()) / _GIB:.4g} GiB"
     return half
-
-
-def _predicted(prediction: Prediction, measured_ms: float) -> Interval:
-    """Returns the predicted step: the measured step that trials are compared by, divided by the predicted speedup."""
-    return Interval(measured_ms / prediction.speedup, measured_ms / prediction.high, measured_ms / prediction.low)
-
-
-def _interval(step: Spread) -> Interval:
-    half_width = _TO_ENDS * step.stdev / max(step.count - 1, 1) ** 0.5
-    return Interval(step.mean, max(step.mean - half_width, 1e-9), step.mean + half_width)
 
 
 def _width(proposal: Proposal) -> float:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import hypot
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.changes import RERUN
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
@@ -26,33 +26,6 @@ Why = Literal["nothing_left", "trials_spent", "not_measured"]
 
 class NoState(ValueError):
     """The file was not written by megaprof tune; the message completes ``it ...``."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A number with its 90 % interval."""
-
-    value: float
-    """The most likely value."""
-    low: float
-    """The lower end."""
-    high: float
-    """The upper end."""
-
-    def plus(self, more: float) -> Interval:
-        """Returns the interval moved up by ``more``."""
-        return Interval(self.value + more, self.low + more, self.high + more)
-
-    def over(self, other: Interval) -> Interval:
-        """Returns this step divided by ``other``; each was measured in a run of its own and is above 0."""
-        value = self.value / other.value
-        lower_error = hypot(1 - self.low / self.value, other.high / other.value - 1, RERUN)
-        upper_error = hypot(self.high / self.value - 1, 1 - other.low / other.value, RERUN)
-        return Interval(value, value * max(1 - lower_error, 0.0), value * (1 + upper_error))
-
-    def holds(self, other: Interval) -> bool:
-        """Returns whether the two intervals overlap, so that both may be the same number."""
-        return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True)
@@ -139,7 +112,7 @@ class Trial:
         """True if the measured step agrees with the predicted one; None if one of them is missing."""
         if self.proposal is None or self.step_ms is None:
             return None
-        return self.proposal.step_ms.holds(self.step_ms)
+        return self.proposal.step_ms.meets(self.step_ms)
 
 
 @dataclass(frozen=True)
@@ -232,10 +205,10 @@ def _result(tuning: Tuning) -> Result | None:
     if best is None or best.step_ms is None or first_trial is None or first_trial.step_ms is None:
         return None
     agreements = [trial.as_predicted for trial in tuning.measured if trial.as_predicted is not None]
-    command, speedup = tuning.command, Interval(1.0, 1.0, 1.0)
+    command, speedup = tuning.command, Interval.of(1.0)
     if best.proposal is not None:
         command = tuning.changed(tuning.command, best.proposal)
-        speedup = first_trial.step_ms.over(best.step_ms)
+        speedup = first_trial.step_ms.over(best.step_ms, RERUN)
     return Result(best.number, speedup, command, (sum(agreements), len(agreements)))
 
 

@@ -13,8 +13,10 @@ from megaprof.analysis.report.html import environment, static
 from megaprof.analysis.report.printing import heading, show_table, text
 from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text import words
+from megaprof.analysis.samples import Interval
+from megaprof.analysis.what_if.changes import RERUN
 from megaprof.formats.phrases import counted
-from megaprof.tune.state import Interval, Trial, Tuning
+from megaprof.tune.state import Trial, Tuning
 from megaprof.version import __version__
 
 _OUTCOMES = {
@@ -57,7 +59,7 @@ def sentence(tuning: Tuning) -> str:
             f"Nothing gained: the command as it was given is the quickest of {tried_layouts} tried{agreement_clause}."
         )
     best_trial, first_trial = tuning.trials[result.trial - 1], tuning.trials[0]
-    outcome = f"{ratio(result.speedup)} times as fast: {best_trial.what}{agreement_clause}."
+    outcome = f"{words.speedup(result.speedup)} times as fast: {best_trial.what}{agreement_clause}."
     if best_trial.stages is None or best_trial.stages == first_trial.stages:
         return outcome
     depths = f"{counted(best_trial.stages, 'stage')} instead of {first_trial.stages}"
@@ -98,7 +100,9 @@ def trials(tuning: Tuning) -> TableView:
             milliseconds(trial.proposal.step_ms) if trial.proposal else words.ABSENT,
             most(trial.memory),
             most(trial.proposal.memory) if trial.proposal else words.ABSENT,
-            ratio(first_step.over(trial.step_ms)) if trial.proposal and first_step and trial.step_ms else words.ABSENT,
+            words.speedup(first_step.over(trial.step_ms, RERUN))
+            if trial.proposal and first_step and trial.step_ms
+            else words.ABSENT,
             _outcome(trial),
         )
         for trial in tuning.trials
@@ -115,17 +119,12 @@ def command_line(tuning: Tuning) -> str | None:
 
 def milliseconds(step: Interval | None) -> str:
     """Returns a step with its interval."""
-    return words.ABSENT if step is None else words.within(step.value, (step.low, step.high))
+    return words.ABSENT if step is None else words.within(step)
 
 
 def most(memory: tuple[int, ...] | None) -> str:
     """Returns the memory of the largest stage in GiB."""
     return words.ABSENT if memory is None else f"{max(memory) / (1 << 30):.1f}"
-
-
-def ratio(speedup: Interval) -> str:
-    """Returns a speedup with its interval."""
-    return words.speedup(speedup.value, (speedup.low, speedup.high))
 
 
 def show(tuning: Tuning, console: Console) -> None:

@@ -80,12 +80,12 @@ class WhatIfPage:
     @property
     def change(self) -> float:
         """The change in time per token, as a fraction of the time in the captured run; negative if it is quicker."""
-        return 1.0 / self.now.prediction.speedup - 1.0
+        return 1.0 / self.now.prediction.speedup.value - 1.0
 
     @property
     def severity(self) -> str:
         """``fine`` if the step surely gets quicker, ``slow`` if it surely gets slower, otherwise empty."""
-        if not self.now.prediction.tells:
+        if self.now.prediction.speedup.holds(1.0):
             return ""
         return "fine" if self.change < 0 else "slow"
 

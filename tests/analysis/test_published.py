@@ -40,7 +40,7 @@ def test_the_long_last_stage_is_named(tmp_path: Path) -> None:
     assert [cause.stage for cause in target.causes if cause.kind == "embedding_or_loss"] == [3]
     (even,) = [each for each in target.what_if.candidates if each.kind == "balanced"]
     # Published: a last stage like the others would make the step 1.22 times as fast.
-    assert 1.1 < even.speedup < 1.25
+    assert 1.1 < even.speedup.value < 1.25
 
 
 def test_no_layout_is_advised_where_nobody_says_how_many_layers_there_are(tmp_path: Path) -> None:

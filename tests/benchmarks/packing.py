@@ -92,7 +92,7 @@ def outcomes_of(kind: str, job: int, repeats: int, out: Path) -> list[Outcome]:
     _run(kind, [("captured", before)], out / "first", 1)
     known = known_of(out / "first" / name(0, "captured"))
     plans = {each: found for each in PLANS if (found := plan(known, each)) is not None}
-    best = max(plans, key=lambda each: plans[each].prediction.speedup)
+    best = max(plans, key=lambda each: plans[each].prediction.speedup.value)
     laid = plans[best].steps[0]
     after = replace(before, packs=tuple(own for replica in laid for own in replica), microbatches=len(laid[0]))
     _run(kind, [("captured", before), (best, after)], out / "pairs", repeats)
@@ -107,12 +107,12 @@ def outcomes_of(kind: str, job: int, repeats: int, out: Path) -> list[Outcome]:
             Outcome(
                 captured=f"job {job}, {number}",
                 layout=best,
-                advised=said.low > 1.0,
+                advised=said.speedup.low > 1.0,
                 replay_error=own.run.replayed_ms / own.run.step_ms - 1.0,
                 captured_ms=own.run.step_ms,
-                predicted=said.speedup,
-                low=said.low,
-                high=said.high,
+                predicted=said.speedup.value,
+                low=said.speedup.low,
+                high=said.speedup.high,
                 measured=measured,
                 scatter=scatter,
             )

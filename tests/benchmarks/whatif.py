@@ -299,9 +299,9 @@ def _outcome(label: str, found: WhatIf, layout: str, measured: float, scatter: f
         advised=found.best is not None,
         replay_error=found.replay_error.mean,
         captured_ms=found.measured_ms,
-        predicted=predicted.speedup,
-        low=predicted.low or 0.0,
-        high=predicted.high or 0.0,
+        predicted=predicted.speedup.value,
+        low=predicted.speedup.low,
+        high=predicted.speedup.high,
         measured=measured,
         scatter=scatter,
     )

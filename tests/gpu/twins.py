@@ -267,7 +267,7 @@ def _priced(
 ) -> None:
     """Compare what a report says more of a job with the fault than of its twin with what the fault costs."""
     with_ms, twin_ms = (
-        [sum(cause["price"][bound] for cause in _its(fault, one)) for bound in ("ms", "low", "high")]
+        [sum(cause["price"][bound] for cause in _its(fault, one)) for bound in ("value", "low", "high")]
         for one in (with_it, without)
     )
     found.figures[f"{name}_{tool}_says_ms"] = with_ms

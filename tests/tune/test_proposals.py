@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.layouts import layers_per_stage, parse_layout
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
-from megaprof.tune.state import Interval, Proposal, Trial, Tuning
+from megaprof.tune.state import Proposal, Trial, Tuning
 from megaprof.tune.tuning import completed, upcoming
 from megaprof.tune.words import COLUMNS, failures, sentence, show, trials
 from tests.analysis.job_timelines import write_timelines

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from megaprof import cli
+from megaprof.analysis.samples import Interval
 from megaprof.autoload.arming import environment
 from megaprof.tune import trial, tuning
-from megaprof.tune.state import Interval, Trial, Tuning, load, store
+from megaprof.tune.state import Trial, Tuning, load, store
 from tests import programs
 from tests.cli.running import megaprof
 

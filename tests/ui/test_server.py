@@ -146,7 +146,7 @@ def test_moves_lead_to_the_layout_that_the_report_advises(client: TestClient, to
     assert " ".join(best.flags) in shown.text
     answered = what_if(client, top, layout=layout)
     assert answered["fault"] is None
-    assert f"{best.step_ms:.0f}" in Reader(answered["html"]).text
+    assert f"{best.step_ms.value:.0f}" in Reader(answered["html"]).text
     assert parse_qs(answered["query"])["layout"] == [layout]
 
 

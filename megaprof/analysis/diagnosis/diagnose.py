@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.examine import Examined, Price, more_steps, most_gained
+from megaprof.analysis.diagnosis.examine import Examined, more_steps, most_gained
 from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
-from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas
+from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas, reason
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
-from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
+from megaprof.analysis.diagnosis.policy import FILLED, LEAST
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
 
@@ -24,7 +25,7 @@ class Cause:
 
     kind: str
     """``layers``, ``slow_rank``, ... (docs/report.md)."""
-    price: Price
+    price: Interval
     """The time that a step would gain without this cause, averaged over all steps, with more expensive causes already
     fixed."""
     share: float
@@ -121,7 +122,7 @@ def diagnose(run: Examined) -> Diagnosis:
                 perhaps = _unsure(_causes_together(run, hiding, dearest[0], sure=False), run)
                 break
             fixed = [*hiding, dearest[0]]
-            alone = [float(asked.gain(term).mean()) if causes or hiding else together[0].price.ms for term in fixed]
+            alone = [float(asked.gain(term).mean()) if causes or hiding else together[0].price.value for term in fixed]
             causes += (replace(cause, alone_ms=ms) for cause, ms in zip(together, alone, strict=True))
             left = [term for term in left if term not in fixed]
             run, hiding = run.mended(*fixed), []
@@ -150,7 +151,7 @@ def diagnose(run: Examined) -> Diagnosis:
         clocks=clocks,
         sure=not perhaps
         and clocks
-        and all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(others)),
+        and all(beside.price(term, gain).high <= LEAST * beside.step_ms for term, gain in beside.gains(others)),
     )
 
 
@@ -162,8 +163,8 @@ def _explained(run: Examined, fitted: Fit, cause: Cause) -> Cause:
         of = of_replicas(run, fitted)
     else:
         return cause
-    parts = {"explained": of.share, "explained_low": of.low, "explained_high": of.high}
-    return replace(cause, reason=of.reason, parts={**cause.parts, **parts})
+    parts = {"explained": of.value, "explained_low": of.low, "explained_high": of.high}
+    return replace(cause, reason=reason(of), parts={**cause.parts, **parts})
 
 
 def _by_experts(run: Examined, cause: Cause) -> Cause:
@@ -180,7 +181,7 @@ def _by_experts(run: Examined, cause: Cause) -> Cause:
     parts = {"expert_tokens": load.tokens, "usual_expert_tokens": load.usual, "explained": explained}
     if explained < MOST:
         return replace(cause, reason="machine", parts={**cause.parts, **parts})
-    price, while_ms = Price(*(ms * load.evened for ms in astuple(cause.price))), cause.while_ms * load.evened
+    price, while_ms = cause.price * load.evened, cause.while_ms * load.evened
     return replace(cause, reason="expert_load", price=price, while_ms=while_ms, parts={**cause.parts, **parts})
 
 
@@ -191,7 +192,7 @@ def _needed(run: Examined, hiding: list[Term], last: Term) -> list[Term]:
     for term in hiding:
         others = [other for other in needed if other is not term]
         beside = run.mended(*others)
-        if beside.price(last, beside.gain(last))[0].low > LEAST * run.step_ms:
+        if beside.price(last, beside.gain(last)).low > LEAST * run.step_ms:
             needed = others
     return needed
 
@@ -202,13 +203,13 @@ def _causes_together(run: Examined, hiding: list[Term], last: Term, *, sure: boo
     causes, debt = [], 0.0
     for term in (*hiding, last):
         gain = run.gain(term)
-        price, lost = run.price(term, gain)[0], 0.0
+        price, lost = run.price(term, gain), 0.0
         if term is last:
             lost = debt
-            price = Price(*(ms + debt for ms in astuple(price)))
+            price += Interval.of(debt)
         else:
-            debt += min(price.ms, 0.0)
-            price = Price(*(max(ms, 0.0) for ms in astuple(price)))
+            debt += min(price.value, 0.0)
+            price = price.clipped(0.0)
         cause = _cause(run, term, price, gain, sure=sure)
         causes.append(replace(cause, while_ms=cause.while_ms + lost))
         run = run.mended(term)
@@ -218,7 +219,7 @@ def _causes_together(run: Examined, hiding: list[Term], last: Term, *, sure: boo
 def _unsure(together: list[Cause], run: Examined) -> list[Cause]:
     """Returns causes that gain enough only together, and not for certain."""
     *_, last = together
-    more = more_steps(len(run.table.steps), last.price.ms - last.price.low, last.price.ms - LEAST * run.step_ms)
+    more = more_steps(len(run.table.steps), last.price.value - last.price.low, last.price.value - LEAST * run.step_ms)
     return [replace(cause, more_steps=more) for cause in together]
 
 
@@ -229,11 +230,11 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[tuple[Term, Cause] | None
     for mean, gain, term in priced:
         if mean <= 0.0:
             break
-        price, error = run.price(term, gain)
+        price, doubt = run.price(term, gain), term.doubt_ms(mean)
         if price.low > LEAST * run.step_ms:
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
-            more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms - term.doubt * mean - term.waited_ms)
+            more = more_steps(len(gain), mean - price.low - doubt, mean - LEAST * run.step_ms - doubt)
             doubtful.append(_cause(run, term, price, gain, more, sure=False))
     return None, doubtful
 
@@ -252,12 +253,12 @@ def _masked(run: Examined, left: list[Term]) -> Term | None:
     hidden: list[Term] = []
     for term in chosen if len(chosen) > 1 else ():
         beside = run.mended(*(other for other in chosen if other is not term))
-        if any(beside.price(term, gain)[0].low > LEAST * run.step_ms for _, gain in beside.gains([term])):
+        if any(beside.price(term, gain).low > LEAST * run.step_ms for _, gain in beside.gains([term])):
             hidden.append(term)
     return max(hidden, key=lambda term: float(run.gain(term).mean()), default=None)
 
 
-def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0, *, sure: bool = True) -> Cause:
+def _cause(run: Examined, term: Term, price: Interval, gain: Floats, more: int = 0, *, sure: bool = True) -> Cause:
     """Returns a term as a cause. ``sure``: False if it is only possible; then it is not said in which steps it is
     present, because a size that differs between steps by chance looks the same."""
     table, kind = run.table, term.kind

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import erf, sqrt
 
 import numpy as np
 
 from megaprof.analysis.diagnosis.model import Model, blocks, drawn_steps, fit
-from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
+from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED
 from megaprof.analysis.diagnosis.state import measured
 from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.notes import Note
+from megaprof.analysis.samples import Interval, errors_of_mean
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.recorded import STEPS
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.parallel.schedules import phase_order
-
-#: How many times steps are drawn for an interval.
-_RESAMPLED = 1000
-
-
-@dataclass(frozen=True)
-class Price:
-    """Milliseconds of a step, with a 90 % interval."""
-
-    ms: float
-    """Most likely value."""
-    low: float
-    """Lower end of the interval."""
-    high: float
-    """Upper end of the interval."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +71,8 @@ class Examined:
                 gains.append((term, _gain(term, self.view, without, self.replay, base)))
         return gains
 
-    def price(self, term: Term, gain: Floats) -> tuple[Price, float]:
-        """Returns the price on average over all steps, and its standard error.
+    def price(self, term: Term, gain: Floats) -> Interval:
+        """Returns the price on average over all steps.
 
         Steps differ, contents are estimated, and a replay that misses the step misses the price.
         """
@@ -102,23 +87,19 @@ class Examined:
         of_one = mean * (term.once and term.group is None and len(gain) == 1)
         # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
-        price, error = self._within(gains, len(gain), mean, of_one**2 + of_content**2)
-        return replace(price, low=price.low - min(term.doubt * mean + term.waited_ms, max(mean, 0.0))), error
+        price = self._within(gains, len(gain), mean, of_one**2 + of_content**2)
+        return replace(price, low=price.low - term.doubt_ms(mean))
 
-    def of_replay(self, gain: Floats) -> Price:
+    def of_replay(self, gain: Floats) -> Interval:
         """Returns the price of a gain that does not depend on the model of passes."""
-        return self._within(gain, len(gain), float(gain.mean()))[0]
+        return self._within(gain, len(gain), float(gain.mean()))
 
-    def _within(self, gains: Floats, count: int, mean: float, besides: float = 0.0) -> tuple[Price, float]:
-        """Returns the price and the standard error of a gain of ``mean`` over ``count`` steps that differ as ``gains``
-        do. ``besides``: its variance for other reasons. Two more are added here: disturbances come at random, so a
-        shorter step would have met others; and a replay that misses the step also misses the price."""
-        n = len(gains)
-        of_steps = float(gains.var(ddof=1)) / count if n > 1 else 0.0
+    def _within(self, gains: Floats, count: int, mean: float, besides: float = 0.0) -> Interval:
+        """Returns the price of a gain of ``mean`` over ``count`` steps that differ as ``gains`` do. ``besides``: its
+        variance for other reasons. Two more are added here: disturbances come at random, so a shorter step would have
+        met others; and a replay that misses the step also misses the price."""
         besides += 2.0 * self.restless_ms * abs(mean) / count + ((self.missed + REPLAYED) * mean) ** 2
-        below, above = _reach(gains) * np.sqrt(n / count) if n > 1 else (0.0, 0.0)
-        low, high = (float(np.sqrt(reach**2 + LEVEL**2 * besides)) for reach in (below, above))
-        return Price(mean, mean - low, mean + high), float(np.sqrt(of_steps + besides))
+        return Interval.of(mean, float(np.sqrt(besides)), errors_of_mean(gains) * np.sqrt(len(gains) / count))
 
     def _in_other_blocks(self, term: Term) -> Floats:
         """Returns what a term costs, [draw], in steps made of drawn blocks of the microbatches of a single step, which
@@ -132,18 +113,6 @@ class Examined:
             took.append(self.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
         gain: Floats = took[0] - took[1]
         return gain
-
-
-def _reach(gains: Floats) -> Floats:
-    """Returns how far the true value may be below and above the average of steps. Steps are drawn with replacement,
-    because a few steps in which much is lost make the interval lopsided."""
-    n = len(gains)
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), size=_RESAMPLED) @ gains / n
-    tail = (1.0 - erf(LEVEL / sqrt(2.0))) / 2.0
-    low, high = np.quantile(drawn, (tail, 1.0 - tail))
-    # Drawn from few steps, averages differ less than those of new steps would.
-    reach: Floats = np.array([gains.mean() - low, high - gains.mean()]) * np.sqrt(n / (n - 1))
-    return reach
 
 
 def more_steps(steps: int, noise: float, room: float) -> int:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined
-from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
+from megaprof.analysis.diagnosis.policy import DRAWS
 from megaprof.analysis.diagnosis.view import EXCHANGE
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.table.table import Floats
 
 #: An explanation counts if it covers at least this fraction of a difference.
@@ -51,23 +52,6 @@ class PassCost:
 
 
 @dataclass(frozen=True)
-class Explained:
-    """The part of the difference between some passes that their lengths explain."""
-
-    share: float
-    """Fraction of the variance."""
-    low: float
-    """Lower end of its 90 % interval."""
-    high: float
-    """Upper end of its 90 % interval."""
-
-    @property
-    def reason(self) -> str | None:
-        """``data`` if lengths explain most of it, ``machine`` if they do not, None if that is not certain."""
-        return "data" if self.low >= MOST else "machine" if self.high < MOST else None
-
-
-@dataclass(frozen=True)
 class Lengths:
     """Sequence lengths of a run's microbatches, and what they explain."""
 
@@ -81,8 +65,8 @@ class Lengths:
     """Sum of squared lengths in the longest microbatch of a step / the mean, averaged over steps."""
     tokens_ratio: float
     """Most tokens in a microbatch of a step / the mean, averaged over steps."""
-    explained: Explained
-    """The part of the difference between microbatches of a step that they explain."""
+    explained: Interval
+    """The fraction of the variance between microbatches of a step that they explain."""
     costs: tuple[PassCost, ...]
     """The time of passes by tokens and sequences, for each stage, chunk and kind of pass."""
     drawn: tuple[tuple[float, float, float], ...]
@@ -170,7 +154,13 @@ def _three(values: Floats) -> tuple[float, float, float]:
     return float(values[0]), float(values[1]), float(values[2])
 
 
-def of_microbatches(run: Examined, fitted: Fit, stage: int | None = None) -> Explained:
+def reason(explained: Interval) -> str | None:
+    """Returns ``data`` if lengths explain most of a difference, ``machine`` if they do not, None if that is not
+    certain."""
+    return "data" if explained.low >= MOST else "machine" if explained.high < MOST else None
+
+
+def of_microbatches(run: Examined, fitted: Fit, stage: int | None = None) -> Interval:
     """Returns how much lengths explain of the differences between microbatches of a step, on all stages or on one."""
     ratio, by_work = _logs(run, fitted)
     if stage is None:
@@ -182,7 +172,7 @@ def of_microbatches(run: Examined, fitted: Fit, stage: int | None = None) -> Exp
     )
 
 
-def of_replicas(run: Examined, fitted: Fit) -> Explained:
+def of_replicas(run: Examined, fitted: Fit) -> Interval:
     """Returns how much lengths explain of the differences between replicas of a step."""
     ratio, by_work = (np.median(logs, axis=(2, 3, 4, 5)) for logs in _logs(run, fitted))
     return _explained(ratio - ratio.mean(axis=1, keepdims=True), by_work - by_work.mean(axis=1, keepdims=True))
@@ -196,8 +186,8 @@ def _logs(run: Examined, fitted: Fit) -> tuple[Floats, Floats]:
     return measured, predicted
 
 
-def _explained(measured: Floats, predicted: Floats) -> Explained:
-    """Returns which fraction of a variance is explained, with an interval from draws of its samples."""
+def _explained(measured: Floats, predicted: Floats) -> Interval:
+    """Returns which fraction of a variance is explained."""
     whole, left = (measured**2).reshape(-1), ((measured - predicted) ** 2).reshape(-1)
     n = len(whole)
     random = np.random.default_rng(0)
@@ -209,8 +199,8 @@ def _explained(measured: Floats, predicted: Floats) -> Explained:
         return float(np.clip(1.0 - chance * left / max(whole, 1e-18), 0.0, 1.0))
 
     drawn = [share(float(weight @ whole), float(weight @ left)) for weight in weights]
-    at, error = share(float(whole.sum()), float(left.sum())), float(np.std(drawn))
-    return Explained(at, max(at - LEVEL * error, 0.0), min(at + LEVEL * error, 1.0))
+    at = share(float(whole.sum()), float(left.sum()))
+    return Interval.of(at, draws=np.array(drawn) - at)
 
 
 def _medians(x: Floats, y: Floats, weights: Floats) -> Floats:

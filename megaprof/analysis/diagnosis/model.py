@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import of_both
-from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
-from megaprof.analysis.samples import MAD
+from megaprof.analysis.diagnosis.policy import DRAWS
+from megaprof.analysis.samples import LEVEL, MAD
 from megaprof.analysis.table.modules import EMBEDDING, LOSS, measured
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
 

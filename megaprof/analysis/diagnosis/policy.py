@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-#: A cause is named if it certainly costs more than this fraction of the step.
+#: A cause is named if it certainly costs more than this fraction of the step: the lower end of its interval
+#: (`samples.Interval`) is above it.
 LEAST = 0.02
-#: Half the width of a two-sided 90 % interval, in standard errors. Certainly: its lower end is above the limit.
-LEVEL = 1.645
 #: With this many microbatches per stage, filling and draining a pipeline costs nothing that matters (GPipe, Huang et
 #: al. 2019, section 4: "negligible when M >= 4 K").
 FILLED = 4

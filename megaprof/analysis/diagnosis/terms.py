@@ -36,6 +36,10 @@ class Term:
     waited_ms: float = 0.0
     """Milliseconds of it that its ranks may have waited for a processor core, outside of passes."""
 
+    def doubt_ms(self, gain_ms: float) -> float:
+        """Returns how much of what a step gains without it may have another cause, however many steps there are."""
+        return min(self.doubt * gain_ms + self.waited_ms, max(gain_ms, 0.0))
+
 
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:
     """Returns every term that could cost enough. No change can gain more than it takes out of passes."""

@@ -1,7 +1,7 @@
 """Compares two captures, stage by stage: what changed, and whether it changed by more than it usually varies.
 
-A change is *beyond the spread* when the means differ by more than `NOISE` standard errors of their difference (Welch).
-The samples are steps. If fewer than `FEWEST` steps were captured, the samples are microbatches, for the quantities that
+A change is *beyond the spread* when the 90 % interval of the difference of both means is above or below 0. The samples
+are steps. If fewer than `FEWEST` steps were captured, the samples are microbatches, for the quantities that
 are known per microbatch (forward, backward, and compute as their sum). If both are too few, the answer is None. Times
 of models with different layers are shown, and no change of them is computed.
 
@@ -12,13 +12,11 @@ the error of the prediction.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
-from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.report.diff import (
     QUANTITIES,
@@ -34,13 +32,11 @@ from megaprof.analysis.report.diff import (
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.what_if import name_of
-from megaprof.analysis.samples import Spread
-from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.layouts import format_layout
 from megaprof.analysis.what_if.what_if import layout_of
 from megaprof.formats.faults import Unanswerable
 
-NOISE = 2.0
 FEWEST = 3
 #: Causes that come from the machine or its load. Another machine might not have them; no layout fixes them.
 _OF_MACHINE = frozenset(
@@ -174,52 +170,38 @@ def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -
     layout = format_layout(pieces)
     for prediction in before.what_if.candidates:
         if prediction.layout == layout:
-            expected, uncertain = _expected(prediction, old, new, layer)
-            judged = prediction.tells and uncertain is not None and uncertain < abs(old.step_ms - prediction.step_ms)
+            expected = _expected(prediction.step_ms, old, new, layer)
+            error, inside = None, None
+            if expected is not None:
+                error = expected.value / new.step_ms - 1.0
+                told = (expected.high - expected.low) / 2 < abs(old.step_ms - prediction.step_ms.value)
+                inside = expected.holds(new.step_ms) if told and not prediction.speedup.holds(1.0) else None
             return Kept(
                 what=name_of(prediction, before.what_if),
                 layout=layout,
-                predicted_ms=prediction.step_ms,
+                predicted_ms=prediction.step_ms.value,
                 expected_ms=expected,
-                uncertain_ms=uncertain,
                 measured_ms=new.step_ms,
                 before_ms=old.step_ms,
                 predicted=prediction.speedup,
-                low=prediction.low,
-                high=prediction.high,
                 measured=old.step_ms / new.step_ms,
-                error=None if expected is None else expected / new.step_ms - 1.0,
-                inside=abs(expected - new.step_ms) <= uncertain if judged and expected and uncertain else None,
+                error=error,
+                inside=inside,
             )
     return None
 
 
-def _expected(
-    prediction: Prediction, old: Diagnosis, new: Diagnosis, layer: Difference | None
-) -> tuple[float | None, float | None]:
-    """Returns what a prediction amounts to on another machine, in milliseconds, and how far that may be off.
+def _expected(step_ms: Interval, old: Diagnosis, new: Diagnosis, layer: Difference | None) -> Interval | None:
+    """Returns what a predicted step amounts to on another machine, in milliseconds.
 
     A prediction leaves the disturbances of the step as they were, so they are replaced by those of the new machine. The
-    rest of the step is scaled by the factor by which a layer became slower in the quicker passes. Both values are None
-    if that factor is not known, or if the disturbances leave nothing of the predicted step: they cost less in another
-    layout then.
+    rest of the step is scaled by the factor by which a layer became slower in the quicker passes. None if that factor
+    is not known, or if the disturbances leave nothing of the predicted step: they cost less in another layout then.
     """
-    (first, of_first), (second, of_second) = _disturbed(old), _disturbed(new)
-    if layer is None or not layer.before or not layer.after or first >= prediction.step_ms:
-        return None, None
-    slower = layer.after / layer.before
-    reach = (
-        prediction.step_ms * (prediction.speedup / end - 1.0) for end in (prediction.low, prediction.high) if end > 0.0
-    )
-    of_layout = max(map(abs, reach), default=math.inf)
-    expected = (prediction.step_ms - first) * slower + second
-    return expected, math.hypot(of_layout * slower, of_first * slower, of_second)
-
-
-def _disturbed(diagnosis: Diagnosis) -> tuple[float, float]:
-    """Returns the milliseconds of a step that are lost to causes from the machine, and half of their interval."""
-    prices = [cause.price for cause in diagnosis.causes if cause.kind in _OF_MACHINE]
-    return sum(price.ms for price in prices) + diagnosis.rest_ms, math.hypot(*((p.high - p.low) / 2 for p in prices))
+    first, second = (_price(diagnosis, _OF_MACHINE) + Interval.of(diagnosis.rest_ms) for diagnosis in (old, new))
+    if layer is None or not layer.before or not layer.after or first.value >= step_ms.value:
+        return None
+    return ((step_ms + first * -1.0) * (layer.after / layer.before) + second).clipped(0.0)
 
 
 def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> StageDiff:
@@ -250,41 +232,37 @@ def _difference(before: Spread | None, after: Spread | None, old: list[Spread], 
     if before is None or after is None:
         return Difference(before.mean if before else None, after.mean if after else None, None, None)
     fraction = after.mean / before.mean - 1 if before.mean else None
-    ends = _ends([before], [after])
-    if ends is None and old and new:
-        ends = _ends(old, new)
-    if ends is None:
+    more = _grown([before], [after])
+    if more is None and old and new:
+        more = _grown(old, new)
+    if more is None:
         return Difference(before.mean, after.mean, fraction, None)
-    low, high = (None, None) if fraction is None else (end / before.mean for end in ends)
-    return Difference(before.mean, after.mean, fraction, not ends[0] <= 0.0 <= ends[1], low, high)
+    low, high = (None, None) if fraction is None else (more.low / before.mean, more.high / before.mean)
+    return Difference(before.mean, after.mean, fraction, not more.holds(0.0), low, high)
 
 
-def _ends(before: list[Spread], after: list[Spread]) -> tuple[float, float] | None:
-    """Returns the interval of the difference of two sums of independent means; None if one of the means has too few
-    samples."""
+def _grown(before: list[Spread], after: list[Spread]) -> Interval | None:
+    """Returns the difference of two sums of means; None if one of the means has too few samples."""
     if any(spread.count < FEWEST for spread in (*before, *after)):
         return None
-    difference = sum(s.mean for s in after) - sum(s.mean for s in before)
-    # `stdev` is of the samples themselves (divided by n), so dividing by n - 1 gives the unbiased error of the mean.
-    error = math.sqrt(sum(s.stdev**2 / (s.count - 1) for s in (*before, *after)))
-    return difference - NOISE * error, difference + NOISE * error
+    signed = [*((spread, -1.0) for spread in before), *((spread, 1.0) for spread in after)]
+    return sum((Interval.of(spread.mean, spread.error) * sign for spread, sign in signed), Interval.of(0.0))
 
 
 def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Difference]:
     if before is None or after is None:
         return {}
     kinds = dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes))
-    return {kind: _prices(_of_kind(before, kind), _of_kind(after, kind)) for kind in kinds}
+    return {kind: _prices(*(_price(diagnosis, {kind}) for diagnosis in (before, after))) for kind in kinds}
 
 
-def _of_kind(diagnosis: Diagnosis, kind: str) -> Price:
-    prices = [cause.price for cause in diagnosis.causes if cause.kind == kind]
-    return Price(sum(p.ms for p in prices), sum(p.low for p in prices), sum(p.high for p in prices))
+def _price(diagnosis: Diagnosis, kinds: Set[str]) -> Interval:
+    return sum((cause.price for cause in diagnosis.causes if cause.kind in kinds), Interval.of(0.0))
 
 
-def _prices(old: Price, new: Price) -> Difference:
-    apart = new.low > old.high or new.high < old.low
-    return Difference(old.ms, new.ms, new.ms / old.ms - 1.0 if old.ms else None, apart)
+def _prices(old: Interval, new: Interval) -> Difference:
+    change = new.value / old.value - 1.0 if old.value else None
+    return Difference(old.value, new.value, change, not new.meets(old))
 
 
 def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megaprof.analysis.diagnosis.stages import Basis
 from megaprof.analysis.notes import Note
+from megaprof.analysis.samples import Interval
 from megaprof.parallel.topology import ParallelSizes
 
 QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")
@@ -24,8 +25,7 @@ class Difference:
     beyond_spread: bool | None
     """True if it changed by more than it usually varies; None if there are too few samples, or no ``change``."""
     low: float | None = None
-    """Lower end of the interval of ``change``: two standard errors of the difference below it. None if there are too
-    few samples, or no ``change``."""
+    """Lower end of the 90 % interval of ``change``. None if there are too few samples, or no ``change``."""
     high: float | None = None
     """Upper end of that interval."""
 
@@ -54,30 +54,24 @@ class Kept:
     """The layout as in Megatron's ``--pipeline-model-parallel-layout``."""
     predicted_ms: float
     """Predicted step in milliseconds, on the machine as it was in the first capture."""
-    expected_ms: float | None
+    expected_ms: Interval | None
     """Predicted step in milliseconds, on the machine as it was in the second capture: with layers as fast and
     disturbances as large as they were there. None if a capture does not show the cost of a layer, or if
     the disturbances of the first one leave nothing of the prediction."""
-    uncertain_ms: float | None
-    """Uncertainty of ``expected_ms`` in milliseconds: half of its 90 % interval. None if ``expected_ms`` is None."""
     measured_ms: float
     """Measured step of the second capture in milliseconds."""
     before_ms: float
     """Measured step of the first capture in milliseconds."""
-    predicted: float
+    predicted: Interval
     """Predicted speedup."""
-    low: float
-    """Lower end of the 90 % interval of the predicted speedup."""
-    high: float
-    """Upper end of the 90 % interval of the predicted speedup."""
     measured: float
     """Measured speedup: ``before_ms`` / ``measured_ms``, whatever caused it."""
     error: float | None
     """Error of the prediction: ``expected_ms`` / ``measured_ms`` - 1. None if ``expected_ms`` is None."""
     inside: bool | None
-    """True if ``measured_ms`` is within ``uncertain_ms`` of ``expected_ms``. None if ``expected_ms`` is
-    None, if the predicted interval includes both slower and faster, or if the uncertainty is at least as large as the
-    predicted change of the step."""
+    """True if ``measured_ms`` is in the interval of ``expected_ms``. None if ``expected_ms`` is None, if the predicted
+    interval includes both slower and faster, or if half of the interval is at least as large as the predicted change of
+    the step."""
 
 
 @dataclass(frozen=True)

@@ -234,9 +234,9 @@ def of_what_if(predictions: WhatIf) -> TableView | None:
         rows.append(
             row(
                 Cell(name_of(change, predictions), code=shlex.join(change.flags)),
-                bar("best" if best else "after", change.step_ms),
-                within(change.step_ms, change.reach_ms),
-                speedup(change.speedup, change.reach),
+                bar("best" if best else "after", change.step_ms.value),
+                within(change.step_ms),
+                speedup(change.speedup),
                 emphasis="most" if best else "",
             )
         )

@@ -56,7 +56,7 @@ def stages_after(measured: TargetStages, run: Changeable, effect: Tried) -> Stag
     What a stage computes changes in proportion to its replayed passes. Its bubble grows by as much as the stage idles
     longer in the replay, and shrinks in proportion: the tables and the replay need not agree on how long it idles.
     """
-    step = effect.prediction.step_ms / run.measured_ms
+    step = effect.prediction.step_ms.value / run.measured_ms
     idle_now, idle_then = (
         [ms / run.measured_ms for ms in tried_setting.idle_ms] for tried_setting in (run.as_captured, effect)
     )

@@ -30,7 +30,7 @@ def layouts(run: Changeable) -> list[Priced]:
         for pieces in _quickest(run, run.baseline.replay, _PRICED)
     ]
     first: dict[object, Priced] = {}
-    for candidate in sorted(tried, key=lambda candidate: candidate.prediction.step_ms):
+    for candidate in sorted(tried, key=lambda candidate: candidate.prediction.step_ms.value):
         first.setdefault((candidate.prediction.layers, candidate.prediction.fits), candidate)
     return [*first.values()][:_MOST_LAYOUTS]
 

@@ -6,13 +6,12 @@ through it, so both give the same number for the same change.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.examine import Price
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import rescheduled
 from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.table.table import Floats
@@ -182,8 +181,11 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
     prediction = predicted(run, "by_hand", wanted).prediction
     change = run.change(wanted)
     if wanted.packing is not None:
-        both = laid if (wanted.pieces, change) == (run.pieces, run.baseline.as_is) else _sum(asked, laid, prediction)
-        prediction = replace(prediction, step_ms=both.step_ms, speedup=both.speedup, low=both.low, high=both.high)
+        both = laid.step_ms
+        if (wanted.pieces, change) != (run.pieces, run.baseline.as_is):  # predicted on top of what was laid
+            both = prediction.step_ms + laid.step_ms + Interval.of(-laid.step_ms.value)
+        took = Prediction.of("by_hand", asked.measured_ms, both)
+        prediction = replace(prediction, step_ms=took.step_ms, speedup=took.speedup)
     if not wanted.same_tokens:
         prediction = prediction.of_tokens(wanted.microbatches / run.microbatches)
     prediction = replace(
@@ -215,16 +217,6 @@ def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]
             f"{sequences.most} tokens, which is what memory was seen to hold"
         )
     return replace(run, baseline=baseline(sequences.run, laid.passes, laid.replay)), laid.prediction
-
-
-def _sum(run: Changeable, laid: Prediction, beside: Prediction) -> Prediction:
-    """Returns the prediction of two changes together: ``laid``, and ``beside``, which was predicted on top of it. Their
-    gains add up, and so do the squares of their errors."""
-    gain = run.measured_ms - beside.step_ms
-    below, above = (
-        math.hypot(*(prediction.reach_ms[end] - prediction.step_ms for prediction in (laid, beside))) for end in (0, 1)
-    )
-    return Prediction.of("by_hand", run.measured_ms, Price(gain, gain - above, gain + below))
 
 
 def _check(run: Changeable, wanted: Setting) -> None:

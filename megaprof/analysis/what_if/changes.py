@@ -17,9 +17,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.examine import Examined, Price, more_steps
+from megaprof.analysis.diagnosis.examine import Examined, more_steps
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
-from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
+from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED
+from megaprof.analysis.samples import LEVEL, Interval
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.simulation.simulate import Simulation, played
 from megaprof.analysis.table.table import Floats
@@ -29,8 +30,6 @@ _LONGEST = 4
 #: No prediction is more certain than this, as a fraction of the step: runs of one layout or packing, in turns with
 #: others, differ by as much (`make bench-whatif`: 1 to 3 %), and a single run does not show it.
 RERUN = 0.02
-#: The quantiles of `policy.LEVEL`.
-_ENDS = 0.05, 0.95
 
 Kind = Literal["layout", "chunks", "depth", "balanced", "microbatches", "packing", "even_packing", "by_hand"]
 
@@ -41,14 +40,10 @@ class Prediction:
 
     kind: Kind
     """What is changed."""
-    step_ms: float
+    step_ms: Interval
     """Predicted step in milliseconds."""
-    speedup: float
+    speedup: Interval
     """Measured step / predicted step; if the number of tokens changes (``step_tokens``), the same per token."""
-    low: float
-    """Lower end of the speedup's 90 % interval."""
-    high: float
-    """Upper end of the speedup's 90 % interval."""
     layout: str | None = None
     """Layout as in Megatron's ``--pipeline-model-parallel-layout``; None if the change has no layout of its own."""
     layers: tuple[int, ...] = ()
@@ -81,21 +76,14 @@ class Prediction:
     no number would."""
 
     @classmethod
-    def of(cls, kind: Kind, measured_ms: float, gain: Price, more_steps: int = 0) -> Prediction:
-        """Returns the prediction of a step of ``measured_ms`` that gets shorter by ``gain``."""
-        steps = [max(measured_ms - ms, 0.01 * measured_ms) for ms in (gain.ms, gain.low, gain.high)]
-        speedup, low, high = (measured_ms / ms for ms in steps)
-        return cls(kind, steps[0], speedup, low, high, more_steps=more_steps)
+    def of(cls, kind: Kind, measured_ms: float, step_ms: Interval, more_steps: int = 0) -> Prediction:
+        """Returns the prediction of a step that took ``measured_ms`` and would take ``step_ms``."""
+        step_ms = step_ms.clipped(0.01 * measured_ms)
+        return cls(kind, step_ms, Interval.of(measured_ms).over(step_ms), more_steps=more_steps)
 
     def of_tokens(self, times: float) -> Prediction:
         """Returns the same prediction for a step with ``times`` as many tokens as the captured one."""
-        speedup, low, high = (times * factor for factor in (self.speedup, self.low, self.high))
-        return replace(self, speedup=speedup, low=low, high=high, step_tokens=times)
-
-    @property
-    def tells(self) -> bool:
-        """True if the interval is on one side of 1, so that it is certain whether a token gets faster or slower."""
-        return not self.low <= 1.0 <= self.high
+        return replace(self, speedup=self.speedup * times, step_tokens=times)
 
     def exceeds(self, held: Sequence[int] | None) -> bool:
         """Returns whether some stage holds more activations at once than any stage ``held``, unless memory was measured
@@ -103,16 +91,6 @@ class Prediction:
         if self.fits or not held or not self.in_flight:
             return False
         return max(self.in_flight) * self.activations > max(held)
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        """The 90 % interval of the speedup."""
-        return self.low, self.high
-
-    @property
-    def reach_ms(self) -> tuple[float, float]:
-        """The 90 % interval of the step, in milliseconds."""
-        return self.step_ms * self.speedup / self.high, self.step_ms * self.speedup / self.low
 
 
 @dataclass(frozen=True)
@@ -407,26 +385,25 @@ def gained(
     ``missed`` (by the replay) and ``unsure`` are fractions of the step that more steps do not make smaller.
     """
     mean = float(gains.mean())
-    noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(sure**2))))
     # A change may gain or lose all of the time that the replay misses.
-    lasting = (math.hypot(unsure, RERUN) + missed) * measured_ms
-    other = math.hypot(LEVEL * of_steps, lasting, LEVEL * REPLAYED * mean)
-    below, above = (float(end) for end in np.quantile(free, _ENDS))
-    low, high = mean - math.hypot(min(below, 0.0), other), mean + math.hypot(max(above, 0.0), other)
-    more = _more(len(gains), mean, low, noise, LEAST * measured_ms)
-    return Priced(Prediction.of(kind, measured_ms, Price(mean, low, high), more), mean + free)
+    lasting = (math.hypot(unsure, RERUN) + missed) * measured_ms / LEVEL
+    gain = Interval.of(mean, math.hypot(of_steps, lasting, REPLAYED * mean), free)
+    noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(sure**2))))
+    more = _more(len(gains), gain, noise, LEAST * measured_ms)
+    return Priced(Prediction.of(kind, measured_ms, Interval.of(measured_ms) + gain * -1.0, more), mean + free)
 
 
-def _more(n: int, mean: float, low: float, noise: float, least: float) -> int:
+def _more(n: int, gain: Interval, noise: float, least: float) -> int:
     """Returns how many more steps would show whether the gain is at least ``least``. More steps make ``noise`` smaller,
     but not the rest of the interval."""
-    if low > least or mean <= least:
+    if gain.low > least or gain.value <= least:
         return 0
-    lasting = max((mean - low) ** 2 - noise**2, 0.0)
-    return more_steps(n, noise, math.sqrt(max((mean - least) ** 2 - lasting, 0.0)))
+    lasting = max((gain.value - gain.low) ** 2 - noise**2, 0.0)
+    return more_steps(n, noise, math.sqrt(max((gain.value - least) ** 2 - lasting, 0.0)))
 
 
 def apart(one: Priced, other: Priced) -> bool:
     """Returns whether the draws show which of two changes gains more."""
-    below, above = np.quantile(one.gains - other.gains, _ENDS)
-    return bool(below > 0.0 or above < 0.0)
+    gained_more = one.gains - other.gains
+    middle = float(np.median(gained_more))
+    return not Interval.of(middle, draws=gained_more - middle).holds(0.0)

@@ -145,7 +145,7 @@ def plans(sequences: Sequences) -> list[Prediction]:
     several = sequences.work.shape[1] > 1
     possible = [plan(sequences, name) for name in PLANS if several or name != POOLED]
     predictions = [laid.prediction for laid in possible if laid is not None]
-    return [*sorted(predictions, key=lambda prediction: prediction.step_ms), _even(sequences)]
+    return [*sorted(predictions, key=lambda prediction: prediction.step_ms.value), _even(sequences)]
 
 
 def _even(sequences: Sequences) -> Prediction:

@@ -129,7 +129,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     best = _best(compared, changeable.in_flight)
     advised = None if best is None else best.prediction
     alike = () if best is None else _alike(best, compared)
-    quicker = [candidate.prediction for candidate in compared if candidate.prediction.speedup > 1.0]
+    quicker = [candidate.prediction for candidate in compared if candidate.prediction.speedup.value > 1.0]
     more = quicker[0].more_steps if best is None and quicker else 0
     predictions = replace(
         replayed,
@@ -214,7 +214,9 @@ def _held(table: Table) -> Held | Note:
 def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:
     """Returns the fastest layout that certainly gains enough; of those that cannot be told apart from it, one that
     needs no more activations than stages were seen to hold."""
-    gaining = [each for each in compared if each.prediction.low > 1.0 + LEAST and each.prediction.fits is not False]
+    gaining = [
+        each for each in compared if each.prediction.speedup.low > 1.0 + LEAST and each.prediction.fits is not False
+    ]
     if not gaining:
         return None
     first = gaining[0]
@@ -239,8 +241,8 @@ def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Adv
         return "change"
     if first is None:
         return "no_other"
-    if first.fits is False and first.low > 1.0 + LEAST:
+    if first.fits is False and first.speedup.low > 1.0 + LEAST:
         return "none_fits"
     if more:
         return "open"
-    return "unsure" if first.high > 1.0 + LEAST else "none_better"
+    return "unsure" if first.speedup.high > 1.0 + LEAST else "none_better"

@@ -161,11 +161,11 @@ def in_words(answer: WhatIfAnswer) -> list[str]:
 
     prediction = answer.prediction
     now = f"{number(answer.measured_ms)} ms"
-    step = f"{within(prediction.step_ms, prediction.reach_ms)} ms instead of {now}: {fast(prediction)}"
+    step = f"{within(prediction.step_ms)} ms instead of {now}: {fast(prediction)}"
     if answer.what == AS_CAPTURED:
         step = f"{now}; nothing is changed"
-    elif not prediction.tells:
-        step += f", so it may be {'slower' if prediction.speedup > 1.0 else 'faster'}, too"
+    elif prediction.speedup.holds(1.0):
+        step += f", so it may be {'slower' if prediction.speedup.value > 1.0 else 'faster'}, too"
     imbalance = "" if answer.imbalance is None else f", imbalance {answer.imbalance:.2f}"
     lines = [
         f"{title(answer.target, answer.role)}: {answer.what}",

@@ -257,7 +257,7 @@ def test_a_slow_rank_costs_what_the_step_takes_longer_than_without_it(tmp_path: 
     assert cause.ranks == (rank,)
     assert slow.diagnosis is not None
     assert healthy.diagnosis is not None
-    assert slow.diagnosis.step_ms - cause.price.ms == pytest.approx(healthy.diagnosis.step_ms, rel=0.04)
+    assert slow.diagnosis.step_ms - cause.price.value == pytest.approx(healthy.diagnosis.step_ms, rel=0.04)
     assert slow.what_if.best is not None
     assert slow.what_if.best.layers[1] < 4, "with that rank as it is"
     assert healthy.what_if.advice is not None
@@ -310,7 +310,7 @@ def test_a_reduction_that_may_wait_for_a_replica_that_was_not_captured_is_only_a
     assert "communication" not in {cause.kind for cause in target.causes}
     (possible,) = (cause for cause in target.diagnosis.perhaps if cause.kind == "communication")
     assert possible.group == "dp"
-    assert possible.price.low <= 0.0 < possible.price.ms
+    assert possible.price.low <= 0.0 < possible.price.value
     assert possible.more_steps == 0
 
 

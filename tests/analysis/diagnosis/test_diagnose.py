@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _needed, diagnose
-from megaprof.analysis.diagnosis.examine import Price, _reach, examine
+from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.exchanges import receivers
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
-from megaprof.analysis.diagnosis.policy import LEAST, LEVEL
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.diagnosis.view import EXCHANGE
+from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
 from megaprof.analysis.table.table import WAIT, Table, Unfit
 from tests.analysis.tables import tables_in
 from tests.analysis.truth.files import write
@@ -124,8 +125,8 @@ def test_one_fault_is_named_alone_with_its_place_and_its_price(pipeline, fault, 
     assert [place(cause) for cause in found.causes] == [expected]
     (cause,) = found.causes
     price = cause.price
-    assert price.low <= price.ms <= price.high
-    assert price.ms == pytest.approx(Priced(pipeline).price(fault).mean(), rel=0.1)
+    assert price.low <= price.value <= price.high
+    assert price.value == pytest.approx(Priced(pipeline).price(fault).mean(), rel=0.1)
 
 
 SHARED = Fault("processor_wait", 1.6, stage=2, replica=1)
@@ -138,7 +139,7 @@ def test_a_rank_that_shares_its_core_waits_and_is_not_slow(pipeline, tmp_path):
     (cause,) = diagnose(examine(table)).causes
     assert (cause.kind, cause.reason) == ("processor_wait", None)
     assert set(cause.ranks) <= set(table.ranks[SHARED.replica, SHARED.stage].tolist())
-    assert cause.price.ms == pytest.approx(Priced(pipeline).price(SHARED).mean(), rel=0.1)
+    assert cause.price.value == pytest.approx(Priced(pipeline).price(SHARED).mean(), rel=0.1)
     # 1.6 times as long means that 6 of 16 milliseconds were waited.
     waits = 0.375 * 1.6 * pipeline.microbatches * pipeline.forward_ms * (1.0 + pipeline.ratio)
     assert cause.parts["waited_ms"] == pytest.approx(waits, rel=0.1)
@@ -155,7 +156,7 @@ def test_a_stage_without_peers_that_shares_its_core_is_slow_for_no_certain_reaso
     assert found.causes == ()
     (cause,) = (each for each in found.perhaps if each.kind == "unexplained")
     assert cause.stage == 2
-    assert cause.price.low < LEAST * found.step_ms < cause.price.ms < cause.price.high
+    assert cause.price.low < LEAST * found.step_ms < cause.price.value < cause.price.high
     (cause,) = diagnosis_of(replace(pipeline, counted=False), tmp_path / "uncounted").causes
     assert (cause.kind, cause.stage) == ("unexplained", 2)
 
@@ -174,7 +175,7 @@ def test_what_ranks_wait_for_a_core_is_one_cause(recording, tmp_path):
     assert sorted(cause.ranks) == sorted(table.ranks[waited >= LEAST * found.step_ms])
     lost = found.step_ms - Priced(replace(pipeline, load=0.0, faults=())).length(frozenset()).mean()
     # What the quicker passes waited is told of none of them.
-    assert 0.5 * lost < cause.price.ms < cause.price.ms + found.rest_ms < 1.1 * lost
+    assert 0.5 * lost < cause.price.value < cause.price.value + found.rest_ms < 1.1 * lost
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_what_waits_for_a_core_may_explain_of_a_stage_or_a_link_makes_its_price_
     quiet, busy = found
     (cause,) = (each for each in quiet.causes if each.kind != WAIT)
     (price,) = (each.price for each in (*busy.causes, *busy.perhaps) if place(each) == place(cause))
-    assert price.ms - price.low > 2.0 * (cause.price.ms - cause.price.low)
+    assert price.value - price.low > 2.0 * (cause.price.value - cause.price.low)
     assert price.low <= Priced(replace(pipeline, faults=(fault,))).price(fault).mean() <= price.high
     assert [place(each) for each in busy.causes if each.kind != WAIT] in ([], [place(cause)])
 
@@ -209,7 +210,7 @@ def test_what_a_busy_machine_takes_from_passes_is_named_alone(recording, tmp_pat
     assert cause.kind == "processor_wait"
     lost = found.step_ms - Priced(replace(busy, load=0.0)).length(frozenset()).mean()
     # What the quicker passes waited is told of none of them.
-    assert 0.5 * lost < cause.price.ms < cause.price.ms + found.rest_ms < 1.1 * lost
+    assert 0.5 * lost < cause.price.value < cause.price.value + found.rest_ms < 1.1 * lost
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_two_faults_are_told_dearest_first_and_no_millisecond_twice(tmp_path):
     pipeline = replace(pipeline, faults=(Fault("layers", 2, stage=1), slow))
     found = diagnosis_of(pipeline, tmp_path)
     assert {cause.kind for cause in found.causes} == {"layers", "slow_rank"}
-    prices = [cause.price.ms for cause in found.causes]
+    prices = [cause.price.value for cause in found.causes]
     assert prices == sorted(prices, reverse=True)
     priced = Priced(pipeline)
     together = float((priced.length(priced.all) - priced.length(frozenset())).mean())
@@ -258,7 +259,7 @@ def test_two_faults_that_hide_each_other_are_both_named(tmp_path):
     found = diagnosis_of(pipeline, tmp_path)
     assert {(cause.kind, cause.stage) for cause in found.causes} == {("layers", 0), ("slow_rank", 2)}
     together = float((priced.length(priced.all) - priced.length(frozenset())).mean())
-    assert sum(cause.price.ms for cause in found.causes) == pytest.approx(together, rel=0.05)
+    assert sum(cause.price.value for cause in found.causes) == pytest.approx(together, rel=0.05)
 
 
 def test_what_is_slow_is_slow_for_work_that_it_is_given(tmp_path):
@@ -268,8 +269,8 @@ def test_what_is_slow_is_slow_for_work_that_it_is_given(tmp_path):
     found = diagnosis_of(pipeline, tmp_path)
     priced = Priced(pipeline)
     first, second = found.causes
-    assert first.price.ms == pytest.approx(priced.price(loss).mean(), rel=0.02)
-    assert second.price.ms == pytest.approx(priced.price(slow, [loss]).mean(), rel=0.02)
+    assert first.price.value == pytest.approx(priced.price(loss).mean(), rel=0.02)
+    assert second.price.value == pytest.approx(priced.price(slow, [loss]).mean(), rel=0.02)
 
 
 def test_a_stage_of_few_layers_is_not_certainly_slow_if_all_passes_may_take_as_long_beside_their_layers(tmp_path):
@@ -281,7 +282,7 @@ def test_a_stage_of_few_layers_is_not_certainly_slow_if_all_passes_may_take_as_l
     (perhaps,) = found.perhaps
     assert (perhaps.kind, perhaps.stage) == ("unexplained", 1)
     recorded = 0.3 * 3.0 * (1.0 + few.ratio) * few.microbatches
-    assert perhaps.price.low < recorded < perhaps.price.ms
+    assert perhaps.price.low < recorded < perhaps.price.value
     # Beyond what a layer takes, it is slow.
     (slower, *_) = diagnosis_of(replace(few, faults=(few.faults[0], replace(slow, size=2.5))), tmp_path / "slow").causes
     assert (slower.kind, slower.stage) == ("unexplained", 1)
@@ -303,10 +304,10 @@ def test_of_causes_that_hide_each_other_only_those_are_named_that_the_last_one_n
     by_stage = {term.stage: term for term in terms(run.table, run.view, run.step_ms) if term.kind == "stage"}
     assert _needed(run, [by_stage[0], by_stage[1]], by_stage[2]) == [by_stage[1]]
     first, second = diagnose(run).causes
-    assert first.price.ms == pytest.approx(first.alone_ms)
+    assert first.price.value == pytest.approx(first.alone_ms)
     assert second.price.low > LEAST * run.step_ms
     # Each of them alone gains nothing but the filling of the pipeline.
-    assert second.alone_ms < first.alone_ms < 0.2 * second.price.ms
+    assert second.alone_ms < first.alone_ms < 0.2 * second.price.value
 
 
 def test_filling_the_pipeline_is_priced_and_named_after_all_other_causes(tmp_path):
@@ -314,13 +315,13 @@ def test_filling_the_pipeline_is_priced_and_named_after_all_other_causes(tmp_pat
     found = diagnosis_of(pipeline, tmp_path)
     first, second = found.causes
     assert (first.kind, second.kind) == ("slow_link", "few_microbatches")
-    assert second.price.ms > first.price.ms
+    assert second.price.value > first.price.value
 
 
 def test_a_wait_for_data_is_no_part_of_what_a_stage_holds(tmp_path):
     wait, ends = Fault("data_wait", 90.0, stage=0), Fault("embedding_or_loss", 6.0, stage=0)
     pipeline = replace(HEALTHY, faults=(wait, ends))
-    prices = {cause.kind: cause.price.ms for cause in diagnosis_of(pipeline, tmp_path).causes}
+    prices = {cause.kind: cause.price.value for cause in diagnosis_of(pipeline, tmp_path).causes}
     priced = Priced(pipeline)
     assert prices["embedding_or_loss"] == pytest.approx(priced.price(ends).mean(), rel=0.01)
     assert prices["data_wait"] == pytest.approx(priced.price(wait, [ends]).mean(), rel=0.02)
@@ -348,7 +349,7 @@ def test_where_senders_wait_one_direction_is_enough_to_compare_clocks(tmp_path):
     pipeline = replace(HEALTHY, apart=True, forward_only=True, faults=(late, link))
     found = diagnosis_of(pipeline, tmp_path)
     assert found.clocks
-    prices = {(cause.kind, cause.stage): cause.price.ms for cause in found.causes}
+    prices = {(cause.kind, cause.stage): cause.price.value for cause in found.causes}
     priced = Priced(pipeline)
     assert prices["slow_link", 1] == pytest.approx(priced.price(link).mean(), rel=0.05)
     assert prices["late_entry", 2] == pytest.approx(priced.price(late, [link]).mean(), rel=0.05)
@@ -384,7 +385,7 @@ def test_messages_that_are_received_in_turn_have_a_model(tmp_path):
     assert found.replayed_ms == pytest.approx(found.step_ms, rel=0.002)
     (cause,) = found.causes
     assert (cause.kind, cause.stage) == ("slow_link", 1)
-    assert cause.price.ms == pytest.approx(Priced(pipeline).price(slow).mean(), rel=0.03)
+    assert cause.price.value == pytest.approx(Priced(pipeline).price(slow).mean(), rel=0.03)
     assert cause.parts["transfer_ms"] == pytest.approx(6.05, rel=0.02)
 
 
@@ -424,9 +425,9 @@ def test_a_rank_that_waits_equally_long_in_all_steps_waits_in_all_of_them(tmp_pa
     run = examine(table_of(replace(REPLICAS, recording="cpu trace", counted=True, faults=(fault,)), tmp_path))
     (wait,) = (term for term in terms(run.table, run.view, run.step_ms) if term.kind == WAIT)
     gain = np.array([4.0, 2.0, 300.0, 5.0, 3.0, 4.0])
-    cause = _cause(run, wait, Price(53.0, 9.0, 97.0), gain)
+    cause = _cause(run, wait, Interval(53.0, 9.0, 97.0), gain)
     assert (cause.share, cause.since) == (1.0, None)
-    assert cause.while_ms == pytest.approx(cause.price.ms)
+    assert cause.while_ms == pytest.approx(cause.price.value)
 
 
 @pytest.mark.parametrize(("usually", "certain"), [(1.08, True), (1.05, False)])
@@ -440,7 +441,7 @@ def test_only_a_certain_cause_is_said_to_be_in_some_of_the_steps(usually, certai
     (cause,) = found.causes if certain else found.perhaps
     assert (cause.kind, cause.ranks) == ("slow_rank", (5,))
     assert cause.share == (pytest.approx(1 / 3) if certain else 1.0)
-    assert (cause.while_ms == pytest.approx(cause.price.ms)) != certain
+    assert (cause.while_ms == pytest.approx(cause.price.value)) != certain
 
 
 def test_a_link_says_since_when_it_is_slow_and_how_slow_it_is_then(tmp_path):
@@ -480,12 +481,13 @@ def test_without_a_pipeline_replicas_with_unequal_work_hardly_ever_make_a_rank_s
 def test_a_few_steps_that_lose_much_never_lose_less_than_nothing():
     lost = np.zeros(26)
     lost[[3, 9, 20]] = 100.0
-    below, above = _reach(lost)
     mean = float(lost.mean())
-    assert 0.0 < mean - below < mean < mean + above
+    price = Interval.of(mean, draws=errors_of_mean(lost))
+    assert 0.0 < price.low < mean < price.high
     # Of many steps it is the standard error.
     many = np.random.default_rng(1).normal(5.0, 1.0, 4000)
-    assert _reach(many) * np.sqrt(4000) == pytest.approx(LEVEL, rel=0.1)
+    price = Interval.of(5.0, draws=errors_of_mean(many))
+    assert (price.high - 5.0) * np.sqrt(4000) == pytest.approx(LEVEL, rel=0.1)
 
 
 def test_one_step_shows_what_every_microbatch_shows_and_only_perhaps_what_comes_once_a_step(tmp_path):
@@ -496,7 +498,7 @@ def test_one_step_shows_what_every_microbatch_shows_and_only_perhaps_what_comes_
     assert found.causes == ()
     (cause,) = found.perhaps
     assert (cause.kind, cause.ranks) == ("late_entry", (1,))
-    assert cause.price.low <= LEAST * found.step_ms < cause.price.ms
+    assert cause.price.low <= LEAST * found.step_ms < cause.price.value
     assert cause.more_steps >= 1
 
 
@@ -523,9 +525,9 @@ def test_on_two_stages_with_other_layers_the_interval_says_what_cannot_be_told_a
     (of_loss,) = diagnosis_of(equal, tmp_path / "equal").causes
     of_layers = diagnosis_of(unequal, tmp_path / "unequal")
     assert of_loss.kind == "embedding_or_loss"
-    assert of_loss.price.high - of_loss.price.low < 0.1 * of_loss.price.ms
+    assert of_loss.price.high - of_loss.price.low < 0.1 * of_loss.price.value
     widest = max((*of_layers.causes, *of_layers.perhaps), key=lambda cause: cause.price.high - cause.price.low)
-    assert widest.price.high - widest.price.low > 0.2 * widest.price.ms
+    assert widest.price.high - widest.price.low > 0.2 * widest.price.value
 
 
 def test_traces_and_timelines_fill_the_same_table(tmp_path):
@@ -567,7 +569,7 @@ def test_what_the_host_costs_is_told_by_steps_without_a_profiler(tmp_path):
     (table,) = tables_in(tmp_path).values()
     first, second = diagnose(examine(table)).causes
     assert (first.kind, second.kind) == ("host_bound", "embedding_or_loss")
-    assert first.price.ms == pytest.approx(float(priced.price(idle).mean()), rel=0.05)
+    assert first.price.value == pytest.approx(float(priced.price(idle).mean()), rel=0.05)
 
 
 def test_what_makes_one_kind_of_pass_long_on_an_end_is_a_factor_that_a_loss_would_have_too(tmp_path):
@@ -575,7 +577,7 @@ def test_what_makes_one_kind_of_pass_long_on_an_end_is_a_factor_that_a_loss_woul
     pipeline = replace(HEALTHY, noise=0.0, faults=(loss, slow))
     (first,) = [cause for cause in diagnosis_of(pipeline, tmp_path).causes if cause.kind == "embedding_or_loss"]
     # Spread, a part of it lies on stage 0, and takes 1.6 times as long there.
-    assert first.price.ms == pytest.approx(float(Priced(pipeline).price(loss).mean()), rel=0.01)
+    assert first.price.value == pytest.approx(float(Priced(pipeline).price(loss).mean()), rel=0.01)
 
 
 def test_the_closest_model_of_exchanges_counts_however_close_the_other_is(tmp_path):
@@ -589,7 +591,7 @@ def test_other_disturbances_of_a_shorter_step_are_in_the_interval_of_a_price(tmp
     for name, load in (("quiet", 0.0), ("disturbed", 0.15)):
         pipeline = replace(HEALTHY, steps=8, noise=0.003, load=load, burst_ms=150.0, faults=late)
         (cause,) = [cause for cause in diagnosis_of(pipeline, tmp_path / name).causes if cause.kind == "late_entry"]
-        widths.append((cause.price.high - cause.price.low) / cause.price.ms)
+        widths.append((cause.price.high - cause.price.low) / cause.price.value)
     # The replays of all steps agree on what the entry costs; which steps the bursts hit is luck.
     assert widths[1] > 2 * widths[0]
 

@@ -79,7 +79,7 @@ def test_a_slow_rank_is_its_experts_where_these_got_more_and_else_its_machine(
     assert cause.reason == reason
     # Of two ranks the other one gets what the slow one loses.
     halved = reason == "expert_load" and fault.kind == "slow_rank"
-    assert cause.price.ms == pytest.approx(of_machine.price.ms / (1 + halved))
+    assert cause.price.value == pytest.approx(of_machine.price.value / (1 + halved))
     if tokens is not None and reason == "expert_load":
         assert (cause.parts["expert_tokens"], cause.parts["usual_expert_tokens"]) == (own, 1000.0)
 

@@ -35,7 +35,7 @@ def computed_ms(run: Examined, found: Diagnosis) -> float:
 
 
 def left_ms(found: Diagnosis) -> float:
-    return found.step_ms - sum(cause.price.ms for cause in found.causes) - found.rest_ms
+    return found.step_ms - sum(cause.price.value for cause in found.causes) - found.rest_ms
 
 
 SLOW_PEER = Fault("slow_rank", 2.3, stage=0, replica=0, peer=1)
@@ -74,7 +74,7 @@ def test_of_two_slow_ranks_of_a_group_one_alone_gains_nothing(tmp_path) -> None:
     found = diagnose(examine(replace(table, working=working, compute=working)))
     assert {cause.ranks for cause in found.causes} == {(1,), (2,)}
     together = float(Priced(pipeline).price(SLOW_PEER).mean())
-    assert sum(cause.price.ms for cause in found.causes) == pytest.approx(together, rel=0.03)
+    assert sum(cause.price.value for cause in found.causes) == pytest.approx(together, rel=0.03)
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -92,6 +92,6 @@ def test_golden_answers_tell_no_millisecond_twice(path: Path) -> None:
             continue
         # What a rank waits for data is part of what it computes, as far as anybody knows.
         causes = [cause for cause in found["causes"] if cause["kind"] != "data_wait"]
-        left = found["step_ms"] - found["rest_ms"] - sum(cause["price"]["ms"] for cause in causes)
+        left = found["step_ms"] - found["rest_ms"] - sum(cause["price"]["value"] for cause in causes)
         # On average, a stage computes longer than in its quicker passes, by some of the rest.
         assert left >= 0.98 * longest([each["mean"] for each in computed], {cause["kind"] for cause in causes})

@@ -110,7 +110,7 @@ def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
     diagnosis = diagnose(run)
     (first, *_) = diagnosis.causes
     assert first.stage == 1
-    assert first.price.ms == pytest.approx(float(replay.step_ms(times)) - even, rel=0.1)
+    assert first.price.value == pytest.approx(float(replay.step_ms(times)) - even, rel=0.1)
     predicted, _ = what_if(run, diagnosis)
     assert predicted.replay_ms == pytest.approx(float(replay.step_ms(times)), rel=1e-3)
     found = {each.microbatches or each.kind: each.step_ms for each in predicted.candidates if each.kind != "layout"}

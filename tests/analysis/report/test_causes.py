@@ -12,11 +12,11 @@ import pytest
 
 from megaprof.analysis.diagnosis.averages import _NOTHING
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
-from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.diagnosis.stages import ChunkTimes, TargetStages
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import causes, evidence
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -87,7 +87,7 @@ def test_the_causes_of_a_run(
         assert abs((cause.since or 0) - (since or 0)) <= 3
         assert cause.share == pytest.approx(share, abs=0.07)
         assert cause.while_ms == pytest.approx(longer * PASSES_MS * MICROBATCHES, rel=0.2)
-        assert cause.price.low < cause.price.ms < cause.price.high
+        assert cause.price.low < cause.price.value < cause.price.high
 
 
 SIZES = ParallelSizes.of(8, pp=4)
@@ -95,7 +95,7 @@ MEASURED = TargetStages("train_actor", None, SIZES, "1f1b", False, 8, (5, 6), No
 
 
 def cause(kind: str, **about: Any) -> Cause:
-    fields: dict[str, Any] = {"price": Price(40.0, 30.0, 50.0), "share": 1.0, "while_ms": 40.0, "since": None}
+    fields: dict[str, Any] = {"price": Interval(40.0, 30.0, 50.0), "share": 1.0, "while_ms": 40.0, "since": None}
     fields |= {"steps": 48}
     return Cause(kind, **(fields | about))
 
@@ -186,7 +186,7 @@ def test_experts_are_blamed_only_where_there_may_be_some(kinds: tuple[str, ...] 
 
 
 def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
-    few = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=6)
+    few = cause("slow_forward", stage=1, price=Interval(9.0, -2.0, 20.0), more_steps=6)
     first, second = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None)
     assert first.severity == "open"
     assert "8 steps would show" in second.text
@@ -220,10 +220,10 @@ def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together()
     assert "mainly in 12 of 48 steps" in said.text
     (as_much,) = causes.findings(MEASURED, diagnosis(replace(found, while_ms=39.0)), None)
     assert float(re.findall(r"([\d.]+) ms", as_much.text)[0]) == 40, "one number, where it costs no less elsewhere"
-    only = replace(found, price=Price(25.0, 20.0, 30.0))
+    only = replace(found, price=Interval(25.0, 20.0, 30.0))
     assert "mainly" not in evidence.evidence(only, MEASURED)
     # What it costs elsewhere is told also where it is little: 0.75 x 182 + 0.25 x 14.4 = 140, and 0.75 x 182 = 136.
-    little = replace(found, share=0.75, while_ms=181.8, price=Price(139.9, 57.9, 217.2))
+    little = replace(found, share=0.75, while_ms=181.8, price=Interval(139.9, 57.9, 217.2))
     (said,) = causes.findings(MEASURED, diagnosis(little), None)
     average, _, there, other = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
     assert 0.75 * there + 0.25 * other == pytest.approx(average, abs=0.5)
@@ -236,7 +236,7 @@ def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together()
 
 
 def test_a_price_that_may_be_nothing_has_only_its_upper_end() -> None:
-    hiding = cause("layers", stage=0, price=Price(6.0, -1.0, 13.0), while_ms=6.0)
+    hiding = cause("layers", stage=0, price=Interval(6.0, -1.0, 13.0), while_ms=6.0)
     first, _ = causes.findings(MEASURED, diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms", first.text)] == [13.0]
     brief = causes.in_brief(diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
@@ -251,7 +251,7 @@ def test_what_may_be_a_cause_is_priced_with_as_many_microbatches_as_there_are() 
 
 
 def test_a_step_that_may_have_been_warming_up_is_not_asked_for_again() -> None:
-    few = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=3)
+    few = cause("slow_forward", stage=1, price=Interval(9.0, -2.0, 20.0), more_steps=3)
     for steps, wanted in (((0,), "1:6"), ((0, 1), "2:7"), ((2, 3, 4), "2:7")):
         told = causes.to_tell(replace(MEASURED, steps=steps), diagnosis(perhaps=(few,)), WhatIf(), None)
         assert told is not None
@@ -270,7 +270,7 @@ def test_what_a_stage_cannot_hold_is_not_named(stage: int, name: str) -> None:
 
 
 def test_more_steps_are_asked_for_with_what_they_would_show() -> None:
-    few = cause("communication", group="dp", price=Price(9.0, -2.0, 20.0), more_steps=6)
+    few = cause("communication", group="dp", price=Interval(9.0, -2.0, 20.0), more_steps=6)
     (told,) = filter(None, [causes.to_tell(MEASURED, diagnosis(perhaps=(few,)), WhatIf(more_steps=9), None)])
     assert told.text.startswith(
         "To find out what exposed dp communication may cost and which layout is faster, capture"

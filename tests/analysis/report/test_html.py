@@ -16,7 +16,7 @@ from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import advised
-from megaprof.analysis.samples import Spread
+from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -247,13 +247,13 @@ def test_what_if_shows_before_and_after(tmp_path):
     pipeline(tmp_path, [6, 2])
     report = analyze(tmp_path)
     flags = ("--pipeline-model-parallel-layout", "Et*4|t*4L", "<flag>")
-    best = Prediction("layout", 500.0, 1.4, 1.3, 1.5, layers=(4, 4), flags=flags)
+    best = Prediction("layout", Interval.of(500.0), Interval(1.4, 1.3, 1.5), layers=(4, 4), flags=flags)
     found = WhatIf(
         replay_ms=710.0,
         measured_ms=720.0,
         replay_error=Spread.of([-0.014]),
         layout="Et*6|t*2L",
-        candidates=(best, replace(best, layers=(7, 1), speedup=1.001)),
+        candidates=(best, replace(best, layers=(7, 1), speedup=Interval.of(1.001))),
         best=best,
         advice="change",
     )

@@ -29,7 +29,7 @@ def test_stages_have_what_the_traces_say(tmp_path):
     assert (target.schedule, target.step_time_ms.mean) == ("1f1b", 720)
     assert (target.imbalance, target.slowest_stage) == (1.5, 0)
     price = target.causes[0].price
-    assert price.low < price.ms < price.high
+    assert price.low < price.value < price.high
     stage = target.stages[1]
     assert (stage.pp, stage.ranks) == (1, (1,))
     assert (stage.forward_ms.mean, stage.backward_ms.mean, stage.compute_ms.mean) == (80, 160, 240)
@@ -171,8 +171,8 @@ def test_no_prediction_is_shown_whose_gain_is_noise(tmp_path):
     write(scenario, tmp_path)
     report = analyze(tmp_path)
     found = report.targets[0].what_if
-    gaining = [each for each in found.candidates if each.speedup >= 1.01]
-    clear = {name_of(each, found) for each in gaining if each.low > 1.02}
+    gaining = [each for each in found.candidates if each.speedup.value >= 1.01]
+    clear = {name_of(each, found) for each in gaining if each.speedup.low > 1.02}
     noise = {name_of(each, found) for each in gaining} - clear
     assert "6+5 layers" in noise  # in the JSON
     for text in (printed(report), page(report, {})):

@@ -9,18 +9,20 @@ import pytest
 
 from megaprof.analysis.diagnosis.averages import _NOTHING
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
-from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.text import sentences, what_if
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import Advice, WhatIf
 from megaprof.parallel.topology import ParallelSizes
 
-BEST = Prediction("layout", 500.0, 1.4, 1.35, 1.45, layers=(4, 4))
+BEST = Prediction("layout", Interval.of(500.0), Interval(1.4, 1.35, 1.45), layers=(4, 4))
 
 
 def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
-    two, four = (Prediction("chunks", 9.0, 1.2, 1.1, 1.3, chunks=n, layers=(4, 4)) for n in (2, 4))
+    two, four = (
+        Prediction("chunks", Interval.of(9.0), Interval(1.2, 1.1, 1.3), chunks=n, layers=(4, 4)) for n in (2, 4)
+    )
     found = WhatIf(candidates=(replace(two, in_flight=(22, 8)), four, BEST), in_flight=(16, 8))
     both, more = what_if.caveats(found)
     names = "2 model chunks per stage, 4+4 layers / 4 model chunks per stage, 4+4 layers"
@@ -41,7 +43,7 @@ def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> N
 
 
 def test_a_layout_of_which_less_is_expected_is_not_called_faster() -> None:
-    other = replace(BEST, layout="Et*3|t*5L", layers=(3, 5), speedup=1.1, low=0.9)
+    other = replace(BEST, layout="Et*3|t*5L", layers=(3, 5), speedup=Interval(1.1, 0.9, 1.45))
     found = WhatIf(best=BEST, candidates=(BEST, other), advice="change", measured_ms=700.0, alike=("Et*3|t*5L",))
     told = what_if.advised(found, None)
     assert told is not None
@@ -61,8 +63,8 @@ def test_every_advice_has_a_sentence_of_its_own(advice: Advice) -> None:
 
 
 def test_other_chunks_or_microbatches_that_certainly_gain_more_stand_beside_the_advice() -> None:
-    chunks = Prediction("chunks", 460.0, 1.5, 1.4, 1.6, chunks=2, layers=(4, 4))
-    half = Prediction("microbatches", 450.0, 1.55, 1.01, 1.7, microbatches=4, tokens=2.0)
+    chunks = Prediction("chunks", Interval.of(460.0), Interval(1.5, 1.4, 1.6), chunks=2, layers=(4, 4))
+    half = Prediction("microbatches", Interval.of(450.0), Interval(1.55, 1.01, 1.7), microbatches=4, tokens=2.0)
     found = WhatIf(candidates=(BEST, chunks, half), best=BEST, advice="change", measured_ms=700.0)
     named = "2 model chunks per stage, 4+4 layers, 1.50 (1.40 to 1.60) times as fast"
     needs = replace(chunks, in_flight=(9, 4))
@@ -70,8 +72,8 @@ def test_other_chunks_or_microbatches_that_certainly_gain_more_stand_beside_the_
         (found, f" Faster still, if the assumptions below hold: {named}."),
         (replace(found, best=None, advice="unsure"), f" Faster, if the assumptions below hold: {named}."),
         (replace(found, candidates=(needs,), in_flight=(8, 4)), "than any stage held (9 against 8)."),
-        (replace(found, candidates=(BEST, replace(chunks, low=1.01), half)), None),
-        (replace(found, candidates=(BEST, replace(chunks, speedup=1.3))), None),
+        (replace(found, candidates=(BEST, replace(chunks, speedup=Interval(1.5, 1.01, 1.6)), half)), None),
+        (replace(found, candidates=(BEST, replace(chunks, speedup=Interval(1.3, 1.25, 1.35)))), None),
         (replace(found, candidates=(BEST, replace(chunks, fits=False))), None),
     ):
         told = what_if.advised(each, None)
@@ -81,7 +83,7 @@ def test_other_chunks_or_microbatches_that_certainly_gain_more_stand_beside_the_
 
 def test_what_must_be_fixed_before_layouts_are_compared_is_said_beside_them() -> None:
     found = WhatIf(candidates=(BEST,), quickest=BEST, advice="unsure", measured_ms=700.0)
-    one = Price(40.0, 30.0, 50.0)
+    one = Interval(40.0, 30.0, 50.0)
     layers, waits = (Cause(kind, one, 1.0, 40.0, 6, None, stage=0) for kind in ("layers", "late_entry"))
     for named, said in (
         (
@@ -98,9 +100,11 @@ def test_what_must_be_fixed_before_layouts_are_compared_is_said_beside_them() ->
 
 
 def test_predictions_that_are_noise_are_left_out_and_counted() -> None:
-    within = Prediction("chunks", 650.0, 1.08, 0.88, 1.28, chunks=2)  # no number of steps would tell
-    noise = Prediction("layout", 600.0, 1.17, 0.6, 3.5, layers=(5, 3), more_steps=9)
-    clear = Prediction("balanced", 350.0, 2.0, 1.6, 2.4)
+    within = Prediction(
+        "chunks", Interval.of(650.0), Interval(1.08, 0.88, 1.28), chunks=2
+    )  # no number of steps would tell
+    noise = Prediction("layout", Interval.of(600.0), Interval(1.17, 0.6, 3.5), layers=(5, 3), more_steps=9)
+    clear = Prediction("balanced", Interval.of(350.0), Interval(2.0, 1.6, 2.4))
     best, found = BEST, WhatIf(candidates=(BEST, within, noise, clear), best=BEST)
     assert what_if.worth_showing(found) == [best, clear]
     assert (what_if.left_out(found) or "").startswith("2 predictions are left out")

@@ -219,7 +219,7 @@ def named(target: TargetReport) -> dict[str, float]:
     for cause in target.causes:
         where = cause.group or ",".join(map(str, cause.stages)) or cause.stage
         name = cause.kind if where is None else f"{cause.kind}:{where}"
-        found[name] = 100 * cause.price.ms / target.diagnosis.step_ms
+        found[name] = 100 * cause.price.value / target.diagnosis.step_ms
     return found
 
 

@@ -61,14 +61,14 @@ def report(directory: Path) -> Said:
 
 def _named(cause: Cause) -> Named:
     at = cause.price
-    return Named(cause.kind, cause.stage, cause.ranks, cause.group, at.ms, at.low, at.high)
+    return Named(cause.kind, cause.stage, cause.ranks, cause.group, at.value, at.low, at.high)
 
 
 def _layouts(found: WhatIf) -> Iterator[Advised]:
     for each in found.candidates:
         if each.layout:
             is_best = found.best is not None and found.best.layout == each.layout
-            yield Advised(each.layout, each.speedup, each.low, each.high, is_best)
+            yield Advised(each.layout, each.speedup.value, each.speedup.low, each.speedup.high, is_best)
 
 
 def diagnose(directory: Path) -> Said:
@@ -77,7 +77,7 @@ def diagnose(directory: Path) -> Said:
     if isinstance(table, Unfit):
         raise table
     named = (
-        Named(each.kind, each.stage, each.ranks, each.group, each.price.ms, each.price.low, each.price.high)
+        Named(each.kind, each.stage, each.ranks, each.group, each.price.value, each.price.low, each.price.high)
         for each in diagnosed(examine(table)).causes
     )
     return Said(tuple(named), (), in_order=True)

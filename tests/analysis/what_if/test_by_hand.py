@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ import pytest
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import activations, name_of, of_costs
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.by_hand import chosen, moved, split, stages_after
 from megaprof.analysis.what_if.changeable import Changeable, tried
 from megaprof.analysis.what_if.changes import Prediction, resliced
@@ -57,8 +58,8 @@ def known(report: Report) -> Changeable:
 
 def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: Changeable) -> None:
     as_captured = tried(known, known.captured)
-    assert as_captured.prediction.step_ms == pytest.approx(found.measured_ms)
-    assert as_captured.prediction.speedup == pytest.approx(1.0)
+    assert as_captured.prediction.step_ms.value == pytest.approx(found.measured_ms)
+    assert as_captured.prediction.speedup.value == pytest.approx(1.0)
     assert as_captured.prediction.layout == found.layout == "Et*6|t*4|t*4|t*2L"
     assert as_captured == known.as_captured
 
@@ -94,12 +95,13 @@ def test_exchanges_of_larger_microbatches_take_as_long_or_longer_in_proportion(t
     fewer = {"microbatches": "4"}
     as_long, twice, open_ = (chosen(run, fewer | more).prediction for more in ({"p2p": "8.001"}, {"p2p": "16"}, {}))
     assert run.baseline.p2p_ms == pytest.approx(8.0, rel=0.05)
-    assert open_.step_ms == pytest.approx(as_long.step_ms, rel=0.01)
-    low, high = open_.reach_ms
-    assert low < as_long.step_ms
-    assert high > twice.step_ms > as_long.reach_ms[1], "what a person says of exchanges is not left open"
+    assert open_.step_ms.value == pytest.approx(as_long.step_ms.value, rel=0.01)
+    assert open_.step_ms.low < as_long.step_ms.value
+    assert open_.step_ms.high > twice.step_ms.value > as_long.step_ms.high, (
+        "what a person says of exchanges is not left open"
+    )
     (own,) = (each for each in report.targets[0].what_if.candidates if each.microbatches == 4)
-    assert own.reach_ms == pytest.approx(open_.reach_ms, rel=1e-6)
+    assert own.step_ms == open_.step_ms
 
 
 def test_the_drawn_step_is_the_one_whose_replay_is_nearest_to_the_average(known: Changeable) -> None:
@@ -122,9 +124,7 @@ def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: Ch
             continue
         by_kind[each.kind] = by_kind.get(each.kind, 0) + 1
         mine = tried(known, wanted).prediction
-        assert mine.step_ms == pytest.approx(each.step_ms, rel=1e-9), each
-        # Of so few passes all draws are made here, too.
-        assert mine.reach_ms == pytest.approx(each.reach_ms, rel=1e-6), each
+        assert mine.step_ms == each.step_ms, each
         assert mine.layout == each.layout or each.kind == "microbatches"
         assert mine.flags == each.flags or each.kind == "microbatches"
     assert by_kind.keys() == {"layout", "chunks", "microbatches"}
@@ -152,7 +152,7 @@ def test_model_chunks_are_counted_in_a_layout_that_is_written_short() -> None:
     """As on 8 stages of one chunk each: ``Et|(t|)*6tL``."""
     now = WhatIf(layout=format_layout(("Et", *["t"] * 6, "tL")))
     layout = format_layout(("Et", *["t"] * 14, "tL"))
-    change = Prediction("by_hand", 1.0, 1.0, 1.0, 1.0, layers=(2,) * 8, layout=layout, chunks=2)
+    change = Prediction("by_hand", Interval.of(1.0), Interval(1.0, 1.0, 1.0), layers=(2,) * 8, layout=layout, chunks=2)
     assert name_of(change, now) == f"{layout}, 2 model chunks per stage instead of 1"
 
 
@@ -200,7 +200,7 @@ def test_more_microbatches_of_the_same_size_take_longer(known: Changeable) -> No
     same = replace(known.captured, microbatches=16)
     more = replace(same, same_tokens=False)
     measured = known.measured_ms
-    assert tried(known, same).prediction.step_ms < measured < tried(known, more).prediction.step_ms
+    assert tried(known, same).prediction.step_ms.value < measured < tried(known, more).prediction.step_ms.value
     half = tried(known, replace(known.captured, microbatches=4)).prediction
     assert (tried(known, more).prediction.activations, half.activations) == (1.0, 2.0)
 
@@ -210,15 +210,16 @@ def test_steps_of_other_tokens_are_compared_by_token(
     report: Report, known: Changeable, count: int, better: bool
 ) -> None:
     found = chosen(known, {"microbatches": str(count), "tokens": "more"}).prediction
-    whole = found.step_ms / known.measured_ms
+    whole = found.step_ms.value / known.measured_ms
     assert found.step_tokens == count / known.microbatches
-    assert [found.speedup, *found.reach] == pytest.approx(
-        [found.step_tokens / whole, *(found.step_tokens * known.measured_ms / ms for ms in reversed(found.reach_ms))]
+    took = found.step_ms
+    assert astuple(found.speedup) == pytest.approx(
+        tuple(found.step_tokens * known.measured_ms / ms for ms in (took.value, took.high, took.low))
     )
     # Fewer microbatches fill the pipeline less well, though their step is shorter.
-    assert (found.speedup > 1.0, whole > 1.0) == (better, better)
+    assert (found.speedup.value > 1.0, whole > 1.0) == (better, better)
     page = answer(known, report.targets[0].measured, {"microbatches": str(count), "tokens": "more"})
-    assert page.change == pytest.approx(1 / found.speedup - 1)
+    assert page.change == pytest.approx(1 / found.speedup.value - 1)
 
 
 def test_a_layout_that_stays_needs_no_flags(known: Changeable) -> None:
@@ -227,7 +228,7 @@ def test_a_layout_that_stays_needs_no_flags(known: Changeable) -> None:
 
 def test_slower_transfers_make_the_step_longer(known: Changeable) -> None:
     slow = replace(known.captured, p2p_ms=known.baseline.p2p_ms + 5.0)
-    assert tried(known, slow).prediction.step_ms > known.measured_ms + 5.0
+    assert tried(known, slow).prediction.step_ms.value > known.measured_ms + 5.0
 
 
 def test_transfers_as_quick_as_those_of_other_links_gain_what_the_slow_link_costs(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_transfers_as_quick_as_those_of_other_links_gain_what_the_slow_link_cost
     assert diagnosis is not None
     (cause,) = diagnosis.causes
     prediction = chosen(by_hand, {"p2p": str(cause.parts["usual_ms"])}).prediction
-    assert by_hand.measured_ms - prediction.step_ms == pytest.approx(cause.price.ms, rel=0.05)
+    assert by_hand.measured_ms - prediction.step_ms.value == pytest.approx(cause.price.value, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,8 @@ def test_the_suggested_layout_is_the_best_one_and_takes_what_was_predicted(scena
     assert layout_of(what_if.best.flags, scenario.stages, sum(scenario.layers)) == pieces
     if scenario.uneven or scenario.target != "train_actor":
         return
-    assert what_if.best.step_ms == pytest.approx(truth(scenario, pieces), rel=0.03)
-    assert what_if.best.speedup == pytest.approx(what_if.measured_ms / what_if.best.step_ms)
+    assert what_if.best.step_ms.value == pytest.approx(truth(scenario, pieces), rel=0.03)
+    assert what_if.best.speedup.value == pytest.approx(what_if.measured_ms / what_if.best.step_ms.value)
     assert what_if.advice == "change"
 
 
@@ -136,7 +136,7 @@ def test_balanced_stages_are_left_alone():
 def test_a_gain_within_the_uncertainty_is_no_suggestion(noise, layers):
     what_if = found(Scenario("noisy", layers=layers, noise=noise, steps=3, gpu=False, microbatches=8))
     (first, *_) = [each for each in what_if.candidates if each.kind == "layout"]
-    assert first.low < 1.02 < first.high
+    assert first.speedup.low < 1.02 < first.speedup.high
     assert what_if.best is None
     assert what_if.alike == ()
 
@@ -144,7 +144,7 @@ def test_a_gain_within_the_uncertainty_is_no_suggestion(noise, layers):
 def test_how_many_steps_would_tell_is_that_of_the_quickest_layout():
     what_if = found(Scenario("r113", layers=(5, 6), loss=3.0, microbatches=4, noise=0.2, gpu=False, seed=113))
     (first, *_) = [each for each in what_if.candidates if each.kind == "layout"]
-    assert first.low < 1.02 < first.speedup
+    assert first.speedup.low < 1.02 < first.speedup.value
     assert what_if.best is None
     assert first.more_steps > 0
     assert what_if.more_steps == first.more_steps
@@ -187,7 +187,7 @@ def test_what_stages_take_to_exchange_is_in_the_replay(tmp_path):
     target = analyze(tmp_path).targets[0]
     assert target.what_if.replay_error.mean == pytest.approx(-40 / (run.step_ms + 40.0), abs=0.015)
     (exchanges,) = [cause for cause in target.causes if cause.kind == "communication"]
-    assert (exchanges.group, exchanges.price.ms) == ("pp", pytest.approx(run.step_ms * 3 / 18, rel=0.1))
+    assert (exchanges.group, exchanges.price.value) == ("pp", pytest.approx(run.step_ms * 3 / 18, rel=0.1))
 
 
 def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
@@ -276,8 +276,8 @@ def test_slow_ranks_get_fewer_layers_and_stay_as_slow(layers, slow):
     assert finding is not None
     assert f"leaves {words.ranks(note.ranks)} as slow as now" in finding.text
     after = found(replace(scenario, layers=best.layers))
-    assert best.low < what_if.measured_ms / after.measured_ms < best.high
-    assert best.step_ms == pytest.approx(after.measured_ms, rel=0.02)
+    assert best.speedup.holds(what_if.measured_ms / after.measured_ms)
+    assert best.step_ms.value == pytest.approx(after.measured_ms, rel=0.02)
     assert after.advice != "change", "it is the best layout with these ranks"
 
 
@@ -301,11 +301,11 @@ def test_other_microbatches_and_chunks_say_what_they_assume():
     more, fewer = (each for each in what_if.candidates if each.kind == "microbatches")
     assert [(each.microbatches, each.tokens, each.activations) for each in (more, fewer)] == [(16, 0.5, 0.5), (4, 2, 2)]
     forward, backward = [[10.0], [10.0]], [[20.0], [20.0]]
-    assert more.step_ms == pytest.approx(simulate(forward, backward, 16).step_ms, rel=0.03)
-    assert fewer.step_ms == pytest.approx(simulate([[40.0], [40.0]], [[80.0], [80.0]], 4).step_ms, rel=0.03)
+    assert more.step_ms.value == pytest.approx(simulate(forward, backward, 16).step_ms, rel=0.03)
+    assert fewer.step_ms.value == pytest.approx(simulate([[40.0], [40.0]], [[80.0], [80.0]], 4).step_ms, rel=0.03)
     chunks = next(each for each in what_if.candidates if each.chunks == 2)
     assert chunks.layers == (4, 4)
-    assert chunks.step_ms == pytest.approx(simulate([[10.0] * 2] * 2, [[20.0] * 2] * 2, 8).step_ms, rel=0.03)
+    assert chunks.step_ms.value == pytest.approx(simulate([[10.0] * 2] * 2, [[20.0] * 2] * 2, 8).step_ms, rel=0.03)
     assert chunks.layout == "E" + "t*2|" * 3 + "t*2L"
     assert all(any(assumptions(each)) for each in (more, fewer, chunks))
 

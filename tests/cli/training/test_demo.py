@@ -19,8 +19,8 @@ from typing import IO, Any
 import pytest
 
 from megaprof.analysis.diagnosis.diagnose import Cause
-from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.cli import main
 from megaprof.cli.training import demo
@@ -39,7 +39,7 @@ def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
     write(Scenario("even", layers=(4, 4), gpu=False, steps=2), tmp_path)
     report = analyze(tmp_path)
     (target,) = report.targets
-    price = Price(9.0, -2.0, 20.0)
+    price = Interval(9.0, -2.0, 20.0)
     asking = [Cause("layers", price, 1.0, 9.0, 6, None, more_steps=more) for more in (7, 37, 0)]
     assert target.diagnosis is not None
     unsure = replace(target.diagnosis, causes=(), perhaps=tuple(asking))

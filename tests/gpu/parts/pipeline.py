@@ -66,9 +66,9 @@ def compare(work: Path, cpu: bool, built: tuple[int, ...], even: tuple[int, ...]
     found.on_a_gpu(
         cpu,
         "the prediction (ms) of 4+4 layers holds the re-run",
-        other.reach_ms if other else None,
+        (other.step_ms.low, other.step_ms.high) if other else None,
         f"holds {plain_even:.4g}",
-        other is not None and other.reach_ms[0] <= plain_even <= other.reach_ms[1],
+        other is not None and other.step_ms.holds(plain_even),
     )
     _of_the_files(found, cpu, work / str(built), 2 * (vpp or 1) * workload(cpu).microbatches)
     return found

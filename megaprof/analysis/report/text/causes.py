@@ -92,7 +92,7 @@ def in_brief(
         certain += [_amount(cause, diagnosis) for cause in diagnosis.causes]
     named = {name_of(cause) for cause in surely_in.causes} if surely_in is not None else set()
     unsure = [cause for cause in diagnosis.perhaps if name_of(cause) in named] if diagnosis is not None else []
-    possible = [f"perhaps {_amount(cause, diagnosis)}" for cause in unsure if diagnosis and cause.price.ms > 0.0]
+    possible = [f"perhaps {_amount(cause, diagnosis)}" for cause in unsure if diagnosis and cause.price.value > 0.0]
     if certain or possible:
         shown = [*([listed(certain, _IN_BRIEF)] if certain else []), *possible]
         return Finding("in_brief", "slow" if certain else "open", ", ".join(shown))
@@ -137,7 +137,7 @@ def _shown(cause: Cause, diagnosis: Diagnosis) -> tuple[str, float]:
     """Returns a price in milliseconds. If it may be nothing, because it is not certain or another cause hides it,
     returns ``up to`` and its upper end."""
     sure = cause.price.low > LEAST * diagnosis.step_ms
-    return ("", cause.price.ms) if sure else ("up to ", max(0.0, cause.price.high))
+    return ("", cause.price.value) if sure else ("up to ", max(0.0, cause.price.high))
 
 
 def price(cause: Cause, above: tuple[Cause, ...], diagnosis: Diagnosis, costs: str = "costs") -> str:
@@ -192,7 +192,7 @@ def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
 def _asks(perhaps: Cause, diagnosis: Diagnosis) -> bool:
     """Returns whether more steps are worth it: they would show whether a possible cause is real, and it may turn out
     to be the one to fix first."""
-    dearest = max((cause.price.ms for cause in diagnosis.causes), default=0.0)
+    dearest = max((cause.price.value for cause in diagnosis.causes), default=0.0)
     return perhaps.more_steps > 0 and perhaps.price.high > dearest
 
 
@@ -241,7 +241,7 @@ def lengths(diagnosis: Diagnosis | None) -> str | None:
     return (
         f"microbatches: {tokens} tokens in {sequences} sequences; the longest has {content.squares:.2g} times the mean "
         f"sum of squared lengths and {content.tokens_ratio:.2g} times the mean tokens; lengths explain "
-        f"{percent(of.share)} ({percent(of.low)} to {percent(of.high)}) of how long they take"
+        f"{percent(of.value)} ({percent(of.low)} to {percent(of.high)}) of how long they take"
     )
 
 

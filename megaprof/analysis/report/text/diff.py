@@ -60,16 +60,15 @@ def of_bound(target: TargetDiff, bound: float) -> str:
 
 def of_prediction(kept: Kept) -> str:
     """Returns a clause with what was predicted for a layout, what was measured, and whether the two agree."""
-    predicted = f"{words.speedup(kept.predicted, (kept.low, kept.high))} times as fast"
+    predicted = f"{words.speedup(kept.predicted)} times as fast"
     measured = f"measured {kept.measured:.2f} times as fast ({words.number(kept.measured_ms)} ms)"
     steps = f"{words.number(kept.before_ms)} → {words.number(kept.predicted_ms)} ms"
     text = f"{kept.what}: predicted {predicted} ({steps}), {measured}"
-    if kept.expected_ms is None or kept.uncertain_ms is None or kept.error is None:
+    if kept.expected_ms is None or kept.error is None:
         return f"{text}; what of that the machine changed is not known"
-    ends = max(kept.expected_ms - kept.uncertain_ms, 0.0), kept.expected_ms + kept.uncertain_ms
     text += "; with layers as quick and steps as disturbed as in the second capture, the prediction is "
     off = f"{words.percent(abs(kept.error))} {'above' if kept.error > 0 else 'below'} the measured step"
-    text += f"{words.within(kept.expected_ms, ends)} ms, {off}"
+    text += f"{words.within(kept.expected_ms)} ms, {off}"
     if kept.inside is None:
         return f"{text}, and too uncertain to be proved right or wrong"
     return f"{text}, {'inside' if kept.inside else 'outside'} its interval"

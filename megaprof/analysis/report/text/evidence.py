@@ -62,9 +62,9 @@ def elsewhere(cause: Cause) -> float:
     Returns 0 if the average, as printed, does not show a cost in the steps without it.
     """
     there = cause.share * cause.while_ms
-    if cause.share == 1.0 or cause.price.ms <= there or number(cause.price.ms) == number(there):
+    if cause.share == 1.0 or cause.price.value <= there or number(cause.price.value) == number(there):
         return 0.0
-    return (cause.price.ms - there) / (1.0 - cause.share)
+    return (cause.price.value - there) / (1.0 - cause.share)
 
 
 def of_steps(cause: Cause) -> bool:

@@ -224,10 +224,10 @@ def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
         for change in worth_showing(predictions)
         if change.kind in ("chunks", "microbatches") and change.fits is not False
     ]
-    first = max(gaining, key=lambda change: change.speedup, default=None)
+    first = max(gaining, key=lambda change: change.speedup.value, default=None)
     if first is None:
         return
-    if predictions.best is None or first.speedup > predictions.best.speedup:
+    if predictions.best is None or first.speedup.value > predictions.best.speedup.value:
         faster = "faster" if predictions.best is None else "faster still"
         needs = memory(first, predictions)
         yield (
@@ -252,7 +252,7 @@ def _advice(predictions: WhatIf) -> str:
         return "no other layout of these layers exists with as many stages and chunks"
     name, times = name_of(first, predictions), fast(first)
     if predictions.advice == "change":
-        instead = f"{number(first.step_ms)} ms a step instead of {number(predictions.measured_ms)} ms"
+        instead = f"{number(first.step_ms.value)} ms a step instead of {number(predictions.measured_ms)} ms"
         names = {change.layout: name_of(change, predictions) for change in predictions.candidates}
         alike = [names.get(layout, layout) for layout in predictions.alike]
         ranged = predictions.costs is not None and predictions.costs.from_ranges
@@ -281,12 +281,12 @@ def of_packing(predictions: WhatIf, framework: str | None = None, context: int =
     if not predictions.packings or predictions.measured_ms is None:
         return
     first, even = predictions.packings[0], predictions.packings[-1]
-    if first is even or first.low <= 1.0 + LEAST:
+    if first is even or first.speedup.low <= 1.0 + LEAST:
         text = f"no other packing of the same sequences surely gains {percent(LEAST)}"
         yield Finding("packing", "open", sentence(f"{text}; perfectly even microbatches would be {fast(even)}"))
         return
-    text = f"{fast(first)}, {number(first.step_ms)} ms a step instead of {number(predictions.measured_ms)} ms"
-    if even.speedup > first.speedup:
+    text = f"{fast(first)}, {number(first.step_ms.value)} ms a step instead of {number(predictions.measured_ms)} ms"
+    if even.speedup.value > first.speedup.value:
         text += f"; perfectly even microbatches would be {fast(even)}"
     switch = switch_of(framework, -(-(predictions.most_tokens or 0) // context))
     host_flags = None if switch is None else f"{framework}: {shlex.join(switch)}"
@@ -295,7 +295,7 @@ def of_packing(predictions: WhatIf, framework: str | None = None, context: int =
 
 def fast(change: Prediction) -> str:
     """Returns a speedup: ``1.13 (1.08 to 1.18) times as fast``. It is ``per token`` if the number of tokens changes."""
-    return f"{speedup(change.speedup, change.reach)} times as fast{per_token(change)}"
+    return f"{speedup(change.speedup)} times as fast{per_token(change)}"
 
 
 def per_token(change: Prediction) -> str:
@@ -305,7 +305,9 @@ def per_token(change: Prediction) -> str:
 
 def worth_showing(predictions: WhatIf) -> list[Prediction]:
     """Returns the predictions that certainly gain something, and the best one. The JSON has all predictions."""
-    return [change for change in _gaining(predictions) if change == predictions.best or change.low > 1.0 + LEAST]
+    return [
+        change for change in _gaining(predictions) if change == predictions.best or change.speedup.low > 1.0 + LEAST
+    ]
 
 
 def left_out(predictions: WhatIf) -> str | None:
@@ -320,7 +322,9 @@ def left_out(predictions: WhatIf) -> str | None:
 
 def _gaining(predictions: WhatIf) -> list[Prediction]:
     return [
-        change for change in predictions.candidates if change.speedup >= _WORTH_SHOWING or change == predictions.best
+        change
+        for change in predictions.candidates
+        if change.speedup.value >= _WORTH_SHOWING or change == predictions.best
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from megaprof.analysis.samples import Spread
+from megaprof.analysis.samples import Interval, Spread
 from megaprof.formats.metadata import ModelChunk
 from megaprof.formats.phrases import ago as ago
 from megaprof.formats.phrases import counted as counted
@@ -35,14 +35,14 @@ def with_error(ms: float, error: float) -> str:
     return f"{ms:.{digits}f} ±{error:.{digits}f}"
 
 
-def speedup(factor: float, reach: tuple[float, float]) -> str:
+def speedup(factor: Interval) -> str:
     """Returns a factor and its interval: ``1.13 (1.08 to 1.18)``."""
-    return f"{factor:.2f} ({reach[0]:.2f} to {reach[1]:.2f})"
+    return f"{factor.value:.2f} ({factor.low:.2f} to {factor.high:.2f})"
 
 
-def within(ms: float, reach: tuple[float, float]) -> str:
+def within(ms: Interval) -> str:
     """Returns milliseconds and their interval: ``806 (775 to 842)``."""
-    return f"{number(ms)} ({number(reach[0])} to {number(reach[1])})"
+    return f"{number(ms.value)} ({number(ms.low)} to {number(ms.high)})"
 
 
 def mean(spread: Spread | None) -> str:
