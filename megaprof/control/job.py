@@ -27,10 +27,9 @@ from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import records
 from megaprof.formats.job import run as run_json
-from megaprof.formats.job.in_flight import InFlight
 from megaprof.formats.job.records import Absent, BadRecord
 from megaprof.formats.job.run import RunRecord, dead
-from megaprof.formats.job.status import LATE_INTERVALS, LATE_SECONDS, RankStatus
+from megaprof.formats.job.status import LATE_INTERVALS, LATE_SECONDS, InFlight, RankStatus
 from megaprof.formats.phrases import ago
 
 #: How often an old status is read again before the job counts as silent: clocks of hosts differ.

@@ -12,8 +12,7 @@ from megaprof.control.blame import is_stuck
 from megaprof.formats.files import Directory
 from megaprof.formats.flight import Entry, settled
 from megaprof.formats.job import records
-from megaprof.formats.job.in_flight import InFlight
-from megaprof.formats.job.status import RankStatus
+from megaprof.formats.job.status import InFlight, RankStatus
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import flight
 from megaprof.runtime.logs import logger

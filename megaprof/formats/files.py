@@ -106,8 +106,13 @@ class Directory:
     def appearing(self, name: str, *, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
         """Yields a file to write, which replaces `name` when the block ends; after an exception, nothing has changed.
         With `sync`, the file is on the disk by then, and not just on its way there."""
-        temporary = temporary_name(name)
-        descriptor = self._create(temporary, mode)
+        temporary, flags = temporary_name(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            descriptor = self.open_file(temporary, flags, mode)
+        except FileExistsError:
+            # An earlier process with this id died here, or somebody has planted a link.
+            self.unlink(temporary)
+            descriptor = self.open_file(temporary, flags, mode)
         try:
             with open(descriptor, "wb") as file:
                 yield file
@@ -119,15 +124,6 @@ class Directory:
         except BaseException:
             self.unlink(temporary)
             raise
-
-    def _create(self, name: str, mode: int) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            return self.open_file(name, flags, mode)
-        except FileExistsError:
-            # An earlier process with this id died here, or somebody has planted a link.
-            self.unlink(name)
-            return self.open_file(name, flags, mode)
 
     def names(self, limit: int) -> list[str]:
         """Returns at most `limit` names in it, in no order. A network file system asks its server for them again."""

@@ -27,6 +27,7 @@ from isal import isal_zlib
 
 from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
+from megaprof.formats.steps import codes
 
 SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
@@ -209,7 +210,6 @@ class Timeline:
     """A file that was read; every record in it is checked."""
 
     path: Path
-    """The file."""
     metadata: tuple[Metadata, ...]
     """The metadata of its steps, by the numbers that these refer to."""
     shapes: tuple[npt.NDArray[np.int64], ...]
@@ -238,6 +238,15 @@ class Timeline:
     def facts(self, kind: int) -> Mapping[int, bytes]:
         """Returns the facts of a kind such as ``WORK``, by the positions of their steps in ``steps``."""
         return self._facts.get(kind, {})
+
+    def host_bound_passes(self, position: int) -> float | None:
+        """Returns in which part of the passes of step ``steps[position]`` the GPU waited for its host, None if that is
+        not known."""
+        bits, passes = (
+            self.facts(HOST_BOUND).get(position),
+            codes.are_passes(self.shapes[self.steps["shape"][position]]),
+        )
+        return min(1.0, int.from_bytes(bits, "little").bit_count() / max(int(passes.sum()), 1)) if bits else None
 
     def holding(self, kind: int) -> list[bytes]:
         """Returns, for a kind in ``HOLDING``, the fact that holds for every step: the last fact before or at that step,

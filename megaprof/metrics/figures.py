@@ -1,20 +1,10 @@
 """The figures of a running job, computed from its status files (docs/on-demand.md lists every figure).
 
 Each rank's figures are medians over its last steps. compute = forward + backward + combined passes of a step, with
-whatever is communicated inside a microbatch; its median is not the sum of the medians of these passes.
-
-- compute and gradients of a stage: the medians of its ranks that are not slow, which together with the bubble make a
-  step. A slow rank is named by itself; it does not make its stage one that computes longer than the others.
-- imbalance: the slowest stage's compute over the mean of all stages'.
-- step: that of the stage that takes longest (`longest_stage`). Other stages enter later or leave earlier.
-- bubble fraction: 1 - (compute + gradient finalisation) / step, averaged over the stages: the part of a step in which
-  a stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
-- straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
-- slow stage: the slowest stage, if it computes more than `SLOW` times as long as the average one, even if all its waits
-  for a processor core were part of that.
-- slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, even if all their waits
-  for a processor core were part of it, and that are about as slow as the slowest of them. Of ranks that communicate
-  with each other inside a microbatch, one makes all slow.
+whatever is communicated inside a microbatch; its median is not the sum of the medians of these passes. A slow rank is
+named by itself: compute and gradients of its stage are the medians of the others, which together with the bubble make a
+step. What is slow is so even if all waits for a processor core were part of it. Of ranks that communicate with each
+other inside a microbatch, one makes all slow.
 """
 
 from __future__ import annotations
@@ -49,8 +39,21 @@ class SlowRanks:
     peer: int
     """A typical other rank of the stage."""
     since: int | None = None
-    """First step from which on the slowest one was almost always slow; None if that is not known, or if it was slow
-    from its first step on."""
+    """First step from which on the slowest one was almost always slow; None if unknown, or if it is the first."""
+
+
+@dataclass(frozen=True)
+class HostBound:
+    """Stages whose GPUs wait for their host in most passes: they have nothing else to do at both ends of these."""
+
+    stages: tuple[int, ...]
+    """Pipeline ranks, the one that waits most first."""
+    passes: float
+    """Fraction of the passes in which the one that waits least does so."""
+    rank: int
+    """Rank of the first stage that waits most."""
+    since: int | None = None
+    """First step from which on that rank almost always waited; None if unknown, or if it is the first of all."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,7 @@ class StageFigures:
     compute_ms: float | None
     """Compute per step in milliseconds: median of its ranks, without slow ones."""
     gradients_ms: float | None
-    """Time per step to finalise gradients, including waiting for other ranks, in milliseconds: median of its ranks,
-    without slow ones."""
+    """Time per step to finalise gradients, with waiting for other ranks, in milliseconds: median without slow ranks."""
     imbalance: float | None
     """Compute of this stage / mean of all stages."""
     slowest_rank: int | None
@@ -78,6 +80,8 @@ class StageFigures:
     """Compute of that rank in milliseconds."""
     peers_ms: float | None
     """Median compute of the stage's other ranks in milliseconds; None without any."""
+    host_bound_passes: float | None
+    """Fraction of the passes in which its GPUs waited for their host: mean of its ranks; None on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +107,14 @@ class Summary:
     straggler_ratio: float | None
     """Compute of that rank / median of its peers."""
     slow_stage: int | None
-    """The slowest stage if it computes more than 1.1 times as long as the average one, even if all its waits for a
-    processor core were part of that; otherwise None."""
+    """The slowest stage if it computes more than 1.1 times as long as the average one; otherwise None."""
     recent: int | None
     """Number of steps behind these medians, the last ones of every rank."""
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     """Returns the figures of the ranks in `statuses`. There is a straggler only if a stage has several of these."""
-    of_stage: dict[int, list[RankStatus]] = {}
-    for status in statuses:
-        of_stage.setdefault(status.coords["pp"], []).append(status)
+    of_stage = _by_stage(statuses)
     compute = {pp: _median(status.compute_ms for status in _not_slow(members)) for pp, members in of_stage.items()}
     known_ms = {pp: value for pp, value in compute.items() if value is not None}
     # A mean over some stages is not the mean of all.
@@ -123,7 +124,11 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     slowest = max(known_ms, key=lambda pp: known_ms[pp]) if mean is not None else None
     undisturbed = None if slowest is None else _median(map(_undisturbed_ms, _not_slow(of_stage[slowest])))
     step_ms = longest_stage((status.coords["pp"], status.step_ms) for status in everyone)
-    straggler, ratio = _straggler(of_stage.values())
+    busy = [s.compute_ms + s.gradients_ms for s in stages if s.compute_ms is not None and s.gradients_ms is not None]
+    # Medians of the parts of steps may come to more than the median of the steps.
+    idle = [max(0.0, 1 - busy_ms / step_ms) for busy_ms in busy] if step_ms else []
+    above = ((ratio, rank) for members in of_stage.values() for rank, ratio in _above_peers(members).items())
+    ratio, straggler = max(above, default=(None, None))
     steps = [step for status in everyone if (step := status.last_step()) is not None]
     return Summary(
         target=next((status.recent.target for status in everyone if status.recent is not None), None),
@@ -132,7 +137,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         step_ms=step_ms,
         imbalance=None if mean is None or slowest is None else known_ms[slowest] / mean,
         slowest_stage=slowest,
-        bubble_fraction=_bubble(stages, step_ms) if mean is not None else None,
+        bubble_fraction=statistics.fmean(idle) if mean is not None and idle else None,
         straggler=straggler,
         straggler_ratio=ratio,
         slow_stage=slowest if mean and undisturbed is not None and undisturbed / mean > SLOW else None,
@@ -166,25 +171,39 @@ def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: 
         slowest_rank=slowest,
         slowest_ms=slowest_ms,
         peers_ms=None if slowest_ms is None or above is None else slowest_ms / above,
+        host_bound_passes=statistics.fmean(waiting.values()) if (waiting := _host_bound(members)) else None,
     )
 
 
-def _bubble(stages: Sequence[StageFigures], step_ms: float | None) -> float | None:
-    busy = [s.compute_ms + s.gradients_ms for s in stages if s.compute_ms is not None and s.gradients_ms is not None]
-    if not busy or not step_ms:
+def _host_bound(members: Iterable[RankStatus]) -> dict[int, float]:
+    """Returns the fraction of its passes in which each rank's GPU waited for its host, as far as it is known."""
+    recents = {status.rank: status.recent for status in members if status.recent is not None}
+    return {rank: share for rank, recent in recents.items() if (share := recent.host_bound_passes) is not None}
+
+
+def host_bound(statuses: Iterable[RankStatus]) -> HostBound | None:
+    """Returns the stages whose GPUs wait for their host in more than half of the passes; None if there are none."""
+    of_stage = {pp: shares for pp, members in _by_stage(statuses).items() if (shares := _host_bound(members))}
+    means = {pp: statistics.fmean(shares.values()) for pp, shares in of_stage.items()}
+    stages = sorted((pp for pp, mean in means.items() if mean > 0.5), key=lambda pp: (-means[pp], pp))
+    if not stages:
         return None
-    # Medians of the parts of steps may come to more than the median of the steps.
-    return statistics.fmean(max(0.0, 1 - busy_ms / step_ms) for busy_ms in busy)
+    first = of_stage[stages[0]]
+    return HostBound((*stages,), means[stages[-1]], max(first, key=lambda rank: (first[rank], -rank)))
+
+
+def _by_stage(statuses: Iterable[RankStatus]) -> dict[int, list[RankStatus]]:
+    stages: dict[int, list[RankStatus]] = {}
+    for status in statuses:
+        stages.setdefault(status.coords["pp"], []).append(status)
+    return stages
 
 
 def slow_ranks(statuses: Iterable[RankStatus]) -> list[SlowRanks]:
     """Returns the slow ranks of each stage that has some, starting with the stage whose slowest rank is furthest above
     its peers."""
-    of_stage: dict[int, list[RankStatus]] = {}
-    for status in statuses:
-        of_stage.setdefault(status.coords["pp"], []).append(status)
     stages = []
-    for stage, members in of_stage.items():
+    for stage, members in _by_stage(statuses).items():
         above = _slow(members)
         compute_ms = {status.rank: status.compute_ms for status in members if status.compute_ms}
         peers = {rank: ms for rank, ms in compute_ms.items() if rank not in above}
@@ -205,14 +224,6 @@ def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
     the part of the time that each waits."""
     waits = {status.rank: status.waits for status in statuses if status.waits is not None and status.waits > WAITS}
     return dict(sorted(waits.items(), key=lambda rank_and_part: (-rank_and_part[1], rank_and_part[0])))
-
-
-def _straggler(stages: Iterable[Sequence[RankStatus]]) -> tuple[int | None, float | None]:
-    ratios = [(ratio, rank) for members in stages for rank, ratio in _above_peers(members).items()]
-    if not ratios:
-        return None, None
-    ratio, rank = max(ratios)
-    return rank, ratio
 
 
 def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:

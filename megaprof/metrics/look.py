@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megaprof.control.blame import Blame, Culprit, find_culprits
 from megaprof.control.directory import parts_with_a_run
@@ -18,13 +18,12 @@ from megaprof.formats.job.run import dead
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.phrases import ago, counted
-from megaprof.metrics.figures import SlowRanks, slow_ranks, waiting_ranks
-from megaprof.metrics.since import slow_since
+from megaprof.metrics.figures import HostBound, SlowRanks, host_bound, slow_ranks, waiting_ranks
+from megaprof.metrics.since import host_bound_since, slow_since
 
 _CULPRITS = 4
 #: Where a job without a timeline stands still.
 _NOWHERE = " Only a timeline (--profile-tool timeline) shows where the ranks are and which one the others wait for."
-_OUTSIDE = "outside of the schedule (optimizer, data, checkpoint, ...)"
 
 State = Literal["starts", "runs", "hangs", "died", "ended"]
 
@@ -34,13 +33,11 @@ class View:
     """The result of one look."""
 
     job: RunningJob
-    """The job that was looked at."""
     statuses: dict[int, RankStatus]
     """The statuses that could be read, by rank."""
     now: float
     """Wall-clock seconds, by the job's clocks."""
     blame: Blame
-    """The ranks that keep it waiting."""
     silence: str | None
     """Why the job will not answer any more; None while it does."""
 
@@ -53,8 +50,7 @@ class View:
     def slow(self) -> SlowRanks | None:
         """Those of the stage where they are slowest; None if there are none."""
         slow = next(iter(self.slow_of_stages), None)
-        recent = None if slow is None else self.statuses[slow.ranks[0]].recent
-        if slow is None or recent is None:
+        if slow is None or (recent := self.statuses[slow.ranks[0]].recent) is None:
             return slow
         return replace(slow, since=slow_since(self.job.directory, self.job.run, slow, recent.target))
 
@@ -63,9 +59,16 @@ class View:
         """The ranks that wait for a processor core (`waiting_ranks`)."""
         return waiting_ranks(self.statuses[rank] for rank in self.heard)
 
+    @cached_property
+    def host_bound(self) -> HostBound | None:
+        """The stages whose GPUs wait for their host in most passes; None if there are none."""
+        waits = host_bound(self.statuses[rank] for rank in self.heard)
+        if waits is None or (recent := self.statuses[waits.rank].recent) is None:
+            return waits
+        return replace(waits, since=host_bound_since(self.job.directory, self.job.run, waits, recent.target))
+
     @property
     def state(self) -> State:
-        """One word for all of it."""
         if self.job.run.ended is not None:
             return "ended"
         if self.silence is not None or any(culprit.silent for culprit in self.blame.culprits):
@@ -83,19 +86,16 @@ class View:
             return None
         if self.silence is None:
             return _standstill(self.statuses, self.blame, "lasts") if self.blame.still else None
-        return _standstill(self._unended, self.last_blame, "unfinished")
+        running = {rank: status for rank, status in self.statuses.items() if not status.ended}
+        return _standstill(running, self.last_blame, "unfinished")
 
     @cached_property
     def last_blame(self) -> Blame:
         """The ranks that keep it waiting or, once it is gone, that kept it waiting at its last moment."""
         if self.silence is None:
             return self.blame
-        last = max((status.time for status in self._unended.values()), default=0.0)
+        last = max((status.time for status in self.statuses.values() if not status.ended), default=0.0)
         return find_culprits(self.job.run, self.statuses, last, afterwards=True)
-
-    @property
-    def _unended(self) -> dict[int, RankStatus]:
-        return {rank: status for rank, status in self.statuses.items() if not status.ended}
 
     @property
     def heard(self) -> list[int]:
@@ -115,18 +115,9 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
     return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
 
 
-class LastStand(NamedTuple):
-    """The standstill of the job in a save directory."""
-
-    standstill: Standstill
-    """`View.standstill`."""
-    heard: float
-    """When its ranks were last heard of, in wall-clock seconds."""
-
-
-def last_stand(directory: Path) -> LastStand | None:
-    """Returns the standstill of the job in a save directory, of the first role that has one; None without one. May take
-    a few seconds, like `RunningJob.silence`."""
+def last_stand(directory: Path) -> tuple[Standstill, float] | None:
+    """Returns the standstill of the job in a save directory, of the first role that has one, and when its ranks were
+    last heard of, in wall-clock seconds; None without one. May take a few seconds, like `RunningJob.silence`."""
     try:
         parts = parts_with_a_run(directory)
     except Unsafe:
@@ -136,7 +127,7 @@ def last_stand(directory: Path) -> LastStand | None:
             view = look_at(find_job(directory, part and part.removeprefix("role-")), patient=False)
             # Of several roles, some are idle while another one works.
             if view.standstill is not None and (view.standstill.inside or len(parts) == 1):
-                return LastStand(view.standstill, max(status.time for status in view.statuses.values()))
+                return view.standstill, max(status.time for status in view.statuses.values())
     return None
 
 
@@ -162,14 +153,9 @@ def _standstill(
 
 def awaited(blame: Blame) -> tuple[Standing, ...]:
     """Returns the ranks that the others wait for, and where they stand."""
-    return tuple(_standing(culprit.status) for culprit in blame.culprits if culprit.status is not None)
-
-
-def _standing(status: RankStatus) -> Standing:
-    place, stage = status.place, status.coords["pp"]
-    if place is None:
-        return Standing(status.rank, stage)
-    return Standing(status.rank, stage, place.phase, place.microbatch, place.chunk)
+    statuses = [culprit.status for culprit in blame.culprits if culprit.status is not None]
+    places = [() if (p := status.place) is None else (p.phase, p.microbatch, p.chunk) for status in statuses]
+    return tuple(Standing(s.rank, s.coords["pp"], *place) for s, place in zip(statuses, places, strict=True))
 
 
 def verdict(view: View) -> str | None:
@@ -185,7 +171,9 @@ def verdict(view: View) -> str | None:
     if blame.stuck:
         have = "has" if len(blame.stuck) == 1 else "have"
         return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
-    complaints = [*([slower(view.slow)] if view.slow else []), *([waiting_for_cores(view.waits)] if view.waits else [])]
+    complaints = [slower(view.slow)] if view.slow else []
+    complaints += [waiting_for_cores(view.waits)] if view.waits else []
+    complaints += [waiting_for_host(view.host_bound)] if view.host_bound else []
     return " ".join(complaints) or None
 
 
@@ -209,20 +197,34 @@ def waiting_for_cores(waits: Mapping[int, float]) -> str:
     return f"{who} for a processor core, {longest}for {most:.0%} of the time: {why}."
 
 
+def waiting_for_host(waits: HostBound) -> str:
+    """Returns a sentence about stages whose GPUs wait for their host."""
+    several = len(waits.stages) > 1
+    which = f"stage{'s' * several} {few(sorted(waits.stages))}"
+    who = f"that of stage {waits.stages[0]}" if several else "it"
+    since = "" if waits.since is None else f" ({who} did not before step {waits.since})"
+    share = f"{'at least ' * several}{waits.passes:.0%}"
+    return f"The GPU waits for its host in {share} of the passes of {which}{since}: a capture shows what that costs."
+
+
 def waited_for(view: View) -> Iterator[str]:
     """Yields a clause for each rank that is silent, and for each rank that the others wait for."""
     culprits = view.blame.culprits
     unheard = [culprit.rank for culprit in culprits if culprit.status is None]
-    silent = [culprit for culprit in culprits if culprit.silent and culprit.status is not None]
-    guilty = [culprit for culprit in culprits if not culprit.silent]
+    silent = [(culprit, culprit.status) for culprit in culprits if culprit.silent and culprit.status is not None]
+    guilty = [(culprit, culprit.status) for culprit in culprits if not culprit.silent and culprit.status is not None]
     if not view.blame.stuck and not silent and not unheard and view.silence is None:
         return
-    for culprit in silent[:_CULPRITS]:
-        yield f"{_who(culprit)} {_silence(culprit)}{_waiting(culprit)}"
+    for culprit, status in silent[:_CULPRITS]:
+        what = f"has given no sign of life for {ago(culprit.seconds)}"
+        if gone(culprit):
+            what = "is gone: the process does not exist any more"
+        yield f"{_who(status)} {what}; it was last seen {_place(status)}{_waiting(culprit)}"
     if unheard:
         yield f"no status at all from {counted(len(unheard), 'rank')}: rank {few(unheard)}"
-    for culprit in guilty[:_CULPRITS]:
-        yield f"{_who(culprit)} {_doing(culprit.status)} for {ago(culprit.seconds)}{_waiting(culprit)}"
+    for culprit, status in guilty[:_CULPRITS]:
+        comma = "" if status.place is None else ","
+        yield f"{_who(status)} has been {_place(status)}{comma} for {ago(culprit.seconds)}{_waiting(culprit)}"
     if more := max(0, len(silent) - _CULPRITS) + max(0, len(guilty) - _CULPRITS):
         yield f"and {more} more"
 
@@ -238,23 +240,8 @@ def few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
 
 
-def _who(culprit: Culprit) -> str:
-    status = culprit.status
-    if status is None:
-        return f"rank {culprit.rank}"
-    return f"rank {culprit.rank} (stage {status.coords['pp']}, {status.name}, process {status.pid})"
-
-
-def _silence(culprit: Culprit) -> str:
-    last = "" if culprit.status is None else f"; it was last seen {_place(culprit.status)}"
-    if gone(culprit):
-        return f"is gone: the process does not exist any more{last}"
-    return f"has given no sign of life for {ago(culprit.seconds)}{last}"
-
-
-def _doing(status: RankStatus | None) -> str:
-    where = _OUTSIDE if status is None else _place(status)
-    return f"has been {where}" + ("," if status is not None and status.place is not None else "")
+def _who(status: RankStatus) -> str:
+    return f"rank {status.rank} (stage {status.coords['pp']}, {status.name}, process {status.pid})"
 
 
 def _place(status: RankStatus) -> str:
@@ -262,7 +249,7 @@ def _place(status: RankStatus) -> str:
     if status.whereabouts_unknown:
         return f"in step {status.last_step()} or after it"
     if place is None:
-        return _OUTSIDE
+        return "outside of the schedule (optimizer, data, checkpoint, ...)"
     whose = "" if place.role is None else f" of {place.role}"
     return f"in {place}, {place.target}{whose} step {place.step}"
 

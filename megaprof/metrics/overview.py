@@ -41,8 +41,7 @@ class Overview:
         writers: Callable[[], sinks.Writers],
         see: Callable[[float | None], None] | None = None,
     ) -> None:
-        """`writers` returns those that the host has by now, since it makes them at any time. `see` is called with the
-        imbalance of the stages at each look, None if it is not known."""
+        """`writers` returns those that the host has made by now. `see` is called with the imbalance at each look."""
         self._listener = listener
         self.every = max(LEAST_SECONDS, min(coords.sizes.world, MOST_RANKS) / READ_RATE)
         """Seconds from one look to the next."""
@@ -76,7 +75,6 @@ class Overview:
             self._see(summary.imbalance)
 
     def close(self) -> None:
-        """Ends what keeps a summary."""
         if self._otel is not None:
             self._otel.close()
 

@@ -1,8 +1,10 @@
-"""Finds since which step a rank is slow, from the timelines that it and one of its peers have written so far."""
+"""Finds since which step a rank is slow, or waits for its host, from the timelines that ranks have written so far."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,53 +14,69 @@ from megaprof.formats import timeline as format
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
-from megaprof.metrics.figures import SlowRanks
+from megaprof.metrics.figures import HostBound, SlowRanks
 
 #: Seconds by which the clocks of two hosts may differ.
 _CLOCKS_SECONDS = 60.0
 #: Steps before and after one that its running median takes in.
 _AROUND = 2
 
+Floats = npt.NDArray[np.float64]
+
 
 def slow_since(directory: Path, run: RunRecord, slow: SlowRanks, target: str) -> int | None:
     """Returns the step of ``target`` from which on the slowest of these ranks was almost always slow, at least half as
     much as now. None if it was so from its first step on, if that comes and goes, or without timelines."""
-    wanted: dict[int, dict[int, int]] = {slow.ranks[0]: {}, slow.peer: {}}
+    own, others = (_by_step(directory, run, rank, target, "passes_us") for rank in (slow.ranks[0], slow.peer))
+    both = {step: (own[step], others[step]) for step in own.keys() & others.keys()}
+    return _began(both, lambda us: us[:, 0] / np.maximum(us[:, 1], 1.0) > 1.0 + (slow.ratio - 1.0) / 2)
+
+
+def host_bound_since(directory: Path, run: RunRecord, waits: HostBound, target: str) -> int | None:
+    """Returns the step of ``target`` from which on the GPU of ``waits.rank`` almost always waited for its host in most
+    passes. None if it did so from its first step on, if that comes and goes, or without timelines."""
+    shares = _by_step(directory, run, waits.rank, target, "host_bound")
+    return _began({step: (share,) for step, share in shares.items()}, lambda share: share[:, 0] > 0.5)
+
+
+def _began(by_step: Mapping[int, tuple[float, ...]], is_there: Callable[[Floats], npt.NDArray[np.bool_]]) -> int | None:
+    """Returns the step since which something is there by its values in each step; None if it is from the first one on,
+    or if it comes and goes. Running medians remove single unlike steps, and keep a change of level where it is."""
+    if not by_step:
+        return None
+    steps = sorted(by_step)
+    padded = np.pad(np.array([by_step[step] for step in steps]), ((_AROUND, _AROUND), (0, 0)), mode="edge")
+    there = is_there(np.median(sliding_window_view(padded, 2 * _AROUND + 1, axis=0), axis=-1))
+    # The step with the fewest exceptions: earlier steps in which it was there, and later ones in which it was not.
+    exceptions = there.cumsum() - there + (~there)[::-1].cumsum()[::-1]
+    first = int(exceptions.argmin())
+    return steps[first] if first > 0 and exceptions[first] <= there.sum() / 4 else None
+
+
+def _by_step(
+    directory: Path, run: RunRecord, rank: int, target: str, figure: Literal["passes_us", "host_bound"]
+) -> dict[int, float]:
+    """Returns a figure of each step that this run made on a rank, without those that failed or that a profiler
+    disturbed: the microseconds of its passes, or the part of them in which the GPU waited for its host."""
+    values: dict[int, float] = {}
     for path in sorted(directory.glob(f"*{format.SUFFIX}")):
         name = parse_artifact_name(path.name)
-        if name is not None and name.place.rank in wanted:
-            wanted[name.place.rank].update(_compute_us(path, run, target))
-    own, others = wanted[slow.ranks[0]], wanted[slow.peer]
-    steps = sorted(own.keys() & others.keys())
-    if not steps:
-        return None
-    own_us, others_us = (_smooth([us[step] for step in steps]) for us in (own, others))
-    longer = own_us / np.maximum(others_us, 1.0) > 1.0 + (slow.ratio - 1.0) / 2
-    # The step with the fewest exceptions: earlier steps in which the rank was slow, and later ones in which it was not.
-    exceptions = longer.cumsum() - longer + (~longer)[::-1].cumsum()[::-1]
-    first = int(exceptions.argmin())
-    return steps[first] if first > 0 and exceptions[first] <= longer.sum() / 4 else None
-
-
-def _smooth(times_us: list[int]) -> npt.NDArray[np.float64]:
-    """Returns the running median. It removes single long steps, and keeps a change of level where it is."""
-    padded = np.pad(np.array(times_us, dtype=np.float64), _AROUND, mode="edge")
-    smooth: npt.NDArray[np.float64] = np.median(sliding_window_view(padded, 2 * _AROUND + 1), axis=-1)
-    return smooth
-
-
-def _compute_us(path: Path, run: RunRecord, target: str) -> dict[int, int]:
-    """Returns the microseconds of all passes of each step in a file, as far as this run made it."""
-    try:
-        timeline = read_timeline(path, events=False)
-    except UnreadableTimeline:
-        return {}
-    computed: dict[int, int] = {}
-    for metadata, steps in timeline.by_metadata():
-        if metadata.target != target or metadata.around_windows:
+        if name is None or name.place.rank != rank:
             continue
-        clean = steps["flags"] & (format.FAILED | format.DISTURBED) == 0
-        steps = steps[clean & (steps["start_ns"] / 1e9 > run.started - _CLOCKS_SECONDS)]
-        passes_us = steps["forward"].astype(np.int64) + steps["backward"] + steps["combined"]
-        computed.update(zip(steps["step"].tolist(), passes_us.tolist(), strict=True))
-    return computed
+        try:
+            timeline = read_timeline(path, events=figure == "host_bound")
+        except UnreadableTimeline:
+            continue
+        steps = timeline.steps
+        described = [each.target == target and not each.around_windows for each in timeline.metadata]
+        clean = np.isin(steps["metadata"], np.flatnonzero(described))
+        clean &= steps["flags"] & (format.FAILED | format.DISTURBED) == 0
+        rows = np.flatnonzero(clean & (steps["start_ns"] / 1e9 > run.started - _CLOCKS_SECONDS))
+        made: Iterable[float | None] = (
+            steps["forward"][rows].astype(float) + steps["backward"][rows] + steps["combined"][rows]
+        )
+        if figure == "host_bound":
+            made = map(timeline.host_bound_passes, rows.tolist())
+        numbers = steps["step"][rows].tolist()
+        values.update((step, value) for step, value in zip(numbers, made, strict=True) if value is not None)
+    return values

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from megaprof.formats.files import appearing
 from megaprof.formats.names import sanitise
 from megaprof.metrics.figures import Summary
 
-Sink = Callable[[Summary], None]
+Sink = Callable[[Summary], object]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Writers:
     wandb: Any | None = None
     """The module ``wandb`` with a run in it."""
     meter: Any | None = None
-    """An OpenTelemetry meter."""
 
 
 #: For each figure its name in Prometheus and in OpenTelemetry, its unit and its meaning. Prometheus uses base units.
@@ -40,24 +39,26 @@ FIGURES = {
     "step_ms": ("step_seconds", "step", "ms", "Duration of a step, median over the last steps and all ranks"),
     "imbalance": ("imbalance_ratio", "imbalance", "1", "Compute of the slowest stage over the mean of all stages"),
     "slowest_stage": ("slowest_stage", "slowest_stage", "1", "Pipeline rank of the stage that computes longest"),
-    "bubble_fraction": (
-        "bubble_ratio",
-        "bubble_fraction",
-        "1",
-        "Part of a step in which the median stage waits for others",
-    ),
+    "bubble_fraction": ("bubble_ratio", "bubble_fraction", "1", "Part of a step in which stages wait for others"),
     "straggler": ("straggler_rank", "straggler", "1", "Rank that computes longest compared with its peers"),
     "straggler_ratio": ("straggler_ratio", "straggler_ratio", "1", "Its compute over the median of its peers"),
     "compute_ms": ("stage_compute_seconds", "stage.compute", "ms", "Compute of a stage in a step, median of its ranks"),
+    "host_bound_passes": (
+        "stage_host_bound_ratio",
+        "stage.host_bound",
+        "1",
+        "Part of its passes that wait for the host",
+    ),
 }
 
 
 def _values(summary: Summary, figure: str) -> Iterator[tuple[dict[str, int], float]]:
     """Yields the values of a figure that are known, each with its stage where the figure is one of stages."""
-    if figure == "compute_ms":
-        yield from (({"stage": stage.pp}, stage.compute_ms) for stage in summary.stages if stage.compute_ms is not None)
-    elif (value := getattr(summary, figure)) is not None:
-        yield {}, value
+    of_job = hasattr(summary, figure)
+    owners: list[tuple[dict[str, int], Any]] = (
+        [({}, summary)] if of_job else [({"stage": s.pp}, s) for s in summary.stages]
+    )
+    yield from ((which, value) for which, owner in owners if (value := getattr(owner, figure)) is not None)
 
 
 def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
@@ -73,16 +74,14 @@ def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
 
 def host_sinks(host: Writers, role: str | None = None) -> Iterator[tuple[str, Sink]]:
     """Yields the sinks of the host, by name."""
-    if host.tensorboard is not None:
-        yield "TensorBoard", lambda summary: _to_tensorboard(host.tensorboard, summary, role)
+    if (writer := host.tensorboard) is not None:
+        yield (
+            "TensorBoard",
+            lambda summary: [writer.add_scalar(*named, summary.step) for named in scalars(summary, role).items()],
+        )
     if (wandb := host.wandb) is not None:
         # Without commit: the figures join the step that the host has open instead of being one.
         yield "W&B", lambda summary: wandb.log(scalars(summary, role), commit=False)
-
-
-def _to_tensorboard(writer: Any, summary: Summary, role: str | None) -> None:
-    for name, value in scalars(summary, role).items():
-        writer.add_scalar(name, value, summary.step)
 
 
 class Prometheus:
@@ -92,39 +91,26 @@ class Prometheus:
         given = Path(path)
         self._path = given if role is None else given.with_name(f"{given.stem}.{sanitise(role)}{given.suffix}")
         self._role = role
-        self._summary: Summary | None = None
 
     def __call__(self, summary: Summary) -> None:
         """Raises OSError."""
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-        self._summary, registry = summary, CollectorRegistry()
-        registry.register(self)
-        with appearing(self._path, sync=False) as file:
-            file.write(generate_latest(registry))
-
-    def collect(self) -> Iterable[Any]:
-        """Yields the gauges, for `prometheus_client`."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        summary = self._summary
-        if summary is None:
-            return
-        labels = _labels(summary, self._role)
+        registry, labels = CollectorRegistry(), _labels(summary, self._role)
         figures = [
             (name, help, [(which, value / 1e3 if unit == "ms" else value) for which, value in _values(summary, figure)])
             for figure, (name, _, unit, help) in FIGURES.items()
         ]
-        figures.append(
-            ("last_step", "Number of the last step", [({}, summary.step)] if summary.step is not None else [])
-        )
+        if summary.step is not None:
+            figures.append(("last_step", "Number of the last step", [({}, summary.step)]))
         figures.append(("updated_timestamp_seconds", "When this was written", [({}, time.time())]))
         for name, help, values in figures:
             if values:
-                family = GaugeMetricFamily(f"megaprof_{name}", help, labels=[*labels, *values[0][0]])
+                gauge = Gauge(f"megaprof_{name}", help, [*labels, *values[0][0]], registry=registry)
                 for which, value in values:
-                    family.add_metric([*labels.values(), *map(str, which.values())], value)
-                yield family
+                    (gauge.labels(**labels, **which) if labels or which else gauge).set(value)
+        with appearing(self._path, sync=False) as file:
+            file.write(generate_latest(registry))
 
 
 def check_prometheus(path: str | None) -> None:

@@ -31,7 +31,7 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
     last_shape: Sequence[int] = ()
     work_of_shape: Work | None = None
     for position, *inputs in given:
-        microbatch = codes.microbatch_of(position)
+        microbatch = None if position is None else codes.place(position)[0]
         if microbatch is None or microbatch in works:
             continue
         if len(inputs) == 1:

@@ -23,7 +23,7 @@ from megaprof.formats import inputs
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.remote import Unreachable
-from megaprof.metrics.look import LastStand, last_stand
+from megaprof.metrics.look import last_stand
 from megaprof.ui.places import Place
 
 #: The most captures that are kept.
@@ -67,18 +67,17 @@ class Capture:
     report: Report
     """The report, without the data that draws its steps."""
     page: str
-    """The HTML report."""
     drawn: dict[_Key, dict[str, Any]]
     """The drawn step of every target that has one, for the script."""
     briefs: tuple[Brief, ...]
     """Every target at a glance."""
 
 
-def read(path: Path, links: tuple[tuple[str, str], ...], last: LastStand | None) -> Capture:
+def read(path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill, float] | None) -> Capture:
     """Reads a directory; this runs in a separate process. Raises Unreadable."""
     try:
         report = analyze(path)
-        report = report if last is None else report.with_standstill(last.standstill, last.heard)
+        report = report if last is None else report.with_standstill(*last)
     except (Unanswerable, Unreachable) as fault:
         raise Unreadable(str(fault)) from None
     except (OSError, MemoryError) as fault:
@@ -135,7 +134,7 @@ class KeptCaptures:
         last = await asyncio.to_thread(last_stand, place.path) if place.job else None
         identity = place.identity
         if last is not None:  # the page says for how long: it is a minute old at most
-            identity += f" {replace(last.standstill, seconds=last.standstill.seconds // 60)}"
+            identity += f" {replace(last[0], seconds=last[0].seconds // 60)}"
         if isinstance(why := self._briefs.get(identity), str):
             raise Unreadable(why)
         read = self._reads.get(identity) or self._awaited.get(place.path)
@@ -152,7 +151,7 @@ class KeptCaptures:
         return read.result()
 
     async def _read(
-        self, identity: str, path: Path, links: tuple[tuple[str, str], ...], last: LastStand | None
+        self, identity: str, path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill, float] | None
     ) -> Capture:
         try:
             capture = await asyncio.wrap_future(self._submit(path, links, last))
@@ -166,7 +165,9 @@ class KeptCaptures:
         self._briefs[identity] = capture.briefs
         return capture
 
-    def _submit(self, path: Path, links: tuple[tuple[str, str], ...], last: LastStand | None) -> Future[Capture]:
+    def _submit(
+        self, path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill, float] | None
+    ) -> Future[Capture]:
         if self._pool is None:
             alike = partial(_begin, inputs.allowed())
             self._pool = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"), initializer=alike)

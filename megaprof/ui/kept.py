@@ -16,7 +16,6 @@ class Kept(Generic[Found]):
     """Calls ``look`` on a thread and keeps its result for a while. Pages that ask at the same time share one call."""
 
     def __init__(self, look: Callable[[], Found], seconds: Callable[[Found], float]) -> None:
-        """`seconds` returns how long a result is kept."""
         self._look, self._seconds = look, seconds
         self._found: Found | None = None
         self._until = 0.0

@@ -45,7 +45,7 @@ def write(
 
 def stand(directory: Path) -> Standstill | None:
     last = last_stand(directory)
-    return None if last is None else last.standstill
+    return None if last is None else last[0]
 
 
 HANGS = {0: ("recv_backward", None), 1: ("forward", 3)}
@@ -127,9 +127,10 @@ def test_a_job_of_several_targets_and_roles_names_the_target(tmp_path: Path) -> 
             places.write(paths.status(rank), written | {"host": run.host, "pid": run.pid, "calls": calls})
     last = last_stand(tmp_path)
     assert last is not None
-    assert (last.standstill.step, last.standstill.target) == (7, "train_actor")
-    assert last.heard == pytest.approx(now)
-    (finding,) = of_standstills([last.standstill])
+    standstill, heard = last
+    assert (standstill.step, standstill.target) == (7, "train_actor")
+    assert heard == pytest.approx(now)
+    (finding,) = of_standstills([standstill])
     assert finding.text.startswith("The job stands still in step 7 of train_actor, for 4")
 
 

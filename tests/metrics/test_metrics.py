@@ -21,8 +21,8 @@ from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
-from megaprof.metrics.figures import SlowRanks, Summary, slow_ranks, summarise
-from megaprof.metrics.look import waiting_for_cores
+from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise
+from megaprof.metrics.look import waiting_for_cores, waiting_for_host
 from megaprof.metrics.overview import Overview
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
@@ -237,7 +237,7 @@ if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
 else:
     metrics.set_meter_provider(provider)
 sink = sinks.OpenTelemetry(sinks.meter(registry.writers().meter), "actor")
-stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, None, None, None, None, None) for pp, ms in enumerate((40.0, None)))
+stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, *[None] * 6) for pp, ms in enumerate((40.0, None)))
 def seen():
     data = reader.get_metrics_data()
     scopes = [] if data is None else data.resource_metrics[0].scope_metrics
@@ -323,6 +323,23 @@ def test_a_step_is_as_long_as_its_longest_stage_and_the_bubble_is_of_that() -> N
     )
     assert found.step_ms == 100.0, "no mean of ranks that enter it at different times"
     assert found.bubble_fraction == pytest.approx(((1 - 0.5) + (1 - 0.4)) / 2)
+
+
+def test_stages_whose_gpus_wait_for_their_host_in_most_passes() -> None:
+    def waiting(rank: int, share: float | None) -> RankStatus:
+        recent = status(rank, 40.0).recent
+        assert recent is not None
+        return replace(status(rank, 40.0), recent=replace(recent, host_bound_passes=share))
+
+    job = [waiting(rank, share) for rank, share in enumerate((0.2, 0.4, 0.9, 1.0))]
+    found = summarise(RUN, job)
+    assert [stage.host_bound_passes for stage in found.stages] == [pytest.approx(0.3), pytest.approx(0.95)]
+    assert sinks.scalars(found)["megaprof/host_bound_passes/stage_1"] == pytest.approx(0.95)
+    assert host_bound(job) == HostBound((1,), pytest.approx(0.95), 3)
+    both = [waiting(rank, share) for rank, share in enumerate((0.6, 0.8, 0.9, 1.0))]
+    assert host_bound(both) == HostBound((1, 0), pytest.approx(0.7), 3)
+    assert host_bound([status(rank, 40.0) for rank in range(4)]) is None, "no GPU's clock says so"
+    assert "before step 400" in waiting_for_host(HostBound((2,), 0.93, 5, since=400))
 
 
 def test_ranks_that_wait_for_a_core_are_named_by_the_rule_of_the_report() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from megaprof.metrics.figures import SlowRanks
-from megaprof.metrics.since import slow_since
+from megaprof.formats import timeline as format
+from megaprof.metrics.figures import HostBound, SlowRanks
+from megaprof.metrics.since import host_bound_since, slow_since
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.metrics.test_metrics import RUN
@@ -36,6 +37,18 @@ def since(directory: Path, started: float = STARTED) -> int | None:
 def test_since_when_a_rank_is_slow(slow: list[Slow], step: int | None, tmp_path: Path) -> None:
     write_timelines(tmp_path, LAYOUT, steps=40, slow=slow)
     assert since(tmp_path) == step
+
+
+@pytest.mark.parametrize(("waits", "step"), [(range(24, 40), 24), (range(40), None), (range(0, 40, 2), None)])
+def test_since_when_a_gpu_waits_for_its_host(waits: range, step: int | None, tmp_path: Path) -> None:
+    """In 12 of its 16 passes in the steps of ``waits``, in one in the others."""
+    for path in write_timelines(tmp_path, LAYOUT, steps=40, device_clock=True):
+        bits = {True: b"\xff\x0f", False: b"\x01\x00"}
+        with path.open("ab") as file:
+            file.write(b"".join(format.fact_record(row, format.HOST_BOUND, bits[row in waits]) for row in range(40)))
+    run = replace(RUN, started=STARTED)
+    assert host_bound_since(tmp_path, run, HostBound((1,), 0.75, 3), "train_actor") == step
+    assert host_bound_since(tmp_path / "none", run, HostBound((1,), 0.75, 3), "train_actor") is None
 
 
 def test_an_earlier_run_in_the_same_directory_does_not_count(tmp_path: Path) -> None:

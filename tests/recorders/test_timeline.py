@@ -77,6 +77,7 @@ def test_a_step_comes_no_more_often_than_steps_last() -> None:
     recent = tally.recent(*key)
     assert recent is not None
     assert (recent.step_ms, tally.seconds(key)) == (1100, pytest.approx(1.15))
+    assert recent.host_bound_passes is None, "the host's clock does not say"
 
 
 def test_compute_is_the_median_of_the_compute_of_each_step() -> None:

@@ -15,7 +15,7 @@ WIDTH, HEIGHT = 960, 120
 
 @dataclass(frozen=True)
 class Scatter:
-    """A scatter plot of microbatches: the lengths of their sequences, and the time they take."""
+    """Microbatches by the lengths of their sequences and the time they take."""
 
     dots: tuple[tuple[float, float, float], ...]
     """One entry per microbatch: distance from the left, distance from the top as measured, and distance from the top as

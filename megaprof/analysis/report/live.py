@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megaprof.analysis.report.tables import Cell, Column, TableView, row, stacked
-from megaprof.analysis.report.text.words import ABSENT, number
+from megaprof.analysis.report.text.words import ABSENT, number, percent
 from megaprof.metrics.figures import SlowRanks, Summary
 
 
 def stages_now(summary: Summary, waited_for: Collection[int] = ()) -> TableView:
     """Returns the figures of every stage. ``waited_for``: stages that the others wait for."""
+    on_gpu = any(stage.host_bound_passes is not None for stage in summary.stages)
     rows = [
         row(
             Cell(f"{stage.pp} waited for", "slow") if stage.pp in waited_for else stage.pp,
@@ -23,6 +24,7 @@ def stages_now(summary: Summary, waited_for: Collection[int] = ()) -> TableView:
             ratio(stage.imbalance),
             stage.slowest_rank,
             number(stage.slowest_ms),
+            *([percent(stage.host_bound_passes)] if on_gpu else []),
             emphasis="slow" if stage.pp == summary.slow_stage else "",
         )
         for stage in summary.stages
@@ -38,6 +40,7 @@ def stages_now(summary: Summary, waited_for: Collection[int] = ()) -> TableView:
         Column("imbalance"),
         Column("slowest\nrank"),
         Column("its\ncompute", unit="ms"),
+        *([Column("passes that wait\nfor the host")] if on_gpu else []),
     )
     return TableView("stages of the job", columns, tuple(rows))
 

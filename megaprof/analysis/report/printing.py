@@ -28,10 +28,7 @@ def heading(console: Console, title: str) -> None:
 
 
 def show_finding(console: Console, finding: Finding, *, quiet: bool = False) -> None:
-    """Prints a finding in the colour of its severity, with its command below it, unbroken so that it can be copied.
-
-    ``quiet``: print it without colour, because another finding is the headline.
-    """
+    """Prints a finding in the colour of its severity (``quiet``: without), and below it its command, unbroken."""
     console.print(text(finding.text, "" if quiet else STYLES[finding.severity]))
     for command in filter(None, (finding.command, finding.host_command)):
         console.print(text("  " + command), soft_wrap=True)

@@ -291,10 +291,8 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
             memory.append(Peak(allocated.allocated, allocated.peak, allocated.capacity or None))
         if (step_work := unpack_work(works[row])) is not None and len(step_work[1]) == microbatches:
             lengths_from, work[t] = step_work
-        if host_bound := timeline.facts(format.HOST_BOUND).get(row):
-            kinds = timeline.shapes[timeline.steps["shape"][row]] & codes.KIND_MASK
-            passes = int(((kinds >= codes.FORWARD) & (kinds <= codes.COMBINED)).sum())
-            host_passes[t] = int.from_bytes(host_bound, "little").bit_count() / max(passes, 1)
+        if (host_bound := timeline.host_bound_passes(row)) is not None:
+            host_passes[t] = host_bound
         enter[t] = (start_ns - plan.origin) / 1e6
         device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
         steps_by_shape.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)

@@ -183,9 +183,9 @@ def analyzed(
     except NothingToReport as fault:
         if last is None:
             raise
-        stood = " ".join(finding.text for finding in of_standstills([last.standstill]))
+        stood = " ".join(finding.text for finding in of_standstills(last[:1]))
         raise CommandError(f"{stood} Nothing else can be reported: {fault}") from None
-    return report if last is None else report.with_standstill(last.standstill, last.heard)
+    return report if last is None else report.with_standstill(*last)
 
 
 def _json(report: Report) -> str:

@@ -25,7 +25,7 @@ from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill, completed
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
-from megaprof.metrics.figures import SlowRanks, Summary, longest_stage, summarise
+from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage, summarise
 from megaprof.metrics.look import State, View, awaited, few, gone, look_at, verdict, waited_for
 from megaprof.parallel.topology import ParallelSizes
 
@@ -106,6 +106,8 @@ class StatusAnswer:
     """Ranks that are slower than their peers; None if there are none."""
     waits: dict[int, float]
     """Fraction of the time for which each rank waits for a processor core, the longest first."""
+    host_bound: HostBound | None
+    """Stages whose GPUs wait for their host in most passes; None if there are none."""
     status: tuple[RankNow, ...]
     """Every rank whose status could be read."""
 
@@ -194,6 +196,7 @@ def answer(view: View) -> StatusAnswer:
         standstills=standstills(view),
         slow=view.slow,
         waits=dict(view.waits),
+        host_bound=view.host_bound,
         status=tuple(
             RankNow(**msgspec.structs.asdict(status), step=status.last_step(), still_s=round(status.stuck(now), 3))
             for _, status in sorted(statuses.items())
@@ -214,8 +217,7 @@ def silence(view: View) -> str:
 
 def how_it_ended(view: View) -> list[str]:
     """Returns sentences about where a job stood still, and about the ranks that died before it ended."""
-    died = waited_for(view) if view.state == "ended" else ()
-    return [*stood_still(view), *map(sentence, died)]
+    return [*stood_still(view), *map(sentence, waited_for(view) if view.state == "ended" else ())]
 
 
 def standstills(view: View) -> tuple[Standstill, ...]:
@@ -283,8 +285,7 @@ def _said(view: View) -> Iterator[str]:
         lines += of_hang.sentences(hang)
     if view.state == "died":
         lines += stood_still(view)
-    if lines:
-        yield from ("", *lines)
+    yield from ("", *lines) if lines else ()
 
 
 def _collectives(view: View) -> Hang | None:
@@ -315,16 +316,15 @@ def _show_table(view: View) -> None:
     keys = ("rank", "stage") if by_rank else ("stage", "rank count")
     columns = *map(Column, (*keys, "step")), Column("step, ms"), Column("compute, ms"), Column("where", "text")
     rows = _ranks(view) if by_rank else _stages(view)
-    title = ""
-    if any(status.step_ms is not None for status in view.statuses.values()):
-        title = "medians of each rank's last steps"
+    timed = any(status.step_ms is not None for status in view.statuses.values())
+    title = "medians of each rank's last steps" if timed else ""
     show_table(console, TableView(title, columns, tuple(rows)), _LINES)
 
 
 def _ranks(view: View) -> Iterator[Row]:
     for rank, status in sorted(view.statuses.items()):
-        times = number(status.step_ms), number(status.compute_ms)
-        yield row(rank, status.coords["pp"], status.last_step(), *times, _where([status], view.now))
+        known = rank, status.coords["pp"], status.last_step(), number(status.step_ms), number(status.compute_ms)
+        yield row(*known, _where([status], view.now))
 
 
 def _stages(view: View) -> Iterator[Row]:

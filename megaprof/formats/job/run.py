@@ -100,13 +100,10 @@ class RunRecord(Record, frozen=True):
 def dead(host_of: str, pid: int) -> bool:
     """Returns whether a process is known to be gone. False for a process of another host, about which nothing is
     known."""
-    return host_of == host() and (is_gone(pid) or _is_zombie(pid))
-
-
-def _is_zombie(pid: int) -> bool:
-    """Returns whether the process has ended, but its parent has not noticed. Always False without /proc."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"Z"
-    except (OSError, IndexError):
+    if host_of != host():
         return False
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # Z: it has ended, but its parent has not noticed
+            return file.read().rpartition(b")")[2].split()[0] == b"Z" or is_gone(pid)
+    except (OSError, IndexError):  # without /proc
+        return is_gone(pid)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from megaprof.formats.flight import Entry, GroupConfig
 from megaprof.formats.job.records import Count, Name, Record, Seconds, Time
 from megaprof.formats.job.run import LARGEST_PID, LONGEST_INTERVAL, MOST_RANKS, dead
 from megaprof.parallel.topology import AXES
@@ -96,6 +97,8 @@ class Recent(msgspec.Struct, frozen=True):
     """Exchanges with other stages; None if they were not timed on the GPU's clock."""
     role: str | None = None
     """The role of the steps; None without roles."""
+    host_bound_passes: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """The fraction of the passes in which the GPU waited for its host; None unless steps are timed on its clock."""
 
 
 class CaptureState(msgspec.Struct, frozen=True):
@@ -233,6 +236,20 @@ class RankStatus(Record, frozen=True):
         return not self.ended and (
             now - self.time > max(LATE_SECONDS, LATE_INTERVALS * self.interval) or dead(self.host, self.pid)
         )
+
+
+class InFlight(Record, frozen=True):
+    """`collectives/rank00000.json`: a dump of torch's flight recorder without the past. A rank writes it while it
+    stands still, and removes it when it moves."""
+
+    run: Name
+    """The run that it belongs to."""
+    rank: Coordinate
+    """The global rank."""
+    entries: list[Entry]
+    """The calls that have not ended, and the last collective of each group, in the order of the calls."""
+    pg_config: dict[str, GroupConfig]
+    """The rank's process groups, by torch's name."""
 
 
 def _training_first(call: Calls) -> bool:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
+import numpy.typing as npt
+
 from megaprof.formats import ranges
 from megaprof.formats.ranges import RangeName
 
@@ -27,6 +30,12 @@ KIND_MASK = (1 << KIND_BITS) - 1
 _CHUNK_MASK = (1 << CHUNK_BITS) - 1
 _MICROBATCH_MASK = (1 << MICROBATCH_BITS) - 1
 _LABELS = {FORWARD: ranges.FORWARD, BACKWARD: ranges.BACKWARD, COMBINED: ranges.COMBINED}
+
+
+def are_passes(events: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Returns which of some codes are passes of a microbatch."""
+    kinds = events & KIND_MASK
+    return (kinds >= FORWARD) & (kinds <= COMBINED)
 
 
 def phase(kind: int, microbatch: int | None, chunk: int | None) -> int:
@@ -57,14 +66,6 @@ def exchange(operation: str) -> int:
 def wait(handle: str) -> int:
     """Returns the code of the wait for an overlapped exchange, by the name of its handle."""
     return WAIT | ((WAITS.index(handle) + 1) << _CHUNK if handle in WAITS else 0)
-
-
-def microbatch_of(position: int | None) -> int | None:
-    """Returns the microbatch in a part of a code; None if it is not known."""
-    if position is None:
-        return None
-    microbatch = (position >> _MICROBATCH) & _MICROBATCH_MASK
-    return microbatch - 1 if microbatch else None
 
 
 @functools.lru_cache(maxsize=1 << 16)

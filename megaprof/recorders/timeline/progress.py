@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from bisect import bisect_right
@@ -26,14 +27,15 @@ Key = tuple[str, "str | None"]
 class _LastSteps:
     """The last steps of one target and role."""
 
-    times: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """Microseconds of each: its length, its time by kind of event, and the sum of its passes."""
+    times: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """Microseconds of each: its length, its forwards, backwards, combined passes and all of these, and its time by
+    other kind of event. Then the fraction of its passes that waited for the host; NaN if that is not known."""
     pauses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS - 1))
     """Microseconds between two of them."""
     end: float | None = None
     """When the last one ended, in wall-clock microseconds."""
 
-    def counting(self) -> list[tuple[int, ...]]:
+    def counting(self) -> list[tuple[float, ...]]:
         """Returns the times of the steps that count, the shortest step first. A step in which the rank stood still does
         not count."""
         steps = sorted(self.times)
@@ -67,18 +69,19 @@ class Tally:
         length = sum(waited.length for waited in readings)
         return sum(waited.waited for waited in readings) / length if length else None
 
-    def add(self, key: Key, microseconds: tuple[int, ...], start_ns: int) -> None:
+    def add(self, key: Key, microseconds: tuple[int, ...], start_ns: int, host_bound: float = math.nan) -> None:
         """Adds a step. `microseconds`: its length, and its time by kind of event, in the order of `codes.KINDS`.
-        `start_ns`: when it began, in wall-clock nanoseconds."""
+        `start_ns`: when it began, in wall-clock nanoseconds. `host_bound`: the fraction of its passes in which the GPU
+        waited for the host; NaN if that is not known."""
         steps = self._steps.get(key)
         if steps is None:
             steps = self._steps[key] = _LastSteps()
-        length, forward, backward, combined, *_ = microseconds
+        length, *passes = microseconds[:4]
         start = start_ns / 1e3
         if steps.end is not None:
             steps.pauses.append(max(0.0, start - steps.end))
         steps.end = start + length
-        steps.times.append((*microseconds, forward + backward + combined))
+        steps.times.append((length, *passes, sum(passes), *microseconds[4:], host_bound))
         self._latest = key
         self._since_reading += 1
 
@@ -89,16 +92,17 @@ class Tally:
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
         """Returns the medians of `target` and `role`; without a target those of the training steps, or if there are
         none, of what ran last."""
-        chosen = self._main() if target is None else (target, role)
+        main = next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)
+        chosen = main if target is None else (target, role)
         last = self._steps.get(chosen) if chosen is not None else None
         if last is None or chosen is None:
             return None
-        steps = last.counting()
+        *columns, host_bound = zip(*last.counting(), strict=True)
+        waiting = [share for share in host_bound if not math.isnan(share)]
         # A long forward and a long backward need not be in the same step, so medians of passes cannot be added.
-        step, forward, backward, combined, finalize, p2p, compute = [
-            statistics.median(times) / 1e3 for times in zip(*steps, strict=True)
-        ]
-        return Recent(chosen[0], len(steps), step, forward, backward, combined, compute, finalize, p2p, chosen[1])
+        medians = (statistics.median(times) / 1e3 for times in columns)
+        share = statistics.fmean(waiting) if waiting else None
+        return Recent(*(chosen[0], len(host_bound), *medians, chosen[1], share))
 
     def seconds(self, key: Key) -> float | None:
         """Returns the seconds from one step to the next: the median step plus the median pause behind it, of the same
@@ -108,11 +112,8 @@ class Tally:
             return None
         return (_median_length(last.counting()) + statistics.median(last.pauses)) / 1e6
 
-    def _main(self) -> Key | None:
-        return next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)
 
-
-def _median_length(steps: Sequence[tuple[int, ...]]) -> float:
+def _median_length(steps: Sequence[tuple[float, ...]]) -> float:
     """Returns the median length of steps that are sorted by length."""
     return (steps[(len(steps) - 1) // 2][0] + steps[len(steps) // 2][0]) / 2
 

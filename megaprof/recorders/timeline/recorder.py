@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections import deque
@@ -314,7 +315,7 @@ class TimelineRecorder:
         return False
 
     def _packed(self, step: RecordedStep) -> PackedStep:
-        shape, times, totals, duration, host_bound = b"", b"", _NO_TIME, 0, b""
+        shape, times, totals, duration, host_bound = b"", b"", _NO_TIME, 0, np.empty(0, dtype=np.bool_)
         if self._device is None:
             duration = (step.ended - step.began + 500) // 1000
             shape, times, totals = pack(raw(step), step.began)
@@ -328,12 +329,12 @@ class TimelineRecorder:
                 self._device.take_back([step.began, *step.marks, step.ended])
         if not step.flags & _UNUSUAL:
             calls = step.description.calls
-            self.tally.add((calls.target, calls.role), (duration, *totals), step.start_ns)
-        begun = min(step.index, 0xFFFF), step.flags, step.number, step.start_ns
+            share = host_bound.mean() if host_bound.size else math.nan
+            self.tally.add((calls.target, calls.role), (duration, *totals), step.start_ns, share)
+        begun, facts = (min(step.index, 0xFFFF), step.flags, step.number, step.start_ns), self._facts(step)
         spent = duration, *totals, step.own // 1000
-        facts = self._facts(step)
-        if host_bound:
-            facts = (*facts, (format.HOST_BOUND, host_bound))
+        if host_bound.size:
+            facts = (*facts, (format.HOST_BOUND, np.packbits(host_bound, bitorder="little").tobytes()))
         return PackedStep(step.description, shape, begun, spent, times, facts)
 
     def _facts(self, step: RecordedStep) -> Facts:
@@ -406,19 +407,17 @@ class TimelineRecorder:
         return {"clock": "host", "reason": reason}
 
 
-def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, bytes]:
-    """Returns the microseconds that the step took on the GPU, its packed events, and `format.HOST_BOUND`. Raises
-    RuntimeError or ValueError if its marks are not in order."""
+def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, npt.NDArray[np.bool_]]:
+    """Returns the microseconds that the step took on the GPU, its packed events, and whether the GPU waited for the
+    host in each of its passes. Raises RuntimeError or ValueError if its marks are not in order."""
     marks = list({id(mark): mark for mark in (step.began, *step.marks, step.ended)}.values())
     came_us = {id(mark): device.microseconds(step.began, mark) for mark in marks}
     late_us = dict(zip(came_us, device.late_us(marks), strict=True))
     events = _events(step).copy()
     events[:, 1:] = np.reshape([1000 * came_us[id(mark)] for mark in step.marks], (-1, 2))
     at_once = np.array([late_us[id(mark)] <= AT_ONCE_US for mark in step.marks], dtype=np.bool_)
-    kinds = events[:, 0] & codes.KIND_MASK
-    passes = (kinds >= codes.FORWARD) & (kinds <= codes.COMBINED)
-    host_bound = np.packbits((at_once[::2] & at_once[1::2])[passes], bitorder="little")
-    return came_us[id(step.ended)], pack(events, 0), host_bound.tobytes()
+    host_bound = (at_once[::2] & at_once[1::2])[codes.are_passes(events[:, 0])]
+    return came_us[id(step.ended)], pack(events, 0), host_bound
 
 
 def _events(step: RecordedStep) -> Int64s:
