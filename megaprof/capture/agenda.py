@@ -1,26 +1,21 @@
-"""Decides which calls get a window, from the configuration and the calls so far. Uses no recorder, clock or log.
+"""Plans which calls get a window, from the configuration and the calls so far. Uses no recorder, clock or log.
 
-For each call that begins, `Agenda.begins` decides whether the open window closes or takes the step in, and which
-windows should open. Later the session reports back whether a window was saved, has failed, or could not open.
+`Agenda.begins` counts each call, and says what it means for the windows. All that is ever reported back is what went
+wrong: a window that has no files (`Agenda.lose`), and a step that failed and runs again (`Agenda.repeats`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, StepList
+from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, Schedule
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
     from megaprof.recorders import Recorder
-
-#: The most steps that may wait for a free call. If there are more, the oldest is given up, and logged as not captured
-#: at the end of the run.
-_MOST_OWED = 1000
 
 
 class Call(NamedTuple):
@@ -34,6 +29,8 @@ class Call(NamedTuple):
     """The host's number for it; None or negative if the host has none."""
     host_step: int | None = None
     """The number of the host's step that it is in; None if unknown, negative if the host counts but is in no step."""
+    graph: bool = False
+    """True if it captures a CUDA graph. Then it can have no window, and a schedule does not count it."""
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: every call makes two
@@ -136,43 +133,29 @@ class Demand:
         self.over = True
 
 
-@dataclass
-class PlannedWindow:
-    """The steps of a window, and how it ends."""
+class PlannedWindow(NamedTuple):
+    """A window that is wanted."""
 
-    first: CountedStep
-    """Its first step."""
-    last: CountedStep
-    """Its last step so far."""
-    asked: int
-    """The wanted step that `last` is captured for: itself, or an earlier step in which another window was open."""
-    complete: bool = True
-    """False if it also takes in the wanted step that follows, because of ``--profile-merge-steps``."""
+    step: CountedStep
+    """The step that it captures."""
     demand: Demand | None = None
-    """The request that it was opened for; None if the configuration wants it."""
-
-    @property
-    def target(self) -> str:
-        """The target that is captured."""
-        return self.first.target
+    """The request that it is opened for; None if the configuration wants it."""
 
     @property
     def outlasts_call(self) -> bool:
         """True if it ends with the host's step, or with annotated work, and not with a call."""
-        return self.target in (TRAIN_OVERALL, ANNOTATED)
+        return self.step.target in (TRAIN_OVERALL, ANNOTATED)
 
 
 class Decision(NamedTuple):
-    """The decision about the windows when a call begins."""
+    """What a call that begins means for the windows."""
 
     steps: tuple[CountedStep, ...]
     """The steps that begin with the call: the host's step, if one does, and then the call's own."""
     closes: bool
     """True if the open window ended before this call."""
-    joins: CountedStep | None
-    """The step that was merged into the open window; None if none was."""
     opens: list[PlannedWindow]
-    """The windows that are wanted. The first that can open does so, and the others are put off (`Agenda.put_off`)."""
+    """The windows that are wanted. The first that can open does so, and the others are lost (`Agenda.lose`)."""
 
 
 @dataclass
@@ -183,43 +166,42 @@ class Wish:
     """The steps that this rank captures; None if it captures none of them."""
     ran: int = 0
     """The number of steps that ran."""
+    graphs: int = 0
+    """The number of these that captured a CUDA graph."""
     first: int = -1
     """The step that ran first; -1 if none has."""
     last: int = -1
     """The step that ran last; -1 if none has."""
     handled: int | None = None
-    """The step that was last captured or put off; None if there is none. If it runs again, it is not captured again."""
+    """The step that was last wanted; None if none was. If it runs again, it is not wanted again."""
     captured: set[int] = field(default_factory=set)
-    """Wanted steps that have their files."""
+    """Wanted steps that have a window."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Wanted steps whose window failed, and why."""
-    owed: deque[int] = field(default_factory=deque)
-    """Wanted steps in which another window was open, oldest first: each takes the next free call instead."""
+    """Wanted steps that have none, and why."""
 
-    def runs(self, number: int) -> None:
-        """Counts a step, whose number is ``number``."""
+    def runs(self, number: int, *, graph: bool) -> None:
+        """Counts a step, whose number is ``number``. ``graph``: whether it captures a CUDA graph."""
         if self.ran == 0:
             self.first = number
         self.last = number
         self.ran += 1
+        self.graphs += graph
 
     @property
     def goes_on(self) -> bool:
         """True if any further step is captured."""
-        return self.plan is not None and (bool(self.owed) or self.plan.goes_on(self.last, self.ran - 1))
+        return self.plan is not None and self.plan.goes_on(self.last, self.ran - self.graphs - 1)
 
-    def asks(self, step: CountedStep) -> int | None:
-        """Returns the wanted step that ``step`` can be captured for: itself, or else one that is owed. Returns None if
-        there is neither.
+    def wants(self, step: CountedStep, *, graph: bool) -> bool:
+        """Returns whether ``step`` is to be captured. ``graph``: whether it captures a CUDA graph, so that a schedule
+        takes the next one.
 
         A host may run one step twice (Megatron's rerun machinery), or give several mini-batches one number. Then the
         first run is captured.
         """
-        if self.plan is None or self.handled == step.number:
-            return None
-        if self.plan.captures(step.number, step.index):
-            return step.number
-        return self.owed[0] if self.owed else None
+        if self.plan is None or self.handled == step.number or (graph and isinstance(self.plan, Schedule)):
+            return False
+        return self.plan.captures(step.number, step.index - self.graphs)
 
 
 class Agenda:
@@ -235,34 +217,27 @@ class Agenda:
         self._planned = False  # whether any of them has a plan
         self._host_step: CountedStep | None = None  # the last one that the host numbered
 
-    def begins(self, call: Call, opened: PlannedWindow | None = None, demand: Demand | None = None) -> Decision:
-        """Counts ``call``, which begins, and decides what it changes.
+    def begins(self, call: Call, opened: CountedStep | None = None, demand: Demand | None = None) -> Decision:
+        """Counts ``call``, which begins, and plans.
 
-        ``opened``: the session's open window, if it can be closed now. ``demand``: the capture on demand, if any.
+        ``opened``: the step of the session's open window, if it can be closed now. ``demand``: the capture on demand,
+        if any.
         """
-        steps = self._count(call)
-        closes, joins = False, None
-        if opened is not None:
-            last = opened.last
-            closes = not self._stays_open(opened, steps)
-            joins = opened.last if opened.last is not last else None
-        opens = self._wanted(steps, demand) if self._planned or demand is not None else []
-        return Decision(steps, closes, joins, opens)
+        steps = self._number(call)
+        wishes = [self.wish(step.target, step.role) for step in steps]
+        closes = opened is not None and not _stays_open(opened, steps)
+        opens = self._wanted(steps, demand, graph=call.graph) if self._planned or demand is not None else []
+        for wish, step in zip(wishes, steps, strict=True):
+            wish.runs(step.number, graph=call.graph)
+        return Decision(steps, closes, opens)
 
-    def _count(self, call: Call) -> tuple[CountedStep, ...]:
-        target, role, number, host_number = call
-        wish = self.wish(target, role)
-        index = wish.ran
-        if number is not None and number >= 0:
-            step = CountedStep(target, role, int(number), index, True)
-        else:
-            step = CountedStep(target, role, index, index, False)
+    def _number(self, call: Call) -> tuple[CountedStep, ...]:
+        target, role, number, host_number, _ = call
+        index = self.wish(target, role).ran
+        hosts = number is not None and number >= 0
+        step = CountedStep(target, role, int(number or 0) if hosts else index, index, hosts)
         host_step = self._host_step_of(step, host_number)
-        wish.runs(step.number)
-        if host_step is None:
-            return (step,)
-        self.wish(TRAIN_OVERALL, role).runs(host_step.number)
-        return host_step, step
+        return (step,) if host_step is None else (host_step, step)
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
@@ -296,44 +271,18 @@ class Agenda:
         """Returns whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
         return self.wish(TRAIN_OVERALL, role).plan is not None
 
-    def _stays_open(self, window: PlannedWindow, steps: tuple[CountedStep, ...]) -> bool:
-        """Returns whether ``window`` stays open when ``steps`` begin, because its last step goes on, or because the
-        next step goes into it as well."""
-        last = window.last
-        step = steps[0] if window.target == TRAIN_OVERALL else steps[-1]
-        if window.target == ANNOTATED or step.target != last.target or step.number == last.number:
-            return True
-        # A role counts its own steps, so another role's step is part of the window. A step with a host's number is not.
-        if step.role != last.role and not (step.target == TRAIN_OVERALL and step.hosts):
-            return True
-        return not window.complete and self._joins(window, step)
-
-    def _joins(self, window: PlannedWindow, step: CountedStep) -> bool:
-        """Takes ``step`` into the merged ``window`` and returns True, if it belongs there. Wanted steps that follow
-        each other share a window, and so do steps that are captured instead of owed ones."""
-        wish, last = self.wish(step.target, step.role), window.last
-        asked = wish.asks(step)
-        itself = asked == step.number
-        if asked is None or itself != (window.asked == last.number):
-            return False
-        if itself and isinstance(wish.plan, StepList) and step.number != last.number + 1:
-            return False
-        self.saved(window)
-        window.last, window.asked = step, asked
-        self.opens(window)
-        return True
-
-    def _wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> list[PlannedWindow]:
-        """Returns the windows that may open with ``steps``: first the one on demand, last those for owed steps."""
+    def _wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None, *, graph: bool) -> list[PlannedWindow]:
+        """Returns the windows that ``steps`` should get, the one on demand first."""
         windows: list[PlannedWindow] = []
-        owed: list[PlannedWindow] = []
         if demand is not None and (step := self._demanded(demand, steps)) is not None:
-            windows.append(PlannedWindow(step, step, step.number, demand=demand))
+            windows.append(PlannedWindow(step, demand))
         for step in steps:
-            asked = self.wish(step.target, step.role).asks(step)
-            if asked is not None:
-                (windows if asked == step.number else owed).append(PlannedWindow(step, step, asked))
-        return windows + owed
+            wish = self.wish(step.target, step.role)
+            if wish.wants(step, graph=graph):
+                wish.handled = step.number
+                wish.captured.add(step.number)
+                windows.append(PlannedWindow(step))
+        return windows
 
     def _demanded(self, demand: Demand, steps: tuple[CountedStep, ...]) -> CountedStep | None:
         step, counted = steps[-1], (demand.counted, demand.role)
@@ -343,54 +292,15 @@ class Agenda:
             return None
         return steps[0] if demand.target == TRAIN_OVERALL else step
 
-    def opens(self, window: PlannedWindow) -> None:
-        """Notes that ``window`` opens or goes on with another step, so its last step is dealt with."""
-        if window.demand is not None:
-            return
-        last = window.last
-        wish = self.wish(last.target, last.role)
-        wish.handled = last.number
-        if window.asked in wish.owed:
-            wish.owed.remove(window.asked)
-        if window.asked == last.number:
-            follows = wish.plan is not None and wish.plan.continues(last.number, last.index)
-        else:
-            follows = bool(wish.owed)
-        window.complete = not (follows and self._config.merge_steps)
-
-    def put_off(self, window: PlannedWindow, inside: str | None) -> bool:
-        """Notes that ``window`` cannot open, because a window of target ``inside`` is open, or because a CUDA graph is
-        captured (None).
-
-        Returns whether the next free call is captured instead. That is not so if nothing is missed, because the open
-        window holds the same work, or because ``window`` was for an owed step, which still waits. It is never so for a
-        window on demand.
-        """
-        target = window.target
-        if window.demand is not None:
-            window.demand.give_up("a CUDA graph was captured" if inside is None else "another window was open")
-        if window.demand is not None or window.asked != window.first.number:
-            return False
-        if inside == ANNOTATED or inside == target == TRAIN_OVERALL:
-            return False
-        wish = self.wish(target, window.first.role)
-        wish.handled = window.first.number
-        wish.owed.append(window.first.number)
-        if len(wish.owed) > _MOST_OWED:
-            wish.owed.popleft()
-        return True
-
-    def saved(self, window: PlannedWindow) -> None:
-        """Notes that ``window`` was saved, or that its last step so far is complete."""
-        if window.demand is None:
-            self.wish(window.target, window.last.role).captured.add(window.asked)
-
     def lose(self, window: PlannedWindow, reason: str) -> None:
-        """Notes that ``window``, which opened or was about to, has no files because of ``reason``."""
+        """Notes that ``window`` has no files because of ``reason``."""
+        step = window.step
         if window.demand is not None:
             window.demand.give_up(reason)
         else:
-            self.wish(window.target, window.last.role).lost[window.asked] = reason
+            wish = self.wish(step.target, step.role)
+            wish.captured.discard(step.number)
+            wish.lost[step.number] = reason
 
     def repeats(self, target: str, role: str | None, number: int) -> bool:
         """Notes that the last call of ``target`` and ``role`` failed and runs again. Returns whether it was step
@@ -404,8 +314,8 @@ class Agenda:
 
     def comes(self, step: CountedStep) -> bool:
         """Returns whether the step after ``step`` should be captured."""
-        plan = self.wish(step.target, step.role).plan
-        return plan is not None and plan.captures(step.number + 1, step.index + 1)
+        wish = self.wish(step.target, step.role)
+        return wish.plan is not None and wish.plan.captures(step.number + 1, step.index + 1 - wish.graphs)
 
     @property
     def goes_on(self) -> bool:
@@ -431,3 +341,12 @@ class Agenda:
         if selector is None or not selector.selects(self._coords):
             return None
         return config.plan(target, role)
+
+
+def _stays_open(opened: CountedStep, steps: tuple[CountedStep, ...]) -> bool:
+    """Returns whether the window of ``opened`` stays open when ``steps`` begin, because that step goes on."""
+    step = steps[0] if opened.target == TRAIN_OVERALL else steps[-1]
+    if opened.target == ANNOTATED or step.target != opened.target or step.number == opened.number:
+        return True
+    # A role counts its own steps, so another role's step is part of the window. A step with a host's number is not.
+    return step.role != opened.role and not (step.target == TRAIN_OVERALL and step.hosts)

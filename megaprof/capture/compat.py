@@ -50,7 +50,7 @@ def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
     """
     refusal = Offloading(config).refusal(tuple(chunks))
     lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
-    lasting += [flag(name) for name in ("discrete", "merge_steps") if getattr(config, name)]
+    lasting += [flag("discrete")] * config.discrete
     if lasting and refusal is not None:
         raise ValueError(f"{' and '.join(lasting)}: {refusal}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -35,6 +34,9 @@ def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None
     parts = []
     if config.windowed and not config.steps_are_none:
         parts.append(f"captures {', '.join(config.target)} ({_steps(config)}) {_ranks(config, coords, ranks)}")
+    if TRAIN_OVERALL in config.target and len(config.target) > 1 and config.windowed:
+        others = " and ".join(target for target in config.target if target != TRAIN_OVERALL)
+        parts.append(f"writes no file of {others} for what is in a window of {TRAIN_OVERALL}")
     if config.timed:
         kept_on = "every rank" if config.timeline_select == "all" else f"ranks {config.timeline_select}"
         parts.append(f"keeps a timeline of every step on {kept_on}")
@@ -85,11 +87,9 @@ def say_window(config: ProfileConfig, folder: str, window: Window) -> None:
     files, remote = names_of(folder, window), is_remote(str(config.dir))
     if not files and not remote:
         return
-    steps = f"step {window.step}" if window.last in (None, window.step) else f"steps {window.step}-{window.last}"
-    instead = "" if window.asked is None else f" (instead of step {window.asked}, in which another window was open)"
     where = f"{config.dir}/{window.stem}*" if remote else ", ".join(os.path.join(folder, name) for name in files)
     whose = window.target if window.role is None else f"{window.target} of {window.role}"
-    logger.info("megaprof captured %s %s%s: %s", whose, steps, instead, where)
+    logger.info("megaprof captured %s step %d: %s", whose, window.step, where)
 
 
 def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
@@ -149,9 +149,9 @@ def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
         first=min(wish.first for wish in wishes),
         last=max(wish.last for wish in wishes),
         ran=max(wish.ran for wish in wishes),
+        graphs=max(wish.graphs for wish in wishes),
         captured=set().union(*(wish.captured for wish in wishes)),
         lost={number: reason for wish in wishes for number, reason in wish.lost.items()},
-        owed=deque(number for wish in wishes for number in wish.owed),
     )
     return {None: together}
 
@@ -159,7 +159,7 @@ def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
 def _missing(wish: Wish) -> Iterator[str]:
     """Yields a sentence for each reason why wanted steps were not captured. Some step of the wish must have run."""
     ran = f"step {wish.first} ran" if wish.first == wish.last else f"steps {wish.first}-{wish.last} ran"
-    done = wish.captured | wish.lost.keys() | set(wish.owed)
+    done = wish.captured | wish.lost.keys()
     if isinstance(wish.plan, StepList):
         left = wish.plan.left(done, _LISTED + 1)
         if left:
@@ -167,17 +167,12 @@ def _missing(wish: Wish) -> Iterator[str]:
     elif isinstance(wish.plan, Schedule) and wish.plan.repeat:
         windows = wish.plan.active * wish.plan.repeat
         if len(done) < windows:
-            needed = wish.plan.skip_first + wish.plan.cycle * wish.plan.repeat
+            needed = wish.plan.skip_first + wish.plan.cycle * wish.plan.repeat + wish.graphs
             came = f"{len(done)} of {counted(windows, 'step')} of the schedule came"
             yield f"{came}: it needs {counted(needed, 'call')}, and {wish.ran} ran"
     if wish.lost:
-        yield f"{_were_not_captured(wish.lost)}: {list(wish.lost.values())[-1]}"
-    if wish.owed:
-        yield f"{_were_not_captured(wish.owed)}: another window was open, and no free call came after it"
-
-
-def _were_not_captured(steps: Collection[int]) -> str:
-    return f"{_listed(steps)} {'was' if len(steps) == 1 else 'were'} not captured"
+        were = "was" if len(wish.lost) == 1 else "were"
+        yield f"{_listed(wish.lost)} {were} not captured: {list(wish.lost.values())[-1]}"
 
 
 def _listed(steps: Collection[int]) -> str:

@@ -33,7 +33,7 @@ class OpenWindow:
     window: Window
     """Its target, role and step, in the form that the recorders get."""
     planned: PlannedWindow
-    """The steps that are in it, and how it ends."""
+    """Its step, and the request that it was opened for."""
     recorders: Sequence[Recorder]
     """The recorders that run."""
     overall: Range | None = None

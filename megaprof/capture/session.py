@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.writer import Writer
-from megaprof.capture.agenda import Agenda, Call, CountedStep, Decision, Demand, PlannedWindow
+from megaprof.capture.agenda import Agenda, Call, CountedStep, Demand, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
 from megaprof.capture.memory.guard import HostMemoryGuard
@@ -139,14 +140,17 @@ class Session:
                 self._meet(role)
             target = facts.target
             opened = None if process.window is None else self._own_window
-            planned = None if opened is None or capturing() else opened.planned
-            decision = self.agenda.begins(Call(target, role, *self._numbers(target)), planned, self.demand)
+            step = None if opened is None or capturing() else opened.planned.step
+            call = Call(target, role, *self._numbers(target), graph=facts.graph == "capture")
+            decision = self.agenda.begins(call, step, self.demand)
             windowed = self.recorders or self.demand is not None
             self._coming = self._needed_next(decision.steps) if windowed else ()
             if opened is not None or decision.opens or process.prepared is not None:
                 with self._termination:
-                    if opened is not None:
-                        self._end_or_extend(opened, decision, facts)
+                    if decision.closes:
+                        self._close(None)
+                    elif opened is not None:
+                        self._check_work(opened, facts)
                     self._open_first(decision.opens, facts)
                     if facts.graph != "capture":  # nothing may be synchronised while a graph is captured
                         self._leave_prepared()
@@ -174,7 +178,7 @@ class Session:
             with self._termination:
                 if opened is not None and failed:
                     self._close("the host raised an exception")
-                elif opened is not None and opened.planned.complete and not opened.planned.outlasts_call:
+                elif opened is not None and not opened.planned.outlasts_call:
                     self._close(None)
                 if coming and process.window is None:
                     process.prepared = prepared = Prepared(self, coming)
@@ -191,11 +195,11 @@ class Session:
         if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
             with Contained("opening a window", self.abandon), self._termination:
                 self._meet(role)
-                decision = self.agenda.begins(Call(ANNOTATED, role, *self._numbers(ANNOTATED)), None, self.demand)
-                free = process.window is None and not capturing()
-                if free and self._offloading.refusal(()) is None:
-                    self._open_first(decision.opens, NO_CALL)
-                    opened = self._own_window is not None
+                graph, before = capturing(), process.window
+                call = Call(ANNOTATED, role, *self._numbers(ANNOTATED), graph=graph)
+                decision = self.agenda.begins(call, None, self.demand)
+                self._open_first(decision.opens, NO_CALL._replace(graph="capture" if graph else None))
+                opened = process.window is not before
         return opened
 
     def end_work(self, *, failed: bool) -> None:
@@ -272,7 +276,7 @@ class Session:
     def forget_attempt(self) -> None:
         """Removes the files of the call that has just ended, if it was captured, because it failed and runs again."""
         window = self._last
-        if window is None or window.target != TRAIN_ACTOR or window.last not in (None, window.step):
+        if window is None or window.target != TRAIN_ACTOR:
             return
         if self.agenda.repeats(window.target, window.role, window.step):
             logger.info("megaprof: train_actor step %d runs again, and its file is the second run's", window.step)
@@ -283,8 +287,7 @@ class Session:
         opened = self._own_window
         if opened is not None and opened.window.target == TRAIN_OVERALL:
             with Contained("closing the window of a step", self.abandon), self._termination:
-                if opened.planned.complete:
-                    self._close(None)
+                self._close(None)
 
     def abandon(self) -> None:
         """Stops all recorders after a fault, and records nothing more in this run. Can be run twice."""
@@ -326,44 +329,37 @@ class Session:
             self._roles.add(role)
             check_role(self.config, str(role), self.coords)
 
-    def _end_or_extend(self, opened: OpenWindow, decision: Decision, facts: CallFacts) -> None:
-        """Carries out what the call that begins means for the open window: it closes, takes in a step, or stays."""
-        if decision.closes:
-            self._close(None)
-        elif decision.joins is not None and opened.overall is not None:
-            opened.overall.close()
-            opened.overall = self._whole_step(decision.joins)
-        elif opened.planned.target == ANNOTATED and opened.call is None and not capturing():
+    def _check_work(self, opened: OpenWindow, facts: CallFacts) -> None:
+        """Discards an open window of annotated work whose first call shows a model that must not be in one."""
+        if opened.planned.step.target == ANNOTATED and opened.call is None and not capturing():
             refusal = self._offloading.refusal(facts.chunks)
             if refusal is not None:
                 logger.error("megaprof: annotated work of %s is not captured: %s", opened.window.role, refusal)
                 in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
     def _open_first(self, wanted: Sequence[PlannedWindow], facts: CallFacts) -> None:
-        """Opens the first of ``wanted`` that can be opened, and puts the others off."""
+        """Opens the first of ``wanted`` that can be opened. The others are lost."""
         for planned in wanted:
-            opened, step = process.window, f"{planned.target} step {planned.first.number}"
-            if opened is not None or facts.graph == "capture":  # nothing may be synchronised while a graph is captured
-                inside = None if opened is None else opened.planned.target
-                reason = "a CUDA graph is captured in it" if inside is None else f"a window of {inside} is open in it"
-                if self.agenda.put_off(planned, inside):
-                    logger.info("megaprof: %s: %s, so the next free call is captured", step, reason)
-                continue
-            self.agenda.opens(planned)
-            refusal = self._refusal_of(facts, planned)
-            if refusal is None:
-                self._open(planned)
+            window, step, level = process.window, planned.step, logging.INFO
+            if facts.graph == "capture":  # nothing may be synchronised while a graph is captured
+                reason = "a CUDA graph was captured in it"
+            elif window is not None:
+                reason = f"a window of {window.planned.step.target} was open in it"
             else:
-                self.agenda.lose(planned, refusal)
-                if planned.demand is None:
-                    logger.error("megaprof: %s is not captured: %s", step, refusal)
+                refusal = self._refusal_of(facts, planned)
+                if refusal is None:
+                    self._open(planned)
+                    continue
+                reason, level = refusal, logging.ERROR
+            self.agenda.lose(planned, reason)
+            if planned.demand is None:
+                logger.log(level, "megaprof: %s step %d is not captured: %s", step.target, step.number, reason)
 
     def _refusal_of(self, facts: CallFacts, planned: PlannedWindow) -> str | None:
         """Returns why ``planned`` must not open, because it would be open between calls; None if it may open."""
-        demand = planned.demand
-        if planned.target == TRAIN_OVERALL or (demand is None and self.config.merge_steps):
-            return self._offloading.refusal(facts.chunks, None if demand is None else demand.holding)
-        return None
+        if not planned.outlasts_call:
+            return None
+        return self._offloading.refusal(facts.chunks, None if planned.demand is None else planned.demand.holding)
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """Returns the record of the call for the open window and the timeline; None if nothing is recorded."""
@@ -394,11 +390,10 @@ class Session:
 
     def _open(self, planned: PlannedWindow) -> None:
         """Opens ``planned``. If its recorders cannot start, the window is lost."""
-        step = planned.first
+        step = planned.step
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
-        asked = None if planned.asked == step.number else planned.asked
-        window = Window(step.target, role, step.number, self.coords, asked=asked)
+        window = Window(step.target, role, step.number, self.coords)
         window = replace(window, repeat=next_repeat(process.repeats, self._folder, window))
         recorders = self.recorders if planned.demand is None else planned.demand.recorders
         process.window = opened = OpenWindow(self, window, planned, recorders)
@@ -414,11 +409,8 @@ class Session:
         if planned.demand is not None:
             planned.demand.taken.append(step.number)
         if planned.outlasts_call:
-            opened.overall = self._whole_step(step)
-
-    def _whole_step(self, step: CountedStep) -> Range:
-        (entering := Range(ranges.step_range(step.target, step.number, self.coords))).__enter__()
-        return entering
+            opened.overall = Range(ranges.step_range(step.target, step.number, self.coords))
+            opened.overall.__enter__()
 
     def _close(self, truncated: str | None, seconds: float | None = None, *, last: bool = False) -> None:
         """Closes the window, if one is open. ``last``: closes it even while a CUDA graph is captured, because no later
@@ -443,7 +435,7 @@ class Session:
         """Stops the recorders of a window and has its files written."""
         self._guard.closes()
         final = not any(session.goes_on for session in process.sessions)
-        window = replace(opened.window, last=opened.planned.last.number, final=final)
+        window = replace(opened.window, final=final)
         call = opened.call or RecordedCall(NO_CALL, Tape())
         try:
             metadata = describe(window, call, self.config, truncated, self._framework)
@@ -465,8 +457,6 @@ class Session:
             if from_host(fault):
                 raise
             self._lose(opened, "it could not be written", fault)
-        else:
-            self.agenda.saved(opened.planned)
 
     def _lose(self, opened: OpenWindow, why: str, fault: Exception) -> None:
         """Gives up a window whose recorder failed, so it has no files. Later windows are tried again, and the timeline
@@ -476,7 +466,7 @@ class Session:
         planned = opened.planned
         self.agenda.lose(planned, reason)
         if kind not in self._losses:  # each kind is logged only once, because every window may fail
-            step = f"{planned.target} step {planned.last.number}"
+            step = f"{planned.step.target} step {planned.step.number}"
             logger.error("megaprof: %s is not captured, and all else goes on: %s: %r", step, why, fault)
         self._losses.add(kind)
 

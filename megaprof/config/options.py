@@ -105,12 +105,6 @@ class ProfileConfig:
         "window is open (train_overall: one file per step, with all roles in it)",
         read.boolean,
     )
-    merge_steps: bool = _option(
-        False,
-        "put consecutive captured steps into one file: --profile-steps 10:13 gives one file of three steps, and so do "
-        "the active calls of a schedule. Recording continues between these steps, which costs host memory",
-        read.boolean,
-    )
     skip_first: int = _option(3, "schedule: calls of a target to skip before the first cycle", read.count(0))
     wait: int = _option(0, "schedule: idle calls at the start of each cycle", read.count(0))
     warmup: int = _option(
@@ -328,17 +322,10 @@ class ProfileConfig:
                 f"{flag('discrete')} and {flag('target')} {TRAIN_OVERALL} contradict each other: a file per role, or "
                 f"one a step with all roles in it. Drop one, or give {flag('target')} train_actor train_log_probs"
             )
-        if self.discrete and self.merge_steps:
-            raise ValueError(
-                f"{flag('discrete')} and {flag('merge_steps')} contradict each other: a file for each role's work, or "
-                "one for several steps. Drop one"
-            )
         self._check_tools()
         self._check_on_demand()
         if self.steps != BY_SCHEDULE:
             self._check_steps(self.steps)
-        else:
-            self._check_free_calls()
 
     def _check_tools(self) -> None:
         tools = f"{flag('tool')} {' '.join(self.tool)}"
@@ -404,25 +391,6 @@ class ProfileConfig:
         for extra_target in lists.keys() - {None, *targets}:
             missing = flag("discrete") if extra_target == ANNOTATED else flag("target")
             raise ValueError(f"{option}: {extra_target} has steps in {steps!r} but {missing} does not ask for it")
-
-    def _check_free_calls(self) -> None:
-        """Raises ValueError if the windows of ``train_overall`` leave too few calls for the other targets: a step that
-        falls into such a window is captured at a later call."""
-        other_targets = [target for target in self.target if target != TRAIN_OVERALL]
-        if (
-            self.repeat
-            or not other_targets
-            or len(other_targets) == len(self.target)
-            or self.active <= self.wait + self.warmup
-        ):
-            return
-        cycle, wait = self.active + self.wait + self.warmup, self.active - self.warmup
-        targets, repeat = f"{self.named('target')} {' '.join(self.target)}", self.named("repeat")
-        raise ValueError(
-            f"{repeat} 0: with {targets} {TRAIN_OVERALL} windows are open in {self.active} of every {cycle} steps of "
-            f"the whole run, which leaves {' and '.join(other_targets)} too few calls of their own; valid: "
-            f"{self.named('wait')} {wait} or more, {repeat} 1 or more, or {TRAIN_OVERALL} without other targets"
-        )
 
     def to_env(self) -> dict[str, str]:
         """Returns the ``MEGAPROF_*`` variables from which `from_env` makes the same configuration."""

@@ -34,18 +34,14 @@ class StepList:
         """Returns whether the step with the host's number ``step`` is captured; ``index`` does not matter here."""
         return any(step in steps for steps in self.ranges)
 
-    def continues(self, step: int, index: int) -> bool:
-        """Returns whether the step after ``step`` is captured as well, so that merged steps put both into one file."""
-        return self.captures(step + 1, index + 1)
-
     def goes_on(self, step: int, index: int) -> bool:
         """Returns whether any step after ``step`` is captured."""
         return any(step < steps[-1] for steps in self.ranges)
 
-    def windows(self, *, merged: bool) -> int:
-        """Returns how many windows the whole run has. With ``merged``, consecutive steps are one window."""
-        steps: set[int] = set().union(*self.ranges)
-        return sum(step - 1 not in steps for step in steps) if merged else len(steps)
+    @property
+    def windows(self) -> int:
+        """How many windows the whole run has."""
+        return len(set[int]().union(*self.ranges))
 
     def left(self, captured: Collection[int], limit: int) -> list[int]:
         """Returns the first steps that are not among ``captured``, in ascending order, at most ``limit`` of them."""
@@ -80,19 +76,14 @@ class Schedule:
             return False
         return position % self.cycle >= self.wait + self.warmup
 
-    def continues(self, step: int, index: int) -> bool:
-        """Returns whether the call after ``index`` is captured in the same cycle, so that merged steps put both into
-        one file."""
-        return self.captures(step, index) and (index - self.skip_first + 1) % self.cycle != 0
-
     def goes_on(self, step: int, index: int) -> bool:
         """Returns whether any call after ``index`` is captured."""
         return not self.repeat or index + 1 < self.skip_first + self.cycle * self.repeat
 
-    def windows(self, *, merged: bool) -> int | None:
-        """Returns how many windows the whole run has; None if the cycles never end. With ``merged``, a cycle has one
-        window."""
-        return None if self.repeat == 0 else self.repeat * (1 if merged else self.active)
+    @property
+    def windows(self) -> int | None:
+        """How many windows the whole run has; None if the cycles never end."""
+        return None if self.repeat == 0 else self.repeat * self.active
 
 
 Plan = StepList | Schedule

@@ -98,8 +98,6 @@ class Metadata:
     """Version of megaprof that wrote it."""
     run: str | None = None
     """The process that wrote it: host, process id, start time. A restarted job has others."""
-    asked_step: Step | None = None
-    """The step that was asked for, if another window was open in it and this later step was captured instead."""
     role: str | None = None
     """The role of the model; None without one."""
     framework: str | None = None

@@ -28,13 +28,9 @@ class Window:
     role: str | None
     """The role that the work belongs to (actor, ref, critic, ...); None if the host names no role."""
     step: int
-    """The number of its first step."""
+    """The number of its step."""
     coords: RankCoords
     """The coordinates of this rank."""
-    last: int | None = None
-    """The number of its last step, known when it closes. None: the same as its first step."""
-    asked: int | None = None
-    """The step that was asked for, if this one is captured instead because another window was open then; else None."""
     final: bool = False
     """True if the process plans no further window and has no request for one, known when it closes."""
     repeat: int = 1

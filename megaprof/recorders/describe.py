@@ -49,8 +49,7 @@ def describe(
     return Metadata(
         target=window.target,
         coords=coords,
-        steps=(window.step, window.step if window.last is None else window.last),
-        asked_step=window.asked,
+        steps=(window.step, window.step),
         run=run_id(),
         version=__version__,
         role=window.role,

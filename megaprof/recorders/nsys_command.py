@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megaprof.artifacts.remote import is_remote
 from megaprof.config.options import ProfileConfig, flag
+from megaprof.config.windows import TRAIN_OVERALL
 from megaprof.formats.nsys import WINDOW
 from megaprof.formats.ranges import DOMAIN
 
@@ -32,11 +33,11 @@ PLAIN = re.compile(r"[\w./%{}=@:+,-]+")
 
 
 def windows(config: ProfileConfig) -> int | None:
-    """Returns the most windows that one process captures for one model. None if the configuration sets no limit: with a
-    schedule for the whole run, steps per role, or a window for each role's work."""
-    if config.roles or config.discrete:
+    """Returns how many windows one process captures for one model. None if the configuration does not say: with a
+    schedule for the whole run, steps per role, a window for each role's work, or targets that may be on one step."""
+    if config.roles or config.discrete or (TRAIN_OVERALL in config.target and len(config.target) > 1):
         return None
-    counts = [config.plan(target).windows(merged=config.merge_steps) for target in config.target]
+    counts = [config.plan(target).windows for target in config.target]
     limits = [count for count in counts if count is not None]
     return sum(limits) if len(limits) == len(counts) else None
 
@@ -73,8 +74,9 @@ def options(
         count = windows(config)
         if count is None:
             raise ValueError(
-                f"shutdown: the number of windows is not known with {flag('repeat')} 0, {flag('role_steps')} or "
-                f"{flag('discrete')}; set {flag('repeat')} or {flag('steps')} alone, or leave shutdown out"
+                f"shutdown: the number of windows is not known with {flag('repeat')} 0, {flag('role_steps')}, "
+                f"{flag('discrete')} or {TRAIN_OVERALL} beside other targets; set {flag('repeat')} or {flag('steps')} "
+                "alone, or leave shutdown out"
             )
         end = f"repeat-shutdown:{count * models}"
     by_range = capture == "nvtx"

@@ -36,26 +36,23 @@ def windows_of(agenda: Agenda, calls: Iterable[Call], demand: Demand | None = No
 
     def close() -> None:
         nonlocal opened
-        if opened is not None:
-            agenda.saved(opened)
-            if opened.demand is not None:
-                opened.demand.closes()
+        if opened is not None and opened.demand is not None:
+            opened.demand.closes()
         opened = None
 
     for call in calls:
-        decision = agenda.begins(call, opened, demand)
+        decision = agenda.begins(call, None if opened is None else opened.step, demand)
         if decision.closes:
             close()
         for window in decision.opens:
-            if opened is not None:
-                agenda.put_off(window, opened.target)
+            if opened is not None or call.graph:
+                agenda.lose(window, "a graph" if opened is None else f"a window of {opened.step.target} was open")
                 continue
-            agenda.opens(window)
             opened = window
             windows.append(window)
             if window.demand is not None:
-                window.demand.taken.append(window.first.number)
-        if opened is not None and opened.target != OVERALL and opened.complete:
+                window.demand.taken.append(window.step.number)
+        if opened is not None and opened.step.target != OVERALL:
             close()
     close()
     return windows

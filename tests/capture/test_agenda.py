@@ -6,26 +6,22 @@ from typing import Any
 
 import pytest
 
-from megaprof import ProfileConfig
-from megaprof.capture.agenda import Call, Demand, PlannedWindow
-from megaprof.recorders.nsys_command import windows
+from megaprof.capture.agenda import Call, Demand
 from tests.capture.planning import ACTOR, EVALUATE, LOG_PROBS, OVERALL, agenda, rl, train, windows_of
 
 
 def in_words(windows: Any) -> list[str]:
-    """``target[.role] first[-last][ for asked]`` of each window."""
-
-    def one(window: PlannedWindow) -> str:
-        whose = window.target if window.first.role is None else f"{window.target}.{window.first.role}"
-        first, last = window.first.number, window.last.number
-        steps = f"{first}" if first == last else f"{first}-{last}"
-        return f"{whose} {steps}" + ("" if window.asked == last else f" for {window.asked}")
-
-    return [one(window) for window in windows]
+    """``target[.role] step`` of each window."""
+    steps = (window.step for window in windows)
+    return [f"{step.target}{'' if step.role is None else f'.{step.role}'} {step.number}" for step in steps]
 
 
 def planned(calls: list[Call], *targets: str, demand: Demand | None = None, **options: Any) -> list[str]:
     return in_words(windows_of(agenda(*(targets or (ACTOR,)), **options), calls, demand))
+
+
+def captures(*numbers: int) -> list[Call]:
+    return [call._replace(graph=True) for call in train(*numbers)]
 
 
 NOT_NUMBERED = [Call(ACTOR)] * 8
@@ -44,24 +40,6 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
         {**BY_SCHEDULE, "wait": 0, "warmup": 1, "active": 2, "repeat": 2},
         ["train_actor 2", "train_actor 3", "train_actor 5", "train_actor 6"],
     ),
-    "active calls, merged": (
-        [Call(LOG_PROBS)] * 7,
-        (LOG_PROBS,),
-        {**BY_SCHEDULE, "wait": 0, "active": 2, "repeat": 2, "merge_steps": True},
-        ["train_log_probs 1-2", "train_log_probs 3-4"],
-    ),
-    "merged steps that follow each other": (
-        train(*range(1, 9)),
-        (ACTOR,),
-        {"steps": "2:5,7", "merge_steps": True},
-        ["train_actor 2-4", "train_actor 7"],
-    ),
-    "a number that is left out begins another window": (
-        train(1, 2, 5, 6, 12),
-        (ACTOR,),
-        {"steps": "1:9", "merge_steps": True},
-        ["train_actor 1-2", "train_actor 5-6"],
-    ),
     "the host's step with all that is in it": (
         rl(6, 7, 8, mini_batches=3),
         (OVERALL,),
@@ -73,12 +51,6 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
         (OVERALL,),
         {**BY_SCHEDULE, "active": 1, "repeat": 2},
         ["train_overall 12", "train_overall 14"],
-    ),
-    "merged steps of the host": (
-        rl(*range(5)),
-        (OVERALL,),
-        {"steps": "1:3", "merge_steps": True},
-        ["train_overall 1-2"],
     ),
     "without numbers, a host's step is a training step": (
         [Call(EVALUATE), *NOT_NUMBERED],
@@ -92,41 +64,29 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
         {"steps": "1", "role_select": {"ref": [], "actor": [1]}},
         ["train_overall.actor 1"],
     ),
-    "what another window holds takes the next free call": (
+    "what another window holds has none of its own": (
         rl(3, 4, 5, 6),
         (OVERALL, ACTOR, LOG_PROBS),
-        {"steps": "4;train_log_probs=0"},
-        ["train_log_probs 0", "train_overall 4", "train_actor 5 for 4"],
+        {"steps": "4,5;train_actor=4,6;train_log_probs=0"},
+        ["train_log_probs 0", "train_overall 4", "train_overall 5", "train_actor 6"],
     ),
-    "merged steps that another window holds are merged as well": (
-        rl(*range(2, 9)),
-        (OVERALL, ACTOR),
-        {"steps": "2:5", "merge_steps": True},
-        ["train_overall 2-4", "train_actor 5-7 for 4"],
+    "a step that captures a CUDA graph": (
+        [*train(0, 1), *captures(2), *train(3, 4)],
+        (ACTOR,),
+        {"steps": "2,4"},
+        ["train_actor 4"],
     ),
-    "a step that is wanted itself does not go into the place of another": (
-        rl(*range(2, 10)),
-        (OVERALL, ACTOR),
-        {"steps": "2:5,6", "merge_steps": True},
-        [
-            *("train_overall 2-4", "train_actor 5 for 2", "train_actor 6"),
-            *("train_overall 7 for 6", "train_actor 8-9 for 4"),
-        ],
+    "a schedule does not count it": (
+        [*train(0, 1), *captures(2), *train(3, 4)],
+        (ACTOR,),
+        {"skip_first": 2},
+        ["train_actor 3"],
     ),
-    "as many windows as were asked for": (
-        rl(*range(2, 8)),
-        (OVERALL, ACTOR),
-        {"steps": "2:4"},
-        ["train_overall 2", "train_overall 3", "train_actor 4 for 2", "train_actor 5 for 3"],
-    ),
-    "a schedule without an end has calls for every target": (
-        rl(*range(5)),
-        (OVERALL, ACTOR, LOG_PROBS),
-        {**BY_SCHEDULE, "skip_first": 0, "active": 1, "repeat": 0},
-        [
-            *("train_overall 1", "train_log_probs 2 for 1", "train_actor 2 for 1"),
-            *("train_overall 3", "train_log_probs 4 for 3", "train_actor 4 for 3"),
-        ],
+    "nor where it begins the host's step": (
+        [*train(0, 1), *captures(2), *train(3, 4)],
+        (OVERALL,),
+        {"skip_first": 2},
+        ["train_overall 3"],
     ),
     "every role has its steps": (
         [call for number in range(3) for role in ("actor", "critic") for call in train(number, role=role)],
@@ -149,11 +109,6 @@ def test_which_calls_get_a_window(row: str) -> None:
     assert planned(calls, *targets, **{"select": "all", **options}) == expected
 
 
-def test_the_count_for_nsys_is_the_number_of_windows() -> None:
-    config = ProfileConfig((OVERALL, ACTOR), "traces", steps="2:4")
-    assert windows(config) == len(planned(rl(*range(2, 8)), OVERALL, ACTOR, steps="2:4", select="all")) == 4
-
-
 @pytest.mark.parametrize(
     ("demand", "expected", "reason"),
     [
@@ -174,9 +129,8 @@ def test_a_rank_that_hears_of_it_too_late_captures_nothing() -> None:
     assert demand.reason == "the call came too early"
 
 
-def test_a_step_that_falls_into_a_window_on_demand_takes_the_next_free_call() -> None:
+def test_a_step_that_falls_into_a_window_on_demand_is_in_that_one() -> None:
     demand = Demand(ACTOR, None, 1, 1, [])
-    assert planned(train(0, 1, 2, 3), ACTOR, demand=demand, steps="1", select="all") == [
-        "train_actor 1",
-        "train_actor 2 for 1",
-    ]
+    run = agenda(ACTOR, steps="1", select="all")
+    assert in_words(windows_of(run, train(0, 1, 2, 3), demand)) == ["train_actor 1"]
+    assert run.wish(ACTOR, None).lost == {1: "a window of train_actor was open"}

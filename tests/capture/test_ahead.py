@@ -113,16 +113,12 @@ def test_calls_that_the_profiler_disturbs_are_marked(
     assert timeline.steps["flags"].tolist() == [0, 0, DISTURBED, DISTURBED, DISTURBED, 0, 0]
 
 
-@pytest.mark.parametrize("merge_steps", [False, True])
-def test_each_window_of_consecutive_steps_is_prepared(
-    merge_steps: bool, one_rank: Any, tmp_path: Path, watched: Watched
-) -> None:
-    with install_hooks(one_rank.chunks, on(tmp_path, steps="2:5", merge_steps=merge_steps)):
+def test_each_window_of_consecutive_steps_is_prepared(one_rank: Any, tmp_path: Path, watched: Watched) -> None:
+    with install_hooks(one_rank.chunks, on(tmp_path, steps="2:5")):
         for _ in range(6):
             one_rank.train_step()
-    once = ["prepare", "start", "stop"]
-    assert watched.said == (once if merge_steps else 3 * once)
-    assert prepared(tmp_path) == ({2: True} if merge_steps else dict.fromkeys((2, 3, 4), True))
+    assert watched.said == 3 * ["prepare", "start", "stop"]
+    assert prepared(tmp_path) == dict.fromkeys((2, 3, 4), True)
 
 
 def test_a_window_of_the_hosts_step_is_prepared_too(one_rank: Any, tmp_path: Path, watched: Watched) -> None:

@@ -125,7 +125,6 @@ def test_a_window_between_steps_of_an_fsdp2_model_is_refused() -> None:
     for lasting, fields in (
         ("--profile-target train_overall", {}),
         ("--profile-discrete", {"target": ("train_actor",), "discrete": True}),
-        ("--profile-merge-steps", {"target": ("train_actor",), "merge_steps": True}),
     ):
         with pytest.raises(ValueError, match=f"{lasting}: with --profile-record-shapes on an FSDP2 model"):
             check_model(on(record_shapes=True, **fields), [sharded()])
@@ -150,13 +149,12 @@ class Chunks:
 
 
 @pytest.mark.usefixtures("_world")
-@pytest.mark.parametrize("fields", [{}, {"target": ("train_actor",), "merge_steps": True}])
 def test_hooks_that_went_in_without_a_model_refuse_it_at_the_first_call(
-    fields: dict[str, Any], one_rank: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+    one_rank: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     """As through `megaprof run` and plugins: the model is known when the schedule is called, and not before."""
     Chunks(monkeypatch)
-    with install_hooks(None, on(dir=str(tmp_path), record_shapes=True, steps="0", **fields)) as handle:
+    with install_hooks(None, on(dir=str(tmp_path), record_shapes=True, steps="0")) as handle:
         one_rank.train_step()
         one_rank.train_step()
         assert handle.active, "a refused window is no fault"

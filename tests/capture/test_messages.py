@@ -39,7 +39,7 @@ ROLES = [Call(EVALUATE, "actor")]
             rl(0, 1),
             (OVERALL, ACTOR),
             {"steps": "0,1"},
-            ["train_actor: steps 0-1 were not captured: another window was open, and no free call came after it"],
+            ["train_actor: steps 0-1 were not captured: a window of train_overall was open"],
         ),
         (
             rl(0, 1, role="ref") + rl(1, 2, role="actor"),

@@ -1,4 +1,4 @@
-"""Windows: what is asked for gets its file, whatever else is open; steps of the host; merged steps; repeated names."""
+"""Windows: several targets; steps of the host; names of files that repeat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from megaprof.autoload import megatron_lm
 from megaprof.capture.agenda import Call
 from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
-from megaprof.recorders.nsys_command import windows
 from tests.analysis.synthetic import kinds
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -79,31 +78,24 @@ class Host:
 # ---- several targets
 
 
-def test_every_target_gets_its_files(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
+def test_a_step_in_a_window_of_another_target_has_no_file_of_its_own(
+    one_rank: Any, tmp_path: Path, caplog: Any
+) -> None:
     host = Host(one_rank)
     targets = ("train_overall", "train_actor", "train_log_probs")
     caplog.set_level("INFO", logger="megaprof")
-    with install_hooks(one_rank.chunks, on(tmp_path, *targets, steps="4;train_log_probs=0"), iteration=host.number):
+    config = on(tmp_path, *targets, steps="4;train_actor=4,6;train_log_probs=0")
+    with install_hooks(one_rank.chunks, config, iteration=host.number):
         host.run(3, 4, 5, 6)
-    found = short(tmp_path)
-    assert {name: steps(trace) for name, trace in found.items()} == {
+    assert {name: steps(trace) for name, trace in short(tmp_path).items()} == {
         "train_log_probs.step000000": ["train_log_probs 0"],
         "train_overall.step000004": ["train_overall 4", "train_log_probs 1", "train_actor 4"],
-        "train_actor.step000005": ["train_actor 5"],
+        "train_actor.step000006": ["train_actor 6"],
     }
-    asked = {name: each["asked_step"] for name, each in metadata(tmp_path).items()}
-    assert asked == {"train_log_probs.step000000": None, "train_overall.step000004": None, "train_actor.step000005": 4}
-    assert "train_actor step 4: a window of train_overall is open in it, so the next free call" in caplog.text
-    assert "captured train_actor step 5 (instead of step 4, in which another window was open)" in caplog.text
-
-
-def test_what_never_came_is_a_warning_at_the_end(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
-    host = Host(one_rank)
-    with install_hooks(one_rank.chunks, on(tmp_path, "train_overall", "train_actor", steps="1"), iteration=host.number):
-        host.run(0, 1)
-    (line,) = [record for record in caplog.records if "megaprof ends" in record.getMessage()]
-    assert line.levelname == "WARNING"
-    assert "train_actor: step 1 was not captured: another window was open, and no free call" in line.getMessage()
+    first, *_, last = [record for record in caplog.records if record.getMessage().startswith("megaprof ")]
+    assert "no file of train_actor and train_log_probs for what is in a window of train_overall" in first.getMessage()
+    assert last.levelname == "WARNING"
+    assert "train_actor: step 4 was not captured: a window of train_overall was open" in last.getMessage()
 
 
 # ---- the host's step
@@ -205,43 +197,6 @@ def test_megatron_cores_paged_stash_says_that_a_step_runs_again(
             one_rank.train_step(runner)
     assert next(overflows, None) is None
     assert [name.split(".rank00000")[1] for name in files(tmp_path)] == ["", ".2"]
-
-
-# ---- merged steps
-
-
-def test_merged_steps_are_one_trace(one_rank: Any, tmp_path: Path) -> None:
-    host = Host(one_rank)
-    config = on(tmp_path, "train_actor", steps="2:5,7", merge_steps=True)
-    with install_hooks(one_rank.chunks, config, iteration=host.number):
-        host.run(*range(1, 9))
-        assert not torch._C._autograd._profiler_enabled()
-    found = short(tmp_path)
-    assert {name: [each for each in steps(trace) if "actor" in each] for name, trace in found.items()} == {
-        "train_actor.step000002": ["train_actor 2", "train_actor 3", "train_actor 4"],
-        "train_actor.step000007": ["train_actor 7"],
-    }
-    assert [trace.metadata.steps for trace in found.values()] == [(2, 4), (7, 7)]
-    assert windows(config) == 2
-    report = next(target for target in analyze(tmp_path).targets if target.measured.target == "train_actor")
-    assert not {2, 3, 4, 7} & set(report.steps)
-    assert report.profiled_step_time_ms is not None
-    merged = tmp_path / "merged.json.gz"
-    merge(tmp_path, merged, target="train_actor", step=2)
-    assert merged.stat().st_size > 0
-
-
-def test_merged_train_overall_has_a_range_for_each_step(one_rank: Any, tmp_path: Path) -> None:
-    host = Host(one_rank, mini_batches=2)
-    config = on(tmp_path, "train_overall", steps="1:3", merge_steps=True)
-    with install_hooks(one_rank.chunks, config, iteration=host.number):
-        host.run(*range(5))
-    (trace,) = files(tmp_path).values()
-    assert [each for each in steps(trace) if "log" not in each] == [
-        *("train_overall 1", "train_actor 1", "train_actor 1"),
-        *("train_overall 2", "train_actor 2", "train_actor 2"),
-    ]
-    assert (trace.metadata.steps, trace.metadata.truncated) == ((1, 2), False)
 
 
 # ---- discrete

@@ -31,22 +31,17 @@ def test_step_lists(text: str, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "windows", "merged"),
-    [("10", 1, 1), ("1,2,5", 3, 2), ("20:30", 10, 1), ("20:30:5", 2, 2), ("3:5,4:7", 4, 1), ("none", 0, 0)],
+    ("text", "windows"), [("10", 1), ("1,2,5", 3), ("20:30", 10), ("20:30:5", 2), ("3:5,4:7", 4), ("none", 0)]
 )
-def test_how_many_windows_and_merged_ones(text: str, windows: int, merged: int) -> None:
-    plan = parse_steps(text, "--profile-steps")[None]
-    assert (plan.windows(merged=False), plan.windows(merged=True)) == (windows, merged)
-    assert sum(not plan.continues(step, 0) for step in steps_of(text)) == merged, "each merged window ends once"
+def test_how_many_windows(text: str, windows: int) -> None:
+    assert parse_steps(text, "--profile-steps")[None].windows == windows
 
 
-def test_a_merged_window_of_a_schedule_is_a_cycles_active_calls() -> None:
+def test_a_schedule_has_a_window_for_each_active_call() -> None:
     plan = Schedule(skip_first=1, wait=0, warmup=0, active=2, repeat=3)
-    calls = [index for index in range(12) if plan.captures(0, index)]
-    assert calls == [1, 2, 3, 4, 5, 6]
-    assert [plan.continues(0, index) for index in calls] == [True, False] * 3
-    assert (plan.windows(merged=False), plan.windows(merged=True)) == (6, 3)
-    assert Schedule(0, 0, 0, 1, 0).windows(merged=True) is None
+    assert [index for index in range(12) if plan.captures(0, index)] == [1, 2, 3, 4, 5, 6]
+    assert plan.windows == 6
+    assert Schedule(0, 0, 0, 1, 0).windows is None
 
 
 def test_what_is_left_of_a_step_list() -> None:

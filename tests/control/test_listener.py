@@ -471,7 +471,7 @@ def test_a_window_of_the_jobs_own_is_not_disturbed(
         job.go(request, 0)
         job.step()
         job.gpt.log_probs_pass(job.forward_backward)
-        assert "another window was open" in str(job.finish(request).reason)
+        assert "a window of train_overall was open" in str(job.finish(request).reason)
     assert traces(tmp_path) == ["train_overall.step000000"]
 
 

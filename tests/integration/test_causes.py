@@ -78,7 +78,7 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
         gpt.train_step(forward_backward)
         for fault in faults:
             gpt.step = 0
-            flags = [*FLAGS, "--profile-merge-steps", "--profile-steps", f"train_actor={CAPTURED[0]}:{CAPTURED[1]}"]
+            flags = [*FLAGS, "--profile-steps", f"train_actor={CAPTURED[0]}:{CAPTURED[1]}"]
             args = add_profile_args(argparse.ArgumentParser()).parse_args(
                 [*flags, "--profile-dir", str(Path(directory, fault))]
             )

@@ -77,14 +77,14 @@ def job(directory: Path, flags: list[str], *more: str, shutdown: bool = True, ol
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 3 to 5 in one window, by nsys and by the torch profiler at once."""
+    """Step 4, by nsys and by the torch profiler at once."""
     if not (HOME / "bin" / "nsys").exists():
         pytest.skip("no nsys")
     directory = tmp_path_factory.mktemp("both")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{HOME / 'bin'}:{os.environ['PATH']}")
-        flags = ["--profile-tool", "nsys", "torch", "--profile-activities", "cpu", "--profile-merge-steps"]
-        said = job(directory, [*flags, "--profile-steps", "3:6", "--profile-ranges", "module"])
+        flags = ["--profile-tool", "nsys", "torch", "--profile-activities", "cpu"]
+        said = job(directory, [*flags, "--profile-steps", "4", "--profile-ranges", "module"])
         for text in said:
             assert "trained" in text, text
         for kind in ("torch", "nsys"):
@@ -156,7 +156,7 @@ def test_a_window_per_step_is_a_file_per_step(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_leaves_a_truncated_window(tmp_path: Path) -> None:
-    job(tmp_path, ["--profile-tool", "nsys", "--profile-steps", "2:6", "--profile-merge-steps"], "--die-in-step", "4")
+    job(tmp_path, ["--profile-tool", "nsys", "--profile-steps", "2:6"], "--die-in-step", "4")
     found = [trace for file in find_nsys(tmp_path) for trace in read_nsys(file) if trace.metadata.coords.pp == 1]
     assert found, "nsys keeps what it has"
     report = analyze(tmp_path).to_json()

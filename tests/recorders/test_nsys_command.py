@@ -65,6 +65,7 @@ def test_shutting_down_after_the_last_window_leaves_the_training_alone() -> None
         ({"steps": "0:10:2,4"}, 5),
         ({"role_steps": "actor=1,2"}, None),
         ({"target": ("train_actor", "train_log_probs"), "steps": "train_actor=1:4;train_log_probs=0"}, 4),
+        ({"target": ("train_overall", "train_actor"), "steps": "1"}, None),
     ],
 )
 def test_number_of_windows(fields: dict[str, Any], count: int | None) -> None:
