@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, Said
+from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
 from megaprof.analysis.trace.decoding import Document, Event, Undecodable
 from megaprof.analysis.trace.gpu import Activities, activities
 from megaprof.analysis.trace.groups import COMPUTE, USES, ByName
 from megaprof.analysis.trace.intervals import Intervals, intervals
-from megaprof.analysis.trace.nsys.files import NsysFile, Process, processes
+from megaprof.analysis.trace.nsys.files import NsysFile, processes
 from megaprof.analysis.trace.reading import Source, path_of
+from megaprof.analysis.trace.steps import owners
 from megaprof.analysis.trace.traces import UnreadableTrace, refusing
 from megaprof.analysis.trace.unseen import without_times
 
@@ -33,7 +34,12 @@ SEND_RECEIVE = "send-receive or all-to-all"
 #: Name of a group about which nothing is known.
 UNKNOWN = "?"
 _UNNAMED = ("", "undefined", "default_pg", "default")
+#: Steps of torch's profiler, with their numbers, and NVTX ranges that are named like a step.
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
+_NSYS_STEP = re.compile(
+    r"ProfilerStep#(\d{1,18})|(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+",
+    re.A | re.I,
+)
 _NO_KERNELS = "it was not written by megaprof, and holds no kernels of a GPU either"
 #: Processes that torch_npu has in its traces.
 _OF_ASCEND = {"Ascend Hardware", "Overlap Analysis"}
@@ -107,7 +113,7 @@ def read_recording(source: Source) -> list[Recording]:
     """Returns one recording for each process with GPU kernels in a file. Raises UnreadableTrace."""
     path = path_of(source)
     with refusing(path):
-        recordings = list(_nsys(source)) if isinstance(source, NsysFile) else [_kineto(source)]
+        recordings = _nsys(source) if isinstance(source, NsysFile) else [_kineto(source)]
     recordings = [recording for recording in recordings if recording.gpu.kernel.any() or recording.untimed]
     if not recordings:
         raise UnreadableTrace(path, _NO_KERNELS)
@@ -115,77 +121,58 @@ def read_recording(source: Source) -> list[Recording]:
 
 
 def _kineto(path: Path) -> Recording:
-    events = Events(path, top=("distributedInfo",))
+    events = KinetoEvents(path, top=("distributedInfo",))
     if not events.has(KERNEL):
         raise Undecodable(_ASCEND if events.processes & _OF_ASCEND else _NO_KERNELS)
+    info = _decoded(events.document, "distributedInfo")
+    recording = _recording(path, events, _STEP, *_rank(info.get("rank"), path.name))
+    unreadable = recording.unreadable + events.document.unreadable
+    return replace(recording, world=_count(info.get("world_size")), unreadable=unreadable, cut=events.document.cut)
+
+
+def _nsys(file: NsysFile) -> list[Recording]:
+    recordings, by_process = [], processes(file)
+    for pid, events in sorted(by_process.items()):
+        rank, rank_from = _rank(None, file.path.name if len(by_process) == 1 else "")
+        rank_from = rank_from if rank is not None else f"process {pid}"
+        recordings.append(_recording(file.path, events, _NSYS_STEP, rank, rank_from))
+    return recordings
+
+
+def _recording(path: Path, events: Events, step: re.Pattern[str], rank: int | None, rank_from: str) -> Recording:
+    """Returns the recording of one process. ``step``: what the names of steps look like."""
     gpu, _, on_gpu = activities(events, None)
     host = events.take(ANNOTATION), events.take(OPERATOR)
-    launched = _Launched(events.meant(_launched, *host))
+    launched = events.meant(_launched, *host)
+    spans = intervals((start, end) for _, start, end in launched)
     communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
     by_name = ByName()
     rows = np.flatnonzero(gpu.use != COMPUTE)
-    numbers, words, times = on_gpu.name[gpu.row[rows]], on_gpu.said[gpu.row[rows]], gpu.launched[rows]
-    for row, number, word, time in zip(rows.tolist(), numbers.tolist(), words.tolist(), times.tolist(), strict=True):
+    numbers, words, owner = on_gpu.name[gpu.row[rows]], on_gpu.said[gpu.row[rows]], owners(gpu.launched[rows], spans)
+    for row, number, word, index in zip(rows.tolist(), numbers.tolist(), words.tolist(), owner.tolist(), strict=True):
         name, said = events.names[number], events.said[word]
-        group = _group(said, by_name[name])
-        communication[_operation(name, said.collective or launched.at(time)), group].append(row)
-    steps = events.meant(_STEP.fullmatch, *host)
-    info = _decoded(events.document, "distributedInfo")
-    rank, rank_from = _rank(info.get("rank"), path.name)
+        named = said.collective or (launched[index][0] if index >= 0 else None)
+        communication[_operation(name, named), _group(said, by_name[name])].append(row)
+    steps: list[tuple[re.Match[str], int, int]] = []
+    for match, start, end in events.meant(step.fullmatch, *host):
+        if not steps or start >= steps[-1][2]:
+            steps.append((match, start, end))
     impossible = sum(count for category, count in events.impossible.items() if category not in (KERNEL, *COPIES))
     return Recording(
         path=path,
         rank=rank,
         rank_from=rank_from,
-        world=_count(info.get("world_size")),
+        world=None,
         gpu=gpu,
-        communication=_as_arrays(communication),
+        communication={key: np.array(places, dtype=np.int64) for key, places in communication.items()},
         steps=intervals((start, end) for _, start, end in steps),
-        unreadable=events.document.unreadable + impossible + gpu.impossible,
-        numbers=frozenset(int(match[1]) for match, _, _ in steps),
-        cut=events.document.cut,
+        unreadable=impossible + gpu.impossible,
+        numbers=frozenset(int(match[1]) for match, _, _ in steps if match[1] is not None),
     )
-
-
-def _nsys(file: NsysFile) -> Iterator[Recording]:
-    gpu_processes: list[Process] = processes(file)
-    by_name = ByName()
-    for process in gpu_processes:
-        communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
-        for position in np.flatnonzero(process.gpu.use != COMPUTE).tolist():
-            name = process.names[position]
-            communication[_operation(name, None), _group(Said(), by_name[name])].append(position)
-        rank, rank_from = _rank(None, file.path.name if len(gpu_processes) == 1 else "")
-        yield Recording(
-            path=file.path,
-            rank=rank,
-            rank_from=rank_from if rank is not None else f"process {process.pid}",
-            world=None,
-            gpu=process.gpu,
-            communication=_as_arrays(communication),
-            steps=process.steps,
-            unreadable=process.gpu.impossible,
-        )
-
-
-def _as_arrays(rows: Mapping[tuple[str, Group], Sequence[int]]) -> dict[tuple[str, Group], npt.NDArray[np.int64]]:
-    return {key: np.array(places, dtype=np.int64) for key, places in rows.items()}
 
 
 def _launched(name: str) -> str | None:
     return name.removeprefix("nccl:") if name.startswith("nccl:") else None
-
-
-class _Launched:
-    """The collectives that torch says it launches, by time."""
-
-    def __init__(self, launched: Sequence[tuple[str, int, int]]) -> None:
-        self._spans = intervals((start, end) for _, start, end in launched)
-        self._names = [name for name, _, _ in launched]
-
-    def at(self, moment: int) -> str | None:
-        position = int(np.searchsorted(self._spans[:, 0], moment, side="right")) - 1
-        return self._names[position] if position >= 0 and moment <= self._spans[position, 1] else None
 
 
 def _operation(kernel: str, named: str | None) -> str:

@@ -1,4 +1,5 @@
-"""Reads the events of a trace of Kineto's into columns, once. Everything else of the trace is a view of these columns.
+"""Holds the events of a file as columns, and reads those of Kineto's (`nsys.events` fills the same ones). Everything
+else of a trace is a view of these columns.
 
 A column is an array with one number for each event. Names of events, and what is said about collectives, are numbered
 in the order in which they first occur.
@@ -91,7 +92,7 @@ class Columns:
         return Columns(*(column[chosen] if len(column) else column for column in vars(self).values()))
 
 
-class _Numbered(dict[Any, int]):
+class Numbered(dict[Any, int]):
     """Numbers each key when it is first asked for."""
 
     def __missing__(self, key: Any) -> int:
@@ -109,42 +110,24 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 class Events:
-    """The events of one file. Raises Undecodable, and OSError if the file cannot be read."""
+    """Events of one file, or of one process in it. Readers fill it."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        top: Collection[str] = (),
-        columns: Mapping[str, tuple[str, ...]] = _COLUMNS,
-        operators: Callable[[Events], bool] = lambda events: False,
-    ) -> None:
-        """``top``: the names of other top-level values that ``document`` keeps. ``columns``: the columns that each
-        category has, besides names and times; other categories are not read. ``operators`` is asked before each
-        piece, until it says no, whether operators of the CPU are read, with what is known by then."""
+    def __init__(self) -> None:
+        self.base = 0
+        """The moment from which times in the file count, in nanoseconds since the epoch."""
         self.impossible: Counter[str] = Counter()
         """The number of events without a possible time, by category."""
-        self.processes: set[str] = set()
-        """The names that processes have."""
         self.allocations: dict[int, list[tuple[int, int]]] = {}
         """Times and allocated bytes by device, if memory was recorded."""
-        self._numbers, self._places, self._words = _Numbered(), _Numbered(), _Numbered({Said(): 0})
-        self._uses = ByName()
-        self._wanted = columns
+        self.names: list[str] = []
+        self.threads: list[tuple[Any, ...]] = []
+        """Process, and thread or stream, of each place."""
+        self.said: list[Said] = [Said()]
         self._columns: defaultdict[str, list[Columns]] = defaultdict(list)
-        self._rows = 0
-        self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
-        with_operators = True
-        for events in document:
-            with_operators = with_operators and operators(self)
-            self._add(events, with_operators)
-            if not fits(self._rows * _ROW_BYTES):
-                raise Undecodable("it has more events than fit into memory (see --max-input-mib)")
-        self.base = whole_number(document, "baseTimeNanoseconds")
-        """The moment from which times in the file count, in nanoseconds since the epoch."""
-        if not -LONGEST < self.base < LONGEST:
-            raise Undecodable("its `baseTimeNanoseconds` is out of range")
-        self.names, self.threads, self.said = [*self._numbers], [*self._places], [*self._words]
+
+    def put(self, category: str, **columns: npt.NDArray[Any]) -> None:
+        """Adds events of a category. ``columns``: fields of `Columns`."""
+        self._columns[category].append(replace(_NONE, **columns))
 
     def has(self, category: str) -> bool:
         """Returns whether there are events of a category, including those without a possible time."""
@@ -180,6 +163,44 @@ class Events:
         index = np.searchsorted(operators.external, on_gpu.external, side="right") - 1
         return np.where(operators.external[index] == on_gpu.external, operators.said[index], 0).astype(np.int32)
 
+
+_EMPTY, _EMPTY_32 = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+_NONE = Columns(_EMPTY_32, _EMPTY.reshape(0, 2), _EMPTY_32, _EMPTY, _EMPTY, _EMPTY, _EMPTY_32)
+
+
+class KinetoEvents(Events):
+    """The events of one trace of Kineto's. Raises Undecodable, and OSError if the file cannot be read."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        top: Collection[str] = (),
+        columns: Mapping[str, tuple[str, ...]] = _COLUMNS,
+        operators: Callable[[KinetoEvents], bool] = lambda events: False,
+    ) -> None:
+        """``top``: the names of other top-level values that ``document`` keeps. ``columns``: the columns that each
+        category has, besides names and times; other categories are not read. ``operators`` is asked before each
+        piece, until it says no, whether operators of the CPU are read, with what is known by then."""
+        super().__init__()
+        self.processes: set[str] = set()
+        """The names that processes have."""
+        self._numbers, self._places, self._words = Numbered(), Numbered(), Numbered({Said(): 0})
+        self._uses = ByName()
+        self._wanted = columns
+        self._rows = 0
+        self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
+        with_operators = True
+        for events in document:
+            with_operators = with_operators and operators(self)
+            self._add(events, with_operators)
+            if not fits(self._rows * _ROW_BYTES):
+                raise Undecodable("it has more events than fit into memory (see --max-input-mib)")
+        self.base = whole_number(document, "baseTimeNanoseconds")
+        if not -LONGEST < self.base < LONGEST:
+            raise Undecodable("its `baseTimeNanoseconds` is out of range")
+        self.names, self.threads, self.said = [*self._numbers], [*self._places], [*self._words]
+
     def _add(self, events: Sequence[Event], operators: bool) -> None:
         by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
         for event in events:
@@ -190,15 +211,14 @@ class Events:
                 if COMMUNICATES in self._wanted and (
                     communicating := [event for event in of_category if event.name == COMMUNICATES]
                 ):
-                    self._put(COMMUNICATES, communicating)
+                    self._put_events(COMMUNICATES, communicating)
                 of_category = of_category if operators else [each for each in of_category if _SPEAKS.match(each.name)]
             if category in self._wanted and of_category:
-                self._put(category, [event for event in of_category if event.ph == "X"])
+                self._put_events(category, [event for event in of_category if event.ph == "X"])
             elif name is None or category == INSTANT:
                 self._add_others(of_category)
 
-    def _put(self, category: str, events: Sequence[Event]) -> None:
-        """Puts events into columns."""
+    def _put_events(self, category: str, events: Sequence[Event]) -> None:
         count = len(events)
         self._rows += count
         with np.errstate(over="ignore", invalid="ignore"):
@@ -213,7 +233,7 @@ class Events:
         begin = np.rint(start).astype(np.int64)
         spans = np.column_stack((begin, begin + np.rint(duration).astype(np.int64)))
         more = {column: self._column(column, events) for column in self._wanted[category]}
-        self._columns[category].append(replace(_NONE, name=name, spans=spans, **more))
+        self.put(category, name=name, spans=spans, **more)
 
     def _column(self, column: str, events: Sequence[Event]) -> npt.NDArray[Any]:
         if column == "thread":
@@ -238,10 +258,6 @@ class Events:
                 if possible and args.device >= 0 and 0 <= args.allocated < _MOST_BYTES:
                     self.allocations.setdefault(args.device, []).append((round(event.ts * 1000), args.allocated))
                     self._rows += 1
-
-
-_EMPTY, _EMPTY_32 = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
-_NONE = Columns(_EMPTY_32, _EMPTY.reshape(0, 2), _EMPTY_32, _EMPTY, _EMPTY, _EMPTY, _EMPTY_32)
 
 
 def _whole(values: list[int]) -> Numbers:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events
+from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, KinetoEvents
 from megaprof.analysis.trace.decoding import Document
 from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, ByName, use_of
 from megaprof.analysis.trace.intervals import Intervals
@@ -228,7 +228,7 @@ def combined_peak(peaks: Iterable[Peak | None]) -> Peak | None:
     )
 
 
-def allocations(events: Events) -> Allocations | None:
+def allocations(events: KinetoEvents) -> Allocations | None:
     """Returns the allocations of the device that has the most; None if there are none. Kineto writes an instant event
     for each allocation and release of the caching allocator (``--profile-memory``)."""
     if not events.allocations:

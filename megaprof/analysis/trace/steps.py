@@ -305,11 +305,11 @@ def _modules(inner: list[TracedRange], passes: Passes, trace: Trace) -> dict[Mod
     of_modules = (traced for traced in inner if traced.name.module is not None)
     for opened in grouped(of_modules, lambda traced: traced.name.label).values():
         spans = times_of(opened)
-        pass_of = _owners(spans[:, 0], passes.host)
+        pass_of = owners(spans[:, 0], passes.host)
         recomputed = (pass_of >= 0) & (passes.kind[pass_of] == 1) if len(passes.kind) else pass_of >= 0
         lengths_ns = spans[:, 1] - spans[:, 0]
         if trace.gpu is not None:
-            owner = _owners(trace.gpu.launched, spans)
+            owner = owners(trace.gpu.launched, spans)
             lengths_ns = _per_owner(owner, trace.gpu.known & (trace.gpu.use == COMPUTE), trace.gpu.spans, len(spans))
         for traced, again, ns in zip(opened, recomputed.tolist(), lengths_ns.tolist(), strict=True):
             kind = ranges.BACKWARD if traced.name.is_module_backward else RECOMPUTE if again else ranges.FORWARD
@@ -410,7 +410,7 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals) -> Trace
     use, doubtful = _by_elimination(gpu, in_step, step)
     busy, computing = union(gpu.spans), union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides others
     start, end = _extent(gpu, in_step, step.host[0])
-    owner = np.where(in_step, _owners(gpu.launched, passes.host), -1)
+    owner = np.where(in_step, owners(gpu.launched, passes.host), -1)
     rows = {name: in_step & (use == index) for index, name in enumerate(USES)}
     exposed = {
         name: difference(union(gpu.spans[of_use]), computing) for name, of_use in rows.items() if name != USES[COMPUTE]
@@ -471,7 +471,7 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals) -> Trace
     )
 
 
-def _owners(times: Numbers, spans: Intervals) -> Numbers:
+def owners(times: Numbers, spans: Intervals) -> Numbers:
     """Returns, for each of ``times``, the index of the innermost of ``spans`` that was open then; -1 if none was.
     ``spans`` must be sorted by start."""
     index = np.searchsorted(spans[:, 0], times, side="right") - 1
@@ -492,12 +492,12 @@ def _by_elimination(
     """
     use, metadata = gpu.use.copy(), step.metadata
     doubtful: list[tuple[_Rows, list[str]]] = []
-    in_exchange = _owners(gpu.launched, step.exchanges.times[:, :2]) >= 0
+    in_exchange = owners(gpu.launched, step.exchanges.times[:, :2]) >= 0
     use[in_step & in_exchange & np.isin(use, (OTHER, UNKNOWN))] = PP
     unknown = in_step & (use == UNKNOWN)
     if not unknown.any():
         return use, []
-    in_pass = _owners(gpu.launched, step.passes.host) >= 0
+    in_pass = owners(gpu.launched, step.passes.host) >= 0
     for rows, users in (
         (unknown & gpu.pairwise, ("ep", "cp")),
         (unknown & ~gpu.pairwise & in_pass, _ANY_USER),
@@ -574,7 +574,7 @@ def _until_fed(gaps: Intervals, spans: Intervals, others: Numbers) -> tuple[Numb
 
 def _kernels(gpu: Activities, rows: _Rows, exchanges: Exchanges) -> Exchanges:
     """Returns the kernels of the pipeline's group that were launched in exchanges."""
-    exchange_of = _owners(gpu.launched, exchanges.times[:, :2])
+    exchange_of = owners(gpu.launched, exchanges.times[:, :2])
     known = np.array([label in ranges.P2P_OPERATIONS for label in exchanges.labels], dtype=np.bool_)
     inside = np.flatnonzero(rows & np.append(known, False)[exchange_of])  # the last one: in none
     launched = gpu.launched[inside]

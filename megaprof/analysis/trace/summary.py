@@ -25,7 +25,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, OPERATOR, Columns, Events
+from megaprof.analysis.trace.columns import (
+    ANNOTATION,
+    COPIES,
+    KERNEL,
+    LAUNCHES,
+    OPERATOR,
+    Columns,
+    Events,
+    KinetoEvents,
+)
 from megaprof.analysis.trace.intervals import union_by
 from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX
 
@@ -37,12 +46,12 @@ Enter = Callable[[int | None, int], int]
 """``enter(key of the enclosing event, number)`` returns the key under which an event's time is counted."""
 
 
-def read_all(path: Path, *, python: bool) -> Events:
+def read_all(path: Path, *, python: bool) -> KinetoEvents:
     """Returns the events of a trace with their threads, without operators of the CPU if there are events of a device.
     ``python``: with all operators and functions of Python; self times leave the latter out, so that they are the same
     with and without stacks. Raises ValueError for a file that is no whole trace."""
     wanted = (*_ON_DEVICE, *_ON_HOST, *([_PYTHON] if python else []))
-    events = Events(
+    events = KinetoEvents(
         path,
         columns=dict.fromkeys(wanted, ("thread", "correlation")),
         operators=lambda events: python or not events.has(KERNEL),

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Columns, Events
+from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Columns, Events, KinetoEvents
 from megaprof.analysis.trace.decoding import Document, Event, Undecodable
 from megaprof.analysis.trace.gpu import Activities, Allocations, Launches, activities, allocations, is_start
 from megaprof.analysis.trace.groups import COMMUNICATES
@@ -155,7 +155,7 @@ def read_trace(path: Path) -> Trace:
 
 def _trace(path: Path) -> Trace:
     """Returns the trace in a file. Raises Undecodable and OSError."""
-    events = Events(path, top=_TOP, operators=_without_gpu)
+    events = KinetoEvents(path, top=_TOP, operators=_without_gpu)
     document = events.document
     metadata = _metadata(document)
     warnings: list[Note] = []
@@ -206,7 +206,7 @@ def _trace(path: Path) -> Trace:
     )
 
 
-def _without_gpu(events: Events) -> bool:
+def _without_gpu(events: KinetoEvents) -> bool:
     """Returns whether nothing read so far says that the model ran on a GPU. The metadata come before the events."""
     with suppress(KeyError, ValueError):
         return not events.has(KERNEL) and read_metadata(bytes(events.document.top["megaprof"])).device in (None, "cpu")

@@ -18,24 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import LONGEST
+from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST
 from megaprof.analysis.trace.decoding import Undecodable
-from megaprof.analysis.trace.gpu import Activities
-from megaprof.analysis.trace.intervals import Intervals, intervals
+from megaprof.analysis.trace.gpu import activities
+from megaprof.analysis.trace.nsys.events import ProcessEvents, events_in
 from megaprof.analysis.trace.nsys.export import exported
-from megaprof.analysis.trace.nsys.gpu import (
-    ACTIVITIES,
-    COLUMNS,
-    COLUMNS_OF_LAUNCH,
-    COPIES,
-    LAUNCHES,
-    PROCESS,
-    is_time,
-    launched_between,
-    read_process,
-)
 from megaprof.analysis.trace.nsys.tables import Tables, opened
-from megaprof.analysis.trace.steps import FORWARD_ONLY, grouped
+from megaprof.analysis.trace.steps import FORWARD_ONLY
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
 from megaprof.analysis.trace.unseen import without_kernels, without_times
 from megaprof.formats import ranges
@@ -47,11 +36,6 @@ from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 SQLITE, REPORT = ".sqlite", ".nsys-rep"
 
-#: The values of `eventType` for push/pop and start/end ranges.
-_RANGE_EVENTS = "(59, 60)"
-_OURS = f"{ranges.PREFIX}*"
-_NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
-_STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
 
 
@@ -87,101 +71,34 @@ def find_nsys(source: Path) -> list[NsysFile]:
 
 def read_nsys(file: NsysFile) -> list[Trace]:
     """Returns megaprof's windows in a file, in order of process and time. Raises UnreadableTrace, and nothing else."""
-    path = file.path
-    with refusing(path), opened(exported(path)) as tables:
-        return _Reader(replace(file, path=exported(path)), tables).traces()
+    with refusing(file.path), opened(path := exported(file.path)) as tables:
+        return _Reader(path, file.sizes, tables).traces()
 
 
-@dataclass(frozen=True)
-class Process:
-    """The GPU activity of one process, with or without ranges of megaprof's."""
-
-    pid: int
-    """The process's number on its host."""
-    gpu: Activities
-    """Its activities in order of their start."""
-    names: list[str]
-    """The name of each activity's kernel; empty for copies and memsets."""
-    steps: Intervals
-    """When the host was in ranges that are named like a step (``ProfilerStep#7``, ``iteration 7``), outermost ones
-    only."""
-
-
-def processes(file: NsysFile) -> list[Process]:
-    """Returns every process with GPU activities. Raises Undecodable and OSError."""
+def processes(file: NsysFile) -> dict[int, ProcessEvents]:
+    """Returns the events of every process with GPU activities, with ranges that may be named like a step. Raises
+    Undecodable and OSError."""
     with opened(exported(file.path)) as tables:
-        base, gpu_processes = _epoch(tables), []
-        pids: set[int] = set()
-        for table in ACTIVITIES:
-            if tables.has(table, *COLUMNS):
-                query = f"SELECT DISTINCT (globalPid >> 24) & {PROCESS} FROM {table} LIMIT 1024"
-                pids |= {pid for (pid,) in tables.rows(query) if isinstance(pid, int)}
-        steps = _steps(tables, base)
-        for pid in sorted(pids):
-            gpu_processes.append(Process(pid, *read_process(tables, base, pid), intervals(steps.get(pid, ()))))
-        return gpu_processes
-
-
-def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
-    """Returns the steps of each process, in order of time."""
-    steps_by_process: dict[int, list[tuple[int, int]]] = {}
-    if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
-        return steps_by_process
-    query = (
-        f"SELECT start, end, globalTid, {_NAME} AS name FROM NVTX_EVENTS WHERE eventType IN {_RANGE_EVENTS} AND "
-        "(name LIKE '%step%' OR name LIKE '%iter%') ORDER BY start, end DESC"
-    )
-    for start, end, thread, name in tables.rows(query):
-        if not (is_time(start) and is_time(end) and end >= start and isinstance(thread, int) and isinstance(name, str)):
-            continue
-        process_steps = steps_by_process.setdefault(thread >> 24 & PROCESS, [])
-        if _STEP.fullmatch(name) and (not process_steps or base + start >= process_steps[-1][1]):
-            process_steps.append((base + start, base + end))
-    return steps_by_process
+        named_like_steps = "*[Ss][Tt][Ee][Pp]*", "*[Ii][Tt][Ee][Rr]*"
+        return {pid: events for pid, events in events_in(tables, named_like_steps).items() if events.has(KERNEL)}
 
 
 def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
     """Yields all events of one process in one window, in Chrome's format. ``base``: when the session began, in
     nanoseconds since the epoch. Raises Undecodable and OSError."""
     with opened(path) as tables:
-        bounds = part.begin - base, part.end - base
-        queries = [("user_annotation", f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS", "globalTid")]
-        if tables.has(LAUNCHES, *COLUMNS_OF_LAUNCH, "nameId"):
-            queries.append(
-                ("cuda_runtime", f"SELECT start, end, globalTid, {_text_of('nameId')} FROM {LAUNCHES}", "globalTid")
-            )
-        for table in (*ACTIVITIES, *COPIES):
-            if tables.has(table, *COLUMNS, "streamId"):
-                name = (
-                    _text_of("demangledName") if tables.has(table, "demangledName") else f"'{table.rpartition('_')[2]}'"
-                )
-                kind = "kernel" if table in ACTIVITIES else "gpu_memcpy"
-                queries.append((kind, f"SELECT start, end, streamId, {name} FROM {table}", "globalPid"))
-        for kind, query, process in queries:
-            where = f" WHERE start >= ? AND start < ? AND ({process} >> 24) & {PROCESS} = ? AND end >= start"
-            for start, end, thread, name in tables.rows(query + where, (*bounds, part.pid)):
-                if not (is_time(start) and is_time(end) and isinstance(thread, int) and isinstance(name, str)):
-                    continue
-                tid = thread & PROCESS if process == "globalTid" else f"stream {thread}"
-                yield {
-                    **{"ph": "X", "cat": kind, "name": name, "pid": part.pid, "tid": tid},
-                    **{"ts": start / 1000, "dur": (end - start) / 1000},
-                }
-
-
-def _text_of(column: str) -> str:
-    return f"(SELECT value FROM StringIds WHERE id = {column})"
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One of megaprof's ranges in the file, in wall-clock nanoseconds."""
-
-    name: ranges.RangeName
-    start: int
-    end: int
-    pid: int
-    open: bool
+        events = events_in(tables, ["*"])[part.pid]
+    for category in (ANNOTATION, *LAUNCHES, KERNEL, *COPIES):
+        columns = events.take(category)
+        start = columns.spans[:, 0] + base
+        columns = columns.rows((start >= part.begin) & (start < part.end))
+        for name, thread, (start_ns, end_ns) in zip(
+            columns.name.tolist(), columns.thread.tolist(), columns.spans.tolist(), strict=True
+        ):
+            yield {
+                **{"ph": "X", "cat": category, "name": events.names[name], "pid": part.pid},
+                **{"tid": events.threads[thread][1], "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000},
+            }
 
 
 _start = attrgetter("start")
@@ -190,115 +107,86 @@ _start = attrgetter("start")
 class _Reader:
     """One open file."""
 
-    def __init__(self, file: NsysFile, tables: Tables) -> None:
-        self._file = file
-        self._tables = tables
-        if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
-            raise Undecodable("it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx")
-        self._base = _epoch(tables)
+    def __init__(self, path: Path, sizes: ParallelSizes | None, tables: Tables) -> None:
+        self._path = path
+        self._sizes = sizes
         self._host = _host(tables)
-        self._broken = 0
         self._metadata: dict[Path, Metadata] = {}
         self._notes: list[Note] = []
+        self._has_gpu = tables.has("TARGET_INFO_GPU", "id") and any(tables.rows("SELECT id FROM TARGET_INFO_GPU"))
+        if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
+            raise Undecodable("it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx")
+        self._processes = events_in(tables, [f"{ranges.PREFIX}*"])
 
     def traces(self) -> list[Trace]:
-        by_process = grouped(self.rows(), attrgetter("pid"))
-        traces = [
-            trace for pid, rows in sorted(by_process.items()) for trace in self._of_process(rows, len(by_process) == 1)
-        ]
-        if self._broken:
-            self._notes.append(Note("events_left_out", files=(self._file.path.name,), count=self._broken))
+        opened = {pid: _ranges(events) for pid, events in sorted(self._processes.items())}
+        opened = {pid: traced for pid, traced in opened.items() if traced}
+        traces = [trace for pid, traced in opened.items() for trace in self._of_process(pid, traced, len(opened) == 1)]
+        if broken := sum(events.impossible[ANNOTATION] for events in self._processes.values()):
+            self._notes.append(Note("events_left_out", files=(self._path.name,), count=broken))
         if traces and self._notes:
             traces[0] = replace(traces[0], warnings=(*self._notes, *traces[0].warnings))
         return traces
 
-    def rows(self) -> Iterator[_Row]:
-        """Yields megaprof's ranges in the order of the file."""
-        query = (
-            f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS WHERE eventType IN {_RANGE_EVENTS} AND "
-            "(text GLOB ? OR text IS NULL AND textId IN (SELECT id FROM StringIds WHERE value GLOB ?))"
-        )
-        last_end = None
-        for start, end, thread, text in self._tables.rows(query, (_OURS, _OURS)):
-            name = ranges.parse(text) if isinstance(text, str) else None
-            if name is None:
-                continue
-            is_open = end is None
-            if is_open:
-                last_end = self._last() if last_end is None else last_end
-                end = max(last_end, start) if isinstance(start, int) else None
-            if not (is_time(start) and is_time(end) and end >= start and isinstance(thread, int)):
-                self._broken += 1
-                continue
-            yield _Row(name, self._base + start, self._base + end, thread >> 24 & PROCESS, is_open)
-
-    def _last(self) -> int:
-        """Returns when the last range ended."""
-        query = "SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"
-        return next((last for (last,) in self._tables.rows(query) if is_time(last)), 0)
-
-    def _of_process(self, rows: list[_Row], only_process: bool) -> Iterator[Trace]:
-        rows.sort(key=lambda row: (row.start, -row.end))
-        windows = list(self._windows(rows, only_process))
-        gpu: Activities | None = None
-        has_gpu = self._tables.has("TARGET_INFO_GPU", "id") and any(self._tables.rows("SELECT id FROM TARGET_INFO_GPU"))
+    def _of_process(self, pid: int, traced: list[TracedRange], only_process: bool) -> Iterator[Trace]:
+        events = self._processes[pid]
+        windows = list(self._windows(pid, traced, only_process))
+        gpu = activities(events, None)[0] if windows else None
         for number, (metadata, outermost, warnings) in enumerate(windows):
-            pid = outermost[0].pid
-            gpu = gpu or read_process(self._tables, self._base, pid)[0]
             begin = windows[number - 1][1][-1].end if number else -LONGEST
             end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
-            inner_ranges = tuple(
-                TracedRange(row.name, row.start, row.end)
-                for row in _within(rows, outermost[0].start, outermost[-1].end)
-            )
-            activities = launched_between(gpu, begin, end)
+            window_gpu = None if gpu is None else gpu.rows((gpu.launched >= begin) & (gpu.launched < end))
+            if window_gpu is None or not window_gpu.kernel.any():
+                window_gpu, unseen = None, without_kernels(metadata, 0, has_gpu=self._has_gpu, nsys=True)
+            else:
+                unseen = without_times(window_gpu)
             yield Trace(
-                path=self._file.path,
+                path=self._path,
                 metadata=metadata,
-                ranges=inner_ranges,
-                gpu=activities,
-                unseen=without_times(activities)
-                if activities is not None
-                else without_kernels(metadata, 0, has_gpu=has_gpu, nsys=True),
+                ranges=tuple(_within(traced, outermost[0].start, outermost[-1].end)),
+                gpu=window_gpu,
+                unseen=unseen,
                 warnings=warnings,
-                knows_collectives=activities is not None,
+                knows_collectives=window_gpu is not None,
                 part=Part(pid, begin, end),
-                base=self._base,
+                base=events.base,
             )
 
-    def _windows(self, rows: list[_Row], only_process: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[Note, ...]]]:
+    def _windows(
+        self, pid: int, rows: list[TracedRange], only_process: bool
+    ) -> Iterator[tuple[Metadata, list[TracedRange], tuple[Note, ...]]]:
         """Yields the metadata of each window, its outermost ranges, and notes about it."""
         reach, last_path = -LONGEST, None
-        windows: list[tuple[Path | None, Metadata, list[_Row]]] = []
+        windows: list[tuple[Path | None, Metadata, list[TracedRange]]] = []
         for row in rows:
             step = row.name.fields.get("step")
             if step is None or step >= MOST_STEPS or row.end <= reach or row.start < reach:
                 continue
             reach = row.end
-            path = self._sidecar(row, step)
+            path = self._sidecar(pid, row, step)
             if path is not None and path == last_path:
                 windows[-1][2].append(row)
             elif path is not None:
                 windows.append((path, self._metadata[path], [row]))
-            elif (derived := self._derived(row, step, rows, only_process)) is not None:
+            elif (derived := self._derived(pid, row, step, rows, only_process)) is not None:
                 windows.append((None, derived, [row]))
             last_path = path
-        cut_ends = _cut_ends(rows)
+        # A process that ended with open ranges: they have no end, or all have the end of the process.
+        ends = Counter(row.end for row in rows)
+        cut_ends = self._processes[pid].cut | {end for end, count in ends.items() if count > 1}
         bare_steps = sorted({metadata.steps[0] for path, metadata, _ in windows if path is None})
         for path, metadata, outermost in windows:
             if not metadata.truncated and outermost[-1].end in cut_ends:
                 metadata = replace(metadata, truncated=True, truncated_reason="the process ended inside it")
             is_first = path is None and metadata.steps[0] == bare_steps[0]
-            note = Note(
-                "without_sidecar", files=(self._file.path.name,), steps=tuple(bare_steps), count=outermost[0].pid
-            )
+            note = Note("without_sidecar", files=(self._path.name,), steps=tuple(bare_steps), count=pid)
             yield metadata, outermost, (note,) if is_first else ()
 
-    def _sidecar(self, row: _Row, step: int) -> Path | None:
+    def _sidecar(self, pid: int, row: TracedRange, step: int) -> Path | None:
         """Returns the ``.nsys.json`` of this host and process for the window with a step's range; None if there is
         none."""
         coordinates = tuple(row.name.fields.get(axis) for axis in AXES)
-        for path in sidecars(self._file.path.parent):
+        for path in sidecars(self._path.parent):
             name = parse_artifact_name(path.name)
             if name is None or name.target != sanitise(row.name.label) or name.step > step:
                 continue
@@ -311,7 +199,7 @@ class _Reader:
                 or not metadata.steps[0] <= step <= metadata.steps[1]
             ):
                 continue
-            if metadata.pid == row.pid and self._host in (None, metadata.host):
+            if metadata.pid == pid and self._host in (None, metadata.host):
                 return path
         return None
 
@@ -326,12 +214,14 @@ class _Reader:
 
     def _neighbours(self) -> ParallelSizes | None:
         """Returns the sizes in other metadata next to the file; None if there are none."""
-        for path in sidecars(self._file.path.parent):
+        for path in sidecars(self._path.parent):
             if (metadata := self._read_sidecar(path)) is not None:
                 return metadata.sizes
         return None
 
-    def _derived(self, top: _Row, step: int, rows: list[_Row], only_process: bool) -> Metadata | None:
+    def _derived(
+        self, pid: int, top: TracedRange, step: int, rows: list[TracedRange], only_process: bool
+    ) -> Metadata | None:
         """Returns the metadata that the ranges alone show; None if they have no coordinates."""
         fields = {axis: top.name.fields.get(axis) for axis in AXES}
         inner_rows = _within(rows, top.start, top.end)
@@ -340,10 +230,10 @@ class _Reader:
         coordinates = {axis: number for axis, number in fields.items() if number is not None and number < MOST}
         if len(coordinates) < len(AXES) or chunks > MOST:
             return None
-        job_sizes = self._file.sizes or self._neighbours()
+        job_sizes = self._sizes or self._neighbours()
         least_sizes = {axis: max(number + 1, getattr(job_sizes, axis, 1)) for axis, number in coordinates.items()}
         sizes = ParallelSizes(**least_sizes, vpp=chunks)
-        match = _IN_NAME.search(self._file.path.name) if only_process else None
+        match = _IN_NAME.search(self._path.name) if only_process else None
         rank = int(match[1]) if match else _rank(coordinates, sizes)
         if rank >= MOST:
             return None
@@ -358,17 +248,21 @@ class _Reader:
             microbatches=None if count is None or count > MOST else count,
             chunks=tuple(_chunk(chunk, inner_rows) for chunk in range(chunks)) if chunks <= 64 else (),
             host=self._host,
-            pid=top.pid,
+            pid=pid,
         )
 
 
-def _within(rows: Sequence[_Row], start: int, end: int) -> list[_Row]:
+def _ranges(events: ProcessEvents) -> list[TracedRange]:
+    return [TracedRange(*meant) for meant in events.meant(ranges.parse, events.take(ANNOTATION))]
+
+
+def _within(rows: Sequence[TracedRange], start: int, end: int) -> list[TracedRange]:
     """Returns the rows that lie between ``start`` and ``end``, in order of their start."""
     first_index, end_index = bisect_left(rows, start, key=_start), bisect_right(rows, end, key=_start)
     return [row for row in rows[first_index:end_index] if row.end <= end]
 
 
-def _chunk(chunk: int, inner_rows: Sequence[_Row]) -> ModelChunk:
+def _chunk(chunk: int, inner_rows: Sequence[TracedRange]) -> ModelChunk:
     """Returns the content of a model chunk, as far as the module ranges in its first forward show it."""
     forwards = (row for row in inner_rows if row.name.label == ranges.FORWARD and row.name.fields.get("chunk") == chunk)
     first_forward = next(forwards, None)
@@ -396,22 +290,6 @@ def _rank(place: dict[str, int], sizes: ParallelSizes) -> int:
     return place["tp"] + sizes.tp * (place["cp"] + sizes.cp * inner)
 
 
-def _cut_ends(rows: Sequence[_Row]) -> set[int]:
-    """Returns the moments at which a process ended with open ranges. Such ranges have no end, or all have the end of
-    the process."""
-    ends = Counter(row.end for row in rows)
-    return {row.end for row in rows if row.open or ends[row.end] > 1}
-
-
-def _epoch(tables: Tables) -> int:
-    """Returns when the session began, in nanoseconds since the epoch."""
-    if tables.has("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
-        for (start,) in tables.rows("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME LIMIT 1"):
-            if is_time(start):
-                return int(start)
-    raise Undecodable("it does not say when its session began (TARGET_INFO_SESSION_START_TIME)")
-
-
 def _host(tables: Tables) -> str | None:
     if tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value"):
         rows = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname' LIMIT 1")
@@ -425,10 +303,10 @@ def _shown_sizes(paths: Sequence[Path]) -> ParallelSizes | None:
     for path in paths:
         try:
             with opened(exported(path)) as tables:
-                for row in _Reader(NsysFile(path), tables).rows():
-                    for axis in AXES:
-                        if (number := row.name.fields.get(axis)) is not None and number < MOST:
-                            sizes[axis] = max(sizes[axis], number + 1)
+                for events in events_in(tables, [f"{ranges.PREFIX}*"], gpu=False).values():
+                    for traced in _ranges(events):
+                        shown = {axis: traced.name.fields.get(axis) or 0 for axis in AXES}
+                        sizes |= {axis: number + 1 for axis, number in shown.items() if sizes[axis] <= number < MOST}
         except (Undecodable, OSError):  # reported when the file is read
             continue
     return ParallelSizes(**sizes) if paths else None
