@@ -120,10 +120,8 @@ def _build_chunk(workload: GPTWorkload, config: Any, chunk: int, device: str = "
     model.model_type = ModelType.encoder_or_decoder
     model.to(device)
     module = Float16Module(config, model) if config.bf16 else model
-    reduction = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=workload.overlap_grad_reduce
-    )
-    return DistributedDataParallel(config, reduction, module, disable_bucketing=chunk > 0)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=workload.overlap_grad_reduce)
+    return DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0)
 
 
 def build(workload: GPTWorkload, device: str = "cpu") -> BuiltGPT:
@@ -237,11 +235,8 @@ class BuiltGPT:
         """Returns the model's positional arguments."""
         length = tokens.shape[1]
         if packed:
-            return (
-                tokens,
-                torch.cat([torch.arange(sequence_length, device=tokens.device) for sequence_length in packed])[None],
-                None,
-            )
+            positions = torch.cat([torch.arange(one_length, device=tokens.device) for one_length in packed])[None]
+            return tokens, positions, None
         positions = torch.arange(length, device=tokens.device).unsqueeze(0).expand_as(tokens)
         mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
         return tokens, positions, mask
@@ -287,11 +282,14 @@ class BuiltGPT:
         return (forward_backward_func or get_forward_backward_func())(**arguments)
 
     def train_step(self, forward_backward_func: ForwardBackward | None = None) -> list[float]:
-        """Runs one step: schedule, gradient reduction, AdamW on megatron-core's main gradients.
+        """Runs one step: schedule, gradient reduction, AdamW on megatron-core's main gradients. No stage goes on to the
+        optimizer before all are there, as in Megatron-LM, which then reduces the norm of all gradients.
 
         ``forward_backward_func``: fetched once before the loop, as Megatron-LM does; None: fetched at this call.
         Returns the microbatches' losses on the last stage, an empty list elsewhere.
         """
+        from megatron.core import parallel_state
+
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -299,6 +297,7 @@ class BuiltGPT:
         losses = self._run(forward_backward_func, self.step, forward_only=False)
         for _, parameter in self._parameters():
             parameter.grad = parameter.main_grad.to(parameter.dtype)
+        torch.distributed.barrier(parallel_state.get_model_parallel_group())
         self.optimizer.step()
         self.step += 1
         return [loss["lm loss"].item() for loss in losses]

@@ -37,7 +37,7 @@ from megaprof.parallel.topology import ParallelSizes
 
 #: How many steps are read, evenly spread over the run. A report has no time for more.
 STEPS = 48
-_LEFT_OUT = format.FAILED | format.DISTURBED
+_LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
 #: The most passes in a table, so that it fits into memory and time.
 _MOST_PASSES = 500_000
@@ -219,8 +219,7 @@ def _shape(metadata: Metadata) -> tuple[object, ...]:
 
 
 def _usable(timeline: format.Timeline) -> npt.NDArray[np.bool_]:
-    steps = timeline.steps
-    usable: npt.NDArray[np.bool_] = (steps["flags"] & (_LEFT_OUT | format.INCOMPLETE) == 0) & (steps["duration"] > 0)
+    usable: npt.NDArray[np.bool_] = (timeline.steps["flags"] & _LEFT_OUT == 0) & (timeline.steps["duration"] > 0)
     return usable
 
 
@@ -275,7 +274,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, collected_ms = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
     thread_waits_ms, host_passes = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
-    enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
+    left, enter, reduced = np.full((3, len(numbers)), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
     steps_by_shape: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
@@ -294,6 +293,9 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         if (host_bound := timeline.host_bound_passes(row)) is not None:
             host_passes[t] = host_bound
         enter[t] = (start_ns - plan.origin) / 1e6
+        if row:
+            before = timeline.steps[row - 1]
+            left[t] = (int(before["start_ns"]) - plan.origin) / 1e6 + before["duration"] / 1e3
         device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
         steps_by_shape.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)
     for step_indices in steps_by_shape.values():
@@ -359,6 +361,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         held={GARBAGE: collected_ms} if collected_ms.any() else {},
         waited=thread_waits_ms,
         exposed={},
+        left=left,
         enter=enter,
         reduced=reduced,
         work=work,

@@ -68,8 +68,9 @@ class Table:
     layers: Floats
     """[s, c]: decoder layers; NaN if not known."""
     start: Floats
-    """[t, d, s, c, k, m]: when each pass began, counted from when the first rank entered the step (the first one of the
-    same replica, if replicas do not wait for each other)."""
+    """[t, d, s, c, k, m]: when each pass began, counted from the begin of the step: when the first rank entered it (the
+    first one of the same replica, if replicas do not wait for each other). If another rank was still in the call
+    before, from when the last one left that, but not after the first pass."""
     end: Floats
     """[t, d, s, c, k, m]: when each pass ended."""
     compute: Floats
@@ -179,8 +180,8 @@ class RankSteps:
     """The recording of one rank, in milliseconds on the clock of its host.
 
     ``start``, ``end``, ``compute``, ``working``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m],
-    NaN for passes that were not recorded. ``spent`` by name [t]: see `Table.spent`. ``enter``, ``reduced`` [t]: when
-    the rank entered each step, and when it had finalised its gradients.
+    NaN for passes that were not recorded. ``spent`` by name [t]: see `Table.spent`. ``left``, ``enter``, ``reduced``
+    [t]: when the rank left the call before (NaN if not known), entered the step, and had finalised its gradients.
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
@@ -200,6 +201,7 @@ class RankSteps:
     idle: Floats
     held: Mapping[str, Floats]
     exposed: Mapping[str, Floats]
+    left: Floats
     enter: Floats
     reduced: Floats
     waited: Floats

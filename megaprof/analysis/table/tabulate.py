@@ -13,7 +13,7 @@ from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.one_clock import one_clock
 from megaprof.analysis.table.table import CALLS, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
-from megaprof.analysis.trace.steps import ModuleKey
+from megaprof.analysis.trace.steps import ModuleKey, TracedStep
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
@@ -58,12 +58,15 @@ def tabulate(
     if device:  # the entry of the host says nothing about when the GPU begins
         enter = np.fmin.reduce(start, axis=(-3, -2, -1))
     # Replicas that reduce no gradients do not wait for each other, so the step of each begins with its own entry.
-    first_entry = np.fmin.reduce(enter, axis=(2, 3))
-    if "backward" in schedule.kinds:
-        first_entry = np.broadcast_to(first_entry.min(axis=1, keepdims=True), first_entry.shape)
-    since = first_entry[:, :, None, None, None, None, None]
-    start, end, enter, reduced = start - since, end - since, enter - since[..., 0, 0, 0], reduced - since[..., 0, 0, 0]
-    offset_ns = np.nan_to_num((shift - first_entry[..., None, None]) * 1e6).round().astype(np.int64) - origin
+    axes = (1, 2, 3) if "backward" in schedule.kinds else (2, 3)
+    since = np.fmin.reduce(enter, axis=axes, keepdims=True)
+    if not device:  # a rank whose step before was longer is not late
+        first_pass = np.fmin.reduce(start, axis=(*axes, 4, 5, 6), keepdims=True)[..., 0, 0, 0]
+        last_left = np.fmax.reduce(stacked("left") + shift, axis=axes, keepdims=True)
+        since = np.fmax(since, np.minimum(last_left, first_pass))
+    start, end = start - since[..., None, None, None], end - since[..., None, None, None]
+    enter, reduced = np.maximum(enter - since, 0.0), reduced - since
+    offset_ns = np.nan_to_num((shift - since) * 1e6).round().astype(np.int64) - origin
     last_pass_end = np.fmax.reduce(end.reshape(len(common_steps), -1), axis=1)
     step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(common_steps), -1), axis=1))
 
@@ -125,7 +128,7 @@ def tabulate(
         aligned_ms=aligned_ms,
         device=device,
         memory=tuple(combined_peak(rank.memory for rank in stage_ranks) for stage_ranks in ranks_by_stage),
-        modules=tuple(_modules(stage_ranks) for stage_ranks in ranks_by_stage),
+        modules=tuple(modules_of(stage_ranks) for stage_ranks in ranks_by_stage),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max(
             (rank.lengths_from for rank in table_ranks if rank.lengths_from), key=SOURCES.index, default=None
@@ -152,12 +155,10 @@ def _layers(metadata: Metadata | None, chunks: int) -> list[float]:
     return [np.nan if layers is None else float(layers) for layers in layer_counts]
 
 
-def _modules(ranks: Sequence[RankSteps]) -> dict[ModuleKey, tuple[int, ...]]:
-    times_ns: dict[ModuleKey, tuple[int, ...]] = {}
-    for rank in ranks:
-        for key, pass_ns in rank.modules.items():
-            times_ns[key] = (*times_ns.get(key, ()), *pass_ns)
-    return times_ns
+def modules_of(recorded: Sequence[RankSteps | TracedStep]) -> dict[ModuleKey, tuple[int, ...]]:
+    """Returns the nanoseconds of every pass through a module, of all these ranks or steps."""
+    keys = dict.fromkeys(key for each in recorded for key in each.modules)
+    return {key: tuple(ns for each in recorded for ns in each.modules.get(key, ())) for key in keys}
 
 
 def _sequences(
@@ -228,6 +229,7 @@ def _placeholder(like: RankSteps, stage: int) -> RankSteps:
         spent={},
         held={},
         exposed={},
+        left=nan_times,
         enter=nan_times,
         reduced=nan_times,
         waited=np.zeros_like(like.waited),
@@ -254,10 +256,6 @@ def _with_steps(replicas: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[lis
 
 def _names(ranks: Sequence[RankSteps], shape: tuple[int, int, int]) -> list[list[tuple[int, str | None]]]:
     """Returns the ranks of every replica and stage with their hosts, equally many for each."""
-    p = shape[2]
-    names_by_stage = [
-        [name for rank in ranks[first : first + p] for name in rank.names] for first in range(0, len(ranks), p)
-    ]
-    if len({len(names) for names in names_by_stage}) > 1:
-        names_by_stage = [[rank.names[0] for rank in ranks[first : first + p]] for first in range(0, len(ranks), p)]
-    return names_by_stage
+    stages = [ranks[first : first + shape[2]] for first in range(0, len(ranks), shape[2])]
+    named = 1 if len({sum(len(rank.names) for rank in peers) for peers in stages}) > 1 else None
+    return [[name for rank in peers for name in rank.names[:named]] for peers in stages]

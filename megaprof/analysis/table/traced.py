@@ -12,9 +12,9 @@ from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
 from megaprof.analysis.table.job import forward_share, place_of, schedule_of
 from megaprof.analysis.table.jobs import Job
 from megaprof.analysis.table.table import CALLS, GARBAGE, Floats, RankSteps, Table, Unfit
-from megaprof.analysis.table.tabulate import tabulate
+from megaprof.analysis.table.tabulate import modules_of, tabulate
 from megaprof.analysis.trace.gpu import combined_peak
-from megaprof.analysis.trace.steps import ModuleKey, TracedStep, grouped
+from megaprof.analysis.trace.steps import TracedStep, grouped
 from megaprof.parallel.schedules import PipelineSchedule
 
 #: Groups that communicate inside a pass. Gradients and exchanges come between passes.
@@ -145,6 +145,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         waited=queued_ms,
         held={GARBAGE: collected_ms} if collected_ms.any() else {},
         exposed=exposed,
+        left=np.array([np.nan, *((step.extent[1] - origin) * _MS for step in steps[:-1])]),
         enter=np.array([(step.extent[0] - origin) * _MS for step in steps]),
         reduced=np.array([_reduced(step, origin) for step in steps]),
         work=work,
@@ -152,7 +153,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         experts=_experts(steps),
         sequences={key: lengths for key, (_, lengths) in sequences.items()},
         memory=combined_peak(step.memory for step in steps),
-        modules=_modules(steps),
+        modules=modules_of(steps),
     )
 
 
@@ -169,11 +170,6 @@ def _sequences(steps: Sequence[TracedStep]) -> dict[tuple[int, int], tuple[int, 
                 if tokens and lengths:
                     sequences[t, number] = tokens, lengths
     return sequences
-
-
-def _modules(steps: Sequence[TracedStep]) -> dict[ModuleKey, tuple[int, ...]]:
-    keys = dict.fromkeys(key for step in steps for key in step.modules)
-    return {key: tuple(ns for step in steps for ns in step.modules.get(key, ())) for key in keys}
 
 
 def _experts(steps: Sequence[TracedStep]) -> float:

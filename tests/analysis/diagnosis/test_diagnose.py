@@ -17,7 +17,7 @@ from megaprof.analysis.diagnosis.view import EXCHANGE
 from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
 from megaprof.analysis.table.table import WAIT, Table, Unfit
 from tests.analysis.tables import tables_in
-from tests.analysis.truth.files import write
+from tests.analysis.truth.files import BETWEEN, write
 from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
 
 HEALTHY = Pipeline(
@@ -295,6 +295,24 @@ def test_a_single_step_does_not_tell_what_happens_once_in_every_step(steps, tmp_
     (cause,) = found.perhaps if steps == 1 else found.causes
     assert (cause.kind, cause.ranks) == ("late_entry", (2,))
     assert (cause.more_steps > 0) == (steps == 1)
+
+
+@pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
+def test_a_rank_that_was_still_in_the_step_before_is_not_late(recording, tmp_path):
+    layers = Fault("layers", 2, stage=0)
+    pipeline = replace(with_layers(HEALTHY, 6, 2), stages=2, steps=12, recording=recording, faults=(layers,))
+    left = Priced(pipeline).run([layers]).finish.mean(axis=(1, 2))
+    # Nothing makes the stages wait for each other between their steps, so the second enters each step before the first.
+    late = Fault("late_entry", left[0] - left[1], stage=0, replica=0)
+    assert late.size > 30.0
+    pipeline = replace(pipeline, faults=(layers, late))
+    run = Priced(pipeline).run([layers, late])
+    write(pipeline, replace(run, length=run.length - late.size), tmp_path)
+    (table,) = tables_in(tmp_path).values()
+    assert isinstance(table, Table)
+    period = (run.length - late.size).mean() + BETWEEN
+    assert table.length[1:].mean() == pytest.approx(period, rel=0.01)
+    assert [cause.kind for cause in diagnose(examine(table)).causes] == ["layers"]
 
 
 def test_of_causes_that_hide_each_other_only_those_are_named_that_the_last_one_needs(tmp_path):
