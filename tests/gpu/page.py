@@ -1,4 +1,4 @@
-"""The figures as a table, and in docs/gpu.md."""
+"""The results as a table, and in docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.bench import shown, verdict
-from tests.gpu.parts import PARTS
+from tests.gpu.bench import verdict
 
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Markdown: device and versions, and a row for each part with what held and its figures."""
+    """Markdown: device and versions, and a row for each part with what held. The JSON has the figures."""
     versions = ", ".join(f"{name} {number or '(none)'}" for name, number in found["versions"].items())
     rows = [
         f"{found['device']}; {versions}; {found['seconds']:.0f} s.",
         "",
-        "| part | result | figures |",
-        "|---|---|---|",
+        "| part | result |",
+        "|---|---|",
     ]
-    for name, part in found["parts"].items():
-        figures = "; ".join(f"{key.replace('_', ' ')} {shown(value)}" for key, value in part.get("figures", {}).items())
-        rows.append(f"| {name}: {PARTS[name].what} | {verdict(part)} | {figures} |".replace("\n", " "))
+    rows += [f"| {name} | {verdict(part)} |".replace("\n", " ") for name, part in found["parts"].items()]
     return "\n".join(rows)
 
 
