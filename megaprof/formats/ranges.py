@@ -9,6 +9,7 @@ The same name goes to NVTX (domain ``megaprof``) and to the torch trace::
     megaprof/send_forward mb=3 chunk=0                        a pipeline exchange, named as Megatron names it
     megaprof/send_forward_recv_backward mb=3 chunk=0 bmb=1 bchunk=0    both directions: of a forward, of a backward
     megaprof/wait_recv_prev mb=3 chunk=0                      the wait for an overlapped one
+    megaprof/data_wait mb=3 chunk=0                           a forward waits for its data
     megaprof/garbage_collection                               Python collected its oldest objects
     megaprof/layer n=5                                        one module's forward, in Megatron's layer numbers (from 1)
     megaprof/attention_backward n=5                           its backward
@@ -45,6 +46,8 @@ COMBINED = "combined"
 #: The passes of a microbatch.
 PASSES = (FORWARD, BACKWARD, COMBINED)
 FINALIZE_GRADS = "finalize_grads"
+#: One ``next`` of the data iterator that the host gave to the schedule.
+DATA_WAIT = "data_wait"
 #: A collection of Python's oldest objects, whoever ran it.
 GARBAGE = "garbage_collection"
 

@@ -23,13 +23,13 @@ def stepped(
     original: Callable[..., Any],
     dispatcher: Dispatcher,
     facts_of: Callable[[tuple[Any, ...], dict[str, Any]], CallFacts],
-    prepare: Callable[[RecordedCall], None],
+    prepare: Callable[[RecordedCall, dict[str, Any]], None],
 ) -> Callable[..., Any]:
     """Wraps ``original``, which runs all microbatches of a step, so that its calls may be recorded.
 
-    ``facts_of(args, kwargs)`` returns the facts of a call. ``prepare`` gets every recorded call before it starts, and
-    patches what stays replaced until the call ends. Our own faults are contained. An exception of ``original`` passes
-    unchanged.
+    ``facts_of(args, kwargs)`` returns the facts of a call. ``prepare`` gets every recorded call before it starts, with
+    its keyword arguments, which it may replace, and patches what stays replaced until the call ends. Our own faults are
+    contained. An exception of ``original`` passes unchanged.
     """
 
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def stepped(
                 entered = time.perf_counter_ns()
                 call = dispatcher.begin(facts_of(args, kwargs))
                 if call is not None:
-                    prepare(call)
+                    prepare(call, kwargs)
                     if call.timed:
                         call.tape.own = time.perf_counter_ns() - entered
             except BaseException as fault:  # `Contained` would cost every step more

@@ -43,7 +43,7 @@ def _facts(batch: Batch, signature: inspect.Signature, args: tuple[Any, ...], kw
     return _plain(batch.model(args[0]), None, forward_only=batch.forward_only(arguments))
 
 
-def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: RecordedCall) -> None:
+def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: RecordedCall, _: Any) -> None:
     """Hooks the forwards and backwards of a call until it ends, so that they are recorded as passes."""
     import torch
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.roles import evaluating
+from megaprof.hooks.data import watch_data
 from megaprof.hooks.dispatch import stepped
 from megaprof.hooks.experts import patch_experts
 from megaprof.hooks.finalize import patch_finalize
@@ -80,10 +81,12 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
     """Wraps ``original``, a schedule. ``label`` names the schedule. None: ``original`` is
     ``FullCudaGraphWrapper.__call__``, and the wrapper holds a schedule."""
 
-    def prepare(call: RecordedCall) -> None:
+    def prepare(call: RecordedCall, arguments: dict[str, Any]) -> None:
         chunks = call.facts.chunks
         patch_finalize(dispatcher)
         patch_models(dispatcher, call.facts)
+        if label is not None:  # the graph wrapper reads all data before it runs the schedule
+            watch_data(dispatcher, arguments)
         if call.ranged:
             if dispatcher.level in ("layer", "module"):
                 patch_modules(dispatcher, chunks)

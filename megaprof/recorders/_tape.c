@@ -18,6 +18,8 @@
 /* The layout of a code, as in megaprof.formats.steps.codes. A test compares both. */
 #define FORWARD 1
 #define BACKWARD 2
+#define COMBINED 3
+#define DATA 7
 #define MODEL 15
 #define CHUNK_SHIFT 4
 #define CHUNK_MOST 255
@@ -33,6 +35,7 @@ typedef struct {
     int64_t *events; /* code, start and end of each event in turn */
     Py_ssize_t count, room; /* numbers of events */
     int64_t forward; /* -1: None */
+    int64_t outer; /* the code of the event in which a wait for data is */
     char ran_forward, forward_only;
     void **chunks; /* only identities: a tape that waits to be written must not keep a model alive */
     Py_ssize_t chunk_count;
@@ -41,6 +44,7 @@ typedef struct {
     Py_ssize_t exports; /* the number of buffers that are held */
     PyObject *marks; /* with a clock: the start and end of each event in turn, as the clock returned them */
     PyObject *given; /* the inputs of models */
+    PyObject *waits; /* the waits for data */
 } Tape;
 
 typedef struct {
@@ -57,7 +61,7 @@ typedef struct {
     PyObject *original;
     PyObject *overlap; /* NULL: no argument leads to the hook in Python */
     int64_t code;
-    int kind; /* FORWARD, BACKWARD or MODEL if the hook reads arguments, else 0 */
+    int kind; /* FORWARD, BACKWARD or MODEL if the hook reads arguments; DATA; else 0 */
     Py_ssize_t first_index, second_index;
     PyObject *first_name, *second_name;
     PyObject *slow, *dict;
@@ -251,6 +255,27 @@ tape_takes(Tape *self, PyObject *packed, PyObject *tokens)
     return failed ? -1 : 0;
 }
 
+/* Begins a wait for data, and returns its start on the host's clock. */
+static int64_t
+tape_awaits(Tape *self, int64_t code)
+{
+    self->outer = self->now;
+    self->now = code;
+    return nanoseconds();
+}
+
+/* Ends a wait for data, and notes it. Returns -1 if an exception is set. */
+static int
+tape_got(Tape *self, int64_t code, int64_t start)
+{
+    int64_t end = nanoseconds();
+    self->now = self->outer;
+    PyObject *wait = Py_BuildValue("(LLL)", (long long)code, (long long)start, (long long)end);
+    int failed = wait == NULL || PyList_Append(self->waits, wait);
+    Py_XDECREF(wait);
+    return failed ? -1 : 0;
+}
+
 static int
 tape_init(Tape *self, PyObject *args, PyObject *kwargs)
 {
@@ -275,7 +300,8 @@ tape_init(Tape *self, PyObject *args, PyObject *kwargs)
     self->forward_only = (char)forward_only;
     self->forward = -1;
     self->given = PyList_New(0);
-    if (self->given == NULL)
+    self->waits = PyList_New(0);
+    if (self->given == NULL || self->waits == NULL)
         return -1;
     if (clock != Py_None) {
         self->marks = PyList_New(0);
@@ -294,6 +320,7 @@ tape_traverse(Tape *self, visitproc visit, void *arg)
     Py_VISIT(self->last);
     Py_VISIT(self->marks);
     Py_VISIT(self->given);
+    Py_VISIT(self->waits);
     return 0;
 }
 
@@ -302,6 +329,7 @@ tape_clear(Tape *self)
 {
     Py_CLEAR(self->last);
     Py_CLEAR(self->given);
+    Py_CLEAR(self->waits);
     Py_CLEAR(self->clock);
     Py_CLEAR(self->marks);
     return 0;
@@ -381,6 +409,8 @@ tape_py_begin(Tape *self, PyObject *const *args, Py_ssize_t count)
     int64_t code = PyLong_AsLongLong(args[0]);
     if (code == -1 && PyErr_Occurred())
         return NULL;
+    if ((code & 15) == DATA)
+        return PyLong_FromLongLong(tape_awaits(self, code));
     if (self->clock == NULL) {
         self->now = code;
         self->open++;
@@ -397,6 +427,15 @@ tape_py_end(Tape *self, PyObject *const *args, Py_ssize_t count)
     if (count != 2) {
         PyErr_SetString(PyExc_TypeError, "end(code, start)");
         return NULL;
+    }
+    int64_t code = PyLong_AsLongLong(args[0]);
+    if (code == -1 && PyErr_Occurred())
+        return NULL;
+    if ((code & 15) == DATA) {
+        int64_t start = PyLong_AsLongLong(args[1]);
+        if ((start == -1 && PyErr_Occurred()) || tape_got(self, code, start))
+            return NULL;
+        Py_RETURN_NONE;
     }
     PyObject *end = tape_end(self);
     if (end == NULL)
@@ -508,6 +547,7 @@ static PyMemberDef tape_members[] = {
     {"marks", T_OBJECT, offsetof(Tape, marks), READONLY,
      "Start and end of each event in turn, as the clock returned them. None: the host's clock is used."},
     {"given", T_OBJECT, offsetof(Tape, given), READONLY, "The inputs of models."},
+    {"waits", T_OBJECT, offsetof(Tape, waits), READONLY, "The waits for data: code, start and end of each."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -729,6 +769,24 @@ call_model(Hook *self, Tape *tape, PyObject *const *args, size_t flags, PyObject
     return result;
 }
 
+/* Gets the next data, and notes how long that took, for the forward in which it is. */
+static PyObject *
+call_awaited(Hook *self, Tape *tape, PyObject *const *args, size_t flags, PyObject *kwnames)
+{
+    int64_t kind = tape->now & 15, code = DATA;
+    if ((kind == FORWARD || kind == COMBINED) && tape->forward > 0)
+        code |= tape->forward;
+    Py_INCREF(tape);
+    int64_t start = tape_awaits(tape, code);
+    PyObject *result = PyObject_Vectorcall(self->original, args, flags, kwnames), *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback); /* that there is no more data, or an error of the host's */
+    if (tape_got(tape, code, start))
+        PyErr_Clear(); /* there is no memory: only the wait is lost */
+    PyErr_Restore(type, value, traceback);
+    Py_DECREF(tape);
+    return result;
+}
+
 static PyObject *
 hook_call(Hook *self, PyObject *const *args, size_t flags, PyObject *kwnames)
 {
@@ -746,6 +804,8 @@ hook_call(Hook *self, PyObject *const *args, size_t flags, PyObject *kwnames)
     }
     if (self->kind == MODEL)
         return call_model(self, tape, args, flags, kwnames);
+    if (self->kind == DATA)
+        return call_awaited(self, tape, args, flags, kwnames);
     int64_t code = self->code;
     if (self->kind == FORWARD)
         code |= tape_position(tape, argument(args, count, kwnames, self->first_index, self->first_name),
@@ -791,7 +851,7 @@ hook_init(Hook *self, PyObject *args, PyObject *kwargs)
     self->original = Py_NewRef(original);
     self->slow = Py_NewRef(slow);
     self->code = code;
-    self->kind = first_name == Py_None ? 0 : (int)(code & 15);
+    self->kind = first_name != Py_None || code == DATA ? (int)(code & 15) : 0;
     self->first_index = first;
     self->second_index = second;
     self->first_name = name_of(first_name);

@@ -35,6 +35,7 @@ class PythonTape:
         "_forward_only",
         "_last",
         "_open",
+        "_outer",
         "_positions",
         "clock",
         "events",
@@ -43,6 +44,7 @@ class PythonTape:
         "marks",
         "now",
         "ran_forward",
+        "waits",
     )
 
     def __init__(
@@ -67,6 +69,10 @@ class PythonTape:
         """The inputs of models, which `recorders.work` reads. Either the position of the forward, the boundaries of its
         packed sequences, the boundaries with padding, and the version of the first tensor; or the position and a
         shape."""
+        self.waits: list[tuple[int, int, int]] = []
+        """The waits for data: code, start and end on the host's clock, whatever clock the tape has. A GPU is not asked,
+        because it does not wait for data as long as it has other work."""
+        self._outer = 0  # the code of the event in which a wait for data is
         self._forward_only = forward_only
         self._last: Any = None  # the mark with which the next event begins, if nothing comes between
         self._open = 0  # the number of events that are open, one inside the other
@@ -88,6 +94,9 @@ class PythonTape:
         """Begins an event, and returns its mark. ``follows``: nothing runs between this event and the end of the one
         before it, or the step's beginning, so that both have one mark; a clock of its own takes that as its argument,
         and returns it, or another one if the stream has changed. An event inside another one has marks of its own."""
+        if code & codes.KIND_MASK == codes.DATA:
+            self._outer, self.now = self.now, code
+            return time.monotonic_ns()
         self.now = code
         last = self._last if follows and not self._open else None
         self._open += 1
@@ -97,6 +106,10 @@ class PythonTape:
 
     def end(self, code: int, start: Any) -> None:
         """Ends an event, and notes it."""
+        if code & codes.KIND_MASK == codes.DATA:
+            self.now = self._outer
+            self.waits.append((code, start, time.monotonic_ns()))
+            return
         self.now = 0
         self._open -= 1
         self.add(code, start, self.mark())
@@ -175,7 +188,8 @@ Gate: Any = PythonGate if _c is None else _c.Gate
 #: ``code``: the event. For a forward it is the kind of event, and ``first`` and ``second`` are the place and name of
 #: the arguments with the model chunk and the microbatch. For a backward it is the kind, too, and ``first`` is that of
 #: the output. `codes.MODEL` is no event: the hook notes what a model was given (`PythonTape.takes`), and ``first`` and
-#: ``second`` are those of its ``PackedSeqParams`` and its input. ``overlap``: the name of an argument; if it is true,
+#: ``second`` are those of its ``PackedSeqParams`` and its input. `codes.DATA` is one of `PythonTape.waits`, of the
+#: forward in which it is. ``overlap``: the name of an argument; if it is true,
 #: the hook in Python is called.
 Hook: Any = None if _c is None else _c.Hook
 IN_C = Hook is not None

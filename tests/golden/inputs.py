@@ -65,6 +65,8 @@ DRAWN = {
     "drawn-timeline-healthy": 6,
     "drawn-device-timeline-interleaved": 30,
     "drawn-device-timeline-no-pipelining": 29,
+    "drawn-timeline-loader": 31,
+    "drawn-gpu-loader": 8,
     "drawn-gpu-uneven": 39,
     "drawn-cpu-healthy": 18,
 }

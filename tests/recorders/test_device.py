@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from megaprof import install_hooks
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.formats import timeline as format
+from megaprof.formats.steps.data import unpack_data
 from megaprof.formats.timeline import read_timeline
 from megaprof.recorders import tape
 from megaprof.recorders.tape import PythonTape, Tape
@@ -131,7 +133,7 @@ def test_an_event_begins_with_the_end_of_the_one_before(made: Any, gpu: FakeGpu,
     own, before = clock(), gpu.recorded
     noted = made((), False, own.mark)
     began = noted.mark()
-    for code in range(1, 65):
+    for code in range(16, 16 * 65, 16):
         noted.end(code, noted.begin(code, True))
     assert gpu.recorded - before == 65
     assert noted.marks[0] is began
@@ -295,3 +297,30 @@ def test_the_library_is_found_under_any_version(library: Path) -> None:
     assert found is not None
     assert Path(found).name == "libcuda.so.1"
     assert device._loaded("libcud") is None
+
+
+def test_a_gpu_that_has_work_does_not_wait_for_data(
+    one_rank: Any, gpu: FakeGpu, in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step it waits with its host. In the second one it has work for a second whenever it is asked."""
+    batches = one_rank.data_iterator
+
+    def late(step: int) -> Any:
+        for batch in batches(step):
+            time.sleep(0.02)
+            yield batch
+
+    monkeypatch.setattr(one_rank, "data_iterator", late)
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        one_rank.train_step()
+        recorded(handle).drain()
+        gpu.behind(1.0)
+        gpu.ahead = 2 * 10**9
+        one_rank.train_step()
+        recorded(handle).drain()
+    (path,) = tmp_path.glob("*" + format.SUFFIX)
+    first, second = (unpack_data(payload) for _, payload in sorted(read_timeline(path).facts(format.DATA).items()))
+    assert first is not None
+    assert second is not None
+    assert (first[:, 0] >= 20_000 - 500).all()
+    assert second.sum() < first.sum() / 2

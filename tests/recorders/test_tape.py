@@ -327,3 +327,38 @@ def test_without_a_compiler_everything_is_python() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False", "PythonTape", "None"]
+
+
+@pytest.mark.parametrize("made", [Tape, PythonTape])
+@pytest.mark.parametrize("clock", [None, lambda *_: "mark"])
+def test_waits_for_data_are_on_the_hosts_clock(made: Any, clock: Any) -> None:
+    noted = made((), False, clock)
+    outer = codes.FORWARD | noted.position(None, 3)
+    began = noted.begin(outer, True)
+    code = codes.DATA | noted.forward
+    start = noted.begin(code, True)
+    assert (noted.now, codes.microbatch_of(noted.now)) == (code, 3)
+    noted.end(code, start)
+    assert noted.now == outer
+    noted.end(outer, began)
+    ((found, since, until),) = noted.waits
+    assert (found, since, noted.now) == (code, start, 0)
+    assert since <= until
+    assert [event[0] for event in events(noted)] == [outer]
+
+
+def test_a_hook_waits_for_data_of_the_forward_that_runs() -> None:
+    items = iter("ab")
+    gate = Gate(pytest.fail)
+    gets = Hook(gate, functools.partial(next, items), None, codes.DATA)
+    runs = Hook(gate, lambda *_: gets(), None, codes.FORWARD, (0, "model"), (1, "microbatch"))
+    gate.tape = noted = Tape()
+    assert (runs(None, 5), gets()) == ("a", "b")
+    with pytest.raises(StopIteration):
+        runs(None, 6)
+    assert [code for code, _, _ in noted.waits] == [
+        codes.DATA | codes.of_microbatch(5),
+        codes.DATA,  # in no forward
+        codes.DATA | codes.of_microbatch(6),
+    ]
+    assert noted.now == 0

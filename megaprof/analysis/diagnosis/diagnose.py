@@ -16,7 +16,7 @@ from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
-from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
+from megaprof.analysis.table.table import DATA, GARBAGE, QUARTILE, WAIT, Floats
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,10 @@ class Cause:
     sequences explain, with its 90 % interval; for a slow rank or stage in a captured step, ``expert_tokens``,
     ``usual_expert_tokens`` of the others, and in ``explained`` the largest fraction of its slowness that these can
     explain; ``transfer_ms`` of a slow link and ``usual_ms`` of the others; ``late_ms`` of a late entry; ``longest_ms``
-    of garbage collection; ``waited_ms`` for a processor core by the rank that waited longest, per step, inside
-    passes and between them, averaged over all steps."""
+    of garbage collection, or of a microbatch's wait for data; ``waited_ms`` for a processor core by the rank that
+    waited longest, per step, inside passes and between them, averaged over all steps, or for data in passes, averaged
+    over the steps in which it waits; ``spread``: the fraction of the forwards that would have to wait for data, all as
+    long as each other, for the same total and the same variance: 1 if all do."""
     alone_ms: float = 0.0
     """Milliseconds that a step would gain, on average, if this cause alone were fixed; 0 if it is only possible."""
     more_steps: int = 0
@@ -281,6 +283,11 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, more: int =
             parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
         if kind == WAIT:
             parts["waited_ms"] = float(table.waited.mean(axis=0).max())
+        if kind == DATA and DATA in table.held:
+            waits = run.view.held[DATA][there, :, term.stage, :, 0]  # [step, d, c, m]
+            parts["longest_ms"] = float(waits.max())
+            parts["waited_ms"] = float(np.nan_to_num(table.spent[DATA][there, :, term.stage]).mean(axis=0).max())
+            parts["spread"] = float(waits.sum() ** 2 / (waits.size * (waits**2).sum()))
     since = int(table.steps[begins]) if begins else None
     hosts: tuple[str, ...] = ()
     if term.ranks:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.exchanges import receivers
 from megaprof.analysis.diagnosis.model import against_others
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
-from megaprof.analysis.table.table import WAIT, Floats, Table
+from megaprof.analysis.table.table import DATA, WAIT, Floats, Table
 
 
 @dataclass(frozen=True)
@@ -245,24 +246,31 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             once=True,
             doubt=1.0 if table.waits_unseen else 0.0,
         )
-    yield Term(
-        "data_wait",
-        lambda v: v.less(v.waited(), first=np.zeros_like(v.first)),
-        stage=0,
-        once=True,
-    )
-    for kind in table.held:
+    if DATA not in table.held:
+        yield Term(DATA, lambda v: v.less(v.waited(), first=np.zeros_like(v.first)), stage=0, once=True)
+    for stage in np.flatnonzero(table.held[DATA].any(axis=(0, 1, 3, 4, 5))).tolist() if DATA in table.held else ():
+
+        def loaded(v: View, stage: int = stage) -> View:
+            others, of_stage = v.held[DATA].copy(), np.zeros_like(v.held[DATA])
+            others[:, :, stage], of_stage[:, :, stage] = 0.0, v.held[DATA][:, :, stage]
+            return v.less(of_stage, held={**v.held, DATA: others})
+
+        waits = np.nan_to_num(table.spent[DATA][:, :, stage])
+        ranks = longest(waits, table.ranks[:, stage, : waits.shape[2]], step_ms)
+        yield Term(DATA, loaded, stage=stage, ranks=ranks, once=True)
+    for kind in [kind for kind in table.held if kind != DATA]:
 
         def going_on(v: View, kind: str = kind) -> View:
             return v.less(v.held[kind], held={**v.held, kind: np.zeros_like(v.held[kind])})
 
-        yield Term(kind, going_on, ranks=waiting(table, step_ms) if kind == WAIT else (), once=True)
+        yield Term(kind, going_on, ranks=longest(table.waited, table.ranks, step_ms) if kind == WAIT else (), once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
 
 
-def waiting(table: Table, step_ms: float) -> tuple[int, ...]:
-    """Returns the ranks that wait for a core for `policy.LEAST` of the step, longest first; at least one."""
-    waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
+def longest(waits: Floats, ranks: npt.NDArray[np.int64], step_ms: float) -> tuple[int, ...]:
+    """Returns those of ``ranks`` whose ``waits`` [t, ...] take `policy.LEAST` of the step, longest first; at least
+    one."""
+    waited = np.broadcast_to(waits.mean(axis=0), ranks.shape).ravel()
     order = np.argsort(-waited, kind="stable")
-    return tuple(table.ranks.ravel()[order[waited[order] >= min(LEAST * step_ms, waited.max())]].tolist())
+    return tuple(ranks.ravel()[order[waited[order] >= min(LEAST * step_ms, waited.max())]].tolist())

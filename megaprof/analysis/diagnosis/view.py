@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.model import Content, Model, against_others
 from megaprof.analysis.diagnosis.state import State
 from megaprof.analysis.simulation.replay import Replay
-from megaprof.analysis.table.table import QUARTILE, Floats, Table
+from megaprof.analysis.table.table import DATA, QUARTILE, Floats, Table
 
 #: Among what held passes up: what their stages exchanged before them (`State`).
 EXCHANGE = "exchange"
@@ -39,7 +39,8 @@ class View:
     timely: Floats
     """[n, d, s]: when each rank would have entered the step if it had not been late."""
     first: Floats
-    """[n, d]: how much longer the first pass of the first stage is than expected, beyond the same excess of others."""
+    """[n, d]: how much longer the first pass of the first stage is than expected, beyond the same excess of others; 0
+    if it is recorded how long passes waited for data."""
     stalled: Floats
     """[n, d, s]: how much longer one pass of a step is than the longest one of a usual step."""
     stalling: npt.NDArray[np.intp]
@@ -97,7 +98,7 @@ class View:
         return replace(self, state=replace(self.state, passes=other + apart), **{**parts, **neutral})
 
     def waited(self) -> Floats:
-        """Returns how long passes waited for data, [n, d, s, c, k, m]."""
+        """Returns how long passes seem to have waited for data, [n, d, s, c, k, m], if that is not recorded."""
         waits = np.zeros_like(self.state.passes)
         waits[:, :, 0, 0, 0, 0] = self.first
         return waits
@@ -182,8 +183,11 @@ def viewed(table: Table, state: State, model: Model) -> View:
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
     # If a peer arrives late because it had no core, the first pass waits for it and not for data.
     first = (first - others if s > 1 else first) - table.waited_beside[:, :, 0].max(axis=2)
-    over = over.copy()
-    over[:, :, 0, 0, 0, 0] = 0.0
+    if DATA in table.held:
+        first = np.zeros_like(first)
+    else:
+        over = over.copy()
+        over[:, :, 0, 0, 0, 0] = 0.0
     flat = over.reshape(n, d, s, -1)
     stalling = flat.argmax(axis=-1)
     longest = np.take_along_axis(flat, stalling[..., None], axis=-1)[..., 0]

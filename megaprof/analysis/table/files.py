@@ -74,7 +74,7 @@ def completed(recorded: Table, traced: Table) -> Table | None:
     own = parts(of_peers(traced.working))  # [d, s, p, c, k, 1]
     if on_gpu:
         own = np.minimum(own, left[:, :, None])
-        idle = passes * (left - own.max(axis=2))
+        idle = np.maximum(passes * (left - own.max(axis=2)) - sum(recorded.held.values()), 0.0)
         working = passes[:, :, :, None] * own
         compute = np.minimum(passes[:, :, :, None] * parts(of_peers(traced.compute)), working)
         spent["host_bound"] = np.broadcast_to(idle.sum(axis=(3, 4, 5))[..., None], working.shape[:4])

@@ -21,7 +21,7 @@ from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Serie
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
 from megaprof.analysis.table.job import forward_share, place_of, schedule_of
 from megaprof.analysis.table.jobs import warming_up
-from megaprof.analysis.table.table import CALLS, GARBAGE, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import CALLS, DATA, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import tabulate
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
@@ -30,6 +30,7 @@ from megaprof.analysis.trace.pool import Workers, at_most, in_processes
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps import codes
+from megaprof.formats.steps.data import unpack_data
 from megaprof.formats.steps.garbage import unpack_collections
 from megaprof.formats.steps.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
@@ -274,6 +275,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, collected_ms = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
     thread_waits_ms, host_passes = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
+    loading_ms, loads = np.zeros(shape), False
     left, enter, reduced = np.full((3, len(numbers)), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
@@ -292,6 +294,9 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
             lengths_from, work[t] = step_work
         if (host_bound := timeline.host_bound_passes(row)) is not None:
             host_passes[t] = host_bound
+        if (data := unpack_data(timeline.facts(format.DATA).get(row, b""))) is not None:
+            loads, of_chunks = True, data[:microbatches, : shape[1]].T
+            loading_ms[t, : len(of_chunks), 0, : of_chunks.shape[1]] = of_chunks / 1e3
         enter[t] = (start_ns - plan.origin) / 1e6
         if row:
             before = timeline.steps[row - 1]
@@ -327,6 +332,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     if device and collected_ms.any():  # the GPU may have had enough work meanwhile
         excess_ms = end - start - np.nanmedian(end - start, axis=0)
         collected_ms = np.clip(collected_ms, 0.0, np.maximum(excess_ms, 0.0))
+    loading_ms = np.clip(loading_ms, 0.0, np.nan_to_num(end - start))
     _, timeline, row = step_rows[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     arrivals = {}
@@ -352,13 +358,17 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         steps=np.array(numbers),
         start=start,
         end=end,
-        compute=end - start - collected_ms,
+        compute=end - start - collected_ms - loading_ms,
         alone=bool(arrivals),
         # Not every clock shows in which pass collectives ran, so they are taken evenly from the passes of a step.
         working=(end - start) * (1.0 - ran_fraction)[:, None, None, None],
-        spent={**ran_ms, **({"host_passes": host_passes} if np.isfinite(host_passes).any() else {})},
+        spent={
+            **ran_ms,
+            **({"host_passes": host_passes} if np.isfinite(host_passes).any() else {}),
+            **({DATA: loading_ms.sum(axis=(1, 2, 3))} if loads else {}),
+        },
         idle=np.zeros(shape),
-        held={GARBAGE: collected_ms} if collected_ms.any() else {},
+        held={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
         waited=thread_waits_ms,
         exposed={},
         left=left,

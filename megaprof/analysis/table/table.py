@@ -18,7 +18,7 @@ from megaprof.parallel.topology import ParallelSizes
 
 Floats = npt.NDArray[np.float64]
 
-GARBAGE, WAIT = "garbage_collection", "processor_wait"
+GARBAGE, WAIT, DATA = "garbage_collection", "processor_wait", "data_wait"
 #: Quantile of the passes of one kind that shows what they take without delays, because delays only add. Reports call it
 #: "the quicker passes": under a load that delays most passes, it contains delays, too.
 QUARTILE = 0.25
@@ -87,13 +87,15 @@ class Table:
     part of it before the last peer came. ``pp``: exchanges after both sides had come; ``pp_waiting``: before that.
     ``host_bound``: the GPU waited for the host. ``host_passes``, no time: the fraction of the passes at both ends of
     which it did so. ``gradients``: the GPU computed for no pass. ``host_forward`` and
-    ``host_backward``: the host's time in these passes, which overlaps the other entries."""
+    ``host_backward``: the host's time in these passes, which overlaps the other entries. ``data_wait``: the rank's
+    forwards waited for its own data."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in the pass."""
     held: Mapping[str, Floats]
     """[t, d, s, c, k, m]: what held each pass up, by cause. ``garbage_collection``: how long Python collected garbage,
     as far as that delayed the pass. ``processor_wait``: how long its thread had no processor core, as far as the pass
-    took longer than others (`tabulate`). A cause that never occurs is missing."""
+    took longer than others (`tabulate`). ``data_wait``: how long one of its ranks waited for data. A cause that never
+    occurs is missing; ``data_wait`` only if no file says how long ranks waited."""
     waited: Floats
     """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the step before; 0 if
     no file says."""

@@ -11,7 +11,7 @@ from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.one_clock import one_clock
-from megaprof.analysis.table.table import CALLS, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import CALLS, DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.steps import ModuleKey, TracedStep
 from megaprof.formats.metadata import Metadata
@@ -74,6 +74,9 @@ def tabulate(
     # All peers wait for the one that is held up most.
     held = {kind: delay_ms.max(axis=3) for kind, delay_ms in held_ms.items()}
     idle, compute = stacked("idle").min(axis=3)[whole_steps], stacked("compute")[whole_steps]
+    if DATA in held_ms and not all(rank.alone for rank in table_ranks):
+        # Its peers get their data from it, so they wait for it as long.
+        compute = np.maximum(compute - (held[DATA][:, :, :, None] - held_ms[DATA]), 0.0)
     waited = stacked("waited")[whole_steps]
     if waited.any():
         passes_ms = (end.max(axis=3) - start.min(axis=3))[whole_steps] - sum(held.values())

@@ -11,7 +11,7 @@ from megaprof.analysis.clocks.exchanges import meetings
 from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
 from megaprof.analysis.table.job import forward_share, place_of, schedule_of
 from megaprof.analysis.table.jobs import Job
-from megaprof.analysis.table.table import CALLS, GARBAGE, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import CALLS, DATA, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import modules_of, tabulate
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.steps import TracedStep, grouped
@@ -91,7 +91,8 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
     # If only some collectives of a group can be told apart from the rest, only those are counted.
     found = {group for step in steps for group, ns in step.passes.exposed.items() if ns.any()}
     exposed = {group: np.zeros(shape) for group in _INSIDE if group in found}
-    idle, collected_ms = np.zeros(shape), np.zeros(shape)
+    idle, collected_ms, loading_ms = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    loads = any(step.passes.data is not None for step in steps)
     for t, step in enumerate(steps):
         passes = step.passes
         took = passes.host[:, 1] - passes.host[:, 0]
@@ -114,12 +115,13 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         start[cells] = (since + begin_share * length) * _MS
         end[cells] = (since + end_share[known] * length) * _MS
         collected_ms[cells] = passes.garbage[row] * scale
+        loading_ms[cells] = 0.0 if passes.data is None else passes.data[row] * scale
         idle[cells], compute[cells] = passes.idle[row] * scale, passes.compute[row] * scale
         working[cells] = passes.working[row] * scale
         for group, group_ms in exposed.items():
             group_ms[cells] = passes.exposed[group][row] * scale if group in passes.exposed else 0.0
     host_ms = idle if steps[0].on_gpu else compute  # what the host holds up
-    host_ms -= collected_ms
+    host_ms -= collected_ms + loading_ms
     sequences, work = _sequences(steps), np.full((len(steps), schedule.microbatches, 3), np.nan)
     for (t, number), (tokens, lengths) in sequences.items():
         if number < schedule.microbatches:
@@ -140,10 +142,13 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         end=end,
         compute=compute,
         working=working,
-        spent={name: np.array([step.spent[name] for step in steps]) * _MS for name in names},
+        spent={
+            **{name: np.array([step.spent[name] for step in steps]) * _MS for name in names},
+            **({DATA: loading_ms.sum(axis=(1, 2, 3))} if loads else {}),
+        },
         idle=idle,
         waited=queued_ms,
-        held={GARBAGE: collected_ms} if collected_ms.any() else {},
+        held={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
         exposed=exposed,
         left=np.array([np.nan, *((step.extent[1] - origin) * _MS for step in steps[:-1])]),
         enter=np.array([(step.extent[0] - origin) * _MS for step in steps]),

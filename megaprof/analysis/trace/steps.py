@@ -90,6 +90,8 @@ class Passes(NamedTuple):
     """How long the GPU waited for the host until ``end``."""
     garbage: Numbers
     """By how much garbage collection delayed it: on a GPU, only while that had no work."""
+    data: Numbers | None
+    """How long it waited for data: on a GPU, only while that had no work. None if no range says so."""
     exposed: Mapping[str, Numbers]
     """Collectives while nothing computed, by `groups.USES` except the pipeline's."""
 
@@ -234,7 +236,10 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
     inner = [traced for traced in trace.ranges if outer.start <= traced.start and traced.end <= outer.end]
     passes = [traced for traced in inner if traced.name.label in ranges.PASSES]
     exchanges = [traced for traced in inner if traced.name.is_p2p]
-    collecting = union(times_of([traced for traced in inner if traced.name.label == ranges.GARBAGE]))
+    collecting, loading = (
+        union(times_of([traced for traced in inner if traced.name.label == label]))
+        for label in (ranges.GARBAGE, ranges.DATA_WAIT)
+    )
     step = TracedStep(
         target=outer.name.label,
         role=role,
@@ -244,21 +249,21 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
         source=trace.path.name,
         host=extent,
         extent=extent,
-        passes=_on_host(passes, metadata, collecting),
+        passes=_on_host(passes, metadata, collecting, loading),
         exchanges=Exchanges(tuple(traced.name.label for traced in exchanges), np.tile(times_of(exchanges), 2)),
         finalize=union(times_of([traced for traced in inner if traced.name.label == ranges.FINALIZE_GRADS])),
         has_kernels=trace.has_kernels,
         replayed=any(traced.replayed for traced in passes),
         memory=memory_of(trace.memory, *extent),
     )
-    measured = None if trace.gpu is None else _with_gpu(step, trace.gpu, collecting)
+    measured = None if trace.gpu is None else _with_gpu(step, trace.gpu, collecting, loading)
     step = measured or _with_collectives(step, trace)
     unseen = trace.unseen or without_some(trace.launches, *extent)
     begin, end = step.extent
     if unseen is None and step.on_gpu and step.passes.compute.sum() > (1 + MOST_UNSEEN) * (end - begin):
         unseen = Note("times_impossible", said="its passes computed longer than the step took")
     if unseen is not None:  # nothing that is computed from kernels and the gaps between them is right
-        nothing = _on_host([], metadata, collecting)
+        nothing = _on_host([], metadata, collecting, loading)
         bare = replace(step, extent=extent, passes=nothing, exchanges=_NO_EXCHANGES, kernels=_NO_EXCHANGES)
         return replace(
             bare,
@@ -275,7 +280,7 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
     return replace(step, incomplete=incomplete, modules=_modules(inner, step.passes, trace))
 
 
-def _on_host(passes: Sequence[TracedRange], metadata: Metadata, collecting: Intervals) -> Passes:
+def _on_host(passes: Sequence[TracedRange], metadata: Metadata, collecting: Intervals, loading: Intervals) -> Passes:
     """Returns passes as the host saw them."""
     ids = []
     for traced in passes:
@@ -295,6 +300,7 @@ def _on_host(passes: Sequence[TracedRange], metadata: Metadata, collecting: Inte
         working=took,
         idle=none,
         garbage=covered(collecting, spans),
+        data=covered(loading, spans) if len(loading) else None,
         exposed={},
     )
 
@@ -401,7 +407,7 @@ def _even(passes: Passes, collectives: Sequence[Collective]) -> bool:
     return all(len(numbers) > 1 and len(set(numbers)) == 1 for numbers in counts.values())
 
 
-def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals) -> TracedStep | None:
+def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals, loading: Intervals) -> TracedStep | None:
     """Returns a step with what the GPU did for it; None if it did nothing."""
     passes, metadata = step.passes, step.metadata
     in_step = gpu.known & (gpu.launched >= step.host[0]) & (gpu.launched <= step.host[1])
@@ -430,7 +436,8 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals) -> Trace
     early = {name: total(intersection(spans, union(intervals([(start, last)])))) for name, spans in exposed.items()}
     possible = [axes for of, axes in doubtful if total(difference(union(gpu.spans[of]), computing))]
     undecided = tuple(axis for axis in AXES if any(axis in axes for axes in possible))
-    spans = np.where(ran[:, None], kernel_spans, passes.host)
+    delayed, waits = intersection(collecting, host_bound), intersection(loading, host_bound)
+    spans = _since_data(np.where(ran[:, None], kernel_spans, passes.host), waits)
     kernels = _kernels(gpu, rows[USES[PP]], step.exchanges)
     pass_end, waited = _until_fed(host_bound, spans, kernels.times[:, 2])
     spent: dict[str, float] = {group: early[group] for group in _ANY_USER}
@@ -455,7 +462,8 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals) -> Trace
             compute=_per_owner(owner, compute, gpu.spans, count),
             working=kernel_spans[:, 1] - kernel_spans[:, 0] - covered(not_working, kernel_spans),
             idle=waited,
-            garbage=covered(intersection(collecting, host_bound), np.column_stack((spans[:, 0], pass_end))),
+            garbage=covered(delayed, np.column_stack((spans[:, 0], pass_end))),
+            data=None if passes.data is None else covered(waits, np.column_stack((spans[:, 0], pass_end))),
             exposed={
                 name: _per_owner(owner, rows[name], gpu.spans, count, hidden_by=computing)
                 for name in exposed
@@ -469,6 +477,19 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals) -> Trace
         lost=int((~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)).sum()),
         reasons=(*reasons, *([OVERLAPPING] if gpu.shortened else [])),
     )
+
+
+def _since_data(spans: Intervals, waits: Intervals) -> Intervals:
+    """Returns the spans of passes, each from when its GPU began to wait for its data: until the host has these, it
+    launches nothing for it. A pass waits between the end of the pass before it and its own first kernel."""
+    if not len(waits) or not len(spans):
+        return spans
+    begins, order = spans[:, 0].copy(), np.argsort(spans[:, 0], kind="stable")
+    before = np.concatenate((waits[:1, 0], np.maximum.accumulate(spans[order, 1])[:-1]))
+    first = np.searchsorted(waits[:, 0], before)
+    waited = first < np.searchsorted(waits[:, 1], begins[order], side="right")
+    begins[order[waited]] = waits[first[waited], 0]
+    return np.column_stack((begins, spans[:, 1]))
 
 
 def owners(times: Numbers, spans: Intervals) -> Numbers:

@@ -1,1 +1,2 @@
-"""One step of a timeline as numbers: its events, arrivals at collectives, garbage collections, and its work."""
+"""One step of a timeline as numbers: its events, arrivals at collectives, garbage collections, work, and
+waits for data."""

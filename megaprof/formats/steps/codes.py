@@ -14,7 +14,8 @@ import numpy.typing as npt
 from megaprof.formats import ranges
 from megaprof.formats.ranges import RangeName
 
-FORWARD, BACKWARD, COMBINED, FINALIZE, P2P, WAIT = range(1, 7)
+FORWARD, BACKWARD, COMBINED, FINALIZE, P2P, WAIT, DATA = range(1, 8)
+#: Waiting for data is no event of a step: a tape keeps it by itself, on the host's clock (`recorders.tape`).
 #: The call of a model inside a forward: only the hook uses it, no event has it.
 MODEL = 15
 #: The kinds that a step has totals of, in this order.
@@ -29,7 +30,12 @@ _SECOND = CHUNK_BITS + MICROBATCH_BITS
 KIND_MASK = (1 << KIND_BITS) - 1
 _CHUNK_MASK = (1 << CHUNK_BITS) - 1
 _MICROBATCH_MASK = (1 << MICROBATCH_BITS) - 1
-_LABELS = {FORWARD: ranges.FORWARD, BACKWARD: ranges.BACKWARD, COMBINED: ranges.COMBINED}
+_LABELS = {
+    FORWARD: ranges.FORWARD,
+    BACKWARD: ranges.BACKWARD,
+    COMBINED: ranges.COMBINED,
+    DATA: ranges.DATA_WAIT,
+}
 
 
 def are_passes(events: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -23,6 +23,7 @@ from megaprof.config.options import ProfileConfig
 from megaprof.formats import timeline as format
 from megaprof.formats.job.status import BETWEEN, Position
 from megaprof.formats.steps import codes
+from megaprof.formats.steps.data import pack_data
 from megaprof.formats.steps.garbage import pack_collections
 from megaprof.formats.steps.work import pack_work
 from megaprof.parallel.topology import RankCoords
@@ -52,6 +53,8 @@ WAKING_STEPS = 64
 STEPS_AT_ONCE = 16
 #: A GPU that comes to a mark within this time after the host asked for it had nothing else to do.
 AT_ONCE_US = 50
+#: The part of a code that names the microbatch and the chunk of a forward.
+_PLACE = (1 << codes.KIND_BITS + codes.CHUNK_BITS + codes.MICROBATCH_BITS) - 1 & ~codes.KIND_MASK
 _NO_TIME = (0,) * len(codes.KINDS)
 _UNUSUAL = format.INCOMPLETE | format.DISTURBED | format.FAILED
 #: A step that the GPU has not finished after this time, or when the timeline ends, is written without times.
@@ -316,12 +319,13 @@ class TimelineRecorder:
 
     def _packed(self, step: RecordedStep) -> PackedStep:
         shape, times, totals, duration, host_bound = b"", b"", _NO_TIME, 0, np.empty(0, dtype=np.bool_)
+        waits = np.array(step.waits, dtype=np.int64).reshape(-1, 3)
         if self._device is None:
             duration = (step.ended - step.began + 500) // 1000
             shape, times, totals = pack(raw(step), step.began)
         elif not step.flags & format.INCOMPLETE:
             try:
-                duration, (shape, times, totals), host_bound = _timed(step, self._device)
+                duration, (shape, times, totals), host_bound = _timed(step, self._device, waits)
             except (RuntimeError, ValueError):
                 # Its events are on streams that do not wait for each other: one is not finished, or before the step.
                 step.flags |= format.INCOMPLETE
@@ -335,6 +339,8 @@ class TimelineRecorder:
         spent = duration, *totals, step.own // 1000
         if host_bound.size:
             facts = (*facts, (format.HOST_BOUND, np.packbits(host_bound, bitorder="little").tobytes()))
+        if len(waits) and not step.flags & format.INCOMPLETE:
+            facts = (*facts, (format.DATA, pack_data(waits)))
         return PackedStep(step.description, shape, begun, spent, times, facts)
 
     def _facts(self, step: RecordedStep) -> Facts:
@@ -407,17 +413,25 @@ class TimelineRecorder:
         return {"clock": "host", "reason": reason}
 
 
-def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, npt.NDArray[np.bool_]]:
+def _timed(step: RecordedStep, device: DeviceClock, waits: Int64s) -> tuple[int, Packed, npt.NDArray[np.bool_]]:
     """Returns the microseconds that the step took on the GPU, its packed events, and whether the GPU waited for the
-    host in each of its passes. Raises RuntimeError or ValueError if its marks are not in order."""
+    host in each of its passes. Raises RuntimeError or ValueError if its marks are not in order. ``waits``: [wait, 3],
+    the host's waits for data, which this shortens to the time in which the GPU waited, too: it came to the forward, and
+    had no other work."""
     marks = list({id(mark): mark for mark in (step.began, *step.marks, step.ended)}.values())
     came_us = {id(mark): device.microseconds(step.began, mark) for mark in marks}
     late_us = dict(zip(came_us, device.late_us(marks), strict=True))
     events = _events(step).copy()
     events[:, 1:] = np.reshape([1000 * came_us[id(mark)] for mark in step.marks], (-1, 2))
     at_once = np.array([late_us[id(mark)] <= AT_ONCE_US for mark in step.marks], dtype=np.bool_)
-    host_bound = (at_once[::2] & at_once[1::2])[codes.are_passes(events[:, 0])]
-    return came_us[id(step.ended)], pack(events, 0), host_bound
+    passes = codes.are_passes(events[:, 0])
+    if len(waits):
+        forwards = passes & (events[:, 0] & codes.KIND_MASK != codes.BACKWARD)
+        came = zip((events[:, 0] & _PLACE)[forwards].tolist(), np.flatnonzero(forwards).tolist(), strict=True)
+        came_ns = {place: step.marks[2 * i].asked + 1000 * late_us[id(step.marks[2 * i])] for place, i in came}
+        since_ns = [came_ns.get(place, 0) for place in (waits[:, 0] & _PLACE).tolist()]
+        waits[:, 1] = np.maximum(waits[:, 1], since_ns).clip(max=waits[:, 2])
+    return came_us[id(step.ended)], pack(events, 0), (at_once[::2] & at_once[1::2])[passes]
 
 
 def _events(step: RecordedStep) -> Int64s:

@@ -15,6 +15,8 @@ MOST_PASSES = {"gpu trace": 5000, "nsys": 5000, "cpu trace": 5000, "timeline": 1
 #: Beside the drawn faults nothing is worth as much, as a part of the step; a fault that is worth less is drawn again.
 NOTHING = 0.01
 _TRIES = 30
+#: Of the pipelines, this part gets a slow loader beside what else was drawn.
+LOADERS = 0.25
 #: Of the time that a pass takes a GPU: how long its host launches.
 HOST = 0.6
 
@@ -31,6 +33,10 @@ def draw(seed: int, number: int) -> Pipeline:
             if changed is not None and _worth(changed):
                 found = changed
                 break
+    # Numbers of its own, so that all other pipelines are as they were.
+    rng = np.random.default_rng([seed, number, 19])
+    if rng.random() < LOADERS and (changed := _loader(found, rng)) is not None and _worth(changed):
+        return changed
     return found
 
 
@@ -231,6 +237,16 @@ def _data_wait(one: Pipeline, rng: np.random.Generator, stage: int) -> Pipeline 
     if one.steps < 2 or one.recording == "device timeline" or (one.stages == 1 and one.forward_only):
         return None
     return _with(one, Fault("data_wait", one.about_ms * float(rng.uniform(0.04, 0.25)), stage=0))
+
+
+def _loader(one: Pipeline, rng: np.random.Generator) -> Pipeline | None:
+    if one.recording == "nsys" or any(f.kind in ("data_wait", "processor_wait") for f in one.faults):
+        return None
+    every = 8 if one.microbatches >= 16 and rng.random() < 0.4 else 1
+    replica = int(rng.integers(one.replicas)) if one.replicas > 1 and rng.random() < 0.5 else None
+    stage = 0 if rng.random() < 0.8 else one.stages - 1
+    each = one.about_ms * float(rng.uniform(0.05, 0.4)) / -(-one.microbatches // every)
+    return _with(one, Fault("loader", each, stage=stage, replica=replica, every=every))
 
 
 def _uneven(one: Pipeline, rng: np.random.Generator, stage: int) -> Pipeline | None:

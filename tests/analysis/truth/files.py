@@ -19,6 +19,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.graphs import KEY
 from megaprof.formats.names import artifact_name
 from megaprof.formats.steps import codes
+from megaprof.formats.steps.data import pack_data
 from megaprof.formats.steps.garbage import pack_collections
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from tests.analysis.kineto import launched, replayed
@@ -175,6 +176,26 @@ class _Rank:
         random, at = numbers(self.pipeline), (self.stage, step, self.replica)
         return ms * (random.stalled[at] < STALLED and what.microbatch == random.where[at])
 
+    def loaded(self, what: Pass) -> float:
+        """Milliseconds at the beginning of a pass in which its replica waits for data."""
+        return sum(
+            fault.size
+            for fault in self.pipeline.faults
+            if (fault.kind, fault.stage, what.kind, what.chunk) == ("loader", self.stage, FORWARD, 0)
+            and fault.replica in (None, self.replica)
+            and what.microbatch % fault.every == 0
+        )
+
+    @property
+    def forwards(self) -> list[Done]:
+        return [each for each in self.done if isinstance(each.what, Pass) and each.what.kind == FORWARD]
+
+    @property
+    def loads(self) -> bool:
+        """Whether its file says how long it waited for data: the other peers get theirs from the first one."""
+        ends = self.stage in (0, self.pipeline.stages - 1)
+        return any(fault.kind == "loader" for fault in self.pipeline.faults) and ends and self.peer == 0
+
     @property
     def waited(self) -> Times:
         """By step, milliseconds in which it had no processor core."""
@@ -256,6 +277,10 @@ def _timeline(rank: _Rank, directory: Path) -> None:
         begun = (0, format.DEVICE_CLOCK if device else 0, rank.numbers[step], int(starts[step]))
         totals = (int(duration[step]), *(int(spent[kind][step]) for kind in codes.KINDS), 60)
         out.append(format.step_record(0, 0, begun, totals, packed[step]))
+        if rank.loads:
+            waits = [(codes.DATA | code(e.what) & ~codes.KIND_MASK, rank.loaded(e.what)) for e in rank.forwards]
+            ns = np.array([(place, 0, round(1e6 * ms)) for place, ms in waits])
+            out.append(format.fact_record(step, format.DATA, pack_data(ns)))
         for each in rank.done:
             if isinstance(each.what, Pass) and (ms := rank.collected(each.what, step)):
                 end = int(starts[step] + 1e6 * (each.end[step, rank.replica] - rank.enter[step]))
@@ -336,6 +361,7 @@ class _Cpu:
         run, stage = self.rank.run, self.rank.stage
         first = stage == 0 and what == Pass(FORWARD, 0, 0)
         wait = sum(fault.size for fault in self.rank.pipeline.faults if fault.kind == "data_wait") if first else 0.0
+        length -= self.rank.loaded(what)
         slow = float(run.slow[stage, step, self.rank.replica])
         one = (length - wait) / (slow + sum(run.exposed.values()) + run.idle)
         share = float(run.share[stage, self.rank.peer, what.chunk, what.microbatch, step])
@@ -350,6 +376,7 @@ class _Cpu:
     def computed(self, what: Pass, step: int, start: float, end: float) -> None:
         self.trace.event(f"megaprof/{KINDS[what.kind]} mb={what.microbatch} chunk={what.chunk}", start, end - start)
         own, waits, exposed, _ = self.parts(what, step, end - start)
+        start += self.awaited(what, start)
         self.trace.event("aten::mm", start, own, cat="cpu_op")
         now = start + own
         if waits:
@@ -358,6 +385,16 @@ class _Cpu:
         for group, ms in exposed:
             self.trace.event("gloo:all_to_all" if group == "ep" else "gloo:all_reduce", now, ms, tid=2)
             now += ms
+
+    def awaited(self, what: Pass, start: float) -> float:
+        """Milliseconds that a pass waits for data, or for the peer that does."""
+        ms = self.rank.loaded(what)
+        if self.rank.loads and what.kind == FORWARD:
+            place = f"mb={what.microbatch} chunk={what.chunk}"
+            self.trace.event(f"megaprof/{ranges.DATA_WAIT} {place}", start, ms)
+        elif ms:
+            self.trace.event("gloo:broadcast", start, ms, tid=2)
+        return ms
 
     def exchanged(self, name: str, start: float, end: float, messages: bool) -> None:
         self.trace.event(f"megaprof/{name}", start, end - start)
@@ -385,10 +422,13 @@ class _Gpu(_Cpu):
 
     def computed(self, what: Pass, step: int, start: float, end: float) -> None:
         own, waits, exposed, idle = self.parts(what, step, end - start)
+        begun, start = start, start + self.awaited(what, start - 2 * _GAP)
         # The host is ahead of the GPU, except where the GPU waits for it.
         hosted = (end - start) * (0.95 if idle else 0.6)
         self.trace.event(
-            f"megaprof/{KINDS[what.kind]} mb={what.microbatch} chunk={what.chunk}", start - 2 * _GAP, hosted
+            f"megaprof/{KINDS[what.kind]} mb={what.microbatch} chunk={what.chunk}",
+            begun - 2 * _GAP,
+            start - begun + hosted,
         )
         pieces, thread, now = 2, (_MAIN, AUTOGRAD)[what.kind], start
         for number in range(pieces):

@@ -33,6 +33,7 @@ SAME: dict[str, tuple[str, ...]] = {
     "slow_link": ("slow_link",),
     "late_entry": ("late_entry",),
     "data_wait": ("data_wait",),
+    "loader": ("data_wait",),
     "uneven_microbatches": ("uneven_microbatches",),
     "communication": ("communication",),
     "host_bound": ("host_bound",),
@@ -82,6 +83,8 @@ def same_place(named: Named, fault: Fault, pipeline: Pipeline) -> bool:
         # Both ends: the stage that sends forwards or the one that sends backwards.
         at = fault.stage or 0
         return named.group == "pp" if named.kind == "communication" else named.stage in (at, at + 1)
+    if fault.kind == "loader" and fault.replica is not None and named.ranks:
+        return named.stage == fault.stage and rank_of(fault, pipeline) == named.ranks[0]
     if fault.kind in ("slow_rank", "late_entry") and named.ranks:
         return rank_of(fault, pipeline) in named.ranks
     if fault.kind == "slow_rank":

@@ -27,7 +27,8 @@ class Fault:
     a forward beside the layers. ``recomputation``: a backward takes a forward longer. ``slow_forward``,
     ``slow_backward``, ``slow_stage``, ``slow_chunk``, ``slow_rank``, ``processor_wait``: factor of passes, the
     last one of a rank that shares its core. ``slow_link``, ``late_entry``,
-    ``data_wait``: milliseconds, of every exchange with the next stage, of a step, of the first forward of a step.
+    ``data_wait``: milliseconds, of every exchange with the next stage, of a step, of the first forward of a step, which
+    no file says. ``loader``: milliseconds that a forward of the stage's first chunk waits for data, one in ``every``.
     ``uneven_microbatches``: spread of the logarithm, of all stages alike or of one alone. ``communication``: part of a
     pass that it takes longer, or, of ``dp``, milliseconds of a step. ``host_bound``: part of a pass that it takes
     longer. ``unequal_replicas``: spread of the logarithm of a replica's work from step to step. ``stalls``:
@@ -43,6 +44,7 @@ class Fault:
     group: str | None = None
     steps: _Steps | None = None
     """In which steps it is there; None: in all."""
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,9 @@ class Priced:
         for each in faults:
             if each.kind == "data_wait":
                 work[0, 0, FORWARD, 0] += each.size
+            elif each.kind == "loader":
+                own = slice(None) if each.replica is None else each.replica
+                work[each.stage, 0, FORWARD, :: each.every, :, own] += each.size
             elif each.kind in ("stalls", "garbage_collection"):
                 kind = FORWARD if one.forward_only else BACKWARD
                 for s, step, r in np.argwhere(random.stalled < STALLED):

@@ -28,8 +28,8 @@ Nsight Systems, which name none), either end for a link, and the stage for every
 apart counts as the same: recomputation and slow backwards; layers and embedding or loss on two stages; embedding or
 loss and a slow first or last stage, or its outer chunk; pipeline communication and the only link of two stages.
 
-A fault is worth what it costs alone, averaged over all steps. A named cause is really present if it costs {NOTHING:.0%} of
-the step alone, or with all others fixed, or in the steps in which it is present. A stage that is called slow for an
+A fault is worth what it costs alone, averaged over all steps. A named cause is really present if it costs {NOTHING:.0%}
+of the step alone, or with all others fixed, or in the steps in which it is present. A stage that is called slow for an
 unknown reason is present, and found only if that is the fault. Messages between stages take time in every pipeline, so
 they have a price. Few microbatches do not count if filling takes more than {FILLING:.0%} of a balanced step.
 

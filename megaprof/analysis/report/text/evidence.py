@@ -229,6 +229,30 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
     )
 
 
+def _data(cause: Cause, measured: TargetStages) -> str:
+    if "waited_ms" not in cause.parts:
+        return (
+            f"The first forward takes longer than the others{when(cause)}, on the first stage alone: it seems to wait "
+            "for its data."
+        )
+    one_in = round(1.0 / cause.parts["spread"])
+    several, which = len(cause.ranks) > 1, f", mostly one microbatch in {one_in}" * (one_in > 1)
+    most = f"{_part(cause, 'waited_ms')} a step{' on the one that waits longest' * several}"
+    text = f"{capital(_who(cause))} wait{'' if several else 's'} for data{when(cause)}: {most}{which}, for up to "
+    workers = f"give the data loader more workers{_WORKERS.get(measured.framework, '')}, or let it prefetch more"
+    if several:
+        return f"{text}{_part(cause, 'longest_ms')} at a time. To shorten this, {workers}."
+    return (
+        f"{text}{_part(cause, 'longest_ms')} at a time. Look at its disk, network and loader processes, or {workers}."
+    )
+
+
+#: The option for the number of a data loader's processes.
+_WORKERS: dict[str | None, str] = {
+    "megatron-lm": " (--num-workers)",
+    "megatron-bridge": " (dataset.num_workers)",
+    "ms-swift": " (--dataloader_num_workers)",
+}
 _CORES = (
     "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. Give each "
     "rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
@@ -261,10 +285,7 @@ _SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {
     "slow_rank": _slow_rank,
     "slow_link": _slow_link,
     "late_entry": _late_entry,
-    "data_wait": lambda cause, _: (
-        f"The first forward takes longer than the others{when(cause)}, on the first stage alone: it seems to wait for "
-        "its data."
-    ),
+    "data_wait": _data,
     "uneven_microbatches": _uneven,
     "unequal_replicas": _unequal,
     "communication": _communication,
