@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megaprof.formats import ranges
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.run import RunRecord, dead
 from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, limit
 from megaprof.formats.job.status import Position, RankStatus
 from megaprof.parallel.schedules import RECEIVES, SENDS, Placement
@@ -28,24 +28,19 @@ _WITH_NEXT = frozenset((RECEIVES[ranges.BACKWARD], SENDS[ranges.FORWARD]))
 
 
 @dataclass(frozen=True)
-class Culprit:
-    """A rank that others wait for, or that has fallen silent."""
+class WaitedFor:
+    """A rank that the others wait for, or that has gone silent."""
 
     rank: int
-    """Its global rank."""
-    status: RankStatus | None
-    """Its last status; None if it never wrote one."""
+    """Global rank."""
     silent: bool
-    """True if it gives no sign of life."""
-    waiters: frozenset[int]
-    """The ranks that wait for it, directly or through other ranks."""
-    seconds: float
-    """How long ago it last moved or, if it is silent, was last heard of."""
-
-    @property
-    def waiting(self) -> int:
-        """How many ranks wait for it."""
-        return len(self.waiters)
+    """True if the rank gives no sign of life."""
+    gone: bool
+    """True if its process no longer exists."""
+    waiting: int
+    """Number of ranks that wait for it, directly or through other ranks."""
+    for_s: float
+    """Seconds since it last moved or, if it is silent, since its last sign of life; 0 without any."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +49,12 @@ class Blame:
 
     stuck: tuple[int, ...]
     """The ranks that have not moved for a long time; empty when nothing hangs."""
-    culprits: tuple[Culprit, ...]
+    culprits: tuple[WaitedFor, ...]
     """The silent ranks first, then those that most others wait for."""
     still: float
     """Seconds since any rank moved; 0 if some rank still moves."""
-
-    @property
-    def waits_for(self) -> dict[int, int]:
-        """The first culprit that a rank waits for, directly or through other ranks, by the rank that waits."""
-        return {waiter: culprit.rank for culprit in reversed(self.culprits) for waiter in culprit.waiters}
+    waits_for: Mapping[int, int]
+    """The first culprit that a rank waits for, directly or through other ranks, by the rank that waits."""
 
 
 def find_culprits(
@@ -99,19 +91,17 @@ def find_culprits(
         # No rank is waited for, or all wait in a circle: only the rank that stands still longest can be named.
         placed = [rank for rank in stuck if not statuses[rank].whereabouts_unknown]
         idle = {max(placed, key=lambda rank: statuses[rank].stuck(now))} if placed else set()
-    culprits = [
-        Culprit(
-            rank,
-            statuses.get(rank),
-            rank in silent,
-            frozenset(waits.waiting(rank)),
-            _seconds(statuses.get(rank), rank in silent, now),
-        )
-        for rank in silent | idle
-    ]
-    culprits.sort(key=lambda culprit: (not culprit.silent, -culprit.waiting, -culprit.seconds, culprit.rank))
+    culprits = []
+    for rank in silent | idle:
+        status, seconds = statuses.get(rank), 0.0
+        if status is not None:
+            seconds = now - status.time if rank in silent else status.stuck(now)
+        gone = status is not None and dead(status.host, status.pid)
+        culprits.append(WaitedFor(rank, rank in silent, gone, len(waits.waiting(rank)), round(seconds, 3)))
+    culprits.sort(key=lambda culprit: (not culprit.silent, -culprit.waiting, -culprit.for_s, culprit.rank))
     still = min((statuses[rank].stuck(now) for rank in alive), default=0.0) if len(stuck) == len(alive) else 0.0
-    return Blame(tuple(sorted(stuck)), tuple(culprits), still)
+    first = {waiter: culprit.rank for culprit in reversed(culprits) for waiter in waits.waiting(culprit.rank)}
+    return Blame(tuple(sorted(stuck)), tuple(culprits), still, first)
 
 
 def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> bool:
@@ -183,9 +173,3 @@ def _coupled(layout: WorldLayout, statuses: Mapping[int, RankStatus], status: Ra
 def _position(status: RankStatus) -> tuple[object, ...]:
     place = status.place
     return () if place is None else (place.target, place.role, place.step, place.phase, place.microbatch, place.chunk)
-
-
-def _seconds(status: RankStatus | None, silent: bool, now: float) -> float:
-    if status is None:
-        return 0.0
-    return now - status.time if silent else status.stuck(now)

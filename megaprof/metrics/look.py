@@ -10,11 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from megaprof.control.blame import Blame, Culprit, find_culprits
+from megaprof.control.blame import Blame, WaitedFor, find_culprits
 from megaprof.control.directory import parts_with_a_run
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.files import Unsafe
-from megaprof.formats.job.run import dead
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.phrases import ago, counted
@@ -142,20 +141,23 @@ def _standstill(
         if not steps or not (blame.still or (inside is None and outcome == "unfinished")):
             return None
         return Standstill(max(steps), blame.still, (), 0, outcome, inside=inside)
-    stuck = [culprit.status.place for culprit in blame.culprits if culprit.status and culprit.status.place]
+    blamed = [statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses]
+    stuck = [status.place for status in blamed if status.place is not None]
     last = max((blame.still and stuck) or places, key=lambda place: place.step)
     targets = {call.target for status in statuses.values() for call in status.calls}
-    waited_for = awaited(blame) if blame.still else ()
+    waited_for = awaited(statuses, blame) if blame.still else ()
     waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
     target = last.target if len(targets) > 1 else None
     return Standstill(last.step, blame.still, waited_for, waiting, outcome, target)
 
 
-def awaited(blame: Blame) -> tuple[Standing, ...]:
+def awaited(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:
     """Returns the ranks that the others wait for, and where they stand."""
-    statuses = [culprit.status for culprit in blame.culprits if culprit.status is not None]
-    places = [() if (p := status.place) is None else (p.phase, p.microbatch, p.chunk) for status in statuses]
-    return tuple(Standing(s.rank, s.coords["pp"], *place) for s, place in zip(statuses, places, strict=True))
+    standings = []
+    for status in (statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses):
+        place = () if (at := status.place) is None else (at.phase, at.microbatch, at.chunk)
+        standings.append(Standing(status.rank, status.coords["pp"], *place))
+    return tuple(standings)
 
 
 def verdict(view: View) -> str | None:
@@ -210,29 +212,24 @@ def waiting_for_host(waits: HostBound) -> str:
 def waited_for(view: View) -> Iterator[str]:
     """Yields a clause for each rank that is silent, and for each rank that the others wait for."""
     culprits = view.blame.culprits
-    unheard = [culprit.rank for culprit in culprits if culprit.status is None]
-    silent = [(culprit, culprit.status) for culprit in culprits if culprit.silent and culprit.status is not None]
-    guilty = [(culprit, culprit.status) for culprit in culprits if not culprit.silent and culprit.status is not None]
+    unheard = [culprit.rank for culprit in culprits if culprit.rank not in view.statuses]
+    known = [(culprit, view.statuses[culprit.rank]) for culprit in culprits if culprit.rank in view.statuses]
+    silent = [(culprit, status) for culprit, status in known if culprit.silent]
+    guilty = [(culprit, status) for culprit, status in known if not culprit.silent]
     if not view.blame.stuck and not silent and not unheard and view.silence is None:
         return
     for culprit, status in silent[:_CULPRITS]:
-        what = f"has given no sign of life for {ago(culprit.seconds)}"
-        if gone(culprit):
+        what = f"has given no sign of life for {ago(culprit.for_s)}"
+        if culprit.gone:
             what = "is gone: the process does not exist any more"
         yield f"{_who(status)} {what}; it was last seen {_place(status)}{_waiting(culprit)}"
     if unheard:
         yield f"no status at all from {counted(len(unheard), 'rank')}: rank {few(unheard)}"
     for culprit, status in guilty[:_CULPRITS]:
         comma = "" if status.place is None else ","
-        yield f"{_who(status)} has been {_place(status)}{comma} for {ago(culprit.seconds)}{_waiting(culprit)}"
+        yield f"{_who(status)} has been {_place(status)}{comma} for {ago(culprit.for_s)}{_waiting(culprit)}"
     if more := max(0, len(silent) - _CULPRITS) + max(0, len(guilty) - _CULPRITS):
         yield f"and {more} more"
-
-
-def gone(culprit: Culprit) -> bool:
-    """Returns whether its process is known not to exist any more."""
-    status = culprit.status
-    return status is not None and dead(status.host, status.pid)
 
 
 def few(ranks: list[int]) -> str:
@@ -254,6 +251,6 @@ def _place(status: RankStatus) -> str:
     return f"in {place}, {place.target}{whose} step {place.step}"
 
 
-def _waiting(culprit: Culprit) -> str:
+def _waiting(culprit: WaitedFor) -> str:
     wait = "waits" if culprit.waiting == 1 else "wait"
     return f"; {counted(culprit.waiting, 'rank')} {wait} for it" if culprit.waiting else ""

@@ -21,12 +21,13 @@ from megaprof.analysis.report.text.notes import told
 from megaprof.analysis.report.text.sentences import of_standstills
 from megaprof.analysis.report.text.words import number, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
+from megaprof.control.blame import WaitedFor
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill, completed
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage, summarise
-from megaprof.metrics.look import State, View, awaited, few, gone, look_at, verdict, waited_for
+from megaprof.metrics.look import State, View, awaited, few, look_at, verdict, waited_for
 from megaprof.parallel.topology import ParallelSizes
 
 #: The most lines of the table: everything fits on one screen, however many ranks there are.
@@ -39,22 +40,6 @@ EXAMPLES = (
     "megaprof status traces --json | jq .now.imbalance",
     "megaprof status traces --hang-after 1800   # if checkpoints take up to half an hour",
 )
-
-
-@dataclass(frozen=True)
-class WaitedFor:
-    """A rank that the others wait for, or that has gone silent."""
-
-    rank: int
-    """Global rank."""
-    silent: bool
-    """True if the rank gives no sign of life."""
-    gone: bool
-    """True if its process no longer exists."""
-    waiting: int
-    """Number of ranks that wait for it."""
-    for_s: float
-    """Seconds since it last moved or, if it is silent, since its last sign of life."""
 
 
 class RankNow(RankStatus, frozen=True, kw_only=True):
@@ -188,10 +173,7 @@ def answer(view: View) -> StatusAnswer:
         now=summarise(run, statuses.values()),
         still_s=round(view.blame.still, 3),
         stuck=view.blame.stuck,
-        culprits=tuple(
-            WaitedFor(culprit.rank, culprit.silent, gone(culprit), culprit.waiting, round(culprit.seconds, 3))
-            for culprit in view.blame.culprits
-        ),
+        culprits=view.blame.culprits,
         collectives=None if hang is None else replace(hang, warnings=told(hang.warnings)),
         standstills=standstills(view),
         slow=view.slow,
@@ -299,7 +281,7 @@ def collectives(view: View) -> Hang:
     gone, also whom its ranks wait for by their statuses."""
     hang = hang_of_job(view.job.in_flight(), view.last_blame.waits_for)
     explained = hang.culprits or hang.unended or view.silence is not None
-    return replace(hang, outside=() if explained else awaited(view.blame), standstills=standstills(view))
+    return replace(hang, outside=() if explained else awaited(view.statuses, view.blame), standstills=standstills(view))
 
 
 def _show_table(view: View) -> None:
