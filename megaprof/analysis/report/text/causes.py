@@ -10,10 +10,9 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.evidence import elsewhere, evidence, of_steps
+from megaprof.analysis.report.text.evidence import costs_only_there, evidence, name_of
 from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
-from megaprof.analysis.report.text.words import both, capital, counted, milliseconds, number, percent, ranks, steps
-from megaprof.analysis.report.text.words import stages as stages_in_words
+from megaprof.analysis.report.text.words import both, capital, counted, milliseconds, number, percent, steps
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.phrases import listed
@@ -104,29 +103,6 @@ def in_brief(
     )
 
 
-def name_of(cause: Cause) -> str:
-    """Returns the name of a cause in a few words, for a table: ``slow rank 5``, ``layers of stage 0``."""
-    kind = cause.kind.replace("_", " ")
-    if cause.kind == "slow_rank":
-        return f"slow {ranks(cause.ranks)}"
-    if cause.ranks:
-        return f"{kind} of {ranks(cause.ranks)}"
-    if cause.group == "pp":
-        return "exchanges between " + ("all stages" if cause.link is None else "stages {} and {}".format(*cause.link))
-    if cause.link is not None:
-        return f"{kind} {cause.link[0]}-{cause.link[1]}"
-    if cause.group is not None:
-        return f"exposed {cause.group} communication"
-    if cause.kind == "embedding_or_loss":
-        return f"{'output layer and loss' if cause.stage else 'embedding'} of stage {cause.stage}"
-    if cause.kind == "slow_chunk":
-        return f"slow chunk {cause.chunk} of stage {cause.stage}"
-    of = cause.stages or (() if cause.stage is None or cause.kind == "data_wait" else (cause.stage,))
-    if cause.kind == "unexplained":
-        return f"slow {'steps of ' * of_steps(cause)}{stages_in_words(of)}"
-    return f"{kind} of {stages_in_words(of)}" if of else kind
-
-
 def _amount(cause: Cause, diagnosis: Diagnosis) -> str:
     """Returns a cause with its price in a few words: ``slow rank 3 (143 ms)``, ``slow rank 3 (up to 25.7 ms)``."""
     up_to, ms = _shown(cause, diagnosis)
@@ -148,19 +124,13 @@ def price(cause: Cause, above: tuple[Cause, ...], diagnosis: Diagnosis, costs: s
     text = f"{fixed}this {costs} {up_to}{milliseconds(ms)}"
     if up_to:
         return f"{text} ({percent(ms / whole)} of the step)"
-    all_steps = cause.share == 1.0
-    text += f" ({percent(ms / whole)} of the step)" if all_steps else f" a step on average ({percent(ms / whole)})"
+    average = "" if cause.share == 1.0 else " a step on average"
+    text += f"{average} ({percent(ms / whole)} of the step)"
     text += f", between {number(at.low)} and {milliseconds(at.high)}" * (number(at.low) != number(at.high))
-    return text if all_steps or cause.while_ms <= ms else f"{text}: {_in_steps(cause)}"
-
-
-def _in_steps(cause: Cause) -> str:
-    """Returns what a cause costs in an average step of those in which it is present, and of the others."""
-    there, others = milliseconds(cause.while_ms), elsewhere(cause)
-    if cause.since is not None:
-        return f"{there} since then" + (f" and {milliseconds(others)} before" if others else "")
-    where = "that step" if round(cause.share * cause.steps) == 1 else "these steps"
-    return f"{there} in {where}" + (f" and {milliseconds(others)} in the others" if others else "")
+    if cause.share == 1.0 or not costs_only_there(cause):
+        return text
+    when = "these steps" if round(cause.share * cause.steps) > 1 else "that step"
+    return f"{text}: {milliseconds(cause.while_ms)} {'since then' if cause.since is not None else f'in {when}'}"
 
 
 def _finding(place: int, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
@@ -169,15 +139,12 @@ def _finding(place: int, measured: TargetStages, diagnosis: Diagnosis, job: Path
     if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
         text += " While the job runs, a capture shows which of them it is:"
         command = trigger(job, measured.target, str(Selector.of_ranks(cause.ranks)))
-    elif len(cause.ranks) == 1 and _of_machine(cause) and measured.framework == "megatron-lm":
+    elif (cause.kind, len(cause.ranks), cause.reason or "machine") == ("slow_rank", 1, "machine") and (
+        measured.framework == "megatron-lm"
+    ):
         text += " On its host, while no job has the GPUs, this says whether one of them is slow (Megatron-LM 0.18 on):"
         command = _TEST_GPU
     return Finding(cause.kind, "slow", text, command)
-
-
-def _of_machine(cause: Cause) -> bool:
-    """Returns whether the cause is a slow rank whose own work does not explain why it is slow."""
-    return cause.kind == "slow_rank" and cause.reason in (None, "machine")
 
 
 def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:

@@ -1,8 +1,10 @@
-"""Describes where time is lost and what was measured there: a sentence or two for each kind of cause."""
+"""The words of causes, one row for each kind: its name, what was measured and where, and what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.stages import TargetStages
@@ -19,52 +21,67 @@ from megaprof.analysis.report.text.words import (
 )
 from megaprof.formats.metadata import ModelChunk
 
-#: A cause comes and goes if it costs less than this fraction in the other steps of what it costs while it is present.
-_HARDLY = 0.1
 #: How to make all ranks collect garbage at once, between steps, by framework, in the versions of docs/hosts.
-_AT_ONCE = "all ranks collect at once, between steps"
+_AT_ONCE = "all ranks collect at once, between steps."
 _MANUAL_GC = {
-    None: f"With Megatron's --manual-gc --manual-gc-interval 100 {_AT_ONCE}",
-    "slime": "With --manual-gc all ranks collect at once, before the steps of a rollout",
+    "": f"With Megatron's --manual-gc --manual-gc-interval 100 {_AT_ONCE}",
+    "slime": "With --manual-gc all ranks collect at once, before the steps of a rollout.",
     "ms-swift": f"With --manual_gc true --manual_gc_steps 100 {_AT_ONCE}",
     "megatron-bridge": f"With train.manual_gc=True train.manual_gc_interval=100 {_AT_ONCE}",
-    "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
-    "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
+    "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it.",
+    "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it.",
 }
-#: Options that distribute the sequences of a step over replicas by length, by framework, in the versions of docs/hosts.
-#: Other frameworks have no such option.
+#: Options that distribute the sequences of a step over replicas by length. Other frameworks have no such option.
+_EVENLY = "Spread long sequences evenly over the replicas of a step"
 _OVER_REPLICAS = {
-    "verl": "trainer.balance_batch=True",
-    "slime": "--balance-data",
-    "ms-swift": "--sequence_packing_scheduler dp_balanced",
+    "": f"{_EVENLY}.",
+    "verl": f"{_EVENLY}: verl does with trainer.balance_batch=True.",
+    "slime": f"{_EVENLY}: slime does with --balance-data.",
+    "ms-swift": f"{_EVENLY}: ms-swift does with --sequence_packing_scheduler dp_balanced.",
 }
+_CORES = (
+    "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. Give each "
+    "rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
+)
+#: The option for the number of a data loader's processes.
+_WORKERS = {
+    "megatron-lm": " (--num-workers)",
+    "megatron-bridge": " (dataset.num_workers)",
+    "ms-swift": " (--dataloader_num_workers)",
+}
+_EXPERTS = (
+    "Megatron's --moe-aux-loss-coeff (larger), --moe-router-load-balancing-type (global_aux_loss), "
+    "--moe-router-enable-expert-bias and --moe-expert-capacity-factor even them."
+)
+
+_Say = Callable[[Cause, TargetStages], str]
+
+
+class Words(NamedTuple):
+    """The words of one kind of cause: text with the facts of a cause in braces (`_facts`), or a function that returns
+    it."""
+
+    name: str
+    """A few words, for a table."""
+    evidence: str | _Say
+    """What was measured, and where: a sentence or two."""
+    advice: str | Mapping[str, str] | _Say = ""
+    """What to do: sentences, by framework where it has flags of its own (``""``: any other); may be empty."""
+
+
+def name_of(cause: Cause) -> str:
+    """Returns the name of a cause in a few words, for a table: ``slow rank 5``, ``layers of stage 0``."""
+    return WORDS[cause.kind].name.format_map(_facts(cause))
 
 
 def evidence(cause: Cause, measured: TargetStages) -> str:
-    """Returns what was measured, and where: a sentence or two."""
-    sentence = _SENTENCES[cause.kind]
-    return sentence if isinstance(sentence, str) else sentence(cause, measured)
-
-
-def when(cause: Cause) -> str:
-    """Returns in which steps the cause is present; empty if it is present in all."""
-    if cause.share == 1.0:
-        return ""
-    mostly = ", mainly" if elsewhere(cause) else ""
-    begins = f" since step {cause.since}" if cause.since is not None else ""
-    return mostly + (begins or f" in {round(cause.share * cause.steps)} of {counted(cause.steps, 'step')}")
-
-
-def elsewhere(cause: Cause) -> float:
-    """Returns the milliseconds that a cause costs in a step without it. The average over all steps includes both the
-    steps with the cause and those without it.
-
-    Returns 0 if the average, as printed, does not show a cost in the steps without it.
-    """
-    there = cause.share * cause.while_ms
-    if cause.share == 1.0 or cause.price.value <= there or number(cause.price.value) == number(there):
-        return 0.0
-    return (cause.price.value - there) / (1.0 - cause.share)
+    """Returns what was measured and where, and what to do about it."""
+    words = WORDS[cause.kind]
+    advice = words.advice
+    if isinstance(advice, Mapping):
+        advice = advice.get(measured.framework or "", advice[""])
+    told = [part if isinstance(part, str) else part(cause, measured) for part in (words.evidence, advice)]
+    return " ".join(filter(None, told)).format_map(_facts(cause))
 
 
 def of_steps(cause: Cause) -> bool:
@@ -72,11 +89,59 @@ def of_steps(cause: Cause) -> bool:
     return cause.kind == "unexplained" and "forward_ms" not in cause.parts
 
 
+def costs_only_there(cause: Cause) -> bool:
+    """Returns whether a cause costs nothing, as printed, in the steps without it."""
+    return number(cause.share * cause.while_ms) == number(cause.price.value)
+
+
+def _facts(cause: Cause) -> Mapping[str, object]:
+    """Returns what the words of a cause may name."""
+    several, of = len(cause.ranks) > 1, cause.stages or (() if cause.stage is None else (cause.stage,))
+    link = cause.link or (cause.stage or 0, (cause.stage or 0) + 1)
+    where = [f"stage {cause.stage}"] if cause.stage is not None else []
+    who = ranks(cause.ranks) if cause.ranks else ""
+    if where := [*where, *(cause.hosts if len(cause.hosts) == 1 else ())]:
+        who += f" ({', '.join(where)})"
+    when = ""
+    if cause.since is not None and cause.share < 1.0:
+        when = f" since step {cause.since}"
+    elif cause.share < 1.0:
+        when = f" in {round(cause.share * cause.steps)} of {counted(cause.steps, 'step')}"
+    passes = {kind: cause.parts[f"{kind}_ms"] for kind in ("forward", "backward") if f"{kind}_ms" in cause.parts}
+    excess = milliseconds(sum(passes.values()))
+    if len(passes) > 1:
+        excess += f" ({', '.join(f'{number(ms)} {kind}' for kind, ms in passes.items())})"
+    between = "all stages" if cause.link is None else "stages {} and {}".format(*link)
+    facts = {
+        "kind": cause.kind.replace("_", " "),
+        "of": f" of {ranks(cause.ranks)}" if cause.ranks else f" of {stages(of)}" if of else "",
+        "of_ranks": f" of {ranks(cause.ranks)}" if cause.ranks else "",
+        "ranks": ranks(cause.ranks) if cause.ranks else "",
+        "who": who,
+        "Who": capital(who),
+        "s": "" if several else "s",
+        "it": "them" if several else "it",
+        "stage": cause.stage,
+        "stages": ("steps of " if of_steps(cause) else "") + (stages(of) if of else ""),
+        "chunk": cause.chunk,
+        "one": link[0],
+        "other": link[1],
+        "end": "output layer and loss" if cause.stage else "embedding",
+        "exchanges": f"exchanges between {between}" if cause.group == "pp" else f"exposed {cause.group} communication",
+        "when": when,
+        "average": "" if cause.share == 1.0 else " on average",
+        "longest": f"; rank {cause.ranks[0]} waits longest," if several else ",",
+        "excess": excess,
+        **{name: milliseconds(ms) for name, ms in cause.parts.items() if name.endswith("_ms")},
+    }
+    return defaultdict(lambda: milliseconds(0.0), facts)
+
+
 def _layers(cause: Cause, measured: TargetStages) -> str:
-    held = {stage.pp: [c.holds.layers if c.holds else None for c in stage.chunks] for stage in measured.stages}
+    counts = {stage.pp: [c.holds.layers if c.holds else None for c in stage.chunks] for stage in measured.stages}
     most = cause.stages or (() if cause.stage is None else (cause.stage,))
-    whole = {pp: sum(count or 0 for count in layers) for pp, layers in held.items() if None not in layers}
-    if not most or len(whole) < len(held) or any(pp not in whole for pp in most):
+    whole = {pp: sum(count or 0 for count in layers) for pp, layers in counts.items() if None not in layers}
+    if not most or len(whole) < len(counts) or any(pp not in whole for pp in most):
         return "The layers are not spread evenly over the model chunks."
     others = sorted({count for pp, count in whole.items() if pp not in most})
     who = "the other holds" if len(whole) - len(most) == 1 else "the others hold"
@@ -86,107 +151,74 @@ def _layers(cause: Cause, measured: TargetStages) -> str:
 
 
 def _ends(cause: Cause, measured: TargetStages) -> str:
-    contents = [content for content in _held(measured, cause.stage) if content is not None]
+    contents = [content for content in _contents(measured, cause.stage) if content is not None]
     names = {
         "the embedding": any(content.embedding for content in contents),
         "MTP layers": any(content.mtp for content in contents),
         "the output layer and loss": any(content.loss for content in contents),
     }
-    held = [name for name, there in names.items() if there] or ["an embedding, or an output layer and loss"]
-    return f"Stage {cause.stage} holds {both(held)} beside its layers, which takes {_parts(cause)} of each microbatch."
+    there = [name for name, is_there in names.items() if is_there] or ["an embedding, or an output layer and loss"]
+    return f"Stage {{stage}} holds {both(there)} beside its layers, which takes {{excess}} of each microbatch."
 
 
-def _held(measured: TargetStages, stage: int | None = None) -> Iterable[ModelChunk | None]:
+def _contents(measured: TargetStages, stage: int | None = None) -> Iterable[ModelChunk | None]:
     """Returns what each chunk of a stage, or of all stages, holds; None for a chunk if it is not known."""
-    return (
-        chunk.holds
-        for measured_stage in measured.stages
-        if stage in (None, measured_stage.pp)
-        for chunk in measured_stage.chunks
-    )
-
-
-def _one_kind(cause: Cause, measured: TargetStages) -> str:
-    slow = cause.kind.removeprefix("slow_")
-    return (
-        f"The {slow}s of stage {cause.stage} take {_part(cause, f'{slow}_ms')} longer for each microbatch than its "
-        "layers need."
-    )
+    return (chunk.holds for each in measured.stages if stage in (None, each.pp) for chunk in each.chunks)
 
 
 def _unexplained(cause: Cause, measured: TargetStages) -> str:
-    why = _why_slow(cause) or " Nothing that was recorded says why."
     if of_steps(cause):
-        return f"Stage {cause.stage} takes longer than in its quicker steps{when(cause)}.{why}"
-    longer = f"it takes {_parts(cause)} longer for each microbatch than its layers need"
-    return f"Stage {cause.stage} is slow{when(cause)}: {longer}.{why}"
+        return "Stage {stage} takes longer than in its quicker steps{when}."
+    return "Stage {stage} is slow{when}: it takes {excess} longer for each microbatch than its layers need."
 
 
 def _slow_rank(cause: Cause, measured: TargetStages) -> str:
-    several = len(cause.ranks) > 1
-    peers = "the other ranks of their stage" if several else "its peers"
-    waiting = ", which wait for each other inside a microbatch," if several else ""
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
     # The tables also include what delays single passes, like waits for a core; the factor does not.
-    who = f"Apart from delays of single passes, {_who(cause)}{waiting} {'compute' if several else 'computes'}"
-    text = f"{who} {longer} {peers}{when(cause)}."
-    if cause.share < 1.0 and cause.steps == len(measured.steps):
-        text += " The tables have the average of all steps."
-    return text + _why_slow(cause)
+    if len(cause.ranks) > 1:
+        who = "{who}, which wait for each other inside a microbatch, compute"
+        return f"Apart from delays of single passes, {who} {longer} the other ranks of their stage{{when}}."
+    return f"Apart from delays of single passes, {{who}} computes {longer} its peers{{when}}."
 
 
-def _why_slow(cause: Cause) -> str:
+def _times(factor: float) -> str:
+    """Returns a factor: ``about 1.3 times``. Factors from 100 on are in words: ``hundreds of times``."""
+    if factor < 100:
+        return f"about {factor:.2g} times"
+    return "hundreds of times" if factor < 1000 else "thousands of times"
+
+
+def _why_slow(cause: Cause, measured: TargetStages) -> str:
     """Returns why a rank or a stage is slow if that is known; else what the slowness looks like, or nothing."""
     tokens, usual = cause.parts.get("expert_tokens"), cause.parts.get("usual_expert_tokens")
     if tokens is None or usual is None:
-        goes = elsewhere(cause) <= _HARDLY * cause.while_ms
-        comes_and_goes = cause.share < 1.0 and cause.since is None and goes
-        return " It comes and goes: another program may run on its host at times." * comes_and_goes
-    got = f" In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
+        if cause.share < 1.0 and cause.since is None and costs_only_there(cause):
+            return "It comes and goes: another program may run on its host at times."
+        return "Nothing that was recorded says why." if cause.kind == "unexplained" else ""
+    got = f"In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
     if cause.reason == "machine":
         return f"{got}: that explains at most {percent(cause.parts['explained'])} of it, and the rest is the machine."
-    return (
-        f"{got}: it is expert load, and even experts gain what it costs. Megatron's --moe-aux-loss-coeff (larger), "
-        "--moe-router-load-balancing-type (global_aux_loss), --moe-router-enable-expert-bias and "
-        "--moe-expert-capacity-factor even them."
-    )
-
-
-def _late_entry(cause: Cause, measured: TargetStages) -> str:
-    enter, there = ("enter", "them") if len(cause.ranks) > 1 else ("enters", "it")
-    return (
-        f"{capital(_who(cause))} {enter} the step later than the others{when(cause)}: something between the steps "
-        f"takes longer on {there}, such as data loading or other work of the host."
-    )
-
-
-def _slow_link(cause: Cause, measured: TargetStages) -> str:
-    one, other = cause.link or (cause.stage or 0, (cause.stage or 0) + 1)
-    there = f"{_part(cause, 'transfer_ms')} once both stages are there{when(cause)}"
-    return (
-        f"Exchanges between stages {one} and {other} take {there}, and those of other links {_part(cause, 'usual_ms')}."
-    )
+    return f"{got}: it is expert load, and even experts gain what it costs. {_EXPERTS}"
 
 
 def _uneven(cause: Cause, measured: TargetStages) -> str:
     if cause.stage is not None:
-        text = f"On stage {cause.stage} some microbatches take longer than others, and the pipeline waits for them."
+        text = "On stage {stage} some microbatches take longer than others, and the pipeline waits for them."
     else:
         text = "Microbatches differ in their work, alike on all stages, and the pipeline waits for the long ones."
     return f"{text} {_because(cause, measured)}"
 
 
 def _unequal(cause: Cause, measured: TargetStages) -> str:
-    wait = "the step lasts until the slowest one is done"
-    if not measured.forward_only:
-        wait = "all wait in the gradient reduction for the slowest one"
-    text = f"Some replicas take longer than others{when(cause)}, and {wait}. {_because(cause, measured)}"
-    if cause.reason == "machine":
-        return text
-    switch = _OVER_REPLICAS.get(measured.framework or "")
-    how = f": {measured.framework} does with {switch}" if switch else ""
-    return f"{text} Spread long sequences evenly over the replicas of a step{how}."
+    wait = "all wait in the gradient reduction for the slowest one"
+    if measured.forward_only:
+        wait = "the step lasts until the slowest one is done"
+    return f"Some replicas take longer than others{{when}}, and {wait}. {_because(cause, measured)}"
+
+
+def _evenly(cause: Cause, measured: TargetStages) -> str:
+    return "" if cause.reason == "machine" else _OVER_REPLICAS.get(measured.framework or "", _OVER_REPLICAS[""])
 
 
 def _because(cause: Cause, measured: TargetStages) -> str:
@@ -197,135 +229,106 @@ def _because(cause: Cause, measured: TargetStages) -> str:
     share = (
         f"The lengths of their sequences explain {percent(at)} ({percent(low)} to {percent(high)}) of the difference"
     )
-    experts = any(chunk is None or chunk.kinds is None or "moe" in chunk.kinds for chunk in _held(measured))
+    experts = any(chunk is None or chunk.kinds is None or "moe" in chunk.kinds for chunk in _contents(measured))
     why = "a machine, or experts that get more tokens than others" if experts else "a machine"
     if high == 0.0:
         return f"The lengths of their sequences explain nothing of it, so the reason is {why}."
-    if cause.reason == "data":
-        return f"{share}: it is the data."
-    if cause.reason == "machine":
-        return f"{share}: it is not the data, but {why}."
-    return f"{share}: whether it is the data is not sure."
+    if cause.reason is None:
+        return f"{share}: whether it is the data is not sure."
+    return f"{share}: it is the data." if cause.reason == "data" else f"{share}: it is not the data, but {why}."
 
 
 def _communication(cause: Cause, measured: TargetStages) -> str:
     if cause.group == "pp":
         return "Exchanges between stages take time in which the stage that waits for them computes nothing."
     if cause.group == "dp":
-        return f"The gradient reduction goes on behind the last pass, where no compute hides it{when(cause)}."
+        return "The gradient reduction goes on behind the last pass, where no compute hides it{when}."
     name = INSIDE.get(cause.group or "")
     which = f"{name} communication" if name else "communication of a group that the recording does not name"
     waiting = "part of which may be waiting for the last rank of a group"
-    text = f"{capital(which)}, {waiting}, is exposed: no compute hides it"
     # So removing it may gain more than the exposed time of any single stage.
     others = ", and while the pipeline fills and drains, stages wait for that of the others, too"
-    return f"{text}{others if measured.sizes.pp > 1 else ''}."
-
-
-def _garbage(cause: Cause, measured: TargetStages) -> str:
-    return (
-        f"Python collects garbage inside passes{when(cause)}, on one rank or another while the others wait, for up to "
-        f"{_part(cause, 'longest_ms')} at a time. {_MANUAL_GC.get(measured.framework, _MANUAL_GC[None])}."
-    )
+    others *= measured.sizes.pp > 1
+    return f"{capital(which)}, {waiting}, is exposed: no compute hides it{others}."
 
 
 def _data(cause: Cause, measured: TargetStages) -> str:
     if "waited_ms" not in cause.parts:
         return (
-            f"The first forward takes longer than the others{when(cause)}, on the first stage alone: it seems to wait "
-            "for its data."
+            "The first forward takes longer than the others{when}, on the first stage alone: it seems to wait for its "
+            "data."
         )
     one_in = round(1.0 / cause.parts["spread"])
-    several, which = len(cause.ranks) > 1, f", mostly one microbatch in {one_in}" * (one_in > 1)
-    most = f"{_part(cause, 'waited_ms')} a step{' on the one that waits longest' * several}"
-    text = f"{capital(_who(cause))} wait{'' if several else 's'} for data{when(cause)}: {most}{which}, for up to "
-    workers = f"give the data loader more workers{_WORKERS.get(measured.framework, '')}, or let it prefetch more"
-    if several:
-        return f"{text}{_part(cause, 'longest_ms')} at a time. To shorten this, {workers}."
-    return (
-        f"{text}{_part(cause, 'longest_ms')} at a time. Look at its disk, network and loader processes, or {workers}."
-    )
+    which = f", mostly one microbatch in {one_in}" * (one_in > 1)
+    longest = " on the one that waits longest" * (len(cause.ranks) > 1)
+    return f"{{Who}} wait{{s}} for data{{when}}: {{waited_ms}} a step{longest}{which}, for up to {{longest_ms}} at a time."
 
 
-#: The option for the number of a data loader's processes.
-_WORKERS: dict[str | None, str] = {
-    "megatron-lm": " (--num-workers)",
-    "megatron-bridge": " (dataset.num_workers)",
-    "ms-swift": " (--dataloader_num_workers)",
+def _workers(cause: Cause, measured: TargetStages) -> str:
+    if "waited_ms" not in cause.parts:
+        return ""
+    look = "To shorten this, " if len(cause.ranks) > 1 else "Look at its disk, network and loader processes, or "
+    option = _WORKERS.get(measured.framework or "", "")
+    return f"{look}give the data loader more workers{option}, or let it prefetch more."
+
+
+def _few_microbatches(cause: Cause, measured: TargetStages) -> str:
+    few = f"{counted(measured.microbatches or 0, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}"
+    return f"{few}: filling and draining the pipeline takes long."
+
+
+_LONGER = "longer for each microbatch than its layers need"
+#: Every kind of cause that a diagnosis names.
+WORDS: dict[str, Words] = {
+    "layers": Words("layers{of}", _layers),
+    "embedding_or_loss": Words("{end}{of}", _ends),
+    "recomputation": Words(
+        "recomputation{of}",
+        f"The backwards of stage {{stage}} take {{backward_ms}} {_LONGER}, about as long as one forward: this stage "
+        "seems to recompute activations, and the others do not.",
+    ),
+    "slow_forward": Words("slow forward{of}", f"The forwards of stage {{stage}} take {{forward_ms}} {_LONGER}."),
+    "slow_backward": Words("slow backward{of}", f"The backwards of stage {{stage}} take {{backward_ms}} {_LONGER}."),
+    "unexplained": Words("slow {stages}", _unexplained, _why_slow),
+    "slow_chunk": Words(
+        "slow chunk {chunk}{of}",
+        "Chunk {chunk} of stage {stage} takes {excess} longer for each microbatch than other chunks with as many "
+        "layers.",
+    ),
+    "slow_rank": Words("slow {ranks}", _slow_rank, _why_slow),
+    "slow_link": Words(
+        "slow link {one}-{other}",
+        "Exchanges between stages {one} and {other} take {transfer_ms} once both stages are there{when}, and those of "
+        "other links {usual_ms}.",
+    ),
+    "late_entry": Words(
+        "late entry{of}",
+        "{Who} enter{s} the step later than the others{when}: something between the steps takes longer on {it}, such "
+        "as data loading or other work of the host.",
+    ),
+    "data_wait": Words("data wait{of_ranks}", _data, _workers),
+    "uneven_microbatches": Words("uneven microbatches{of}", _uneven),
+    "unequal_replicas": Words("unequal replicas{of}", _unequal, _evenly),
+    "communication": Words("{exchanges}", _communication),
+    "host_bound": Words(
+        "host bound{of}",
+        "The GPU waits for the host inside passes: it has nothing to do, because nothing was launched in time.",
+    ),
+    "stalls": Words(
+        "stalls{of}",
+        "Single passes stall{when}, on one rank or another: the recording does not name what holds the host up.",
+    ),
+    "garbage_collection": Words(
+        "garbage collection{of}",
+        "Python collects garbage inside passes{when}, on one rank or another while the others wait, for up to "
+        "{longest_ms} at a time.",
+        _MANUAL_GC,
+    ),
+    "processor_wait": Words(
+        "processor wait{of}",
+        "{Who} wait{s} for a processor core{when}{longest} {waited_ms} a step{average}, inside passes and "
+        "between them.",
+        _CORES,
+    ),
+    "few_microbatches": Words("few microbatches{of}", _few_microbatches),
 }
-_CORES = (
-    "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. Give each "
-    "rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
-)
-
-
-def _processor(cause: Cause, measured: TargetStages) -> str:
-    several = len(cause.ranks) > 1
-    wait = "wait" if several else "waits"
-    whose = f"; rank {cause.ranks[0]} waits longest, " if several else ", "
-    average = "" if cause.share == 1.0 else " on average"
-    text = f"{capital(_who(cause))} {wait} for a processor core{when(cause)}"
-    return f"{text}{whose}{_part(cause, 'waited_ms')} a step{average}, inside passes and between them. {_CORES}"
-
-
-_SENTENCES: dict[str, str | Callable[[Cause, TargetStages], str]] = {
-    "layers": _layers,
-    "embedding_or_loss": _ends,
-    "recomputation": lambda cause, _: (
-        f"The backwards of stage {cause.stage} take {_part(cause, 'backward_ms')} longer for each microbatch than its "
-        "layers need, about as long as one forward: this stage seems to recompute activations, and the others do not."
-    ),
-    "slow_forward": _one_kind,
-    "slow_backward": _one_kind,
-    "unexplained": _unexplained,
-    "slow_chunk": lambda cause, _: (
-        f"Chunk {cause.chunk} of stage {cause.stage} takes {_parts(cause)} longer for each microbatch than other "
-        "chunks with as many layers."
-    ),
-    "slow_rank": _slow_rank,
-    "slow_link": _slow_link,
-    "late_entry": _late_entry,
-    "data_wait": _data,
-    "uneven_microbatches": _uneven,
-    "unequal_replicas": _unequal,
-    "communication": _communication,
-    "host_bound": (
-        "The GPU waits for the host inside passes: it has nothing to do, because nothing was launched in time."
-    ),
-    "stalls": lambda cause, _: (
-        f"Single passes stall{when(cause)}, on one rank or another: the recording does not name what holds the host up."
-    ),
-    "garbage_collection": _garbage,
-    "processor_wait": _processor,
-    "few_microbatches": lambda _, measured: (
-        f"{counted(measured.microbatches or 0, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: "
-        "filling and draining the pipeline takes long."
-    ),
-}
-#: All kinds of causes that a diagnosis names.
-KINDS = frozenset(_SENTENCES)
-
-
-def _who(cause: Cause) -> str:
-    """Returns the ranks of a cause with their place: ``rank 37 (stage 2, node-0004)``."""
-    where = [f"stage {cause.stage}"] if cause.stage is not None else []
-    where += cause.hosts if len(cause.hosts) == 1 else ()
-    return ranks(cause.ranks) + (f" ({', '.join(where)})" if where else "")
-
-
-def _times(factor: float) -> str:
-    """Returns a factor: ``about 1.3 times``. Factors from 100 on are in words: ``hundreds of times``."""
-    if factor < 100:
-        return f"about {factor:.2g} times"
-    return "hundreds of times" if factor < 1000 else "thousands of times"
-
-
-def _parts(cause: Cause) -> str:
-    """Returns the forward and backward excess of a cause: ``9.1 ms (3.0 forward, 6.1 backward)``."""
-    parts = {kind: cause.parts[f"{kind}_ms"] for kind in ("forward", "backward") if f"{kind}_ms" in cause.parts}
-    text = milliseconds(sum(parts.values()))
-    return text if len(parts) < 2 else f"{text} ({', '.join(f'{number(ms)} {kind}' for kind, ms in parts.items())})"
-
-
-def _part(cause: Cause, name: str) -> str:
-    return milliseconds(cause.parts.get(name, 0.0))

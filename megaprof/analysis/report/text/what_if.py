@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.causes import OF_A_STAGE
-from megaprof.analysis.report.text.causes import name_of as cause_in_words
+from megaprof.analysis.report.text.evidence import name_of as cause_in_words
 from megaprof.analysis.report.text.sentences import Finding
 from megaprof.analysis.report.text.words import both, counted, number, percent, ranks, sentence, speedup
 from megaprof.analysis.table.modules import EMBEDDING, LOSS
