@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import INDEX_BITS, FleetReading, Key, Series, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import INDEX_BITS, Series, find_timelines, read_fleet
 from megaprof.analysis.fleet.trends import EXCESS
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
@@ -113,40 +112,37 @@ def analyze(
     if not captured and not fleet_reading.series:
         return _foreign(path, traces, sizes or {}, warnings)
     job = (path.parent if path.is_file() else path).absolute()
-    targets = []
-    for key, captured_job in captured.items():
-        fleet = next((fleet for fleet in fleets if fleet.key == key), None)
-        table = tabled[key]
-        measured = _measured(table, diagnosed[key], partial(averages.of_steps, captured_job))
-        if (
-            key in fleet_reading.series
-            and (note := _not_recovered(captured_job, fleet_reading.series[key])) is not None
-        ):
-            measured = replace(measured, warnings=(*measured.warnings, note))
-        if isinstance(table, Table) and not table.profiled:
-            draw = partial(drawn.of_table, table, measured, key, fleet_reading.files[key])
+    by_key, found = {fleet.key: fleet for fleet in fleets}, []
+    # Timelines of steps around windows complete the report on these windows, and are none of their own.
+    also = {key[:2] for key in captured}
+    alone = [key for key in fleet_reading.series if key[:2] not in also and (key in by_key or not captured)]
+    for key in (*captured, *alone):
+        table, series, of_key = tabled[key], fleet_reading.series.get(key), captured.get(key)
+        if of_key is None:
+            measured = _measured(table, diagnosed[key], partial(averages.of_series, fleet_reading.series[key]))
         else:
-            draw = partial(drawn.of_steps, captured_job.steps, measured, table)
-        targets.append(_reported(measured, diagnosed[key], draw, fleet, job, memory_limit))
-    reported = {target.report.key for target in targets}
-    for key in fleet_reading.series:
-        fleet = next((fleet for fleet in fleets if fleet.key == key), None)
-        # Steps around windows complete the report on these windows.
-        if key[:2] not in reported and (fleet is not None or not captured):
-            targets.append(_recorded(key, fleet_reading, tabled[key], diagnosed[key], fleet, job, memory_limit))
-    targets.sort(key=lambda target: order(target.report))
+            measured = _measured(table, diagnosed[key], partial(averages.of_steps, of_key))
+            if series is not None and (note := _not_recovered(of_key, series)) is not None:
+                measured = replace(measured, warnings=(*measured.warnings, note))
+        draw: Callable[[], drawn.StepTimeline] | None = None
+        if isinstance(table, Table) and not (of_key is not None and table.profiled):
+            draw = partial(drawn.of_table, table, measured, key, fleet_reading.files[key])
+        elif of_key is not None:
+            draw = partial(drawn.of_steps, of_key.steps, measured, table)
+        found.append((*_reported(measured, diagnosed[key], by_key.get(key), job, memory_limit), draw))
+    found.sort(key=lambda target: order(target[0]))
     return Report(
         path=path,
         source=str(path),
         traces=read,
         timelines=tuple(fleet_reading.read),
-        targets=tuple(target.report for target in targets),
+        targets=tuple(report for report, _, _ in found),
         warnings=told(dict.fromkeys(warnings)),
         run=runs.chosen + 1,
         runs=runs.count,
         span=runs.span,
-        drawn={target.report.key: target.draw for target in targets if target.draw is not None},
-        by_hand=tuple(target.by_hand for target in targets),
+        drawn={report.key: draw for report, _, draw in found if draw is not None},
+        by_hand=tuple(by_hand for _, by_hand, _ in found),
     )
 
 
@@ -214,18 +210,6 @@ def _diagnosed(table: Table | Unfit) -> _Diagnosed:
     return examined, diagnose(examined)
 
 
-_Draw = Callable[[], drawn.StepTimeline]
-
-
-class _Target(NamedTuple):
-    """A report on one target. ``by_hand`` predicts changes that a person chooses, and ``draw`` draws a step;
-    each is None if that cannot be done."""
-
-    report: TargetReport
-    by_hand: Changeable | None
-    draw: _Draw | None
-
-
 def _slow(diagnosed: _Diagnosed, *, every: bool = False) -> set[int]:
     """Returns the slow ranks of a job; with ``every``, the ranks of all other causes as well."""
     causes = () if isinstance(diagnosed, Unfit) else diagnosed[1].causes
@@ -257,39 +241,17 @@ def _not_recovered(captured: Job, series: Series) -> Note | None:
     return Note("not_recovered", ms=(float(np.median(before_ms)), float(np.median(behind_ms))), said=said)
 
 
-def _recorded(
-    key: Key,
-    reading: FleetReading,
-    table: Table | Unfit,
-    diagnosed: _Diagnosed,
-    fleet: Fleet | None,
-    job: Path,
-    memory_limit: int | None,
-) -> _Target:
-    """Reports on a target that has timelines but no traces."""
-    draw = None
-    measured = _measured(table, diagnosed, partial(averages.of_series, reading.series[key]))
-    if isinstance(table, Table):
-        draw = partial(drawn.of_table, table, measured, key, reading.files[key])
-    return _reported(measured, diagnosed, draw, fleet, job, memory_limit)
-
-
 def _reported(
-    measured: TargetStages,
-    diagnosed: _Diagnosed,
-    draw: _Draw | None,
-    fleet: Fleet | None,
-    job: Path,
-    memory_limit: int | None,
-) -> _Target:
-    """Reports on one target. ``job``: the directory that the job writes to."""
+    measured: TargetStages, diagnosed: _Diagnosed, fleet: Fleet | None, job: Path, memory_limit: int | None
+) -> tuple[TargetReport, Changeable | None]:
+    """Returns the report on one target, and what predicts changes that a person chooses; None if nothing can. ``job``:
+    the directory that the job writes to."""
     if isinstance(diagnosed, Unfit):
         why = measured.unjudgeable or diagnosed.note
-        return _Target(TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None, draw)
+        return TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None
     examined, diagnosis = diagnosed
     predicted, by_hand = what_if(examined, diagnosis, memory_limit)
-    report = TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet)
-    return _Target(report, by_hand, draw)
+    return TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet), by_hand
 
 
 def _others(directory: Path) -> list[Path]:
