@@ -143,7 +143,8 @@ def parser_of(command: str) -> Parser:
     module = import_module(f"megaprof.cli.{module_name}")
     parser = Parser(f"megaprof {command}", text)
     module.add_arguments(parser)
-    parser.add_examples(module.EXAMPLES)
+    examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])
+    parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
     return parser
 
 

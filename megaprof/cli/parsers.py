@@ -31,11 +31,6 @@ class Parser(argparse.ArgumentParser):
             message += meant(match[1], [choice.strip(" '") for choice in match[2].split(",")])
         super().error(message)
 
-    def add_examples(self, examples: Sequence[str]) -> None:
-        """Adds commands to try at the end of the help."""
-        block = "\n".join(["examples:", *(f"  {example}" for example in examples)])
-        self.epilog = f"{self.epilog}\n\n{block}" if self.epilog else block
-
 
 def meant(typed: str, candidates: Iterable[str]) -> str:
     """Returns ``; did you mean ...?``, or an empty string if none of ``candidates`` is similar."""

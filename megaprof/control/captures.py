@@ -197,18 +197,18 @@ class CaptureTask:
     def _role_of(self, request: Request) -> str | None:
         """Returns the role whose calls are counted. Raises Refused if nobody makes such calls."""
         target = TRAIN_ACTOR if request.target == TRAIN_OVERALL else request.target
-        our_role, asked = self._session.role, request.role
+        our_role, wanted = self._session.role, request.role
         calls = dict(self._session.calls)
         seen = sorted({role or "" for name, role in calls if name == target})
         if not seen and sum(calls.values()) >= _CALLS_OF_OTHERS:
             runs = ", ".join(sorted({name if role is None else f"{name} of {role}" for name, role in calls}))
             raise Refused(f"nobody has run {target} in this job so far; what runs is {runs}")
-        if asked is not None:
-            if asked not in seen and asked != our_role and seen:
+        if wanted is not None:
+            if wanted not in seen and wanted != our_role and seen:
                 roles = [role for role in seen if role]
                 hint = f"{target} runs as {', '.join(roles)}" if roles else f"{target} has no roles: leave --role out"
-                raise Refused(f"unknown role {asked!r}; {hint}")
-            return asked
+                raise Refused(f"unknown role {wanted!r}; {hint}")
+            return wanted
         if not seen or (our_role or "") in seen:
             return our_role
         if len(seen) > 1:

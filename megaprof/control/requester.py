@@ -88,14 +88,14 @@ class Requester:
         """Seconds since any rank that has not finished moved; 0 while one moves."""
         self._job = job
         self._answers: dict[int, CaptureState] = {}
-        self._asked: float | None = None
+        self._submitted_at: float | None = None
         self._latency: float | None = None
 
     def submit(self) -> None:
         """Asks, where that is not done yet. Raises Refused."""
-        if self._asked is None:
+        if self._submitted_at is None:
             _submit(self._job, self.request)
-            self._asked = time.monotonic()
+            self._submitted_at = time.monotonic()
 
     @property
     def pause(self) -> float:
@@ -197,7 +197,7 @@ class Requester:
     @property
     def _waited(self) -> float:
         """Seconds since it asked."""
-        return 0.0 if self._asked is None else time.monotonic() - self._asked
+        return 0.0 if self._submitted_at is None else time.monotonic() - self._submitted_at
 
     def _check_that_it_stands(self, control: Directory) -> None:
         """Raises Refused where the ranks cannot see the request any more."""

@@ -18,7 +18,7 @@ from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import words
-from megaprof.analysis.report.text.sentences import of_standstills
+from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.formats import inputs
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.job.standstill import Standstill
@@ -98,7 +98,7 @@ def _begin(most_bytes: int | None) -> None:
 
 def _brief(target: TargetReport, standstill: Standstill | None) -> Brief:
     verdict = target.in_brief(standstill)
-    stood_still = of_standstills(target.fleet.standstills if target.fleet is not None else ())
+    stood_still = standstill_findings(target.fleet.standstills if target.fleet is not None else ())
     return Brief(
         words.title(*target.key),
         verdict.severity,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 
-from megaprof.analysis.report.text.sentences import of_standstills
+from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.config.windows import TARGETS
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, find_job
@@ -136,8 +136,8 @@ class LiveJob:
             return Now(at, "starts", view=view, summary=summary)
         if view.state in ("runs", "hangs"):
             self._history.append(Point(at, job.run.run, summary.step_ms, summary.imbalance))
-        stood = [view.standstill] if view.state == "died" and view.standstill is not None else []
-        clauses = *waited_for(view), *(finding.text for finding in of_standstills(stood))
+        standstills = [view.standstill] if view.state == "died" and view.standstill is not None else []
+        clauses = *waited_for(view), *(finding.text for finding in standstill_findings(standstills))
         return Now(at, view.state, None, view, summary, verdict(view), clauses)
 
     async def capture(self, target: str, steps: int, select: str) -> None:

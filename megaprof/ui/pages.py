@@ -85,7 +85,7 @@ def on_one_axis(key: tuple[str, str | None], captures: Sequence[Capture]) -> lis
     return [step | {"end": end} for step in steps]
 
 
-def compared(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
+def side_by_side(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
     """Returns two lists: for each target, the places of its two drawings in the second list (None without drawings),
     and the drawings of all targets."""
     places: list[list[int] | None] = []

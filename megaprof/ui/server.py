@@ -170,7 +170,7 @@ class Pages:
             diff = await run_in_threadpool(compare, captures[0].report, captures[1].report)
         except NothingToCompare as fault:
             return _page("compare.html", **values, diff=None, fault=str(fault), data=None)
-        drawn, drawings = pages.compared(diff, captures)
+        drawn, drawings = pages.side_by_side(diff, captures)
         data = pages.data_of(drawings) if drawings else None
         return _page("compare.html", **values, diff=diff, drawn=drawn, fault=None, data=data)
 

@@ -18,4 +18,4 @@ def findings(fleet: Fleet) -> tuple[str, ...]:
 
 
 def notes(fleet: Fleet) -> tuple[str, ...]:
-    return tuple(sentences.notes_of(fleet))
+    return tuple(sentences.run_notes(fleet))

@@ -23,7 +23,7 @@ from megaprof.analysis.collectives.dumps import BadDump
 from megaprof.analysis.collectives.hang import hang_of
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.hang import plain
-from megaprof.cli.files.what_if import predicted
+from megaprof.cli.files.what_if import answer_to
 from tests.golden.inputs import HANGS, REPORTS, WHAT_IFS
 
 EXPECTED = Path(__file__).with_suffix("")
@@ -54,7 +54,7 @@ def _answered(name: str, directory: Path) -> Any:
     except (NothingToReport, BadDump) as refusal:
         return {"refused": type(refusal).__name__}
     choices = dict.fromkeys(("layout", "chunks", "microbatches", "p2p", "tokens", "packing"), "")
-    return to_builtins(predicted(found, choices | change)) if change else found.to_json()
+    return to_builtins(answer_to(found, choices | change)) if change else found.to_json()
 
 
 def expected(name: str) -> Any:

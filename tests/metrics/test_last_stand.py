@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.text.causes import in_brief
-from megaprof.analysis.report.text.sentences import of_standstills
+from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.cli import FAILED, UNWELL, main
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.standstill import Standing, Standstill, completed
@@ -130,7 +130,7 @@ def test_a_job_of_several_targets_and_roles_names_the_target(tmp_path: Path) -> 
     standstill, heard = last
     assert (standstill.step, standstill.target) == (7, "train_actor")
     assert heard == pytest.approx(now)
-    (finding,) = of_standstills([standstill])
+    (finding,) = standstill_findings([standstill])
     assert finding.text.startswith("The job stands still in step 7 of train_actor, for 4")
 
 
@@ -169,14 +169,14 @@ def test_a_job_without_a_timeline_that_was_killed_while_it_ran(tmp_path: Path) -
     write(tmp_path, replace(job(pp=2), pid=NOBODY), {0: (None, None), 1: (None, None)}, ago=0.1, calls=calls)
     found = stand(tmp_path)
     assert found is not None
-    assert [finding.text for finding in of_standstills([found])] == ["The job was cut off in step 7 or after it."]
+    assert [finding.text for finding in standstill_findings([found])] == ["The job was cut off in step 7 or after it."]
 
 
 def test_a_job_that_stands_still_between_two_steps(tmp_path: Path) -> None:
     write(tmp_path, job(pp=2), {0: (None, None), 1: (None, None)}, ago=40)
     found = stand(tmp_path)
     assert found is not None
-    (finding,) = of_standstills([found])
+    (finding,) = standstill_findings([found])
     assert finding.severity == "open"
     assert finding.text.startswith("No rank has moved for 4")
     assert finding.text.endswith(" s, since step 6 ended.")

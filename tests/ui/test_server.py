@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from megaprof.analysis.report.compare import compare
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.text.diff import of_prediction
+from megaprof.analysis.report.text.diff import prediction_clause
 from megaprof.formats.names import artifact_name, shard
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import captures, server
@@ -232,7 +232,7 @@ def test_two_captures_are_compared_on_one_axis(client: TestClient, top: Path) ->
     shown = page(client, f"/compare?a={one}&b={other}")
     diff = compare(analyze(top / "before"), analyze(top / "after")).targets[0]
     assert diff.prediction is not None
-    assert of_prediction(diff.prediction) in shown.text
+    assert prediction_clause(diff.prediction) in shown.text
     assert f"{diff.step_time.before:.0f} → {diff.step_time.after:.0f} ms" in shown.text
     timelines = [each for each in shown.all("div") if each.get("class") == "timeline"]
     assert len(timelines) == 2

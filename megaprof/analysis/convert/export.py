@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.notes import brief, told
+from megaprof.analysis.report.text.notes import brief, with_texts
 from megaprof.formats import timeline as format
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import appearing
@@ -123,7 +123,7 @@ def _written(
                 writer.write_table(pa.concat_tables(waiting_tables))
                 rows, waiting_tables = rows + count, []
             progress(done, len(paths))
-    return Exported(rows, len(paths), cut, told(warnings))
+    return Exported(rows, len(paths), cut, with_texts(warnings))
 
 
 def _named(directory: Path) -> tuple[str | None, int]:

@@ -27,7 +27,7 @@ from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge as NothingToMerge
 from megaprof.analysis.convert.captures import StepName, choose
 from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.notes import brief, told
+from megaprof.analysis.report.text.notes import brief, with_texts
 from megaprof.analysis.table.jobs import jobs_of
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.table.traced import table_of
@@ -186,7 +186,7 @@ def merge(
         alignment=alignment,
         others=chosen.others,
         left_out=chosen.left_out,
-        warnings=told(warnings),
+        warnings=with_texts(warnings),
         run=chosen.runs.chosen + 1,
         runs=chosen.runs.count,
     )

@@ -13,7 +13,7 @@ the error of the prediction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import replace
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
@@ -40,7 +40,7 @@ from megaprof.formats.faults import Unanswerable
 FEWEST = 3
 #: Causes that come from the machine or its load. Another machine might not have them; no layout fixes them.
 _OF_MACHINE = frozenset(
-    (
+    [
         "processor_wait",
         "garbage_collection",
         "stalls",
@@ -49,7 +49,7 @@ _OF_MACHINE = frozenset(
         "late_entry",
         "data_wait",
         "host_bound",
-    )
+    ]
 )
 
 
@@ -65,16 +65,13 @@ def compare(before: Document, after: Document) -> Diff:
     old, new = _by_key(before), _by_key(after)
     common = [key for key in old if key in new]
     if not common:
-        raise NothingToCompare(f"no target is in both: {_names(old)} in the first, {_names(new)} in the second")
+        first, second = (", ".join(sorted(words.title(*key) for key in keys)) or "nothing" for keys in (old, new))
+        raise NothingToCompare(f"no target is in both: {first} in the first, {second} in the second")
     return Diff(
-        before=_side(before, [key for key in old if key not in new]),
-        after=_side(after, [key for key in new if key not in old]),
+        before=Side(tuple(key for key in old if key not in new), before.of_several, before.warnings),
+        after=Side(tuple(key for key in new if key not in old), after.of_several, after.warnings),
         targets=tuple(_target(old[key], new[key]) for key in common),
     )
-
-
-def _side(report: Document, unpaired: Iterable[_Key]) -> Side:
-    return Side(tuple(unpaired), report.of_several, report.warnings)
 
 
 def _by_key(report: Document) -> dict[_Key, TargetReport]:
@@ -82,10 +79,6 @@ def _by_key(report: Document) -> dict[_Key, TargetReport]:
     for target in report.targets:
         by_key.setdefault(target.key, target)  # if there are several sizes, the first one counts
     return by_key
-
-
-def _names(keys: Iterable[_Key]) -> str:
-    return ", ".join(sorted(words.title(*key) for key in keys)) or "nothing"
 
 
 def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
@@ -104,7 +97,12 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
         before=_target_side(before, after),
         after=_target_side(after, before),
         step_time=step_time if one_model else _incomparable(step_time),
-        stages=stages if one_model else tuple(map(_incomparable_stage, stages)),
+        stages=tuple(
+            stage
+            if one_model
+            else replace(stage, changes={name: _incomparable(times) for name, times in stage.changes.items()})
+            for stage in stages
+        ),
         layer=layer,
         prediction=_kept(before, after, layer) if predicted else None,
         causes=_causes(before.diagnosis, after.diagnosis) if one_model else {},
@@ -128,10 +126,6 @@ def _incomparable(times: Difference) -> Difference:
     return replace(times, change=None, beyond_spread=None, low=None, high=None)
 
 
-def _incomparable_stage(stage: StageDiff) -> StageDiff:
-    return replace(stage, changes={name: _incomparable(times) for name, times in stage.changes.items()})
-
-
 def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
     return TargetSide(
         verdict=target.in_brief(surely_in=other.diagnosis).text,
@@ -146,17 +140,15 @@ def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
 
 
 def _layer(before: TargetReport, after: TargetReport) -> Difference | None:
-    old, new = (_of_a_layer(target) for target in (before, after))
-    return None if not old or not new else Difference(old, new, new / old - 1.0, None)
-
-
-def _of_a_layer(target: TargetReport) -> float | None:
     """Returns the milliseconds of a layer, averaged over all kinds of layers; None if no costs were fitted."""
-    fitted = target.what_if.costs
-    if fitted is None or not fitted.kinds:
-        return None
-    costs = [fitted.by_kind[kind] for kind in fitted.kinds if kind in fitted.by_kind]
-    return sum(cost.forward_ms + cost.backward_ms for cost in costs) / len(fitted.kinds)
+    took_ms = []
+    for fitted in (before.what_if.costs, after.what_if.costs):
+        if fitted is None or not fitted.kinds:
+            return None
+        costs = [fitted.by_kind[kind] for kind in fitted.kinds if kind in fitted.by_kind]
+        took_ms.append(sum(cost.forward_ms + cost.backward_ms for cost in costs) / len(fitted.kinds))
+    old, new = took_ms
+    return None if not old or not new else Difference(old, new, new / old - 1.0, None)
 
 
 def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
@@ -209,8 +201,8 @@ def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> S
     microbatches is a change of the step."""
     return StageDiff(
         pp=pp,
-        layers_before=_layers(before),
-        layers_after=_layers(after),
+        layers_before=None if before is None else words.layers(chunk.holds for chunk in before.chunks),
+        layers_after=None if after is None else words.layers(chunk.holds for chunk in after.chunks),
         changes={
             quantity: _difference(
                 getattr(before, quantity, None),
@@ -221,10 +213,6 @@ def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> S
             for quantity in QUANTITIES
         },
     )
-
-
-def _layers(stage: Stage | None) -> str | None:
-    return None if stage is None else words.layers(chunk.holds for chunk in stage.chunks)
 
 
 def _difference(before: Spread | None, after: Spread | None, old: list[Spread], new: list[Spread]) -> Difference:
@@ -252,17 +240,16 @@ def _grown(before: list[Spread], after: list[Spread]) -> Interval | None:
 def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Difference]:
     if before is None or after is None:
         return {}
-    kinds = dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes))
-    return {kind: _prices(*(_price(diagnosis, {kind}) for diagnosis in (before, after))) for kind in kinds}
+    causes = {}
+    for kind in dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes)):
+        old, new = _price(before, {kind}), _price(after, {kind})
+        change = new.value / old.value - 1.0 if old.value else None
+        causes[kind] = Difference(old.value, new.value, change, not new.meets(old))
+    return causes
 
 
 def _price(diagnosis: Diagnosis, kinds: Set[str]) -> Interval:
     return sum((cause.price for cause in diagnosis.causes if cause.kind in kinds), Interval.of(0.0))
-
-
-def _prices(old: Interval, new: Interval) -> Difference:
-    change = new.value / old.value - 1.0 if old.value else None
-    return Difference(old.value, new.value, change, not new.meets(old))
 
 
 def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:

@@ -24,7 +24,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as text
-from megaprof.analysis.report.text.notes import said, told
+from megaprof.analysis.report.text.notes import with_text, with_texts
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill, completed
@@ -84,9 +84,11 @@ class TargetReport(TargetStages):
         """Returns the report on a target, with the sentences that follow from its data. ``job``: the directory that the
         job writes to."""
         named = diagnosis.causes if diagnosis is not None else ()
-        measured = replace(measured, warnings=told(measured.warnings), unjudgeable=said(measured.unjudgeable))
-        what_if, withheld = replace(what_if, warnings=told(what_if.warnings)), said(withheld)
-        asked = job if fleet is not None else None
+        measured = replace(
+            measured, warnings=with_texts(measured.warnings), unjudgeable=with_text(measured.unjudgeable)
+        )
+        what_if, withheld = replace(what_if, warnings=with_texts(what_if.warnings)), with_text(withheld)
+        running_job = job if fleet is not None else None
         return cls(
             **vars(measured),
             diagnosis=diagnosis,
@@ -95,14 +97,14 @@ class TargetReport(TargetStages):
             what_if=what_if,
             fleet=fleet,
             findings=(
-                *causes.findings(measured, diagnosis, withheld, asked),
-                *text.of_packing(what_if, measured.framework, measured.sizes.cp),
+                *causes.findings(measured, diagnosis, withheld, running_job),
+                *text.packing_advice(what_if, measured.framework, measured.sizes.cp),
             ),
-            advice=text.advised(what_if, diagnosis, measured.framework),
-            capture=causes.to_tell(measured, diagnosis, what_if, asked) if measured.profiled else None,
+            advice=text.layout_advice(what_if, diagnosis, measured.framework),
+            capture=causes.capture_advice(measured, diagnosis, what_if, running_job) if measured.profiled else None,
             ends=() if fleet is None else sentences.ends(fleet),
             changes=() if fleet is None else sentences.changes(fleet, job),
-            notes=() if fleet is None else tuple(sentences.notes_of(fleet)),
+            notes=() if fleet is None else tuple(sentences.run_notes(fleet)),
         )
 
     @property
@@ -210,7 +212,7 @@ class Report(Document):
             if target.fleet is not None:
                 fleet = replace(target.fleet, standstills=completed(target.fleet.standstills, last))
                 target = replace(target, fleet=fleet, ends=sentences.ends(fleet))
-                shown |= any(stood.outcome == "unfinished" for stood in fleet.standstills)
+                shown |= any(each.outcome == "unfinished" for each in fleet.standstills)
             targets.append(target)
         return replace(self, targets=tuple(targets), standstill=None if shown else last)
 

@@ -23,7 +23,7 @@ from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.text.notes import clause, told
+from megaprof.analysis.report.text.notes import clause, with_texts
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.jobs import Job, jobs_of, warming_up
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
@@ -137,7 +137,7 @@ def analyze(
         traces=read,
         timelines=tuple(fleet_reading.read),
         targets=tuple(report for report, _, _ in found),
-        warnings=told(dict.fromkeys(warnings)),
+        warnings=with_texts(dict.fromkeys(warnings)),
         run=runs.chosen + 1,
         runs=runs.count,
         span=runs.span,
@@ -183,7 +183,7 @@ def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int], war
     if not recordings:
         ours = [note for note in warnings if note.said != NOT_OURS]
         theirs = [note for note in skipped if not any(note.files[0] in other.files for other in ours)]
-        said = told((*ours, *of_files(theirs)))
+        said = with_texts((*ours, *of_files(theirs)))
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(said)))
     files = dict.fromkeys(recording.path for recording in recordings)
     foreign = facts_of(recordings, dict(sizes))
@@ -192,8 +192,8 @@ def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int], war
         source=str(path),
         traces=tuple(files),
         targets=(),
-        warnings=told(of_files(skipped)),
-        foreign=replace(foreign, warnings=told(foreign.warnings)),
+        warnings=with_texts(of_files(skipped)),
+        foreign=replace(foreign, warnings=with_texts(foreign.warnings)),
     )
 
 

@@ -30,11 +30,11 @@ def show(report: Report, console: Console) -> None:
     """
     if report.of_several is not None:
         console.print(text(report.of_several), soft_wrap=True)
-    for finding in sentences.of_standstills([report.standstill] if report.standstill else []):
+    for finding in sentences.standstill_findings([report.standstill] if report.standstill else []):
         show_finding(console, finding)
     if len(report.targets) > sentences.FEW_TARGETS:
         console.print()
-        show_table(console, views.targets(report))
+        show_table(console, views.targets_table(report))
     for target in report.targets:
         _show_target(target, console)
     if report.foreign is not None:
@@ -72,12 +72,12 @@ def _show_target_diff(target: TargetDiff, console: Console) -> None:
     step = target.step_time
     line = f"step time {views.before_and_after(step)} ms {views.mark(step)}"
     console.print(text(line, STYLES[views.emphasis(step)]))
-    console.print(text(differences.of_causes(target)))
-    console.print(text(differences.of_machine(target)))
+    console.print(text(differences.causes_clause(target)))
+    console.print(text(differences.machine_clause(target)))
     if (kept := target.prediction) is not None:
         style = "" if kept.inside is None else STYLES["fine" if kept.inside else "slow"]
-        console.print(text(differences.of_prediction(kept), style))
-    show_table(console, views.of_diff(target))
+        console.print(text(differences.prediction_clause(kept), style))
+    show_table(console, views.diff_table(target))
     show_warnings(console, differences.notes(target))
 
 
@@ -91,10 +91,10 @@ def _show_target(target: TargetReport, console: Console) -> None:
     if target.fleet is not None:
         for finding in target.changes:
             show_finding(console, finding, quiet=True)
-        show_table(console, views.over_the_run(target.fleet, _MOST_ROWS))
+        show_table(console, views.run_table(target.fleet, _MOST_ROWS))
         for note in target.notes:
             console.print(text(note, "dim"))
-    for view in views.of_target(target):
+    for view in views.target_tables(target):
         show_table(console, view)
     if (lengths := causes.lengths(target.diagnosis)) is not None:
         console.print(text(lengths))
@@ -112,14 +112,14 @@ def _show_verdict(target: TargetReport, console: Console) -> None:
         show_finding(console, finding, quiet=True)
     if target.advice is not None:
         show_finding(console, target.advice)
-        if predictions.best and (held := what_if.activations(predictions.best, predictions)):
-            console.print(text(sentence(held)))
+        if predictions.best and (change := what_if.activations(predictions.best, predictions)):
+            console.print(text(sentence(change)))
     if target.capture is not None:
         show_finding(console, target.capture)
 
 
 def _show_what_if(predictions: WhatIf, console: Console) -> None:
-    if (view := views.of_what_if(predictions)) is None:
+    if (view := views.what_if_table(predictions)) is None:
         return
     console.print()
     show_table(console, view)
@@ -134,11 +134,11 @@ def _show_what_if(predictions: WhatIf, console: Console) -> None:
 def _show_foreign(foreign: Foreign, console: Console) -> None:
     """Prints the facts of every rank, and what these recordings cannot show."""
     heading(console, "Recordings without ranges of megaprof's")
-    for view in views.of_foreign(foreign):
+    for view in views.foreign_tables(foreign):
         show_table(console, view, _MOST_ROWS)
     for late in foreign.late[:4]:
-        console.print(text(sentence(sentences.of_late(late))))
-    console.print(text(sentences.of_foreign(foreign) + "."))
+        console.print(text(sentence(sentences.late_clause(late))))
+    console.print(text(sentences.foreign_limits(foreign) + "."))
     show_warnings(console, foreign.warnings)
 
 

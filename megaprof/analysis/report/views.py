@@ -48,7 +48,7 @@ _WIDTH = 20
 _PERCENTILES = ("p50", "p95", "p99", "max")
 
 
-def targets(report: Report) -> TableView:
+def targets_table(report: Report) -> TableView:
     """Returns a row for each target of a report, with its verdict."""
     columns = Column("target", "text"), Column("role", "text"), Column("verdict", "text"), Column("imbalance")
     rows = []
@@ -60,9 +60,11 @@ def targets(report: Report) -> TableView:
     return TableView(counted(len(rows), "target"), (*columns, Column("step time", unit="ms")), tuple(rows))
 
 
-def of_target(target: TargetReport) -> list[TableView]:
+def target_tables(target: TargetReport) -> list[TableView]:
     """Returns the tables of a target's stages, without those that would be empty."""
-    return [view for view in (_steps(target), _beside(target), _microbatches(target), _modules(target)) if view.rows]
+    return [
+        view for view in (_steps(target), _rest_of_step(target), _microbatches(target), _modules(target)) if view.rows
+    ]
 
 
 def _key(stage: Stage) -> tuple[str, str, str]:
@@ -130,7 +132,7 @@ def _hint(stage: Stage, kind: str, spread: Spread | None) -> str:
     return f"{kind} {mean(spread)} ms" + (f" ({parts})" if parts else "")
 
 
-def _beside(target: TargetReport) -> TableView:
+def _rest_of_step(target: TargetReport) -> TableView:
     """Returns where the rest of the step goes, as far as it is known."""
     columns = {
         "bubble:\nwarm-up": [stage.bubble_split["warmup_ms"] for stage in target.shown],
@@ -178,7 +180,7 @@ def _modules(target: TargetReport) -> TableView:
     return TableView(title, (Column("module", "name"), Column("passes"), Column("time")), tuple(rows))
 
 
-def over_the_run(fleet: Fleet, most: int | None = None) -> TableView:
+def run_table(fleet: Fleet, most: int | None = None) -> TableView:
     """Returns the percentiles of the times of a run, and how they developed. ``most``: the largest number of stages;
     if there are more, the slowest ones."""
     rows = []
@@ -216,7 +218,7 @@ def sparkline(values: Sequence[float | None]) -> str:
     return "".join(" " if v is None else _TICKS[round((v - low) / span * (len(_TICKS) - 1))] for v in middles)
 
 
-def of_what_if(predictions: WhatIf) -> TableView | None:
+def what_if_table(predictions: WhatIf) -> TableView | None:
     """Returns the measured step, its replay, and the predictions worth showing; None without a replay."""
     measured, replayed, error = predictions.measured_ms, predictions.replay_ms, predictions.replay_error
     if measured is None or replayed is None or error is None:
@@ -244,7 +246,7 @@ def of_what_if(predictions: WhatIf) -> TableView | None:
     return TableView("what if: before and after", columns, tuple(rows))
 
 
-def of_foreign(foreign: Foreign) -> list[TableView]:
+def foreign_tables(foreign: Foreign) -> list[TableView]:
     """Returns the facts of every rank, its exposed communication (first that of the rank that loses most to it), and
     the stages, if the exchanges show them."""
     folders = {rank.window: os.path.dirname(rank.file) for rank in foreign.ranks}
@@ -279,7 +281,7 @@ def of_foreign(foreign: Foreign) -> list[TableView]:
     return [view for view in views if view.rows]
 
 
-def of_diff(target: TargetDiff) -> TableView:
+def diff_table(target: TargetDiff) -> TableView:
     """Returns the stages of a target before and after."""
 
     def bar(stage: StageDiff, side: str) -> tuple[Piece, ...]:
@@ -290,8 +292,8 @@ def of_diff(target: TargetDiff) -> TableView:
     for stage in target.stages:
         changes = [stage.changes[quantity] for quantity in target.quantities]
         cells = [Cell(f"{before_and_after(change)}\n{mark(change)}", emphasis(change)) for change in changes]
-        held = " → ".join(dict.fromkeys((stage.layers_before or ABSENT, stage.layers_after or ABSENT)))
-        rows.append(row(stage.pp, held, Cell(bars=(bar(stage, "before"), bar(stage, "after"))), *cells))
+        layers_held = " → ".join(dict.fromkeys((stage.layers_before or ABSENT, stage.layers_after or ABSENT)))
+        rows.append(row(stage.pp, layers_held, Cell(bars=(bar(stage, "before"), bar(stage, "after"))), *cells))
     columns = Column("stage"), Column("layers", "name"), Column("before, above after", "bars")
     names = [Column(quantity.removesuffix("_ms")) for quantity in target.quantities]
     legend = ("compute", "compute"), ("bubble", "bubble")

@@ -16,9 +16,9 @@ from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
 from megaprof.cli import UsageError
-from megaprof.cli.files.diff import compared
-from megaprof.cli.files.report import analyzed
-from megaprof.cli.files.what_if import in_words, predicted
+from megaprof.cli.files.diff import comparison
+from megaprof.cli.files.report import report_on
+from megaprof.cli.files.what_if import answer_to, in_words
 from megaprof.cli.jobs import status as job_status
 from megaprof.formats.phrases import json_of
 from megaprof.formats.remote import RemotePath, files_below, place
@@ -40,7 +40,7 @@ def of_report(directory: str, run: int | None) -> dict[str, Any]:
     report = _report(directory, run)
     headline = [*filter(None, [report.of_several]), *map(_in_brief, report.targets)]
     if report.foreign is not None:
-        headline.append(sentences.of_foreign(report.foreign))
+        headline.append(sentences.foreign_limits(report.foreign))
     return {"headline": headline, **report.to_json()}
 
 
@@ -48,13 +48,13 @@ def of_change(
     directory: str, run: int | None, choices: Mapping[str, str], target: str | None, role: str | None
 ) -> dict[str, Any]:
     """Returns the JSON of ``megaprof what-if DIR --json``. Raises CommandError, and the errors of reading files."""
-    answer = predicted(_report(directory, run), choices, target, role)
+    answer = answer_to(_report(directory, run), choices, target, role)
     return {"headline": in_words(answer), **msgspec.json.decode(json_of(answer))}
 
 
 def of_diff(before: str, after: str) -> dict[str, Any]:
     """Returns the JSON of ``megaprof diff A B --json``. Raises CommandError, and the errors of reading files."""
-    diff: dict[str, Any] = msgspec.to_builtins(compared(place(before), place(after)))
+    diff: dict[str, Any] = msgspec.to_builtins(comparison(place(before), place(after)))
     return diff
 
 
@@ -107,12 +107,12 @@ def _report(directory: str, run: int | None) -> Report:
     read again only if a file has changed."""
     path = place(directory)
     stamp = _stamp(path)
-    return _cached_report(directory, run, stamp) if stamp else analyzed(path, run)
+    return _cached_report(directory, run, stamp) if stamp else report_on(path, run)
 
 
 @lru_cache(maxsize=2)
 def _cached_report(directory: str, run: int | None, stamp: Hashable) -> Report:
-    return analyzed(place(directory), run)
+    return report_on(place(directory), run)
 
 
 def _stamp(path: Path) -> Hashable:

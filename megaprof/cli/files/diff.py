@@ -50,7 +50,7 @@ def _percent(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Compares, and prints tables or JSON. Raises CommandError if there is nothing to compare."""
     heed_input_option(arguments)
-    diff = compared(arguments.before, arguments.after)
+    diff = comparison(arguments.before, arguments.after)
     if arguments.json:
         print_json(diff)
     else:
@@ -59,20 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
         from megaprof.analysis.report.terminal import show_diff
 
         show_diff(diff, Console(highlight=False))
-    return 0 if arguments.fail_above is None else _judged(diff, arguments.fail_above)
-
-
-def _judged(diff: Diff, bound: float) -> int:
-    """Says of each target whether its step is slower by more than ``bound``, and returns the exit code."""
+    bound: float | None = arguments.fail_above
+    if bound is None:
+        return 0
     from megaprof.analysis.report.text import words
-    from megaprof.analysis.report.text.diff import of_bound
+    from megaprof.analysis.report.text.diff import bound_clause
 
     for target in diff.targets:
-        say(f"megaprof diff: {words.title(target.target, target.role)}: {of_bound(target, bound)}", sys.stderr)
+        say(f"megaprof diff: {words.title(target.target, target.role)}: {bound_clause(target, bound)}", sys.stderr)
     return UNWELL if any(target.slower_by(bound) for target in diff.targets) else 0
 
 
-def compared(before: Path, after: Path) -> Diff:
+def comparison(before: Path, after: Path) -> Diff:
     """Returns the comparison of two captures, or of the JSON files of their reports. Raises CommandError."""
     from megaprof.analysis.report.compare import NothingToCompare, compare
 

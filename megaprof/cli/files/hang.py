@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for line in (*(sentences(hang) if hang.ranks else ()), *warnings):
             say(line)
-    over = bool(hang.standstills) and all(stood.outcome == "went_on" for stood in hang.standstills)
+    over = bool(hang.standstills) and all(each.outcome == "went_on" for each in hang.standstills)
     return UNWELL if hang.culprits or hang.unended or (warnings and not over) else 0
 
 
@@ -66,7 +66,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     If their collectives show no culprit, the lines say where the job stands or stood still, as `megaprof status` and
     the report say it: torch does not record exchanges of gloo, and a rank may stand still in its own work.
     """
-    from megaprof.cli.jobs.status import collectives, how_it_ended
+    from megaprof.cli.jobs.status import collectives, ending_sentences
     from megaprof.metrics.look import look_at, verdict, waited_for
 
     job = find_job(directory, role)
@@ -78,7 +78,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
         whole = [str(verdict(view))] if view.state == "hangs" else []
         lines = [f"! {clause}" for clause in [*waited_for(view)] or whole]
     else:
-        lines = [f"! {sentence}" for sentence in how_it_ended(view)]
+        lines = [f"! {sentence}" for sentence in ending_sentences(view)]
     if not hang.ranks and not lines:
         if view.silence is None:
             raise CommandError(f"no rank of the job in {directory} has reported that it stands still")

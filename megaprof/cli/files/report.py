@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
+    workers: Workers | None = arguments.workers
+    if workers is not None and str(workers).isdecimal() and int(workers):
+        workers = int(workers)
+    elif workers is not None and workers != "ray" and not str(workers).startswith("ray://"):
+        raise UsageError(f"--workers {workers} must be a number of at least 1, ray, or ray://host:port")
     page: Path | None = arguments.html
     if arguments.open and page is None and browser.is_here():
         page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it after we end
@@ -90,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         html_file=page,
         number=arguments.run,
         sizes=_sizes(arguments),
-        workers=_workers(arguments),
+        workers=workers,
     )
     if arguments.open and page is None:
         ui_command = shlex.join(["megaprof", "ui", str(arguments.dir)])
@@ -120,9 +123,9 @@ def report_directory(
 
     from megaprof.analysis.report.terminal import show
 
-    _refuse_to_lose("--json", json_file, _is_json_report)
-    _refuse_to_lose("--html", html_file, _is_html_report)
-    report = analyzed(directory, number, sizes, workers)
+    _refuse_to_lose("--json", json_file, ('"version"', '"targets"'))
+    _refuse_to_lose("--html", html_file, ("<!DOCTYPE html>", "<title>megaprof: "))
+    report = report_on(directory, number, sizes, workers)
     # Files are written before anything is printed, because the reader of the output (head, less) may leave early. If a
     # file cannot be written, the report is still printed.
     fault = _write_files(report, json_file, html_file)
@@ -151,22 +154,13 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
     return sizes
 
 
-def _workers(arguments: argparse.Namespace) -> Workers | None:
-    workers: str | None = arguments.workers
-    if workers is None or workers == "ray" or workers.startswith("ray://"):
-        return workers
-    if not workers.isdecimal() or int(workers) < 1:
-        raise UsageError(f"--workers {workers} must be a number of at least 1, ray, or ray://host:port")
-    return int(workers)
-
-
-def analyzed(
+def report_on(
     directory: Path, number: int | None = None, sizes: dict[str, int] | None = None, workers: Workers | None = None
 ) -> Report:
     """Returns the report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and
     UsageError if there is no such run."""
     from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
-    from megaprof.analysis.report.text.sentences import of_standstills
+    from megaprof.analysis.report.text.sentences import standstill_findings
     from megaprof.metrics.look import last_stand
 
     # The status files are next to the others, on a file system of this machine.
@@ -183,8 +177,8 @@ def analyzed(
     except NothingToReport as fault:
         if last is None:
             raise
-        stood = " ".join(finding.text for finding in of_standstills(last[:1]))
-        raise CommandError(f"{stood} Nothing else can be reported: {fault}") from None
+        told = " ".join(finding.text for finding in standstill_findings(last[:1]))
+        raise CommandError(f"{told} Nothing else can be reported: {fault}") from None
     return report if last is None else report.with_standstill(*last)
 
 
@@ -198,29 +192,19 @@ def _html(report: Report) -> str:
     return page(report, report.steps())
 
 
-def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], bool]) -> None:
-    """Raises UsageError if ``path`` is a file that must not be overwritten: anything but an older report."""
-    if path is None:
-        return
-    if path.is_dir():
+def _refuse_to_lose(option: str, path: Path | None, marks: tuple[str, str]) -> None:
+    """Raises UsageError if ``path`` is a file that must not be overwritten: anything but an older report, which has all
+    ``marks``."""
+    if path is not None and path.is_dir():
         raise UsageError(f"{option} {path} is a directory, not a file")
-    if not path.is_file() or path.stat().st_size == 0:
+    if path is None or not path.is_file() or path.stat().st_size == 0:
         return
     try:
-        is_older_report = is_report(read_input(path).decode())
-    except (OSError, ValueError, RecursionError):
-        is_older_report = False
-    if not is_older_report:
+        content = read_input(path)
+    except (OSError, ValueError):
+        content = b""
+    if not all(mark.encode() in content for mark in marks):
         raise UsageError(f"{option} {path} exists and is not a report by megaprof, so it is not overwritten")
-
-
-def _is_json_report(text: str) -> bool:
-    document = json.loads(text)
-    return isinstance(document, dict) and {"version", "targets"} <= document.keys()
-
-
-def _is_html_report(text: str) -> bool:
-    return text.startswith("<!DOCTYPE html>") and "<title>megaprof: " in text
 
 
 def _write_files(report: Report, json_file: Path | None, html_file: Path | None) -> CommandError | None:
@@ -228,17 +212,13 @@ def _write_files(report: Report, json_file: Path | None, html_file: Path | None)
     try:
         for option, path, text in (("--json", json_file, _json), ("--html", html_file, _html)):
             if path is not None:
+                content = text(report).encode()
                 with writing(option, path):
-                    _write_whole(path, text(report))
+                    if path.exists() and not path.is_file():  # a device, or a pipe
+                        path.write_bytes(content)
+                    else:
+                        with appearing(path, sync=False) as file:
+                            file.write(content)
     except CommandError as fault:
         return fault
     return None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it appears whole or not at all. A device or a pipe is written to directly."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    with appearing(path, sync=False) as file:
-        file.write(text.encode())

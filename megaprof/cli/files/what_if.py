@@ -84,12 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predicts, and prints lines or JSON. Raises CommandError, and UsageError for a change that cannot be chosen."""
-    from megaprof.cli.files.report import analyzed
+    from megaprof.cli.files.report import report_on
 
     heed_input_option(arguments)
-    report = analyzed(arguments.dir, arguments.run)
+    report = report_on(arguments.dir, arguments.run)
     choices = {name: getattr(arguments, name) for name in _HELP}
-    answer = predicted(report, choices, arguments.target, arguments.role)
+    answer = answer_to(report, choices, arguments.target, arguments.role)
     if arguments.json:
         print_json(answer)
     else:
@@ -98,12 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def predicted(
+def answer_to(
     report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None
 ) -> WhatIfAnswer:
     """Returns the prediction of `by_hand.chosen` for a target of a report. Raises CommandError, and UsageError for a
     change that has no prediction."""
-    from megaprof.analysis.report.text.what_if import beside, name_of
+    from megaprof.analysis.report.text.what_if import name_of, notes_on
     from megaprof.analysis.what_if.by_hand import chosen, stages_after
     from megaprof.analysis.what_if.changeable import NotCaptured
     from megaprof.analysis.what_if.layouts import options_of
@@ -128,7 +128,7 @@ def predicted(
             target_report.measured.framework, target_report.measured.role, choice.prediction.flags, changeable.stages
         ),
         caveats=(
-            *beside(choice.prediction, target_report.what_if),
+            *notes_on(choice.prediction, target_report.what_if),
             *(note.text for note in target_report.what_if.warnings),
         ),
     )
@@ -156,12 +156,12 @@ def _find_target(report: Report, target: str | None, role: str | None) -> tuple[
 
 def in_words(answer: WhatIfAnswer) -> list[str]:
     """Returns an answer as lines of text."""
-    from megaprof.analysis.report.text.what_if import AS_CAPTURED, fast
+    from megaprof.analysis.report.text.what_if import AS_CAPTURED, times_as_fast
     from megaprof.analysis.report.text.words import counted, number, percent, title, within
 
     prediction = answer.prediction
     now = f"{number(answer.measured_ms)} ms"
-    step = f"{within(prediction.step_ms)} ms instead of {now}: {fast(prediction)}"
+    step = f"{within(prediction.step_ms)} ms instead of {now}: {times_as_fast(prediction)}"
     if answer.what == AS_CAPTURED:
         step = f"{now}; nothing is changed"
     elif prediction.speedup.holds(1.0):

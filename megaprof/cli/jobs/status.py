@@ -17,8 +17,8 @@ from megaprof.analysis.collectives.hang import Hang, hang_of_job
 from megaprof.analysis.fleet.fleet import stood_still_in
 from megaprof.analysis.report.tables import Column, Row, TableView, row
 from megaprof.analysis.report.text import hang as of_hang
-from megaprof.analysis.report.text.notes import told
-from megaprof.analysis.report.text.sentences import of_standstills
+from megaprof.analysis.report.text.notes import with_texts
+from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.report.text.words import number, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.blame import WaitedFor
@@ -174,7 +174,7 @@ def answer(view: View) -> StatusAnswer:
         still_s=round(view.blame.still, 3),
         stuck=view.blame.stuck,
         culprits=view.blame.culprits,
-        collectives=None if hang is None else replace(hang, warnings=told(hang.warnings)),
+        collectives=None if hang is None else replace(hang, warnings=with_texts(hang.warnings)),
         standstills=standstills(view),
         slow=view.slow,
         waits=dict(view.waits),
@@ -193,27 +193,27 @@ def in_words(view: View) -> list[str]:
 
 def silence(view: View) -> str:
     """Returns why a job does not answer any more, and how it ended."""
-    sentences = how_it_ended(view)
+    sentences = ending_sentences(view)
     return " ".join((f"{view.silence}.", *sentences)) if sentences else str(view.silence)
 
 
-def how_it_ended(view: View) -> list[str]:
+def ending_sentences(view: View) -> list[str]:
     """Returns sentences about where a job stood still, and about the ranks that died before it ended."""
-    return [*stood_still(view), *map(sentence, waited_for(view) if view.state == "ended" else ())]
+    return [*standstill_sentences(view), *map(sentence, waited_for(view) if view.state == "ended" else ())]
 
 
 def standstills(view: View) -> tuple[Standstill, ...]:
     """Returns the steps in which a job stands still or stood still, as the report names them: from the statuses of its
     ranks, or after it ended from its timelines."""
     if view.state == "ended":
-        stood = stood_still_in(view.job.directory, view.job.run.role, os.cpu_count() or 1)
-        return completed(stood, view.standstill)
+        standstills = stood_still_in(view.job.directory, view.job.run.role, os.cpu_count() or 1)
+        return completed(standstills, view.standstill)
     return () if view.standstill is None else (view.standstill,)
 
 
-def stood_still(view: View) -> list[str]:
+def standstill_sentences(view: View) -> list[str]:
     """Returns the report's sentences about `standstills`."""
-    return [finding.text for finding in of_standstills(standstills(view))]
+    return [finding.text for finding in standstill_findings(standstills(view))]
 
 
 def _headline(view: View) -> Iterator[str]:
@@ -266,7 +266,7 @@ def _said(view: View) -> Iterator[str]:
     if hang is not None and (hang.culprits or hang.held_up or hang.unended):
         lines += of_hang.sentences(hang)
     if view.state == "died":
-        lines += stood_still(view)
+        lines += standstill_sentences(view)
     yield from ("", *lines) if lines else ()
 
 

@@ -192,17 +192,17 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     first = cause("layers", stage=0)
     (*_, beside) = causes.findings(MEASURED, diagnosis(first, perhaps=(few,)), None)
     assert "would show" not in beside.text
-    assert causes.to_tell(MEASURED, diagnosis(first, perhaps=(few,)), WhatIf(), None) is None
+    assert causes.capture_advice(MEASURED, diagnosis(first, perhaps=(few,)), WhatIf(), None) is None
     # One command for all that is open: what a run is started with, or what a running job is asked with.
     open_ = diagnosis(perhaps=(few, replace(few, more_steps=3), many))
     for predicted, job, command in (
         (WhatIf(), None, "--profile-steps train_actor=7:15"),
         (WhatIf(more_steps=9), Path("/d"), "megaprof trigger /d --target train_actor --steps 11 --select per-stage"),
     ):
-        told = causes.to_tell(MEASURED, open_, predicted, job)
+        told = causes.capture_advice(MEASURED, open_, predicted, job)
         assert told is not None
         assert told.command == command
-    assert causes.to_tell(MEASURED, diagnosis(perhaps=(many,)), WhatIf(), None) is None
+    assert causes.capture_advice(MEASURED, diagnosis(perhaps=(many,)), WhatIf(), None) is None
 
 
 def test_what_comes_and_goes_has_the_cost_of_its_steps_where_the_others_cost_nothing() -> None:
@@ -238,7 +238,7 @@ def test_what_may_be_a_cause_is_priced_with_as_many_microbatches_as_there_are() 
 def test_a_step_that_may_have_been_warming_up_is_not_asked_for_again() -> None:
     few = cause("slow_forward", stage=1, price=Interval(9.0, -2.0, 20.0), more_steps=3)
     for steps, wanted in (((0,), "1:6"), ((0, 1), "2:7"), ((2, 3, 4), "2:7")):
-        told = causes.to_tell(replace(MEASURED, steps=steps), diagnosis(perhaps=(few,)), WhatIf(), None)
+        told = causes.capture_advice(replace(MEASURED, steps=steps), diagnosis(perhaps=(few,)), WhatIf(), None)
         assert told is not None
         assert told.command == f"--profile-steps train_actor={wanted}"
 
@@ -256,7 +256,7 @@ def test_what_a_stage_cannot_hold_is_not_named(stage: int, name: str) -> None:
 
 def test_more_steps_are_asked_for_with_what_they_would_show() -> None:
     few = cause("communication", group="dp", price=Interval(9.0, -2.0, 20.0), more_steps=6)
-    (told,) = filter(None, [causes.to_tell(MEASURED, diagnosis(perhaps=(few,)), WhatIf(more_steps=9), None)])
+    (told,) = filter(None, [causes.capture_advice(MEASURED, diagnosis(perhaps=(few,)), WhatIf(more_steps=9), None)])
     assert told.text.startswith(
         "To find out what exposed dp communication may cost and which layout is faster, capture"
     )

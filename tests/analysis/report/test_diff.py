@@ -90,7 +90,7 @@ def test_a_step_is_surely_slower_or_surely_not_or_it_is_not_certain(tmp_path):
 
     def judged(**changed):
         target = only(compare(read(before), replace_in(after, **changed)))
-        return target.slower_by(0.03), text.of_bound(target, 0.03), target.step_time
+        return target.slower_by(0.03), text.bound_clause(target, 0.03), target.step_time
 
     slower, said, step = judged()
     assert (step.change, step.low, step.high) == pytest.approx((0.06, 0.06 - 0.01645, 0.06 + 0.01645), abs=1e-5)
@@ -117,8 +117,8 @@ def test_what_made_a_step_slower_is_named(tmp_path):
     assert (moved.before, moved.beyond_spread, moved.change) == (0.0, True, None)
     assert moved.after > 100.0
     assert target.slower_by(0.03) is True
-    assert "layers cost 0" in text.of_bound(target, 0.03)
-    assert text.of_bound(target, 0.03).endswith("most of the difference")
+    assert "layers cost 0" in text.bound_clause(target, 0.03)
+    assert text.bound_clause(target, 0.03).endswith("most of the difference")
     assert only(compare(uneven, even)).slower_by(0.03) is False
 
 
@@ -127,7 +127,7 @@ def test_steps_with_other_work_are_not_judged(tmp_path):
     after = report(tmp_path / "b", [6, 2], steps=(1, 2, 3), microbatches=8)
     target = only(compare(before, after))
     assert target.slower_by(0.03) is None
-    assert "do not do the same work" in text.of_bound(target, 0.03)
+    assert "do not do the same work" in text.bound_clause(target, 0.03)
 
 
 def test_more_microbatches_are_no_slower_stage(tmp_path):
@@ -256,7 +256,7 @@ def test_a_layout_that_was_predicted_stands_beside_what_came_of_it(tmp_path):
         each["speedup"]["low"] = 0.9
     kept = only(compare(read(unsure), after)).prediction
     assert kept.inside is None, "1.4, from 0.9 on, predicts nothing, whatever comes"
-    told = text.of_prediction(kept)
+    told = text.prediction_clause(kept)
     steps = [kept.before_ms, kept.predicted_ms, kept.measured_ms, kept.expected_ms.value]
     assert all(words.number(ms) in told for ms in steps), "and yet all numbers, so that anybody may judge"
 
@@ -297,7 +297,7 @@ def test_what_disturbed_one_capture_alone_is_none_of_the_layout(tmp_path):
     diagnosis["causes"][-1]["price"] = price
     kept = only(compare(read(saved), after)).prediction
     assert (kept.expected_ms, kept.inside) == (None, None), "no step takes less than nothing"
-    assert "what of that the machine changed is not known" in text.of_prediction(kept)
+    assert "what of that the machine changed is not known" in text.prediction_clause(kept)
 
 
 def test_a_prediction_is_compared_with_steps_of_its_own_kind(tmp_path):

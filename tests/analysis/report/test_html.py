@@ -15,7 +15,7 @@ import pytest
 from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.text.what_if import advised
+from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -257,7 +257,7 @@ def test_what_if_shows_before_and_after(tmp_path):
         best=best,
         advice="change",
     )
-    target = replace(report.targets[0], what_if=found, advice=advised(found, None))
+    target = replace(report.targets[0], what_if=found, advice=layout_advice(found, None))
     text = page(replace(report, targets=(target,)), {})
     flags = "--pipeline-model-parallel-layout &#39;Et*4|t*4L&#39; &#39;&lt;flag&gt;&#39;"
     assert text.count(flags) == 2  # above, and in the table

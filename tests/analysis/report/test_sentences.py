@@ -34,18 +34,18 @@ def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
 
 def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> None:
     best = replace(BEST, flags=("--pipeline-model-parallel-layout", "Et*4|t*4L"))
-    said = what_if.advised(WhatIf(best=best, advice="change", measured_ms=700.0), None)
+    said = what_if.layout_advice(WhatIf(best=best, advice="change", measured_ms=700.0), None)
     assert said is not None
     assert said.text.startswith("4+4 layers: 1.4")
     assert said.command == "--pipeline-model-parallel-layout 'Et*4|t*4L'"
     assert said.plain == f"{said.text} `{said.command}`"
-    assert what_if.advised(WhatIf(), None) is None
+    assert what_if.layout_advice(WhatIf(), None) is None
 
 
 def test_a_layout_of_which_less_is_expected_is_not_called_faster() -> None:
     other = replace(BEST, layout="Et*3|t*5L", layers=(3, 5), speedup=Interval(1.1, 0.9, 1.45))
     found = WhatIf(best=BEST, candidates=(BEST, other), advice="change", measured_ms=700.0, alike=("Et*3|t*5L",))
-    told = what_if.advised(found, None)
+    told = what_if.layout_advice(found, None)
     assert told is not None
     assert "whether 3+5 layers would be slower or faster than that is not certain" in told.text
 
@@ -54,8 +54,8 @@ def test_a_layout_of_which_less_is_expected_is_not_called_faster() -> None:
 def test_every_advice_has_a_sentence_of_its_own(advice: Advice) -> None:
     first = replace(BEST, needed=(9 << 30, 5 << 30), fits=False)
     found = WhatIf(candidates=(first,), quickest=first, advice=advice, allowed=(8 << 30,) * 2, allocated=(7 << 30,) * 2)
-    said = what_if.advised(replace(found, best=first) if advice == "change" else found, None)
-    others = [what_if.advised(replace(found, advice=each), None) for each in get_args(Advice) if each != advice]
+    said = what_if.layout_advice(replace(found, best=first) if advice == "change" else found, None)
+    others = [what_if.layout_advice(replace(found, advice=each), None) for each in get_args(Advice) if each != advice]
     assert said is not None
     assert said not in others
     assert "None" not in said.text
@@ -76,7 +76,7 @@ def test_other_chunks_or_microbatches_that_certainly_gain_more_stand_beside_the_
         (replace(found, candidates=(BEST, replace(chunks, speedup=Interval(1.3, 1.25, 1.35)))), None),
         (replace(found, candidates=(BEST, replace(chunks, fits=False))), None),
     ):
-        told = what_if.advised(each, None)
+        told = what_if.layout_advice(each, None)
         assert told is not None
         assert told.text.endswith(said) if said else "model chunks per stage" not in told.text
 
@@ -94,7 +94,7 @@ def test_what_must_be_fixed_before_layouts_are_compared_is_said_beside_them() ->
         ((layers, waits), None),
         ((waits,), None),
     ):
-        told = what_if.advised(found, Diagnosis(400.0, 6, 400.0, named, (), 0.0))
+        told = what_if.layout_advice(found, Diagnosis(400.0, 6, 400.0, named, (), 0.0))
         assert told is not None
         assert told.text.endswith(said) if said else "first" not in told.text
 

@@ -13,7 +13,7 @@ import pytest
 
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.text.what_if import activations, name_of, of_costs
+from megaprof.analysis.report.text.what_if import activations, costs_line, name_of
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.by_hand import chosen, moved, split, stages_after
 from megaprof.analysis.what_if.changeable import Changeable, tried
@@ -132,7 +132,7 @@ def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: Ch
 
 def test_whatever_takes_time_in_predictions_is_told() -> None:
     by_kind = {"dense": Cost(4.0, 9.0), "embedding": Cost(0.0, 3.6e-15), "loss": Cost(12.0, 20.7)}
-    told = of_costs(CostFit(by_kind, ("dense",), 0.0, False, ("ends_hidden",)))
+    told = costs_line(CostFit(by_kind, ("dense",), 0.0, False, ("ends_hidden",)))
     assert told.startswith("Costs of a microbatch in the quicker passes, "), "nothing is undisturbed under load"
     assert ["dense 13.0" in told, "loss 32.7" in told, "embedding 0" in told] == [True, True, False]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
-from megaprof.analysis.report.text.what_if import advised
+from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.autoload.registry import HOSTS
 from tests.analysis.altered import reported
@@ -93,7 +93,7 @@ def test_the_report_says_them_beside_megatron_lms_flags(tmp_path: Path) -> None:
     assert target.what_if.best is not None
     flags, options = target.what_if.best.flags, options_of("verl", None, target.what_if.best.flags, 2)
     assert options
-    advice = advised(replace(target.what_if, host_options=options), None, "verl")
+    advice = layout_advice(replace(target.what_if, host_options=options), None, "verl")
     report = replace(plain, targets=(replace(target, advice=advice),))
     shown = io.StringIO()
     show(report, Console(file=shown, width=200))

@@ -27,7 +27,7 @@ from megaprof.cli import FAILED, main
 from megaprof.cli.agent import answers, documents
 from megaprof.cli.agent.excerpt import MOST, excerpt
 from megaprof.cli.agent.server import CANNOT_ASK, DECLINED, server
-from megaprof.cli.files.report import analyzed
+from megaprof.cli.files.report import report_on
 from megaprof.cli.jobs import status as job_status
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import RunningJob
@@ -150,9 +150,9 @@ def test_a_report_is_read_again_when_a_file_has_changed(tmp_path: Path, monkeypa
 
     def counted(*given: Any) -> Any:
         reads.append(given)
-        return analyzed(*given)
+        return report_on(*given)
 
-    monkeypatch.setattr(answers, "analyzed", counted)
+    monkeypatch.setattr(answers, "report_on", counted)
     pipeline(tmp_path, [6, 2])
     for _ in range(2):
         assert len(answers.of_report(str(tmp_path), None)["targets"]) == 1

@@ -82,10 +82,12 @@ def in_brief(
     if standstill is not None:
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
         return Finding("in_brief", "slow", f"{text} {step_of(standstill)}")
-    stood = () if fleet is None else fleet.standstills
-    still = sorted(standstill.step for standstill in stood if standstill.seconds)
+    standstills = () if fleet is None else fleet.standstills
+    still = sorted(standstill.step for standstill in standstills if standstill.seconds)
     certain = [f"stood still in {steps(still)}"] if still else []
-    certain += [f"ended in the middle of step {standstill.step}" for standstill in stood if not standstill.seconds]
+    certain += [
+        f"ended in the middle of step {standstill.step}" for standstill in standstills if not standstill.seconds
+    ]
     # In milliseconds, not percent: the step time beside it includes the time that megaprof itself took; prices do not.
     if diagnosis is not None:
         certain += [_amount(cause, diagnosis) for cause in diagnosis.causes]
@@ -151,12 +153,12 @@ def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
     """Returns a possible cause, with the number of steps that would show whether it is real, if they are worth it."""
     text = f"Perhaps {name_of(cause)}: {price(cause, diagnosis.causes, diagnosis, 'may cost')}"
     # It is not known here whether the job still runs, so the sentence holds for any run like it.
-    if _asks(cause, diagnosis):
+    if _is_worth_steps(cause, diagnosis):
         text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
     return Finding("perhaps", "open", f"{text}.")
 
 
-def _asks(perhaps: Cause, diagnosis: Diagnosis) -> bool:
+def _is_worth_steps(perhaps: Cause, diagnosis: Diagnosis) -> bool:
     """Returns whether more steps are worth it: they would show whether a possible cause is real, and it may turn out
     to be the one to fix first."""
     dearest = max((cause.price.value for cause in diagnosis.causes), default=0.0)
@@ -170,15 +172,17 @@ def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
 
 def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
     """Returns the open questions, worded to follow "to find out", each with the number of steps that it takes."""
-    asked = [
+    questions = [
         (f"what {name_of(perhaps)} may cost", perhaps.more_steps)
         for perhaps in diagnosis.perhaps
-        if _asks(perhaps, diagnosis)
+        if _is_worth_steps(perhaps, diagnosis)
     ]
-    return asked + [("which layout is faster", predicted.more_steps)] * (predicted.more_steps > 0)
+    return questions + [("which layout is faster", predicted.more_steps)] * (predicted.more_steps > 0)
 
 
-def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: WhatIf, job: Path | None) -> Finding | None:
+def capture_advice(
+    measured: TargetStages, diagnosis: Diagnosis | None, predicted: WhatIf, job: Path | None
+) -> Finding | None:
     """Returns how to capture enough steps to answer the open questions; None if more steps would show nothing.
 
     ``job``: the directory in which the running job can be asked for a capture. None: the answer is an option for the

@@ -10,12 +10,12 @@ from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import BASES
 
 
-def of_causes(target: TargetDiff) -> str:
+def causes_clause(target: TargetDiff) -> str:
     """Returns a clause that says what costs most before and after."""
     return f"causes: {target.before.verdict} → {target.after.verdict}"
 
 
-def of_machine(target: TargetDiff) -> str:
+def machine_clause(target: TargetDiff) -> str:
     """Returns a clause that says whether the machine is the same, from the time of a layer in the quicker passes."""
     layer = target.layer
     if not target.same_model:
@@ -30,7 +30,7 @@ def of_machine(target: TargetDiff) -> str:
     )
 
 
-def of_bound(target: TargetDiff, bound: float) -> str:
+def bound_clause(target: TargetDiff, bound: float) -> str:
     """Returns a clause that says whether a step is slower by more than ``bound``, how sure that is, and what moved."""
     step, more = target.step_time, f"more than {words.percent(bound)} slower"
     if not target.comparable:
@@ -51,14 +51,14 @@ def of_bound(target: TargetDiff, bound: float) -> str:
     }
     kind = max(grown, key=lambda kind: grown[kind], default=None)
     if kind is None or grown[kind] <= 0.0:
-        return f"a step is surely {more} ({ends}): no cause explains it; {of_machine(target)}"
+        return f"a step is surely {more} ({ends}): no cause explains it; {machine_clause(target)}"
     cause, mostly = target.causes[kind], 2.0 * grown[kind] > (step.after or 0.0) - (step.before or 0.0)
     moved = f"{kind} cost {words.number(cause.before)} ms and costs {words.number(cause.after)} ms"
     moved += ", most of the difference" if mostly else ", a part of the difference"
     return f"a step is surely {more} ({ends}): {moved}"
 
 
-def of_prediction(kept: Kept) -> str:
+def prediction_clause(kept: Kept) -> str:
     """Returns a clause with what was predicted for a layout, what was measured, and whether the two agree."""
     predicted = f"{words.speedup(kept.predicted)} times as fast"
     measured = f"measured {kept.measured:.2f} times as fast ({words.number(kept.measured_ms)} ms)"
@@ -113,7 +113,10 @@ def _settings(target: TargetDiff) -> Iterator[str]:
         for side in (target.before, target.after)
     )
     if not target.same_model:
-        old, new = (_in_words(side.layers or {}) for side in (target.before, target.after))
+        old, new = (
+            " + ".join(f"{count} {kind}" for kind, count in (side.layers or {}).items()) or "none"
+            for side in (target.before, target.after)
+        )
         yield f"layers {old} -> {new}: another model, so no time is compared with that of the other capture"
     for name in before:
         if before[name] != after[name]:
@@ -122,7 +125,3 @@ def _settings(target: TargetDiff) -> Iterator[str]:
     if target.before.step_time_basis != target.after.step_time_basis:
         old, new = (BASES[side.step_time_basis] for side in (target.before, target.after))
         yield f"step times are not measured alike: {old}; {new}"
-
-
-def _in_words(layers: dict[str, int]) -> str:
-    return " + ".join(f"{count} {kind}" for kind, count in layers.items()) or "none"

@@ -261,7 +261,9 @@ def _data(cause: Cause, measured: TargetStages) -> str:
     one_in = round(1.0 / cause.parts["spread"])
     which = f", mostly one microbatch in {one_in}" * (one_in > 1)
     longest = " on the one that waits longest" * (len(cause.ranks) > 1)
-    return f"{{Who}} wait{{s}} for data{{when}}: {{waited_ms}} a step{longest}{which}, for up to {{longest_ms}} at a time."
+    return (
+        f"{{Who}} wait{{s}} for data{{when}}: {{waited_ms}} a step{longest}{which}, for up to {{longest_ms}} at a time."
+    )
 
 
 def _workers(cause: Cause, measured: TargetStages) -> str:

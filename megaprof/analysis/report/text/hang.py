@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, Why
-from megaprof.analysis.report.text.notes import clause, told
+from megaprof.analysis.report.text.notes import clause, with_texts
 from megaprof.analysis.report.text.words import capital, ranks, sentence
 from megaprof.analysis.trace.groups import axis_of
 from megaprof.formats.phrases import counted
@@ -48,7 +48,7 @@ def sentences(hang: Hang) -> Iterator[str]:
 
 def plain(hang: Hang) -> dict[str, Any]:
     """Returns the JSON of ``hang`` as plain data."""
-    told_of: dict[str, Any] = msgspec.to_builtins(replace(hang, warnings=told(hang.warnings)))
+    told_of: dict[str, Any] = msgspec.to_builtins(replace(hang, warnings=with_texts(hang.warnings)))
     return told_of
 
 

@@ -17,12 +17,12 @@ from megaprof.formats.phrases import listed
 _NAMING_STAGES = frozenset(("stages_missing", "schedule_differs", "waits_for_host"))
 
 
-def told(notes: Iterable[Note]) -> tuple[Note, ...]:
+def with_texts(notes: Iterable[Note]) -> tuple[Note, ...]:
     """Returns the notes with their text filled in."""
     return tuple(replace(note, text=clause(note)) for note in notes)
 
 
-def said(note: Note | None) -> Note | None:
+def with_text(note: Note | None) -> Note | None:
     """Returns a note with its text filled in; None for None."""
     return None if note is None else replace(note, text=clause(note))
 

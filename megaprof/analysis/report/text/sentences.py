@@ -91,10 +91,10 @@ def facts(measured: TargetStages) -> list[str]:
 
 def ends(fleet: Fleet) -> tuple[Finding, ...]:
     """Returns in which steps the job stood still, and which ranks' data end early."""
-    return (*of_standstills(fleet.standstills), *_ended(fleet))
+    return (*standstill_findings(fleet.standstills), *_ended(fleet))
 
 
-def of_standstills(standstills: Sequence[Standstill]) -> Iterator[Finding]:
+def standstill_findings(standstills: Sequence[Standstill]) -> Iterator[Finding]:
     """Yields the steps in which a job stood still, or in the middle of which it ended.
 
     The longest come first, each in a sentence or two; one more sentence names all others. A report shows these before
@@ -229,7 +229,7 @@ def _end(ended: Ended) -> str:
     return f"rank {ended.rank} (stage {ended.stage}{host}) after step {ended.last_step}"
 
 
-def notes_of(fleet: Fleet) -> Iterator[str]:
+def run_notes(fleet: Fleet) -> Iterator[str]:
     """Yields what a reader of a fleet's numbers must know, in sentences."""
     sizes, coverage, single = fleet.sizes, fleet.coverage, fleet.times.single
     if coverage.missing:
@@ -285,12 +285,12 @@ def trigger(job: Path, target: str, selection: str = "per-stage", steps: int = 2
     return f"megaprof trigger {where} --steps {steps} --select {shlex.quote(selection)}"
 
 
-def of_foreign(foreign: Foreign) -> str:
+def foreign_limits(foreign: Foreign) -> str:
     """Returns what recordings without ranges can show, and how to record more."""
     return FOREIGN_STAGES if foreign.stages else FOREIGN
 
 
-def of_late(late: Late) -> str:
+def late_clause(late: Late) -> str:
     """Returns which rank comes last to the collectives of a group."""
     often = f"{late.times} of {late.matched} times"
     return (

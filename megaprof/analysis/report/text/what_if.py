@@ -139,33 +139,33 @@ def memory(change: Prediction, predictions: WhatIf) -> str | None:
         return f"does not fit: {_needed(change, predictions)}"
     if change.activations > 1.0:
         return f"every microbatch holds {_times(change.activations)} the activations"
-    needs, held = change.in_flight or (), predictions.in_flight or ()
-    if not change.exceeds(held):
+    needs, now = change.in_flight or (), predictions.in_flight or ()
+    if not change.exceeds(now):
         return None
     return (
         f"more layers x in-flight microbatches on stage {needs.index(max(needs))} than any stage held "
-        f"({max(needs)} against {max(held)})"
+        f"({max(needs)} against {max(now)})"
     )
 
 
 def activations(change: Prediction, predictions: WhatIf) -> str | None:
     """Returns a clause about what stages hold after a change; None if that stays the same and was not measured."""
     needs = [layers_held * change.activations for layers_held in change.in_flight or ()]
-    held = _held(needs, predictions.in_flight or ())
-    return "; ".join(filter(None, (held, _needed(change, predictions) if change.fits else None))) or None
+    change_of_peak = _peak_change(needs, predictions.in_flight or ())
+    return "; ".join(filter(None, (change_of_peak, _needed(change, predictions) if change.fits else None))) or None
 
 
-def _held(needs: Sequence[float], held: Sequence[int]) -> str | None:
+def _peak_change(needs: Sequence[float], now: Sequence[int]) -> str | None:
     """Returns the stages whose activations change, the largest increase first. If there are too many, it names
-    the two ends of that order. ``needs``, ``held``: activations of each stage in layers times captured microbatches."""
-    changed = sorted((s for s in range(len(needs)) if needs[s] != held[s]), key=lambda s: held[s] - needs[s])
+    the two ends of that order. ``needs``, ``now``: activations of each stage in layers times captured microbatches."""
+    changed = sorted((s for s in range(len(needs)) if needs[s] != now[s]), key=lambda s: now[s] - needs[s])
     if not changed:
         return None
     shown = changed if len(changed) <= _MOST_STAGES else [changed[0], changed[-1]]
     by_stage = [
-        f"stage {stage} {percent(needs[stage] / held[stage] - 1, sign=True)} ({held[stage]} -> {needs[stage]:g})"
+        f"stage {stage} {percent(needs[stage] / now[stage] - 1, sign=True)} ({now[stage]} -> {needs[stage]:g})"
         for stage in shown
-        if held[stage]
+        if now[stage]
     ]
     more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
     return f"activations at their peak, in layers x microbatches of the captured size: {', '.join(by_stage)}{more}"
@@ -189,7 +189,7 @@ def _needed(change: Prediction, predictions: WhatIf) -> str | None:
     )
 
 
-def advised(predictions: WhatIf, diagnosis: Diagnosis | None, framework: str | None = None) -> Finding | None:
+def layout_advice(predictions: WhatIf, diagnosis: Diagnosis | None, framework: str | None = None) -> Finding | None:
     """Returns which layout to change to, with its flags and the options of ``framework``, or says that no layout is
     better. None if nothing was predicted."""
     if predictions.advice is None:
@@ -213,7 +213,7 @@ def _around_slow_ranks(predictions: WhatIf) -> Iterator[str]:
     """Yields which ranks stay slow in the advised layout, because it may only be quicker as long as they do."""
     for note in predictions.warnings:
         if note.kind == "ranks_stay_slow" and predictions.best is not None:
-            yield f"this leaves {ranks(note.ranks)} as slow as now; once that is mended, another layout may be faster"
+            yield f"this leaves {ranks(note.ranks)} as slow as now; once that is fixed, another layout may be faster"
 
 
 def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
@@ -231,7 +231,7 @@ def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
         faster = "faster" if predictions.best is None else "faster still"
         needs = memory(first, predictions)
         yield (
-            f"{faster}, if the assumptions below hold: {name_of(first, predictions)}, {fast(first)}"
+            f"{faster}, if the assumptions below hold: {name_of(first, predictions)}, {times_as_fast(first)}"
             + ("" if needs is None else f"; {needs}")
         )
 
@@ -250,7 +250,7 @@ def _advice(predictions: WhatIf) -> str:
     first = predictions.best or predictions.quickest or next(iter(predictions.candidates), None)
     if predictions.advice == "no_other" or first is None:
         return "no other layout of these layers exists with as many stages and chunks"
-    name, times = name_of(first, predictions), fast(first)
+    name, times = name_of(first, predictions), times_as_fast(first)
     if predictions.advice == "change":
         instead = f"{number(first.step_ms.value)} ms a step instead of {number(predictions.measured_ms)} ms"
         names = {change.layout: name_of(change, predictions) for change in predictions.candidates}
@@ -275,7 +275,7 @@ def _advice(predictions: WhatIf) -> str:
     return f"with the same number of model chunks {least}: {would}"
 
 
-def of_packing(predictions: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
+def packing_advice(predictions: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
     """Yields what another packing of the same sequences would gain, and the options of ``framework`` for it.
     ``context``: the number of ranks over which a sequence is divided."""
     if not predictions.packings or predictions.measured_ms is None:
@@ -283,17 +283,20 @@ def of_packing(predictions: WhatIf, framework: str | None = None, context: int =
     first, even = predictions.packings[0], predictions.packings[-1]
     if first is even or first.speedup.low <= 1.0 + LEAST:
         text = f"no other packing of the same sequences surely gains {percent(LEAST)}"
-        yield Finding("packing", "open", sentence(f"{text}; perfectly even microbatches would be {fast(even)}"))
+        yield Finding(
+            "packing", "open", sentence(f"{text}; perfectly even microbatches would be {times_as_fast(even)}")
+        )
         return
-    text = f"{fast(first)}, {number(first.step_ms.value)} ms a step instead of {number(predictions.measured_ms)} ms"
+    step = f"{number(first.step_ms.value)} ms a step instead of {number(predictions.measured_ms)} ms"
+    text = f"{times_as_fast(first)}, {step}"
     if even.speedup.value > first.speedup.value:
-        text += f"; perfectly even microbatches would be {fast(even)}"
+        text += f"; perfectly even microbatches would be {times_as_fast(even)}"
     switch = switch_of(framework, -(-(predictions.most_tokens or 0) // context))
     host_flags = None if switch is None else f"{framework}: {shlex.join(switch)}"
     yield Finding("packing", "fine", sentence(f"{name_of(first, predictions)}: {text}"), None, host_flags)
 
 
-def fast(change: Prediction) -> str:
+def times_as_fast(change: Prediction) -> str:
     """Returns a speedup: ``1.13 (1.08 to 1.18) times as fast``. It is ``per token`` if the number of tokens changes."""
     return f"{speedup(change.speedup)} times as fast{per_token(change)}"
 
@@ -331,7 +334,7 @@ def _gaining(predictions: WhatIf) -> list[Prediction]:
 def remarks(predictions: WhatIf) -> list[str]:
     """Returns what is said below the shown predictions: what they assume and need, how many are not shown, and what
     layers cost."""
-    costs = of_costs(predictions.costs) if predictions.costs else None
+    costs = costs_line(predictions.costs) if predictions.costs else None
     return [*caveats(predictions), *filter(None, (left_out(predictions), costs))]
 
 
@@ -349,7 +352,7 @@ def caveats(predictions: WhatIf) -> list[str]:
     return [*(f"{' / '.join(names)}: {caveat}." for caveat, names in about.items()), *([LETTERS] if letters else [])]
 
 
-def beside(change: Prediction, predictions: WhatIf) -> list[str]:
+def notes_on(change: Prediction, predictions: WhatIf) -> list[str]:
     """Returns what a change that a person chose assumes, needs, and does to the activations, in sentences."""
     count = "microbatches are the global batch size / (micro batch size x data-parallel size)"
     letters = any("|" in text for text in (*change.flags, name_of(change, predictions)))
@@ -363,7 +366,7 @@ def beside(change: Prediction, predictions: WhatIf) -> list[str]:
     return [sentence(clause) for clause in clauses if clause is not None]
 
 
-def of_costs(fit: CostFit) -> str:
+def costs_line(fit: CostFit) -> str:
     """Returns the costs of each kind of layer, in a line."""
     source = "layer ranges" if fit.from_ranges else "the stages' times"
     hidden = (EMBEDDING, LOSS) if "ends_hidden" in fit.assumptions else ()
