@@ -26,6 +26,7 @@ from megaprof.cli.files.merge import MergeAnswer
 from megaprof.cli.files.what_if import WhatIfAnswer
 from megaprof.cli.jobs.status import StatusAnswer
 from megaprof.control.requester import Outcome
+from megaprof.rehearse.rehearsal import Rehearsal
 from megaprof.tune.state import Tuning
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -40,6 +41,7 @@ def schemas() -> dict[str, dict[str, Any]]:
             "export": ExportAnswer,
             "hang": Hang,
             "merge": MergeAnswer,
+            "rehearse": Rehearsal,
             "report": Document,
             "status": StatusAnswer,
             "trigger": Outcome,

@@ -32,6 +32,7 @@ COMMANDS = {
     "merge": ("files.merge", "put all captured ranks of a step on one Perfetto timeline"),
     "nsys": ("training.nsys", "print the nsys command line to put before a training command"),
     "open": ("files.open", "open a captured step in Perfetto's UI in the browser"),
+    "rehearse": ("training.rehearse", "predict the step and the memory of a whole job from one device"),
     "report": ("files.report", "say which pipeline stage is slow, and why, from traces and timelines"),
     "run": ("training.run", "run a training command with profiling, without editing it"),
     "status": ("jobs.status", "show what a running job is doing, and which rank it waits for when it hangs"),
@@ -50,7 +51,7 @@ EXIT_CODES = {
     UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some or all of its ranks have died or are silent. "
     "`hang` also: it stood still before it ended. `megaprof diff --fail-above`: a step is surely slower by more.",
     INTERRUPTED: "Ctrl-C.",
-    TERMINATED: "SIGTERM; for `megaprof tune`, also a closed terminal.",
+    TERMINATED: "SIGTERM; for `megaprof tune` and `megaprof rehearse`, also a closed terminal.",
 }
 #: Packages that are installed with an extra, and the name of that extra.
 _EXTRAS = {

@@ -12,14 +12,18 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from megaprof.autoload.arming import environment
 from megaprof.config.options import ProfileConfig, variable
+from megaprof.control.directory import CONTROL, STATUS
 from megaprof.control.job import NoJob, find_job
 from megaprof.formats.job.status import RankStatus
 
@@ -77,29 +81,40 @@ def run(
     steps: int,
     time_limit: float,
     advance: Callable[[int], None] = lambda _: None,
+    alone: Mapping[str, str] | None = None,
 ) -> Ended:
     """Runs ``command`` until every rank has made ``steps`` steps after `WARM_UP`. Its timelines and output go to
-    ``directory``, which is new. ``advance(steps)`` is called as steps are made.
+    ``directory``, which is new. ``advance(steps)`` is called as steps are made. ``alone``: further environment of a
+    command that is one rank without its others; the directories in its ``PYTHONPATH`` come first.
 
     However this function ends, the command ends, too. Raises OSError if it cannot be started.
     """
     env = environment(config_of(directory), os.environ) | apart(directory)
+    steps_made = _steps
+    if alone is not None:
+        env |= {**alone, "PYTHONPATH": os.pathsep.join((alone["PYTHONPATH"], env["PYTHONPATH"]))}
+        steps_made = _steps_alone
     with (directory / LOG).open("wb") as log:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            ended = _watched(process, directory, steps + WARM_UP, time.monotonic() + time_limit, advance)
+            made = partial(steps_made, directory)
+            ended = _watched(process, made, steps + WARM_UP, time.monotonic() + time_limit, advance)
             return _explained(ended, directory / LOG)  # before `_end`, which may make the command print more
         finally:
             _end(process, directory)
 
 
 def _watched(
-    process: subprocess.Popen[bytes], directory: Path, steps: int, deadline: float, advance: Callable[[int], None]
+    process: subprocess.Popen[bytes],
+    made: Callable[[], int],
+    steps: int,
+    deadline: float,
+    advance: Callable[[int], None],
 ) -> Ended:
     while process.poll() is None:
-        steps_made = _steps(directory)
+        steps_made = made()
         advance(steps_made)
         if steps_made >= steps:
             return Ended("enough")
@@ -117,6 +132,15 @@ def _steps(directory: Path) -> int:
         return 0
     statuses = job.statuses()
     return min(map(_steps_of, statuses.values())) if len(statuses) == job.run.world else 0
+
+
+def _steps_alone(directory: Path) -> int:
+    """Returns how many steps the only rank has made. It has no record of its job if it is not the first rank."""
+    made = 0
+    for file in directory.glob(f"{CONTROL}/{STATUS}/*.json"):
+        with suppress(OSError, msgspec.MsgspecError):
+            made = max(made, _steps_of(msgspec.json.decode(file.read_bytes(), type=RankStatus)))
+    return made
 
 
 def _steps_of(status: RankStatus) -> int:

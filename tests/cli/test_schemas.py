@@ -18,7 +18,7 @@ from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
 from tests.cli.running import ROOT, check, schema_of
 
-COMMANDS = ("diff", "export", "hang", "merge", "report", "status", "trigger", "tune", "what-if")
+COMMANDS = ("diff", "export", "hang", "merge", "rehearse", "report", "status", "trigger", "tune", "what-if")
 
 
 def test_the_schemas_are_up_to_date(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def _earlier_or_new(args: argparse.Namespace) -> Tuning:
         )
     if earlier is not None and other_command:
         raise UsageError(f"--out {args.out}: contains trials of another command: {shlex.join(earlier.command)}")
-    limit = _memory_limit(args.memory_limit)
+    limit = memory_limit(args.memory_limit)
     saving_off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if earlier is None:
         return Tuning(
@@ -142,7 +142,7 @@ def _earlier_or_new(args: argparse.Namespace) -> Tuning:
     return replace(earlier, most_trials=args.trials or earlier.most_trials, depth=depth, stopped=None, reason=None)
 
 
-def _memory_limit(text: str | None) -> int | None:
+def memory_limit(text: str | None) -> int | None:
     if text is None:
         return None
     try:
@@ -157,9 +157,7 @@ def _memory_limit(text: str | None) -> int | None:
 def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
     """Runs the trials. Raises CommandError if the command cannot be started."""
     step_count = current.steps + trial.WARM_UP
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the trial ends, too
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
-            signal.signal(number, _terminated)
+    end_what_runs()
     try:
         with progress("steps") as advance:
             return tuning.run(
@@ -172,6 +170,13 @@ def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
             )
     except OSError as fault:
         raise CommandError(f"{current.command[0]}: {fault.strerror or fault}") from None
+
+
+def end_what_runs() -> None:
+    """Makes signals that end this process end the command that it runs, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, _terminated)
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -1,0 +1,186 @@
+"""In the user's program: one rank of a job of any size, without the others.
+
+Whatever group the program asks for is one of which only this rank runs. It exchanges nothing, so losses mean nothing.
+What a rank would have received is finite: its own part in a collective, and small random numbers from another stage.
+Every exchange is written down with its size.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+#: The environment variable with the file of the exchanges.
+VARIABLE = "REHEARSAL_EXCHANGES"
+_TORCH, _NAME = "torch.distributed", "alone"
+#: About what weights are initialised with, so that neither sums nor norms overflow.
+_DEVIATION = 0.02
+_SHAPES = (
+    "stages tell each other the shapes of their microbatches, which a rank alone cannot know: a rehearsal needs "
+    "sequences of one length (no variable_seq_lengths)"
+)
+_STORE = "the program waits for its peers at a store of its own, and in a rehearsal there are none"
+
+
+def arm() -> None:
+    """Waits for torch's distributed package to be imported, and changes it then."""
+    if VARIABLE in os.environ:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds torch's distributed package once, and has it changed behind its import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _TORCH:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _change(dist: Any) -> None:
+    """Gives a program such groups. A program that would wait for peers gets a RuntimeError with the reason."""
+    import torch
+
+    written = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    c10d, group = dist.distributed_c10d, cache(partial(_group, dist, written))  # torch is not whole yet
+    initialize, new_group = c10d.init_process_group, c10d.new_group
+
+    def created(options: Any, _: Any) -> Any:
+        return group()(options.group_rank, options.global_ranks_in_group or range(options.group_size))
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            os.write(written, f"0 device {torch.cuda.get_device_name()}\n".encode())
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        initialize(_NAME, store=dist.HashStore(), rank=rank, world_size=world)
+
+    def no_store(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(_STORE)
+
+    dist.Backend.register_backend(_NAME, created, extended_api=True, devices=["cpu", "cuda"])
+    for module in (c10d, dist):
+        module.init_process_group, module.TCPStore = init_process_group, no_store
+        module.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend=_NAME)
+        module.broadcast_object_list = lambda *_, **__: None
+
+
+def _group(dist: Any, written: int) -> Callable[..., Any]:
+    """Returns the class of the groups; ``written`` is the open file of exchanges."""
+    import torch
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+    generator, small_numbers = torch.Generator(), dict[Any, Any]()
+
+    class Alone(dist.ProcessGroup):  # type: ignore[misc]
+        """A group of which only this rank runs."""
+
+        def __init__(self, rank: int, ranks: Sequence[int]) -> None:
+            super().__init__(rank, len(ranks))
+            self._own, self._count, self._ranks = rank, len(ranks), ",".join(map(str, ranks))
+
+        def size(self) -> int:
+            return self._count
+
+        def getBackendName(self) -> str:
+            return _NAME
+
+        def _done(self, kind: str, whole: Sequence[Any], result: Any, opts: Any = None) -> Any:
+            """Writes an exchange of the tensors ``whole`` down, and returns the work of one that is over."""
+            if self._count > 1:
+                size = sum(tensor.numel() * tensor.element_size() for tensor in whole)
+                backward, beside = torch._C._current_graph_task_id() != -1, getattr(opts, "asyncOp", False)
+                line = f"{time.time_ns()} {kind} {size} {backward:d} {beside:d} {self._ranks}\n"
+                os.write(written, line.encode())
+            future = torch.futures.Future()  # type: ignore[var-annotated]
+            future.set_result(result)
+            return _create_work_from_future(future)
+
+        def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+            return self._done("all_reduce", tensors, tensors, opts)
+
+        allreduce_coalesced = allreduce
+
+        def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+            return self._done("broadcast", tensors, tensors, opts)
+
+        reduce = broadcast  # as many bytes
+
+        def barrier(self, opts: Any = None) -> Any:
+            return self._done("barrier", (), [])
+
+        def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            for own_outputs, own_input in zip(outputs, inputs, strict=True):
+                for output in own_outputs:
+                    output.copy_(own_input)
+            return self._done("all_gather", [each for own in outputs for each in own], outputs, opts)
+
+        def all_gather_single(self, output: Any, own_input: Any, opts: Any = None) -> Any:
+            output.view(self._count, -1).copy_(own_input.reshape(1, -1))
+            return self._done("all_gather", (output,), output, opts)
+
+        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            return [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+        def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            for output, own_inputs in zip(outputs, inputs, strict=True):
+                output.copy_(own_inputs[self._own])
+            return self._done("reduce_scatter", [each for own in inputs for each in own], outputs, opts)
+
+        def reduce_scatter_single(self, output: Any, own_input: Any, opts: Any = None) -> Any:
+            output.copy_(own_input.view(self._count, -1)[self._own].view_as(output))
+            return self._done("reduce_scatter", (own_input,), output, opts)
+
+        def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            return [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+        def alltoall_base(self, output: Any, own_input: Any, *splits: Any) -> Any:
+            flat, own = output.view(-1), own_input.reshape(-1)
+            flat[: len(own)].copy_(own[: len(flat)])
+            flat[len(own) :].zero_()
+            return self._done("all_to_all", (own_input,), output, splits[-1] if splits else None)
+
+        def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            for output, own_input in zip(outputs, inputs, strict=True):
+                output.view(-1)[: own_input.numel()].copy_(own_input.reshape(-1)[: output.numel()])
+            return self._done("all_to_all", inputs, outputs, opts)
+
+        def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+            return self._done("send", tensors, tensors)
+
+        def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+            for tensor in tensors:
+                if not tensor.is_floating_point():
+                    raise RuntimeError(_SHAPES)
+                key = tensor.shape, tensor.dtype, tensor.device
+                if key not in small_numbers:
+                    numbers = torch.randn(tensor.shape, generator=generator) * _DEVIATION
+                    small_numbers[key] = numbers.to(tensor.device, tensor.dtype)
+                tensor.detach().copy_(small_numbers[key])
+            return self._done("recv", tensors, tensors)
+
+        # What some of these are called by other versions of torch.
+        _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+        _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+        all_to_all_single = alltoall_base
+
+    return Alone

@@ -1,0 +1,64 @@
+"""``megaprof rehearse``: what it refuses, and the example in stages that run alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaprof.cli import FAILED, USAGE
+from tests.cli.running import ROOT, check, megaprof
+
+EXAMPLE = ROOT / "docs" / "examples" / "layouts.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--world", "0", "--", "python", "train.py"], "--world 0"),
+        (["--world", "8"], "no command"),
+        (["--world", "8", "--", "torchrun", "train.py"], "torchrun"),
+        (["--world", "8", "--links", "ib=fast", "--saving-off", "", "--", "python", "t.py"], "--links"),
+        (["--world", "8", "--", "python", "train.py"], "--saving-off"),
+        (["--world", "8", "--saving-off", "", "--", "no-such-program"], "no-such-program"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(arguments: list[str], named: str, tmp_path: Path) -> None:
+    ended = megaprof("rehearse", "--out", tmp_path / "out", *arguments)
+    assert ended.returncode == USAGE
+    assert named in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_directory_with_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    ended = megaprof("rehearse", "--world", "2", "--out", tmp_path, "--saving-off", "", "--", "python", "train.py")
+    assert (ended.returncode, [*tmp_path.iterdir()]) == (USAGE, [tmp_path / "mine"])
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_alone_says_why(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import torch.distributed as dist\ndist.TCPStore('localhost', 0, 2, True)\n")
+    ended = megaprof("rehearse", "--world", "2", "--out", tmp_path / "out", "--saving-off", "", "--", program)
+    assert ended.returncode == FAILED
+    assert "a store of its own" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
+    command = [EXAMPLE, "--num-layers", "4", "--decoder-first-pipeline-num-layers", "3"]
+    options = ["--world", "2", "--steps", "3", "--out", tmp_path / "out", "--saving-off", "", "--json"]
+    ended = megaprof("rehearse", *options, "--", *command)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    check("rehearse", found)
+    first, last = found["stages"]
+    assert (first["layers"], last["layers"], first["rank"], last["rank"]) == ([3], [1], 0, 1)
+    # Each of 8 microbatches waits at least 8 ms forward and 16 ms backward in each layer.
+    assert first["forward_ms"] >= 3 * 8 * 8 <= first["backward_ms"] / 2
+    assert found["step_ms"]["value"] >= found["measured_ms"] >= first["forward_ms"] + first["backward_ms"]
+    assert json.loads((tmp_path / "out" / "rehearsal.json").read_text()) == found
+    assert (tmp_path / "out" / "report.html").stat().st_size > 0
+    assert megaprof("report", tmp_path / "out" / "predicted", "--json", "-").returncode == 0

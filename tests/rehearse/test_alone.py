@@ -1,0 +1,73 @@
+"""A group of which only one rank runs: what it gives its program, and what it writes down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaprof.rehearse.alone import _group
+
+
+@pytest.fixture
+def exchanges(tmp_path: Path) -> Iterator[tuple[Any, Path]]:
+    """Rank 1 of the ranks 4 to 7, alone, and the file of its exchanges."""
+    written = os.open(tmp_path / "exchanges", os.O_WRONLY | os.O_CREAT)
+    yield _group(dist, written)(1, (4, 5, 6, 7)), tmp_path / "exchanges"
+    os.close(written)
+
+
+def lines(path: Path) -> list[tuple[str, ...]]:
+    return [tuple(line.split()[1:]) for line in path.read_text().splitlines()]
+
+
+def test_collectives_give_what_this_rank_put_in(exchanges: tuple[Any, Path]) -> None:
+    group, path = exchanges
+    own, gathered, scattered = torch.tensor([3.0, 5.0]), torch.empty(8), torch.empty(2)
+    parts = [torch.empty(2) for _ in range(4)]
+    group.allreduce([own]).wait()
+    group.all_gather_single(gathered, own).wait()
+    group.allgather([parts], [own]).wait()
+    group.reduce_scatter_single(scattered, torch.arange(8.0)).wait()
+    assert own.tolist() == [3.0, 5.0]
+    assert gathered.tolist() == [3.0, 5.0] * 4 == torch.cat(parts).tolist()
+    assert scattered.tolist() == [2.0, 3.0]
+    kinds = ("all_reduce", "8"), ("all_gather", "32"), ("all_gather", "32"), ("reduce_scatter", "32")
+    assert lines(path) == [(*each, "0", "0", "4,5,6,7") for each in kinds]
+
+
+def test_tokens_of_other_ranks_are_nothing(exchanges: tuple[Any, Path]) -> None:
+    received = torch.full((3,), 9.0)
+    exchanges[0].alltoall_base(received, torch.tensor([1.0, 2.0]), [3], [2]).wait()
+    assert received.tolist() == [1.0, 2.0, 0.0]
+
+
+def test_what_a_neighbour_sends_is_finite_and_leaves_random_numbers_alone(exchanges: tuple[Any, Path]) -> None:
+    group, path = exchanges
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    received = torch.full((4, 4), torch.nan, dtype=torch.bfloat16, requires_grad=True)
+    group.recv([received], 0).wait()
+    assert torch.rand(1) == expected
+    assert received.isfinite().all()
+    assert 0 < received.abs().max() < 1
+    assert lines(path) == [("recv", "32", "0", "0", "4,5,6,7")]
+
+
+def test_an_exchange_in_a_backward_says_so(exchanges: tuple[Any, Path]) -> None:
+    group, path = exchanges
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: group.allreduce([gradient]).wait() and None)
+    weight.sum().backward()
+    assert lines(path) == [("all_reduce", "8", "1", "0", "4,5,6,7")]
+
+
+def test_shapes_that_only_a_neighbour_knows_are_refused(exchanges: tuple[Any, Path]) -> None:
+    with pytest.raises(RuntimeError, match="variable_seq_lengths"):
+        exchanges[0].recv([torch.empty(3, dtype=torch.int64)], 0)

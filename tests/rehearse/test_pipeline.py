@@ -1,0 +1,122 @@
+"""Stages put together to a pipeline, from plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaprof import simulate
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.trace.gpu import Peak
+from megaprof.formats.metadata import Metadata, ModelChunk
+from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.rehearse.links import Link
+from megaprof.rehearse.pipeline import Pipeline, together, write
+from megaprof.rehearse.rehearsal import balanced
+from megaprof.rehearse.stages import Exchange, NotRehearsed, Stage, alike, differing
+
+STEPS, MICROBATCHES, GIB = 6, 8, 1 << 30
+#: 1 GB/s: a million bytes are a millisecond.
+LINKS = {"gloo": Link("gloo", 1e9, 0.0, "assumed", "a test")}
+
+
+def stage(number: int, layers: int, sizes: ParallelSizes, *exchanges: Exchange, chunks: int = 1) -> Stage:
+    """A stage whose layers take 10 ms forward and 20 ms backward."""
+    schedule = PipelineSchedule.checked(sizes.pp, chunks, MICROBATCHES)
+    begin = 2 * number
+    metadata = Metadata(
+        "train_actor",
+        WorldLayout(sizes).coords(WorldLayout(sizes).rank_of(pp=number)),
+        (0, STEPS - 1),
+        schedule=schedule.name,
+        microbatches=MICROBATCHES,
+        chunks=(
+            ModelChunk(
+                number == 0,
+                layers,
+                tuple(range(begin + 1, begin + layers + 1)),
+                0,
+                number == sizes.pp - 1,
+                ("dense",) * layers,
+            ),
+        )
+        * chunks,
+        host="host",
+        device="cpu",
+    )
+    passes = np.tile(np.array([10.0, 20.0])[None, None, :, None] * layers, (STEPS, chunks, 1, MICROBATCHES))
+    memory = Peak(layers * GIB, 2 * layers * GIB, 80 * GIB)
+    return Stage(metadata, schedule, passes, 0 * passes, np.zeros(STEPS), 1.0, memory, exchanges)
+
+
+def pipeline(sizes: ParallelSizes, layers: tuple[int, ...], *exchanges: Exchange) -> Pipeline:
+    stages = [stage(number, count, sizes, *exchanges) for number, count in enumerate(layers)]
+    return together(stages, WorldLayout(sizes), LINKS, 8)
+
+
+def test_a_pipeline_takes_what_its_replay_does() -> None:
+    send = Exchange("send", 3_000_000, False, True, (0, 1), MICROBATCHES)
+    made = pipeline(ParallelSizes(pp=2), (3, 1), send, replace(send, kind="recv"))
+    expected = simulate([[30.0], [10.0]], [[60.0], [20.0]], MICROBATCHES, p2p_ms=3.0).step_ms
+    without = simulate([[30.0], [10.0]], [[60.0], [20.0]], MICROBATCHES).step_ms
+    assert made.step_ms.value == pytest.approx(expected)
+    assert made.step[-1] == pytest.approx(without)
+    assert made.step_ms.low < expected - 1.0 < expected + 1.0 < made.step_ms.high
+
+
+def test_collectives_are_counted_where_they_are() -> None:
+    sizes, none = ParallelSizes(tp=2, pp=2, dp=2), pipeline(ParallelSizes(tp=2, pp=2, dp=2), (2, 2))
+    inside = Exchange("all_reduce", 1_000_000, True, False, (0, 1), 4 * MICROBATCHES)  # 1 ms each, 4 in each backward
+    behind = Exchange("reduce_scatter", 10_000_000, False, False, (0, 2), 1)
+    gathered = Exchange("all_gather", 10_000_000, False, False, (0, 2), 1)
+    longer = pipeline(sizes, (2, 2), inside)
+    assert (longer.ends - longer.starts)[0, 0, 0, :, 0] == pytest.approx([20.0, 44.0])
+    assert pipeline(sizes, (2, 2), behind).step_ms.value == pytest.approx(none.step_ms.value + 5.0)
+    assert pipeline(sizes, (2, 2), gathered).step_ms.value == pytest.approx(none.step_ms.value)
+
+
+def test_what_runs_beside_compute_costs_anything_from_nothing_to_all() -> None:
+    sizes = ParallelSizes(tp=1, pp=2, dp=2)
+    shown = pipeline(sizes, (2, 2), Exchange("reduce_scatter", 100_000_000, True, True, (0, 1), 1)).step
+    assert shown[1] == pytest.approx(shown[3])
+    assert (shown[2] - shown[3]) == pytest.approx(2 * (shown[0] - shown[3]))
+    assert (shown[2] > shown[3]).all()
+
+
+def test_every_command_reads_the_predicted_pipeline(tmp_path: Path) -> None:
+    made = pipeline(ParallelSizes(pp=4), (2, 2, 2, 2))
+    write(made, tmp_path)
+    (target,) = analyze(tmp_path, memory_limit=5 * GIB).targets
+    assert target.step_ms == pytest.approx(made.step_ms.value, rel=1e-4)
+    assert [each.compute_ms and each.compute_ms.mean for each in target.stages] == pytest.approx([480.0] * 4)
+    assert target.what_if.allocated == (4 * GIB,) * 4
+    assert target.what_if.layout == "Et*2|t*2|t*2|t*2L"
+
+
+def test_stages_with_different_schedules_are_no_pipeline() -> None:
+    sizes = ParallelSizes(pp=2)
+    with pytest.raises(NotRehearsed, match="same schedule"):
+        together([stage(0, 2, sizes), stage(1, 2, sizes, chunks=2)], WorldLayout(sizes), LINKS, 8)
+
+
+def test_only_stages_that_differ_are_run() -> None:
+    assert differing(1, []) == []
+    assert differing(2, []) == [1]
+    assert differing(8, ["--num-layers", "16"]) == [4, 7]
+    assert differing(4, ["--pipeline_model_parallel_layout=Et|t|tt|tL"]) == [1, 2, 3]
+    sizes = ParallelSizes(pp=8)
+    even = {number: stage(number, 2, sizes) for number in (0, 4, 7)}
+    assert alike(even)
+    (chunk,) = even[7].metadata.chunks
+    later = replace(even[7].metadata, chunks=(replace(chunk, layer_numbers=(16, 17)),))
+    assert not alike({**even, 7: replace(even[7], metadata=later)})
+
+
+def test_routing_is_balanced_where_megatron_lm_can_do_it() -> None:
+    words = ["pretrain_gpt.py", "--num-experts", "8"]
+    assert balanced(words) == [*words, "--moe-router-force-load-balancing"]
+    assert balanced(words[:1]) == words[:1]
