@@ -17,7 +17,7 @@ import pytest
 
 import megaprof
 from megaprof.cli import COMMANDS
-from megaprof.config.options import ALL_RANKS, flag, options, variable
+from megaprof.config.options import ALIASES, flag, options, variable
 from tests.gallery import GALLERY
 from tests.ui.pages import Reader
 
@@ -46,8 +46,8 @@ def test_every_option_is_documented_with_its_variable_and_default() -> None:
         for line in OPTIONS.split("\n## ")[0].splitlines()
         if line.startswith("| `--profile-")
     }
-    assert set(rows) == {flag(option.name) for option in options()} | {flag(ALL_RANKS)}
-    assert f"`{variable(ALL_RANKS)}`" in rows[flag(ALL_RANKS)]
+    assert set(rows) == {flag(option.name) for option in options()} | {flag(alias) for alias in ALIASES}
+    assert all(f"`{variable(alias)}`" in rows[flag(alias)] for alias in ALIASES)
     for option in options():
         row = rows[flag(option.name)]
         assert f"`{variable(option.name)}`" in row

@@ -21,18 +21,16 @@ _OUTPUT = 2000
 
 @dataclass
 class FinishHook:
-    """Runs ``command`` for the files of each window, or once for all files at the end of the process.
+    """Runs ``command`` for the files of each window.
 
-    The command's environment has ``PROFILED_FILES`` (complete files or their remote addresses, one per line),
-    ``PROFILED_DIR`` (the save path) and ``PROFILED_WHEN`` (``window`` or ``end``). The names do not begin with
-    ``MEGAPROF_``, because such variables are options. Every rank that captures runs the command for its own files. The
-    working directory is the one in which the hook was made, as long as that exists. The log gets the command's output,
-    and says if it failed.
+    The command's environment has ``PROFILED_FILES`` (complete files or their remote addresses, one per line) and
+    ``PROFILED_DIR`` (the save path). The names do not begin with ``MEGAPROF_``, because such variables are options.
+    Every rank that captures runs the command for its own files. The working directory is the one in which the hook was
+    made, as long as that exists. The log gets the command's output, and says if it failed.
     """
 
     command: str
     directory: str
-    when: str = "window"
     seconds: float = COMMAND_SECONDS
     _place: str = field(default="", init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -49,7 +47,6 @@ class FinishHook:
             **os.environ,
             "PROFILED_FILES": "\n".join(files),
             "PROFILED_DIR": self.directory,
-            "PROFILED_WHEN": self.when,
         }
         # A file rather than a pipe: a process that the command leaves running would keep a pipe open, and block us.
         with tempfile.TemporaryFile() as output:

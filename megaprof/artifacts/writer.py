@@ -123,13 +123,7 @@ class Writer:
 
     def end_window(self) -> None:
         """Notes that every file of a window was submitted, so its finish hook runs once they are complete."""
-        if self._hook is not None and self._hook.when == "window":
-            self._put(self._announce)
-
-    def end_capture(self) -> None:
-        """Notes that nothing more will be captured, so the finish hook of the end runs once every file is complete. If
-        files are captured after all, ``close`` runs the hook for them."""
-        if self._hook is not None and self._hook.when == "end":
+        if self._hook is not None:
             self._put(self._announce)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
@@ -148,7 +142,7 @@ class Writer:
         return True
 
     def close(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Flushes, and runs the finish hook of the end, within ``timeout`` seconds altogether. Idempotent.
+        """Flushes, and runs the finish hook for what is left, within ``timeout`` seconds altogether. Idempotent.
 
         After that time it kills a running finish hook, and renames files that still wait to their uncompressed names.
         """

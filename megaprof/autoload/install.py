@@ -162,7 +162,7 @@ def _install(
     this_rank.announce(config)
     if not this_rank.records(config):
         return inert
-    hook = FinishHook(config.on_finish, str(config.dir), config.on_finish_when) if config.on_finish else None
+    hook = FinishHook(config.on_finish, str(config.dir)) if config.on_finish else None
     opened = open_writer(str(config.dir), shard(this_rank.coords), hook)
     if opened is None:
         return inert

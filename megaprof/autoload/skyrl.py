@@ -37,7 +37,7 @@ def config_of(policy: Any) -> ProfileConfig:
     Without a megaprof target, the fields are for SkyRL's own profiler. Raises ValueError for settings that cannot be
     honoured, such as ``enable`` beside a target.
     """
-    from megaprof.config.options import SCHEDULE, ProfileConfig, options, set_in
+    from megaprof.config.options import SCHEDULE, ProfileConfig, set_in
 
     megaprof_settings, settings = dict(policy.megatron_config.megaprof), policy.torch_profiler_config
     set_names = set_in(os.environ) | megaprof_settings.keys()
@@ -48,7 +48,6 @@ def config_of(policy: Any) -> ProfileConfig:
             f"{_PROFILER}.enable: True is not valid beside a target of megaprof: a process holds one profiler session; "
             "valid: False"
         )
-    readers = {field.name: field.metadata["read"] for field in options()}
     defaults = type(settings)()
     changed_names = {
         name for name in (*_RENAMED, *SCHEDULE, *_SAME) if getattr(settings, name) != getattr(defaults, name)
@@ -57,18 +56,18 @@ def config_of(policy: Any) -> ProfileConfig:
         changed_names.update(SCHEDULE)
     if "export_type" in changed_names:
         changed_names.add("with_stack")
-    if not set_names.isdisjoint({"steps", *SCHEDULE}):
+    if not set_names.isdisjoint({"steps", "schedule", *SCHEDULE}):
         changed_names.difference_update(SCHEDULE)
     if "all_ranks" in set_names:
         changed_names.discard("ranks")
-    translated = {}
-    for name in sorted(changed_names):
-        option, value = _RENAMED.get(name, name), getattr(settings, name)
-        if option not in set_names:
-            translated[option] = readers[option](
-                f"{_PROFILER}.{name}", ",".join(map(str, value)) if name == "ranks" else value
-            )
-    return ProfileConfig.from_values(translated | megaprof_settings)
+    if "ranges" in set_names:
+        changed_names.discard("with_modules")
+    names = {_RENAMED.get(name, name): name for name in sorted(changed_names)}
+    values = {option: getattr(settings, name) for option, name in names.items() if option not in set_names}
+    if "select" in values:
+        values["select"] = ",".join(map(str, values["select"]))
+    spellings = {option: f"{_PROFILER}.{names[option]}" for option in values}
+    return ProfileConfig.from_values(values | megaprof_settings, names=spellings)
 
 
 def _forward(arguments: Mapping[str, Any]) -> Facts:

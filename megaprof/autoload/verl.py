@@ -199,13 +199,10 @@ def _start(arguments: Mapping[str, Any]) -> Facts:
 
 
 def _stop(arguments: Mapping[str, Any]) -> Facts:
-    """Notes that the step is over. With ``run_command`` it is the last one, and verl runs its ``finish_hook_cmd``. So
-    do we, since Ray may kill this worker before it gets to its end."""
+    """Notes that the step is over. Ray may kill this worker before it gets to its end, so its files are finished."""
     over("step")
     if _Requested.step is not None:
         _Requested.step = NO_STEP
-        if arguments.get("kwargs", {}).get("run_command", arguments.get("run_command", True)):
-            over("capture")
     return Facts()
 
 
@@ -352,7 +349,7 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any]) -> ProfileConfig:
         )
     command = _common(enabled, "finish_hook_cmd")
     if command is not None:
-        values |= {"on_finish": _finish_command(enabled, tool, command), "on_finish_when": "end"}
+        values["on_finish"] = _finish_command(enabled, tool, command)
     return ProfileConfig.from_values(values)
 
 

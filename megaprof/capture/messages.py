@@ -15,7 +15,7 @@ from megaprof.artifacts.remote import is_remote
 from megaprof.capture.agenda import Agenda, Wish
 from megaprof.capture.window_files import names_of
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
-from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList
+from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList, parse_schedule
 from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
@@ -23,7 +23,6 @@ from megaprof.recorders import Window
 from megaprof.recorders.timeline.step import BEFORE, BEHIND
 from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
-from megaprof.runtime.ray import in_ray_worker
 
 #: The most steps that a message lists.
 _LISTED = 5
@@ -48,20 +47,15 @@ def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None
     if stages is not None and stages < coords.sizes.pp and config.windowed:
         parts.append(f"sees {stages} of {coords.sizes.pp} stages: add {flag('select')} per-stage for the stage report")
     logger.info("megaprof %s", "; ".join([*parts, f"writes to {config.dir}"]))
-    if config.on_finish is not None and config.on_finish_when == "end" and in_ray_worker():
-        logger.warning(
-            "megaprof: %s end: Ray may kill this worker when the job ends, and then the command does not run, unless "
-            "verl says which profiled step is the last one; %s window runs it for each window",
-            *(flag("on_finish_when"),) * 2,
-        )
 
 
 def _steps(config: ProfileConfig) -> str:
     if config.steps != BY_SCHEDULE:
         return f"steps {config.steps}"
-    before = config.skip_first + config.wait + config.warmup
-    calls = f"{config.active} call{'s' * (config.active > 1)}" + (f" after the first {before}" if before else "")
-    return calls + {0: ", again and again", 1: ""}.get(config.repeat, f", {config.repeat} times")
+    plan = parse_schedule(config.schedule, flag("schedule"))
+    before = plan.skip_first + plan.wait + plan.warmup
+    calls = f"{plan.active} call{'s' * (plan.active > 1)}" + (f" after the first {before}" if before else "")
+    return calls + {0: ", again and again", 1: ""}.get(plan.repeat, f", {plan.repeat} times")
 
 
 def _ranks(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None) -> str:

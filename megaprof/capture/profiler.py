@@ -103,12 +103,6 @@ class Profiler:
             session.step_ended()
         self._flush()
 
-    def capture_ended(self) -> None:
-        """Runs the user's command for the end, because the host captures nothing more."""
-        for session in self.sessions:
-            session.writer.end_capture()
-        self._flush()
-
     def attempt_failed(self) -> None:
         """Notes that the call that has just ended was a failed attempt, and runs again."""
         for session in self.sessions:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import Field
 from typing import Any, TypeVar
 
-from megaprof.config.options import ALL_RANKS, SCHEDULE, ProfileConfig, destination, flag, options, variable
+from megaprof.config.options import ALIASES, SCHEDULE, SWITCHES, ProfileConfig, destination, flag, options, variable
 from megaprof.config.windows import TARGETS
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
@@ -41,9 +40,12 @@ def add_profile_args(parser: _Parser) -> _Parser:
     for option in options():
         if flag(option.name) in host_options:
             continue
+        default, text = option.default, str(option.metadata["help"])
+        if not isinstance(default, bool) and default not in (None, ()):
+            text += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
         keywords: dict[str, Any] = {"default": None, "dest": destination(option.name)}
         # Percent signs are argparse's own; the default belongs to ProfileConfig and is only quoted here.
-        keywords["help"] = f"{_help(option)} [{variable(option.name)}]".replace("%", "%%")
+        keywords["help"] = f"{text} [{variable(option.name)}]".replace("%", "%%")
         if isinstance(option.default, bool):
             keywords |= {"action": "store_true"}
         elif isinstance(option.default, tuple):
@@ -51,23 +53,14 @@ def add_profile_args(parser: _Parser) -> _Parser:
         else:
             keywords |= {"metavar": option.name.upper()}
         group.add_argument(flag(option.name), **keywords)
-    if flag(ALL_RANKS) not in host_options:
-        group.add_argument(
-            flag(ALL_RANKS),
-            action="store_true",
-            default=None,
-            help=f"capture on every rank; the same as {flag('select')} all [{variable(ALL_RANKS)}]",
-        )
+    for alias in ALIASES:
+        if flag(alias) not in host_options:
+            name, value = SWITCHES.get(alias, ("schedule", ""))
+            stands = f"the same as {flag(name)} {value}" if value else f"a part of {flag(name)}"
+            keywords = {"action": "store_true"} if value else {"metavar": alias.upper()}
+            group.add_argument(flag(alias), default=None, help=f"{stands} [{variable(alias)}]", **keywords)
     parser.set_defaults(**{_HOST_DEFAULTS: {name: parser.get_default(name) for name in shared_names}})
     return parser
-
-
-def _help(option: Field[Any]) -> str:
-    """Returns the help of an option, with its default if it has one."""
-    default, text = option.default, str(option.metadata["help"])
-    if isinstance(default, bool) or default in (None, ()):
-        return text
-    return f"{text} (default: {' '.join(default) if isinstance(default, tuple) else default})"
 
 
 def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | None = None) -> ProfileConfig:
@@ -80,7 +73,7 @@ def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | No
     host_defaults = getattr(args, _HOST_DEFAULTS, None)
     defaults: Mapping[str, Any] = _MEGATRON_DEFAULTS if host_defaults is None else host_defaults
     typed_values = {
-        name: _typed(args, defaults, destination(name)) for name in (*(option.name for option in options()), ALL_RANKS)
+        name: _typed(args, defaults, destination(name)) for name in (*(option.name for option in options()), *ALIASES)
     }
     values = {name: value for name, value in typed_values.items() if value is not None and value is not False}
     megaprof_names = {name for name in values if destination(name) not in defaults}
@@ -134,7 +127,7 @@ def _honour_host(
     if not set_anywhere("target"):
         return names
     ranks = _typed(args, defaults, _HOST_RANKS)
-    if ranks is None and not set_anywhere("select", ALL_RANKS):
+    if ranks is None and not set_anywhere("select", "all_ranks"):
         ranks = getattr(args, _HOST_RANKS, None)
     if isinstance(ranks, list | tuple) and ranks and "select" not in values:
         values["select"] = ",".join(map(str, ranks))
@@ -143,7 +136,7 @@ def _honour_host(
     if not isinstance(start, int) or not isinstance(end, int) or "steps" in values:
         return names
     is_typed = any(_typed(args, defaults, name) is not None for name in (_HOST_START, _HOST_END))
-    if is_typed or not set_anywhere("steps", *SCHEDULE):
+    if is_typed or not set_anywhere("steps", "schedule", *SCHEDULE):
         if not 0 <= start < end:
             raise ValueError(
                 f"--profile-step-start {start} --profile-step-end {end}: start must be non-negative and less than end"

@@ -2,11 +2,12 @@
 
 A field ``record_shapes`` is the flag ``--profile-record-shapes``, the environment variable
 ``MEGAPROF_RECORD_SHAPES`` and the keyword ``record_shapes=``. A flag overrides the environment, which overrides the
-default. ``--profile-all-ranks`` and ``MEGAPROF_ALL_RANKS`` mean ``--profile-select all``, and are no field.
+default. `ALIASES` are flags and variables too, and no fields.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -22,8 +23,8 @@ from megaprof.config.windows import (
     TARGETS,
     TRAIN_OVERALL,
     Plan,
-    Schedule,
     StepList,
+    parse_schedule,
     parse_step_list,
     parse_steps,
 )
@@ -33,18 +34,19 @@ ENV_PREFIX = "MEGAPROF_"
 ACTIVITIES = ("cpu", "cuda")
 EXPORTS = ("trace", "stacks")
 RANGE_LEVELS = ("step", "microbatch", "layer", "module")
-#: An option that is no field: its flag and its variable stand for ``select`` ``all``.
-ALL_RANKS = "all_ranks"
-#: Fields that make up the schedule, the alternative to ``steps``.
-SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat")
+#: Switches that stand for a value of a field.
+SWITCHES = {"all_ranks": ("select", "all"), "with_modules": ("ranges", "module")}
+#: The parts of ``schedule``, and the least value of each.
+SCHEDULE = {"skip_first": 0, "wait": 0, "warmup": 0, "active": 1, "repeat": 0}
+ALIASES = (*SWITCHES, *SCHEDULE)
 #: The value of ``steps`` that makes the schedule decide. It is not None, because hosts' configurations use None and []
 #: for no steps at all.
 BY_SCHEDULE = "schedule"
 #: Options of the timeline alone.
 TIMELINE_ONLY = ("timeline_select", "timeline_megabytes", "collectives")
 #: Options that only the torch profiler has, and the options that it ignores without CPU activity.
-TORCH_ONLY = ("activities", "record_shapes", "with_flops", "with_modules", "export", "execution_trace", "kernels")
-NEED_CPU = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+TORCH_ONLY = ("activities", "record_shapes", "with_flops", "export", "execution_trace", "kernels")
+NEED_CPU = ("record_shapes", "profile_memory", "with_stack", "with_flops")
 
 
 def _option(default: Any, help: str, read: Callable[[str, Any], Any]) -> Any:
@@ -93,7 +95,7 @@ class ProfileConfig:
         BY_SCHEDULE,
         "steps to capture, in the host's own iteration numbers: 10 | 1,2,5 | 20:30 | 20:30:5 (end excluded) | none; or "
         "per target: 'train_actor=10:12;train_log_probs=0' (annotated=... for annotated work with --profile-discrete). "
-        "Replaces the schedule (--profile-skip-first and the four options after it)",
+        "Replaces --profile-schedule",
         read.per_name,
     )
     role_steps: str | None = _option(
@@ -105,16 +107,13 @@ class ProfileConfig:
         "window is open (train_overall: one file per step, with all roles in it)",
         read.boolean,
     )
-    skip_first: int = _option(3, "schedule: calls of a target to skip before the first cycle", read.count(0))
-    wait: int = _option(0, "schedule: idle calls at the start of each cycle", read.count(0))
-    warmup: int = _option(
-        0,
-        "schedule: further calls before the captured ones. If calls follow each other directly, megaprof prepares the "
-        "profiler after the last of them; it does so with 0, too",
-        read.count(0),
+    schedule: str = _option(
+        "3:0:0:1:1",
+        "calls of a target to capture, as SKIP_FIRST:WAIT:WARMUP:ACTIVE:REPEAT of torch.profiler.schedule: so many "
+        "calls are skipped; then each cycle has idle calls, further calls before the captured ones, and captured "
+        "calls, one file each; REPEAT cycles, 0 for the whole run. What is left out at the end has its default",
+        read.text,
     )
-    active: int = _option(1, "schedule: captured calls in each cycle, one file each", read.count(1))
-    repeat: int = _option(1, "schedule: number of cycles; 0 means for the whole run", read.count(0))
     ranges: str = _option("microbatch", f"finest ranges to write: {' | '.join(RANGE_LEVELS)}", read.word(RANGE_LEVELS))
     tool: tuple[str, ...] = _option(
         ("torch",),
@@ -148,7 +147,6 @@ class ProfileConfig:
     profile_memory: bool = _option(False, "record tensor allocations (costs memory)", read.boolean)
     with_stack: bool = _option(False, "record Python stacks (costs memory)", read.boolean)
     with_flops: bool = _option(False, "estimate FLOPs of operators (records shapes, costs memory)", read.boolean)
-    with_modules: bool = _option(False, "record the module hierarchy (TorchScript modules only)", read.boolean)
     export: tuple[str, ...] = _option(
         ("trace",),
         "what to write from a torch profile: trace (Chrome trace) | stacks (collapsed stacks for a flame graph, "
@@ -172,14 +170,9 @@ class ProfileConfig:
 
     on_finish: str | None = _option(
         None,
-        "shell command to run for finished files, on every rank that captures. $PROFILED_FILES holds their paths, one "
-        "per line, and $PROFILED_DIR the save path",
+        "shell command to run for the finished files of each window, on every rank that captures. $PROFILED_FILES "
+        "holds their paths, one per line, and $PROFILED_DIR the save path",
         read.text,
-    )
-    on_finish_when: str = _option(
-        "window",
-        "when to run the command: window (after each window) | end (once, at the end)",
-        read.word(("window", "end")),
     )
     flush_seconds: int = _option(
         60,
@@ -203,9 +196,6 @@ class ProfileConfig:
         "the same when the slowest stage computes this many times as long as the average stage, e.g. 1.3; needs "
         f"{flag('tool')} {TIMELINE}",
         read.factor,
-    )
-    trigger_cooldown: int = _option(
-        3600, "shortest time in seconds between two captures that the job makes by itself", read.count(1)
     )
     prometheus: str | None = _option(
         None,
@@ -293,7 +283,7 @@ class ProfileConfig:
         if role is not None and (steps := self._role_steps.get(role)) is not None:
             return parse_step_list(steps, str(self.role_steps), self.named("role_steps"))
         if self.steps == BY_SCHEDULE:
-            return Schedule(self.skip_first, self.wait, self.warmup, self.active, self.repeat)
+            return parse_schedule(self.schedule, self.named("schedule"))
         lists = parse_steps(self.steps, self.named("steps"))
         return lists.get(target) or lists.get(None) or StepList(())
 
@@ -310,10 +300,6 @@ class ProfileConfig:
             raise ValueError(f"{flag('dir')} is not set: say where the traces go, e.g. {flag('dir')} /data/traces")
         if is_remote(self.dir):
             check_remote(flag("dir"), self.dir)
-        if self.on_finish is None and self.on_finish_when != "window":
-            raise ValueError(
-                f"{flag('on_finish_when')} {self.on_finish_when} has no effect without {flag('on_finish')}"
-            )
         for role in (None, *self.roles):
             self.selector(role)
             self.plan(self.target[0], role)
@@ -365,24 +351,14 @@ class ProfileConfig:
                 raise ValueError(f"{flag(name)} has no effect without {flag('on_demand')} or {flag('tool')} {TIMELINE}")
         if self.trigger_imbalance is not None and not self.timed:
             raise ValueError(f"{flag('trigger_imbalance')} needs the stages' times: add {flag('tool')} {TIMELINE}")
-        if (
-            self.trigger_cooldown != ProfileConfig.trigger_cooldown
-            and self.trigger_step_time is None
-            and self.trigger_imbalance is None
-        ):
-            raise ValueError(
-                f"{flag('trigger_cooldown')} has no effect without {flag('trigger_step_time')} or "
-                f"{flag('trigger_imbalance')}"
-            )
 
     def _check_steps(self, steps: str) -> None:
         option = self.named("steps")
-        for name in SCHEDULE:
-            if getattr(self, name) != getattr(ProfileConfig, name):
-                raise ValueError(
-                    f"{option} {steps} and {self.named(name)} {getattr(self, name)} contradict each other: give steps "
-                    "or a schedule"
-                )
+        if self.schedule != ProfileConfig.schedule:
+            raise ValueError(
+                f"{option} {steps} and {self.named('schedule')} {self.schedule} contradict each other: give steps or a "
+                "schedule"
+            )
         lists = parse_steps(steps, option)
         targets = (*self.target, ANNOTATED) if self.discrete else self.target
         for target in targets:
@@ -416,15 +392,17 @@ class ProfileConfig:
         """
         env = os.environ if env is None else env
         names = names or {}
-        names_by_variable = {variable(name): name for name in (*(option.name for option in options()), ALL_RANKS)}
+        names_by_variable = {variable(name): name for name in (*(option.name for option in options()), *ALIASES)}
         for name in env:
             if name.startswith(ENV_PREFIX) and name not in names_by_variable:
                 raise ValueError(f"{name}: unknown variable; known: {', '.join(names_by_variable)}")
-        set_by_env = _without_alias(
+        set_by_env = _without_aliases(
             {name: env[variable_name] for variable_name, name in names_by_variable.items() if variable_name in env},
             variable,
+            ProfileConfig.schedule,
         )
-        set_by_flags = _without_alias(flags, lambda name: names.get(name, flag(name)))
+        schedule = str(set_by_env.get("schedule", ProfileConfig.schedule))
+        set_by_flags = _without_aliases(flags, lambda name: names.get(name, flag(name)), schedule)
         spellings = {name: variable(name) for name in set_by_env if name not in set_by_flags} | dict(names)
         return cls(**{**set_by_env, **set_by_flags}, names=spellings)
 
@@ -436,17 +414,29 @@ def _selector(ranks: str, option: str) -> Selector | None:
     return parse_selector(ranks.strip("[]"), option)
 
 
-def _without_alias(settings: Mapping[str, Any], spelling: Callable[[str], str]) -> dict[str, Any]:
-    """Returns ``settings`` with ``select`` in place of ``all_ranks``. Raises ValueError if they name ranks as well."""
+def _without_aliases(settings: Mapping[str, Any], spelling: Callable[[str], str], schedule: str) -> dict[str, Any]:
+    """Returns ``settings`` with fields in place of `ALIASES`. Parts of the schedule replace those of ``schedule``.
+    Raises ValueError if a field is also set otherwise."""
     values = dict(settings)
-    all_ranks = values.pop(ALL_RANKS, None)
-    if all_ranks is None or not read.boolean(spelling(ALL_RANKS), all_ranks):
-        return values
-    if values.get("select") is not None:
-        raise ValueError(
-            f"{spelling(ALL_RANKS)} and {spelling('select')} {values['select']} contradict each other: give one"
-        )
-    return {**values, "select": "all"}
+    for alias, (name, meant) in SWITCHES.items():
+        given = values.pop(alias, None)
+        if given is not None and read.boolean(spelling(alias), given):
+            if values.get(name) not in (None, meant):
+                raise ValueError(
+                    f"{spelling(alias)} and {spelling(name)} {values[name]} contradict each other: give one"
+                )
+            values[name] = meant
+    parts = {
+        name: read.count(least)(spelling(name), values.pop(name)) for name, least in SCHEDULE.items() if name in values
+    }
+    if parts:
+        if "schedule" in values:
+            raise ValueError(
+                f"{spelling('schedule')} and {spelling(next(iter(parts)))} contradict each other: give one"
+            )
+        whole = dataclasses.asdict(parse_schedule(schedule, spelling("schedule"))) | parts
+        values["schedule"] = ":".join(map(str, whole.values()))
+    return values
 
 
 def destination(name: str) -> str:
@@ -468,4 +458,7 @@ def options() -> tuple[Field[Any], ...]:
 def set_in(env: Mapping[str, str]) -> set[str]:
     """Returns the names of the options that ``env`` sets."""
     names = {option.name for option in options() if variable(option.name) in env}
-    return names | {"select"} if read.boolean(variable(ALL_RANKS), env.get(variable(ALL_RANKS), "0")) else names
+    names |= {
+        name for alias, (name, _) in SWITCHES.items() if read.boolean(variable(alias), env.get(variable(alias), "0"))
+    }
+    return names | {"schedule"} if any(variable(part) in env for part in SCHEDULE) else names

@@ -53,15 +53,15 @@ class StepList:
 class Schedule:
     """The cycle of ``torch.profiler.schedule``, over the calls of one target since hooks were installed."""
 
-    skip_first: int
+    skip_first: int = 3
     """Calls before the first cycle."""
-    wait: int
+    wait: int = 0
     """Calls at the start of each cycle that are not captured."""
-    warmup: int
+    warmup: int = 0
     """Calls after the idle ones, which are not captured either. The profiler is prepared after the last one."""
-    active: int
+    active: int = 1
     """Captured calls, at the end of each cycle."""
-    repeat: int
+    repeat: int = 1
     """Number of cycles; 0 for the whole run."""
 
     @property
@@ -84,6 +84,19 @@ class Schedule:
     def windows(self) -> int | None:
         """How many windows the whole run has; None if the cycles never end."""
         return None if self.repeat == 0 else self.repeat * self.active
+
+
+def parse_schedule(text: str, option: str) -> Schedule:
+    """Reads ``SKIP_FIRST:WAIT:WARMUP:ACTIVE:REPEAT``; parts that are left out at the end have their default. Raises
+    ValueError that names ``option``, the value and what would be valid."""
+    parts = [part.strip() for part in text.split(":")]
+    numbers = [int(part) for part in parts if part.isascii() and part.isdigit()]
+    if len(numbers) != len(parts) or len(numbers) > 5 or 0 in numbers[3:4]:
+        raise ValueError(
+            f"{option}: {text!r} is not SKIP_FIRST:WAIT:WARMUP:ACTIVE:REPEAT; valid: whole numbers, ACTIVE at least 1, "
+            "as in 3:0:0:1:1; parts may be left out at the end"
+        )
+    return Schedule(*numbers)
 
 
 Plan = StepList | Schedule

@@ -16,7 +16,7 @@ from megaprof.capture.agenda import Demand
 from megaprof.capture.compat import held_by
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requests import check, recorder_config
-from megaprof.control.status import Reporter
+from megaprof.control.status import LONGEST_REASON, Reporter
 from megaprof.formats.files import Directory
 from megaprof.formats.job import records
 from megaprof.formats.job.records import Absent, BadRecord
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 #: Seconds after the time-out of a request until its job removes it: the command that should have done so is gone.
 _GRACE = 30.0
-#: Characters of a reason at most.
-_LONGEST_REASON = 1000
 #: A target counts as one that nobody runs if it was not called while others were called this often.
 _CALLS_OF_OTHERS = 2
 
@@ -238,7 +236,7 @@ class CaptureTask:
             state,
             calls=0 if key is None else self._session.calls.get(key, 0),
             seconds=None if key is None else self._reporter.seconds(key),
-            reason=None if reason is None else printable(reason[:_LONGEST_REASON]),
+            reason=None if reason is None else printable(reason[:LONGEST_REASON]),
             steps=() if demand is None else tuple(demand.taken),
             files=()
             if demand is None

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 #: How many looks at a counter of calls the average time between two calls is taken over.
 _LOOKS = 32
-#: The most characters of a fault's message in a status.
-_LONGEST_WHY = 300
+#: The most characters of a reason in a status.
+LONGEST_REASON = 1000
 
 
 class Reporter:
@@ -88,7 +88,7 @@ class Reporter:
             capture=capture,
             ended=ended,
             off=session.off is not None,
-            why=None if session.off is None else printable(session.off[:_LONGEST_WHY]),
+            why=None if session.off is None else printable(session.off[:LONGEST_REASON]),
         )
 
     def _device_position(self) -> Position | None:

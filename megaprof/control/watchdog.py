@@ -24,6 +24,8 @@ _HISTORY = 4096
 _LEAST = 30
 #: A change counts when this many looks in a row see it.
 _IN_A_ROW = 3
+#: The shortest time between two captures that the job makes by itself.
+COOLDOWN_SECONDS = 3600.0
 
 
 class Watchdog:
@@ -98,7 +100,7 @@ class Watchdog:
         return f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
 
     def _ask(self, reason: str) -> None:
-        self._not_before = self._clock() + self._config.trigger_cooldown
+        self._not_before = self._clock() + COOLDOWN_SECONDS
         self._slow_looks = self._uneven_looks = 0
         job = self._listener.job
         if job is None:

@@ -74,9 +74,9 @@ def options(
         count = windows(config)
         if count is None:
             raise ValueError(
-                f"shutdown: the number of windows is not known with {flag('repeat')} 0, {flag('role_steps')}, "
-                f"{flag('discrete')} or {TRAIN_OVERALL} beside other targets; set {flag('repeat')} or {flag('steps')} "
-                "alone, or leave shutdown out"
+                f"shutdown: the number of windows is not known with a {flag('schedule')} without an end, "
+                f"{flag('role_steps')}, {flag('discrete')} or {TRAIN_OVERALL} beside other targets; set "
+                f"{flag('steps')} alone, or leave shutdown out"
             )
         end = f"repeat-shutdown:{count * models}"
     by_range = capture == "nvtx"

@@ -123,7 +123,6 @@ class TorchRecorder:
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,
             with_flops=config.with_flops,
-            with_modules=config.with_modules,
             experimental_config=_trace_only(config),
         )
 

@@ -13,7 +13,7 @@ from megaprof import ProfileConfig, install_hooks
 
 
 def test_a_controller_gets_the_last_windows_summary(one_rank: Any, tmp_path: Path) -> None:
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0, active=2, kernels=True)
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="0:0:0:2", kernels=True)
     with install_hooks(one_rank.chunks, config) as handle:
         assert handle.kernel_summary() is None, "no window was closed yet"
         for step in range(2):
@@ -33,7 +33,7 @@ def test_a_controller_gets_the_last_windows_summary(one_rank: Any, tmp_path: Pat
 
 def test_without_the_option_there_is_no_summary(one_rank: Any, tmp_path: Path) -> None:
     with install_hooks(
-        one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0)
+        one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="0")
     ) as handle:
         one_rank.train_step()
         assert handle.kernel_summary(timeout=60) is None
@@ -44,7 +44,7 @@ def test_a_summary_that_fails_costs_only_itself(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("megaprof.artifacts.derived._CHILD", "import sys; sys.exit('no memory today')")
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0, kernels=True)
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="0", kernels=True)
     with install_hooks(one_rank.chunks, config) as handle:
         one_rank.train_step()
         assert handle.kernel_summary(timeout=60) is None

@@ -10,7 +10,6 @@ import pytest
 
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.writer import Artifact, Writer
-from megaprof.config.options import ProfileConfig
 from megaprof.formats.names import raw_path
 
 
@@ -29,7 +28,7 @@ def alive(pid: int) -> bool:
 
 def test_once_per_window_with_the_files_of_that_window(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    hook = FinishHook(f'echo "$PROFILED_WHEN $PROFILED_DIR" $PROFILED_FILES >> {out}', "/save")
+    hook = FinishHook(f'echo "$PROFILED_DIR" $PROFILED_FILES >> {out}', "/save")
     background = Writer(hook=hook)
     for window in ("a", "b"):
         submit(background, tmp_path / f"{window}.gz")
@@ -37,20 +36,7 @@ def test_once_per_window_with_the_files_of_that_window(tmp_path: Path) -> None:
         background.end_window()
     background.end_window()  # a window without a file
     assert background.close(60)
-    assert out.read_text().splitlines() == [f"window /save {tmp_path}/{w}.gz {tmp_path}/{w}.pickle" for w in "ab"]
-
-
-def test_once_at_the_end_with_every_file(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    background = Writer(hook=FinishHook(f'printf "%s\\n" "$PROFILED_FILES" >> {out}', "/save", when="end"))
-    for name in ("a", "b"):
-        submit(background, tmp_path / f"{name}.gz")
-        background.end_window()
-    assert background.flush(60)
-    assert not out.exists()
-    assert background.close(60)
-    assert background.close(60)
-    assert out.read_text().splitlines() == [f"{tmp_path}/a.gz", f"{tmp_path}/b.gz"]
+    assert out.read_text().splitlines() == [f"/save {tmp_path}/{w}.gz {tmp_path}/{w}.pickle" for w in "ab"]
 
 
 def test_it_runs_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,22 +57,8 @@ def test_it_runs_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "out").read_text() == f"{tmp_path}\n"
 
 
-def test_the_end_may_be_said_before_the_process_ends(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    background = Writer(hook=FinishHook(f'echo "$PROFILED_WHEN" $PROFILED_FILES >> {out}', "/save", when="end"))
-    submit(background, tmp_path / "a.gz")
-    background.end_window()
-    background.end_capture()
-    assert background.flush(60)
-    assert out.read_text() == f"end {tmp_path}/a.gz\n"
-    background.end_capture()
-    assert background.close(60)
-    assert out.read_text() == f"end {tmp_path}/a.gz\n", "once for each file"
-
-
-@pytest.mark.parametrize("when", ["window", "end"])
-def test_nothing_runs_without_a_file(when: str, tmp_path: Path) -> None:
-    background = Writer(hook=FinishHook(f"touch {tmp_path}/ran", "/save", when=when))
+def test_nothing_runs_without_a_file(tmp_path: Path) -> None:
+    background = Writer(hook=FinishHook(f"touch {tmp_path}/ran", "/save"))
     background.end_window()
     assert background.close(60)
     assert list(tmp_path.iterdir()) == []
@@ -141,8 +113,3 @@ def test_the_end_of_the_process_does_not_wait_for_a_hanging_command(
     assert "not finished within 0 s: the finish hook" in caplog.text
     assert not alive(int(pid.read_text()))
     assert background.flush(30)
-
-
-def test_a_timing_without_a_command_is_refused() -> None:
-    with pytest.raises(ValueError, match="--profile-on-finish-when end has no effect without --profile-on-finish"):
-        ProfileConfig(target=("train_actor",), dir="/t", on_finish_when="end")

@@ -32,7 +32,7 @@ def config(directory: Path, *targets: str, **options: Any) -> ProfileConfig:
 
 
 def test_a_step_of_the_controllers_is_one_window(one_rank: Any, tmp_path: Path) -> None:
-    wanted = config(tmp_path, "train_overall", skip_first=1, active=1, repeat=1)
+    wanted = config(tmp_path, "train_overall", schedule="1")
     assert dispatch(megaprof.start, wanted) is True
     try:
         for number in range(1, 4):

@@ -60,7 +60,7 @@ def _everything_is_put_back() -> Any:
 
 
 def on(directory: Path, **fields: Any) -> ProfileConfig:
-    first = {} if "steps" in fields else {"skip_first": 0}
+    first = {} if "steps" in fields else {"schedule": "0"}
     return ProfileConfig(**{"target": ("train_actor",), "dir": str(directory), **first, **fields})
 
 
@@ -181,7 +181,7 @@ def test_what_is_not_a_model_is_refused(model: Any, tmp_path: Path) -> None:
 
 
 def test_schedule_counts_calls_and_one_window_is_one_file(one_rank: Any, tmp_path: Path) -> None:
-    with install_hooks(one_rank.chunks, on(tmp_path, skip_first=1, wait=1, warmup=1, active=2, repeat=1)):
+    with install_hooks(one_rank.chunks, on(tmp_path, schedule="1:1:1:2")):
         for _ in range(7):
             one_rank.train_step()
     found = traces(tmp_path)
@@ -191,7 +191,7 @@ def test_schedule_counts_calls_and_one_window_is_one_file(one_rank: Any, tmp_pat
 
 
 def test_no_profiler_is_open_between_steps(one_rank: Any, tmp_path: Path) -> None:
-    with install_hooks(one_rank.chunks, on(tmp_path, warmup=2, active=1, repeat=0)):
+    with install_hooks(one_rank.chunks, on(tmp_path, schedule="0:0:2:1:0")):
         for _ in range(4):
             one_rank.train_step()
             assert not torch._C._autograd._profiler_enabled()
@@ -199,7 +199,7 @@ def test_no_profiler_is_open_between_steps(one_rank: Any, tmp_path: Path) -> Non
 
 def test_evaluation_is_a_target_of_its_own(one_rank: Any, tmp_path: Path) -> None:
     targets = ("train_actor", "train_log_probs", "evaluate")
-    with install_hooks(one_rank.chunks, on(tmp_path, target=targets, repeat=0)):
+    with install_hooks(one_rank.chunks, on(tmp_path, target=targets, schedule="0:0:0:1:0")):
         one_rank.evaluate()  # recognised by the function's name
         one_rank.log_probs_pass()
         with evaluation():

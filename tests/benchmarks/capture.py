@@ -81,7 +81,7 @@ def ours(gpt: Any, directory: Path) -> dict[str, float]:
     watch.around(profile, "stop")
     watch.around(profile, "export_chrome_trace")
     config = ProfileConfig(
-        target=("train_actor",), dir=str(directory), skip_first=STEPS_BEFORE, activities=("cpu",), ranges="step"
+        target=("train_actor",), dir=str(directory), schedule=str(STEPS_BEFORE), activities=("cpu",), ranges="step"
     )
     with install_hooks(gpt.chunks, config) as handle:
         before = [timed(gpt.train_step) for _ in range(STEPS_BEFORE)]

@@ -46,7 +46,7 @@ def _hooks(way: str, chunks: list[Any], directory: Path) -> Any:
     """Install hooks for ``way``; None for ``off``."""
     if way == "off":
         return None
-    due = {"steps": "999999"} if way == "armed" else {"skip_first": 0, "repeat": 0}
+    due = {"steps": "999999"} if way == "armed" else {"schedule": "0:0:0:1:0"}
     config = ProfileConfig(target=("train_actor",), dir=str(directory), **due)
     if way != "ranges":
         return install_hooks(chunks, config)

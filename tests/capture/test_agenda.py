@@ -25,7 +25,6 @@ def captures(*numbers: int) -> list[Call]:
 
 
 NOT_NUMBERED = [Call(ACTOR)] * 8
-BY_SCHEDULE: dict[str, Any] = {"select": "all", "skip_first": 1, "wait": 1}
 #: What it shows, the calls, and what is asked for -> the windows.
 TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] = {
     "the steps that are named": (train(0, 1, 2, 3), (ACTOR,), {"steps": "1,3"}, ["train_actor 1", "train_actor 3"]),
@@ -37,7 +36,7 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
     "warm-up calls are none": (
         NOT_NUMBERED,
         (ACTOR,),
-        {**BY_SCHEDULE, "wait": 0, "warmup": 1, "active": 2, "repeat": 2},
+        {"schedule": "1:0:1:2:2"},
         ["train_actor 2", "train_actor 3", "train_actor 5", "train_actor 6"],
     ),
     "the host's step with all that is in it": (
@@ -49,7 +48,7 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
     "host's steps are counted once, whatever is in them": (
         rl(*range(10, 17), mini_batches=2),
         (OVERALL,),
-        {**BY_SCHEDULE, "active": 1, "repeat": 2},
+        {"schedule": "1:1:0:1:2"},
         ["train_overall 12", "train_overall 14"],
     ),
     "without numbers, a host's step is a training step": (
@@ -79,13 +78,13 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
     "a schedule does not count it": (
         [*train(0, 1), *captures(2), *train(3, 4)],
         (ACTOR,),
-        {"skip_first": 2},
+        {"schedule": "2"},
         ["train_actor 3"],
     ),
     "nor where it begins the host's step": (
         [*train(0, 1), *captures(2), *train(3, 4)],
         (OVERALL,),
-        {"skip_first": 2},
+        {"schedule": "2"},
         ["train_overall 3"],
     ),
     "every role has its steps": (

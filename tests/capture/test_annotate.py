@@ -69,7 +69,7 @@ def names(request: Any, tmp_path: Path) -> Iterator[Callable[[], Counter[str]]]:
         yield Counter
         return
     one_rank = request.getfixturevalue("one_rank")
-    handle = install_hooks(one_rank.chunks, ProfileConfig(("train_overall",), str(tmp_path), skip_first=0))
+    handle = install_hooks(one_rank.chunks, ProfileConfig(("train_overall",), str(tmp_path), schedule="0"))
     one_rank.train_step()
 
     def written() -> Counter[str]:

@@ -80,7 +80,6 @@ def test_a_parameter_of_an_ordinary_module_is_held_with_stacks_too(option: str) 
 def test_nothing_is_held_without_those_options() -> None:
     move_under_a_window()
     move_under_a_window(profile_memory=True)
-    move_under_a_window(with_modules=True)
 
 
 def on(**fields: Any) -> ProfileConfig:

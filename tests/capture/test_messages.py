@@ -30,7 +30,7 @@ ROLES = [Call(EVALUATE, "actor")]
         (*STEPS, {"steps": "3:1000000"}, [f"train_actor: steps 6-10, ... never came: {SIX}"]),
         (
             *STEPS,
-            {"skip_first": 5, "active": 2},
+            {"schedule": "5:0:0:2"},
             ["train_actor: 1 of 2 steps of the schedule came: it needs 7 calls, and 6 ran"],
         ),
         (train(0), (ACTOR, LOG_PROBS), {"steps": "0"}, ["train_log_probs never ran"]),

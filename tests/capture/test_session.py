@@ -301,15 +301,3 @@ def test_one_line_at_the_start_one_for_each_window_one_at_the_end(
         *(f"megaprof captured train_actor step {n}: {tmp_path / name.format(n)}" for n in (1, 2)),
         f"megaprof ends: 2 windows captured into {tmp_path}",
     ]
-
-
-def test_a_command_for_the_end_of_a_worker_of_rays_may_not_run(
-    one_rank: Any, tmp_path: Path, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = on(tmp_path, "train_actor", steps="1", on_finish="true", on_finish_when="end")
-    install_hooks(one_rank.chunks, config).remove()
-    assert not any("Ray" in line for line in lines())
-    monkeypatch.setattr("megaprof.capture.messages.in_ray_worker", lambda: True)
-    install_hooks(one_rank.chunks, config).remove()
-    (said,) = [line for line in lines() if "Ray" in line]
-    assert said.startswith("megaprof: --profile-on-finish-when end: Ray may kill this worker")

@@ -61,13 +61,11 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         "timeline_megabytes": (["7", "--profile-tool", "timeline"], 7),
         "collectives": (["--profile-tool", "timeline"], True),
         "on_finish": (["ls"], "ls"),
-        "on_finish_when": (["end", "--profile-on-finish", "ls"], "end"),
         "flush_seconds": (["5"], 5),
         "trigger_step_time": (["1.5", "--profile-on-demand"], 1.5),
         "trigger_imbalance": (["1.3", "--profile-tool", "timeline"], 1.3),
-        "trigger_cooldown": (["60", "--profile-on-demand", "--profile-trigger-step-time", "2"], 60),
         "prometheus": (["/m/x.prom", "--profile-on-demand"], "/m/x.prom"),
-        **{name: (["7"], 7) for name in ("skip_first", "wait", "warmup", "active", "repeat")},
+        "schedule": (["1:0:2:3"], "1:0:2:3"),
     }
     for option in options():
         given, expected = values.get(option.name, ([], True))
@@ -80,7 +78,7 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
 def test_a_flag_beats_the_environment_beats_the_default() -> None:
     env = {"MEGAPROF_TARGET": "train_log_probs", "MEGAPROF_DIR": "/env", "MEGAPROF_ACTIVE": "5"}
     config = parse(ON, env)
-    assert (config.target, config.dir, config.active, config.wait) == (("train_actor",), "/traces", 5, 0)
+    assert (config.target, config.dir, config.schedule) == (("train_actor",), "/traces", "3:0:0:5:1")
 
 
 def test_provider_returns_the_parser_as_megatron_expects() -> None:
@@ -103,7 +101,7 @@ def test_the_help_says_every_default_that_is_not_nothing() -> None:
     told = " ".join(add_profile_args(argparse.ArgumentParser()).format_help().split())
     defaults = [each.default for each in options() if not isinstance(each.default, bool | None) and each.default != ()]
     shown = [" ".join(each) if isinstance(each, tuple) else each for each in defaults]
-    assert {3, 0, 1, 64, "schedule", "torch", "cpu cuda", "95%"} <= set(shown)
+    assert {"3:0:0:1:1", 64, "schedule", "torch", "cpu cuda", "95%"} <= set(shown)
     for each in shown:
         assert told.count(f"(default: {each})") == shown.count(each)
 
@@ -120,7 +118,7 @@ def test_megatron_lms_steps_and_ranks_are_honoured() -> None:
     assert (config.steps, config.select) == ("4:6", "0,3")
     assert parse(ON, host=megatron_lm).steps == "10:12"
     assert parse(ON, host=megatron_lm).select is None
-    with pytest.raises(ValueError, match="-step-start/--profile-step-end 10:20 and --profile-wait 2 contradict"):
+    with pytest.raises(ValueError, match="-step-start/--profile-step-end 10:20 and --profile-schedule 3:2:0:1:1"):
         parse([*ON, "--profile-step-end", "20", "--profile-wait", "2"], host=megatron_lm)
 
 

@@ -89,13 +89,12 @@ def test_whole_environment() -> None:
         ({"steps": "9:3"}, ["--profile-steps", "9", "3"]),
         ({"steps": "train_log_probs=3"}, ["--profile-steps", "train_actor"]),
         ({"steps": "train_log_probs=3;1"}, ["--profile-steps", "train_log_probs", "--profile-target"]),
-        ({"steps": "3", "active": 2}, ["--profile-steps 3", "--profile-active 2"]),
-        ({"skip_first": -1}, ["--profile-skip-first", "-1", "at least 0"]),
-        ({"active": 0}, ["--profile-active", "0", "at least 1"]),
-        ({"active": None}, ["--profile-active", "None"]),
-        ({"repeat": "x"}, ["--profile-repeat", "'x'"]),
-        ({"warmup": True}, ["--profile-warmup", "True"]),
-        ({"wait": 1.5}, ["--profile-wait", "1.5"]),
+        ({"steps": "3", "schedule": "3:0:0:2"}, ["--profile-steps 3", "--profile-schedule 3:0:0:2"]),
+        ({"schedule": "-1"}, ["--profile-schedule", "'-1'", "SKIP_FIRST:WAIT:WARMUP:ACTIVE:REPEAT"]),
+        ({"schedule": "1:0:0:0"}, ["--profile-schedule", "'1:0:0:0'", "ACTIVE at least 1"]),
+        ({"schedule": "1:0:0:1:1:1"}, ["--profile-schedule"]),
+        ({"schedule": "1::2"}, ["--profile-schedule"]),
+        ({"schedule": None}, ["--profile-schedule", "None"]),
         ({"activities": ()}, ["--profile-activities", "names nothing"]),
         ({"activities": None}, ["--profile-activities", "None"]),
         ({"activities": ("gpu",)}, ["--profile-activities", "'gpu'", "cuda"]),
@@ -112,9 +111,33 @@ def test_bad_values_name_option_value_and_what_is_valid(fields: dict[str, Any], 
 
 
 def test_schedule_is_the_alternative_to_steps() -> None:
-    config = on(skip_first="2", wait=1, warmup=1, active=2, repeat=0)
-    assert config.plan(TRAIN_ACTOR) == Schedule(2, 1, 1, 2, 0)
+    assert on(schedule="2:1:1:2:0").plan(TRAIN_ACTOR) == Schedule(2, 1, 1, 2, 0)
+    assert on(schedule="1:0:2").plan(TRAIN_ACTOR) == Schedule(1, 0, 2, 1, 1)
     assert on().plan(TRAIN_ACTOR) == Schedule(3, 0, 0, 1, 1)
+
+
+def test_the_parts_of_a_schedule_have_names_of_their_own() -> None:
+    """A flag beats a variable part by part, and a whole schedule beats parts that come before it."""
+    env = {**ON, "MEGAPROF_ACTIVE": "5", "MEGAPROF_WAIT": "1"}
+    assert ProfileConfig.from_env(env).schedule == "3:1:0:5:1"
+    assert ProfileConfig.from_values({"active": "2", "repeat": "0"}, env).schedule == "3:1:0:2:0"
+    assert ProfileConfig.from_values({"schedule": "7"}, env).schedule == "7"
+    assert ProfileConfig.from_values({"active": 2}, {**ON, "MEGAPROF_SCHEDULE": "1:0:2"}).schedule == "1:0:2:2:1"
+    assert set_in(env) == {"target", "dir", "schedule"}
+    for flags, said in [
+        ({"active": "0"}, "--profile-active: 0 is not valid; it must be a whole number of at least 1"),
+        ({"wait": "1.5"}, "--profile-wait: '1.5'"),
+        ({"warmup": True}, "--profile-warmup: True"),
+        ({"schedule": "1", "wait": 2}, "--profile-schedule and --profile-wait contradict each other"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            ProfileConfig.from_values(flags, ON)
+
+
+def test_with_modules_is_another_way_to_ask_for_the_ranges_of_modules() -> None:
+    assert ProfileConfig.from_env({**ON, "MEGAPROF_WITH_MODULES": "1"}).ranges == "module"
+    with pytest.raises(ValueError, match="--profile-with-modules and --profile-ranges layer contradict"):
+        ProfileConfig.from_values({"with_modules": True, "ranges": "layer"}, ON)
 
 
 def test_rank_zero_unless_asked() -> None:

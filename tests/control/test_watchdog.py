@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.control.watchdog import Watchdog
+from megaprof.control.watchdog import COOLDOWN_SECONDS, Watchdog
 
 
 def config(tmp_path: Path, **options: Any) -> ProfileConfig:
@@ -37,7 +37,7 @@ class Job:
 
     def _ask(self, reason: str) -> None:
         self.asked.append(reason)
-        self.watchdog._not_before = self.time + self.watchdog._config.trigger_cooldown
+        self.watchdog._not_before = self.time + COOLDOWN_SECONDS
         if self.captures:
             self.watchdog._captured()
 
@@ -48,7 +48,7 @@ class Job:
 
 
 def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(config(tmp_path, trigger_step_time=1.5, trigger_cooldown=600), monkeypatch)
+    job = Job(config(tmp_path, trigger_step_time=1.5), monkeypatch)
     job.captures = False
     job.steps(300, 5)  # a cold start is not what is usual
     job.steps(100, 60)
@@ -58,7 +58,7 @@ def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pyt
     assert job.asked == []
     job.steps(160, 10)
     assert job.asked == ["steps take 160 ms, 1.60 times the usual 100 ms"]
-    job.time = 601.0
+    job.time = 3601.0
     job.busy = True
     job.steps(170, 10)
     job.busy = False
@@ -66,7 +66,7 @@ def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pyt
     job.captures = True
     job.steps(170, 3)
     assert len(job.asked) == 2
-    job.time = 1300.0
+    job.time = 7300.0
     job.steps(170, 5000)
     assert len(job.asked) == 2, "that is captured, and is the usual now"
     job.steps(300, 3)
@@ -83,13 +83,13 @@ def test_a_trigger_on_train_overall_goes_by_the_training_steps(tmp_path: Path, m
 
 
 def test_uneven_stages_ask_once_until_they_have_been_even(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(config(tmp_path, trigger_imbalance=1.3, trigger_cooldown=600), monkeypatch)
+    job = Job(config(tmp_path, trigger_imbalance=1.3), monkeypatch)
 
     def see(*imbalances: float | None) -> None:
         for imbalance in imbalances:
             job.watchdog.see(imbalance)
             job.steps(100, 1)
-            job.time += 10
+            job.time += 60
 
     see(1.4, 1.4, 1.2, 1.4, 1.4, None, 1.4, 1.4)
     assert job.asked == []

@@ -31,10 +31,10 @@ from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
 ROOT = str(Path(megaprof.__file__).parent)
 WORKLOAD = GPTWorkload(layers=1, microbatches=2, hidden=16, seq_length=8, heads=2)
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "torch": {"skip_first": 0, "ranges": "module", "kernels": True},
-    "overall": {"target": ("train_overall",), "skip_first": 0},
+    "torch": {"schedule": "0", "ranges": "module", "kernels": True},
+    "overall": {"target": ("train_overall",), "schedule": "0"},
     "timeline": {"tool": ("timeline",)},
-    "annotated": {"discrete": True, "skip_first": 0},
+    "annotated": {"discrete": True, "schedule": "0"},
 }
 
 

@@ -77,7 +77,7 @@ def test_compiled_modules_are_left_alone(
     torch._dynamo.reset()
     counters.clear()
     with torch.compiler.set_stance("default"):
-        config = ProfileConfig(("train_actor",), str(tmp_path), skip_first=1, ranges="module")
+        config = ProfileConfig(("train_actor",), str(tmp_path), schedule="1", ranges="module")
         with install_hooks(gpt.chunks, config):
             gpt.train_step()
             before = counters["stats"]["unique_graphs"]

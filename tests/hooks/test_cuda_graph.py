@@ -51,7 +51,7 @@ def test_a_replayed_step_is_counted_and_captured_and_says_that_it_has_no_microba
         profiled_in_capture.append(torch._C._autograd._profiler_enabled())
         return one_rank.forward_step(iter([(batch["tokens"], batch["labels"])]), model)
 
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0, repeat=0)
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="0:0:0:1:0")
     microbatches = one_rank.workload.microbatches
     with install_hooks(one_rank.chunks, config):
         wrapper = full_cuda_graph.FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=1)
@@ -130,7 +130,7 @@ def captured_steps(directory: Path) -> dict[int, str | None]:
 def test_a_host_that_captures_a_whole_call_itself_gets_its_window_afterwards(
     one_rank: Any, capture: Capturing, tmp_path: Path
 ) -> None:
-    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0)):
+    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="0")):
         capture.now = True
         one_rank.train_step()
         capture.now = False
@@ -140,7 +140,7 @@ def test_a_host_that_captures_a_whole_call_itself_gets_its_window_afterwards(
 
 
 def test_an_open_window_outlasts_a_capture(one_rank: Any, capture: Capturing, tmp_path: Path) -> None:
-    config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), skip_first=0)
+    config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), schedule="0")
     with install_hooks(one_rank.chunks, config):
         one_rank.train_step()
         capture.now = True
@@ -155,7 +155,7 @@ def test_an_open_window_outlasts_a_capture(one_rank: Any, capture: Capturing, tm
 def test_what_wants_the_window_closed_waits_for_the_end_of_the_capture(
     why: str, one_rank: Any, capture: Capturing, tmp_path: Path
 ) -> None:
-    handle = install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0))
+    handle = install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="0"))
     passes: list[bool] = []
 
     def each_forward(module: Any, inputs: Any) -> None:

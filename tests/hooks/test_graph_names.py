@@ -85,7 +85,7 @@ def by_node(found: GraphNames) -> list[tuple[str, ...]]:
 def test_kernels_of_a_whole_step_bear_their_microbatch_and_layer(
     one_rank: Any, kernels: Runtime, tmp_path: Path
 ) -> None:
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=1, ranges="module")
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="1", ranges="module")
     with install_hooks(one_rank.chunks, config):
         steps(one_rank, 3)
     (path,) = tmp_path.glob("*.gz")
@@ -112,7 +112,7 @@ def test_kernels_of_a_whole_step_bear_their_microbatch_and_layer(
 
 def test_the_report_has_the_passes_of_a_replay(one_rank: Any, kernels: Runtime, tmp_path: Path) -> None:
     """What Kineto writes of a replay on a GPU is added to a trace that was recorded on the CPU."""
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=1, ranges="module")
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="1", ranges="module")
     with install_hooks(one_rank.chunks, config):
         steps(one_rank, 3)
     (path,) = tmp_path.glob("*.gz")
@@ -140,7 +140,7 @@ def test_the_report_has_the_passes_of_a_replay(one_rank: Any, kernels: Runtime, 
 def test_nothing_stays_of_the_capture(one_rank: Any, kernels: Runtime, tmp_path: Path) -> None:
     annotations = torch.cuda._graph_annotations
     entered, left = torch.cuda.graph.__enter__, torch.cuda.graph.__exit__
-    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=1)):
+    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="1")):
         assert torch.cuda.graph.__enter__ is not entered
         steps(one_rank, 3)
     assert (torch.cuda.graph.__enter__, torch.cuda.graph.__exit__) == (entered, left)
@@ -151,7 +151,7 @@ def test_nothing_stays_of_the_capture(one_rank: Any, kernels: Runtime, tmp_path:
 
 
 def test_a_capture_that_fails_is_the_hosts_and_leaves_no_names(one_rank: Any, kernels: Runtime, tmp_path: Path) -> None:
-    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=1)):
+    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="1")):
         with pytest.raises(RuntimeError, match="of the host"):
             steps(one_rank, 2, fails=True)
         assert emit.mark is None
@@ -162,7 +162,7 @@ def test_a_graph_that_its_owner_annotates_keeps_those_names(
     one_rank: Any, kernels: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     annotations = torch.cuda._graph_annotations
-    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=9)):
+    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="9")):
         graph = torch.cuda.graph(Graph(), enable_annotations=True)
         monkeypatch.setattr(annotations, "_annotations_enabled", True)
         with graph:
@@ -181,7 +181,7 @@ def test_without_torchs_annotations_a_replay_says_that_it_has_no_ranges(
         monkeypatch.setattr(torch.cuda._graph_annotations, "_tools_id_available", False)
     else:
         monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=1)):
+    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="1")):
         steps(one_rank, 3)
     (path,) = tmp_path.glob("*.gz")
     with gzip.open(path) as file:
@@ -198,7 +198,7 @@ def test_a_fault_of_the_runtime_costs_the_names_alone(
         raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(kernels, function, fails)
-    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=1)):
+    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="1")):
         steps(one_rank, 3)
     (path,) = tmp_path.glob("*.gz")
     with gzip.open(path) as file:

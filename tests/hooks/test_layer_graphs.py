@@ -102,7 +102,7 @@ def graphed_by_transformer_engine(gpt: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def captured(gpt: Any, directory: Path, steps: int, level: str = "module") -> dict[int, Trace]:
-    config = ProfileConfig(("train_actor",), str(directory), skip_first=0, repeat=0, ranges=level)
+    config = ProfileConfig(("train_actor",), str(directory), schedule="0:0:0:1:0", ranges=level)
     with install_hooks(gpt.chunks, config):
         for _ in range(steps):
             gpt.train_step()

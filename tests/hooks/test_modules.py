@@ -70,7 +70,7 @@ def compare(gpt: Any, directory: str, level: str) -> dict[str, Any]:
     with torch.no_grad():
         for parameter, old in zip(parameters(gpt), saved, strict=True):
             parameter.copy_(old)
-    config = ProfileConfig(("train_actor",), directory, select="all", skip_first=0, ranges=level)
+    config = ProfileConfig(("train_actor",), directory, select="all", schedule="0", ranges=level)
     with install_hooks(gpt.chunks, config):
         ranged = numbers(gpt)
     changed = [name for (name, old), (_, new) in zip(before, surface(gpt.chunks), strict=True) if old != new]
@@ -200,7 +200,7 @@ def test_an_exception_passes_and_leaves_no_range_open(
         hook = mlp.linear_fc1.register_forward_pre_hook(fail)
     else:
         hook = mlp.register_forward_hook(fail_in_backward)
-    config = ProfileConfig(("train_actor",), str(tmp_path), skip_first=0, ranges="module")
+    config = ProfileConfig(("train_actor",), str(tmp_path), schedule="0", ranges="module")
     before = surface(one_rank.chunks)
     try:
         with install_hooks(one_rank.chunks, config), pytest.raises(Stop):
@@ -218,7 +218,7 @@ def test_nothing_is_on_the_modules_without_a_window(one_rank: Any, tmp_path: Pat
     inside = []
     layer = one_rank.chunks[0].module.decoder.layers[0]
     hook = layer.register_forward_hook(lambda *_: inside.append("forward" in vars(layer)))
-    with install_hooks(one_rank.chunks, ProfileConfig(("train_actor",), str(tmp_path), skip_first=1, ranges="layer")):
+    with install_hooks(one_rank.chunks, ProfileConfig(("train_actor",), str(tmp_path), schedule="1", ranges="layer")):
         for _ in range(3):
             one_rank.train_step()
     hook.remove()

@@ -16,7 +16,7 @@ from megaprof import ProfileConfig, install_hooks
 
 
 def on(directory: Path | str, **fields: Any) -> ProfileConfig:
-    return ProfileConfig(**{"target": ("train_actor",), "dir": str(directory), "skip_first": 0, **fields})
+    return ProfileConfig(**{"target": ("train_actor",), "dir": str(directory), "schedule": "0", **fields})
 
 
 def test_a_remote_directory_receives_the_trace(one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_a_remote_directory_receives_the_trace(one_rank: Any, tmp_path: Path, mo
 
 def test_a_directory_removed_in_the_middle_of_the_run_is_made_again(one_rank: Any, tmp_path: Path) -> None:
     directory = tmp_path / "traces"
-    with install_hooks(one_rank.chunks, on(directory, active=2)) as handle:
+    with install_hooks(one_rank.chunks, on(directory, schedule="0:0:0:2")) as handle:
         one_rank.train_step()
         assert handle.flush()
         shutil.rmtree(directory)

@@ -37,7 +37,7 @@ def train(directory: str) -> int:
     init_distributed()
     with cpu_megatron():
         gpt = build(WORKLOAD)
-        config = ProfileConfig(("train_overall",), directory, select="all", skip_first=1, ranges="module")
+        config = ProfileConfig(("train_overall",), directory, select="all", schedule="1", ranges="module")
         with install_hooks(gpt.chunks, config):
             for _ in range(3):
                 gpt.train_step()

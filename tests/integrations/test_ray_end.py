@@ -94,7 +94,7 @@ def test_the_finish_command_runs_and_the_last_files_are_waited_for(
         "tool": "megaprof",
         "enable": True,
         "save_path": str(out),
-        "finish_hook_cmd": 'echo "$VERL_PROFILE_RANK" $PROFILED_FILES > "$VERL_PROFILE_SAVE_PATH/uploaded"',
+        "finish_hook_cmd": 'echo "$VERL_PROFILE_RANK" $PROFILED_FILES >> "$VERL_PROFILE_SAVE_PATH/uploaded"',
         "tool_config": {"torch": {"contents": ["cpu"], "discrete": True}},
     }
     driver = tmp_path / "driver.py"
@@ -108,5 +108,5 @@ def test_the_finish_command_runs_and_the_last_files_are_waited_for(
     # Counted: none of verl's functions that know the step is around this worker's.
     names = [f"train_actor.step{step:06d}.pp0-tp0-cp0-ep0-dp0.rank00000.pt.trace.json.gz" for step in (0, 1, 2)]
     assert sorted(path.name for path in out.iterdir()) == [*names, "uploaded"]
-    uploaded = (out / "uploaded").read_text().split()
-    assert uploaded[-2:] == [str(out / name) for name in names[:2]]
+    uploaded = (out / "uploaded").read_text().splitlines()
+    assert [line.split()[-1] for line in uploaded[:2]] == [str(out / name) for name in names[:2]]

@@ -175,7 +175,6 @@ def test_verl_contents(contents: list[str], activities: tuple[str, ...], on: tup
 
 def test_verl_finish_command_finds_the_directory_by_verls_name() -> None:
     command = verl.config_from(verl_tree({f"{ACTOR}.enable": True, f"{ACTOR}.finish_hook_cmd": "ls $X"}))
-    assert command.on_finish_when == "end"
     printed = subprocess.run(
         str(command.on_finish).replace("ls $X", 'echo "$VERL_PROFILE_SAVE_PATH $VERL_PROFILE_RANK"'),
         shell=True,
@@ -490,15 +489,14 @@ def test_skyrl_fields_that_were_changed_keep_their_meaning() -> None:
         target=("train_actor",),
         dir="/t",
         select="0,8",
-        skip_first=10,
-        warmup=1,
-        active=3,
+        schedule="10:0:1:3:1",
         activities=("cpu",),
         with_flops=True,
     )
     assert skyrl.config_of(policy({**target, "dir": "/t"})) == ProfileConfig(target=("train_actor",), dir="/t")
     stacks = skyrl.config_of(policy(target, save_path="/t", export_type="stacks"))
     assert (stacks.export, stacks.with_stack) == (("stacks",), True)
+    assert skyrl.config_of(policy(target, save_path="/t", with_modules=True)).ranges == "module"
 
 
 def test_skyrl_megaprofs_own_options_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,13 +546,13 @@ own = SimpleNamespace(megaprof={"target": ["train_actor"]})
 settings = TorchProfilerConfig(save_path="/t", ranks=[0, 4], skip_first=2)
 config = config_of(SimpleNamespace(megatron_config=own, torch_profiler_config=settings))
 print(json.dumps(dataclasses.asdict(TorchProfilerConfig())))
-print([config.dir, config.select, config.skip_first, config.warmup, config.with_stack])
+print([config.dir, config.select, config.schedule, config.with_stack])
 """
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
     defaults, config = run.stdout.splitlines()[-2:]
     assert json.loads(defaults) == vars(SkyRLProfiler())
-    assert config == "['/t', '0,4', 2, 1, False]"
+    assert config == "['/t', '0,4', '2:0:1:1:1', False]"
 
 
 def test_slime_variables() -> None:

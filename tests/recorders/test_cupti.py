@@ -94,7 +94,7 @@ def test_a_schedule_without_an_end_has_no_last_window(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Told(monkeypatch)
-    with install_hooks(one_rank.chunks, on(tmp_path, skip_first=0, wait=1, repeat=0)):
+    with install_hooks(one_rank.chunks, on(tmp_path, schedule="0:1:0:1:0")):
         for _ in range(6):
             one_rank.train_step()
     assert [final for *_, final in told.final] == [False] * 3

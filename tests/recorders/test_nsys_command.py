@@ -59,8 +59,8 @@ def test_shutting_down_after_the_last_window_leaves_the_training_alone() -> None
     ("fields", "count"),
     [
         ({}, 1),
-        ({"active": 2, "repeat": 3, "warmup": 4}, 6),
-        ({"repeat": 0}, None),
+        ({"schedule": "3:0:4:2:3"}, 6),
+        ({"schedule": "3:0:0:1:0"}, None),
         ({"steps": "1,2,5"}, 3),
         ({"steps": "0:10:2,4"}, 5),
         ({"role_steps": "actor=1,2"}, None),
@@ -120,7 +120,11 @@ def test_rays_shell_finds_nothing_to_interpret() -> None:
         (ProfileConfig(), {}, "there is nothing to capture: set --profile-target"),
         (ProfileConfig(target=("train_actor",), dir="/t"), {}, "--profile-tool torch opens no capture range"),
         (on(steps="none"), {}, "there is nothing to capture"),
-        (on(repeat=0), {"shutdown": True}, "number of windows is not known with --profile-repeat 0"),
+        (
+            on(schedule="3:0:0:1:0"),
+            {"shutdown": True},
+            "number of windows is not known with a --profile-schedule without an end",
+        ),
         (on(discrete=True), {"shutdown": True}, "number of windows is not known"),
         (on(), {"models": 0}, "models=0 is not valid"),
     ],

@@ -100,7 +100,7 @@ class NoteTaker:
 def test_a_registered_recorder_records_beside_ours(one_rank: Any, tmp_path: Path) -> None:
     register_recorder("notes", NoteTaker)
     assert known_tools()[-1] == "notes"
-    with install_hooks(one_rank.chunks, on(dir=str(tmp_path), tool=("notes", "torch"), skip_first=0)):
+    with install_hooks(one_rank.chunks, on(dir=str(tmp_path), tool=("notes", "torch"), schedule="0")):
         one_rank.train_step()
     assert (tmp_path / "train_actor.0.note").read_text() == "no_pipelining"
     assert len(list(tmp_path.glob("*.pt.trace.json.gz"))) == 1
@@ -158,7 +158,7 @@ def test_the_last_tool_to_start_is_the_first_to_stop(one_rank: Any, tmp_path: Pa
     said: list[str] = []
     for name in ("inner", "outer"):
         register_recorder(name, lambda config, writer, name=name: Noting(name, said))
-    config = on(dir=str(tmp_path), tool=("outer", "inner"), skip_first=0, warmup=1)
+    config = on(dir=str(tmp_path), tool=("outer", "inner"), schedule="0:0:1")
     with install_hooks(one_rank.chunks, config):
         one_rank.train_step()
         one_rank.train_step()

@@ -45,24 +45,24 @@ def wait(seen: Sequence[int] = ()) -> None:
 
 
 def returns(gpt: BuiltGPT, directory: str) -> None:
-    install(gpt, directory, skip_first=0)
+    install(gpt, directory, schedule="0")
     gpt.train_step()
 
 
 def raises(gpt: BuiltGPT, directory: str) -> None:
-    install(gpt, directory, target=("train_overall",), skip_first=0)
+    install(gpt, directory, target=("train_overall",), schedule="0")
     gpt.train_step()
     raise RuntimeError("of the host")
 
 
 def leaves_at_once(gpt: BuiltGPT, directory: str) -> None:
-    install(gpt, directory, skip_first=0)
+    install(gpt, directory, schedule="0")
     gpt.train_step()
     os._exit(3)
 
 
 def waits_in_a_window(gpt: BuiltGPT, directory: str) -> None:
-    install(gpt, directory, skip_first=1)
+    install(gpt, directory, schedule="1")
     gpt.train_step()
     before_forward(gpt.chunks[0], ready)
     gpt.train_step()
@@ -80,7 +80,7 @@ def waits_in_a_write(gpt: BuiltGPT, directory: str, seconds: float = 1.0) -> Non
         copy(source, sink, size)
 
     writer.publish.__globals__["shutil"].copyfileobj = slowly
-    install(gpt, directory, skip_first=0)
+    install(gpt, directory, schedule="0")
     gpt.train_step()
     wait()
 
@@ -90,7 +90,7 @@ def is_long_in_a_write(gpt: BuiltGPT, directory: str) -> None:
 
 
 def waits_when_all_is_done(gpt: BuiltGPT, directory: str) -> None:
-    handle = install(gpt, directory, skip_first=0)
+    handle = install(gpt, directory, schedule="0")
     gpt.train_step()
     handle.flush()
     gpt.train_step()
@@ -102,7 +102,7 @@ def has_its_own_handler(gpt: BuiltGPT, directory: str) -> None:
     """As Megatron-LM's --exit-signal-handler: note the signal, finish the step, leave. It makes one step more."""
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    install(gpt, directory, skip_first=0, active=2)
+    install(gpt, directory, schedule="0:0:0:2")
     before_forward(gpt.chunks[0], lambda: seen or ready(seen))
     while not seen:
         gpt.train_step()
@@ -140,7 +140,7 @@ def calls_the_handler_before_it(gpt: BuiltGPT, directory: str) -> None:
         signal.signal(signal.SIGTERM, leave)
         ready()
 
-    install(gpt, directory, skip_first=0)
+    install(gpt, directory, schedule="0")
     before_forward(gpt.chunks[0], late)
     gpt.train_step()
 
@@ -155,7 +155,7 @@ def interrupted_while_a_window_opens(gpt: BuiltGPT, directory: str) -> None:
         raise KeyboardInterrupt
 
     profile.start_trace = interrupted  # type: ignore[method-assign]
-    install(gpt, directory, skip_first=0)
+    install(gpt, directory, schedule="0")
     try:
         gpt.train_step()
     except KeyboardInterrupt:
@@ -166,7 +166,7 @@ def interrupted_while_a_window_opens(gpt: BuiltGPT, directory: str) -> None:
 
 
 def removes_from_another_thread(gpt: BuiltGPT, directory: str) -> None:
-    handle = install(gpt, directory, skip_first=0, ranges="module")
+    handle = install(gpt, directory, schedule="0", ranges="module")
     threads: list[threading.Thread] = []
 
     def remove() -> None:
@@ -184,7 +184,7 @@ def removes_from_another_thread(gpt: BuiltGPT, directory: str) -> None:
 
 def removes_from_another_thread_between_calls(gpt: BuiltGPT, directory: str) -> None:
     """A window of all roles outlives its call; no call follows, so the end of the process closes it."""
-    handle = install(gpt, directory, target=("train_overall",), skip_first=0)
+    handle = install(gpt, directory, target=("train_overall",), schedule="0")
     gpt.train_step()
     other = threading.Thread(target=handle.remove)
     other.start()
@@ -213,7 +213,7 @@ def forks(gpt: BuiltGPT, directory: str) -> None:
         atexit._run_exitfuncs()
         os._exit(7)  # as multiprocessing does: torch itself hangs in a child that leaves a window by sys.exit
 
-    handle = install(gpt, directory, skip_first=0)
+    handle = install(gpt, directory, schedule="0")
     before_forward(gpt.chunks[0], fork)
     gpt.train_step()
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7

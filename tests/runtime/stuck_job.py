@@ -44,14 +44,14 @@ def made_up_device() -> None:
 
 
 def waits_in_a_window(gpt: BuiltGPT, directory: str) -> None:
-    install(gpt, directory, skip_first=0)
+    install(gpt, directory, schedule="0")
     before_forward(gpt.chunks[0], lambda: (gone.set(), ready()))
     gpt.train_step()
 
 
 def has_files_of_an_earlier_window(gpt: BuiltGPT, directory: str) -> None:
     """The writer has not finished a window when the next one cannot be closed."""
-    handle = install(gpt, directory, skip_first=0, repeat=2, flush_seconds=4)
+    handle = install(gpt, directory, schedule="0:0:0:1:2", flush_seconds=4)
     assert handle._session is not None
     handle._session.writer.run(lambda: time.sleep(1))  # what the file of the first window waits for
     gpt.train_step()
@@ -61,7 +61,7 @@ def has_files_of_an_earlier_window(gpt: BuiltGPT, directory: str) -> None:
 
 def is_closing_a_window(gpt: BuiltGPT, directory: str) -> None:
     """The signal comes while the end of a step already waits for the device."""
-    install(gpt, directory, skip_first=0, flush_seconds=600)
+    install(gpt, directory, schedule="0", flush_seconds=600)
     torch.cuda.synchronize = lambda device=None: print("ready", flush=True) or threading.Event().wait()
     gpt.train_step()
 
@@ -69,7 +69,7 @@ def is_closing_a_window(gpt: BuiltGPT, directory: str) -> None:
 def cannot_stop(gpt: BuiltGPT, directory: str) -> None:
     """Where Kineto itself waits for ever, in C."""
     ending.TERM_SECONDS = 1.0
-    install(gpt, directory, skip_first=0, flush_seconds=1)
+    install(gpt, directory, schedule="0", flush_seconds=1)
     libc = ctypes.CDLL(None)
     torch.autograd.profiler._disable_profiler = lambda: [libc.sleep(1000) for _ in range(1000)]
     before_forward(gpt.chunks[0], lambda: (gone.set(), ready()))
@@ -81,21 +81,21 @@ def raises_in_a_window(gpt: BuiltGPT, directory: str) -> None:
         gone.set()
         raise RuntimeError("of the host")
 
-    install(gpt, directory, skip_first=0, flush_seconds=1)
+    install(gpt, directory, schedule="0", flush_seconds=1)
     before_forward(gpt.chunks[0], fail)
     gpt.train_step()
 
 
 def raises_between_steps(gpt: BuiltGPT, directory: str) -> None:
     """What is open is closed while the interpreter ends."""
-    install(gpt, directory, target=("train_overall",), skip_first=0, flush_seconds=2)
+    install(gpt, directory, target=("train_overall",), schedule="0", flush_seconds=2)
     before_forward(gpt.chunks[0], gone.set)
     gpt.train_step()
     raise RuntimeError("of the host")
 
 
 def removes_and_trains_on(gpt: BuiltGPT, directory: str) -> None:
-    handle = install(gpt, directory, skip_first=0, flush_seconds=2)
+    handle = install(gpt, directory, schedule="0", flush_seconds=2)
     before_forward(gpt.chunks[0], lambda: (gone.set(), handle.remove()))
     gpt.train_step()
     gpt.train_step()
@@ -111,7 +111,7 @@ def runs_out_of_memory(gpt: BuiltGPT, directory: str) -> None:
         gone.set()
         process.memory_full, process.urgent = "host memory: none left", True
 
-    handle = install(gpt, directory, skip_first=0, flush_seconds=1)
+    handle = install(gpt, directory, schedule="0", flush_seconds=1)
     before_forward(gpt.chunks[0], full)
     gpt.train_step()
     print(f"active {handle.active}, recording {torch._C._autograd._profiler_enabled()}")

@@ -288,7 +288,7 @@ def test_the_window_closes_before_the_next_microbatch_and_training_goes_on(
 
 
 def test_nothing_opens_when_memory_ran_out_between_two_calls(one_rank: Any, tmp_path: Path) -> None:
-    config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), skip_first=0, repeat=0)
+    config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), schedule="0:0:0:1:0")
     with install_hooks(one_rank.chunks, config) as handle:
         one_rank.train_step()
         ran_out("host memory: used up by a rollout")

@@ -18,7 +18,7 @@ def run(work: Path, cpu: bool) -> Found:
     with machine(cpu, work) as device:
         get_cuda_rng_tracker(use_cudagraphable_rng=True)
         gpt = build_with(small(cpu), device, cuda_graph_impl="local")
-        with install_hooks(gpt.chunks, config(work / "traces", cpu, skip_first=0, repeat=0, ranges="module")):
+        with install_hooks(gpt.chunks, config(work / "traces", cpu, schedule="0:0:0:1:0", ranges="module")):
             train(gpt, 5)
     metadata = [read_trace(path).metadata for path in find_traces(work / "traces")]
     said = sorted({each.reason for one in metadata for each in one.ranges.without})

@@ -69,7 +69,7 @@ def train_replayed(directory: Path | None, cpu: bool, device: str, **options: An
         return gpt.forward_step(iter([(batch["tokens"], batch["labels"])]), model)
 
     count = gpt.workload.microbatches
-    wanted = None if directory is None else config(directory, cpu, skip_first=0, repeat=0, **options)
+    wanted = None if directory is None else config(directory, cpu, schedule="0:0:0:1:0", **options)
     with install_hooks(gpt.chunks, wanted) if wanted else contextlib.nullcontext():
         wrapper = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=_WARM_UP)
         for step in range(5):
