@@ -59,6 +59,8 @@ class Hook:
     ends: Literal["step", "job"] | None = None
     """``step`` if the call ends a step of the host in this process; ``job`` if it ends the whole job, which this
     process runs. Files are finished then, because processes may be killed without warning afterwards (see ``over``)."""
+    part: Literal["optimizer", "evaluation", "saving", "logging", "data"] | None = None
+    """The part of the host's loop that its calls are, between the schedule's calls; None if they are none."""
     batch: Batch | None = None
     """The way the function runs the microbatches of a step without Megatron's schedule; None if it runs none."""
 
@@ -182,7 +184,7 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
         return inside(facts, message)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _ended(hook), facts_inside(args, kwargs):
+        with _ended(hook), process.parts.inside(hook.part), facts_inside(args, kwargs):
             return original(*args, **kwargs)
 
     async def coroutine(*args: Any, **kwargs: Any) -> Any:

@@ -196,7 +196,9 @@ def _timeline(
     if not here.timed and not (config.around_windows and (here.windowed or config.on_demand)):
         return None
     finished = None if here.timed else writer.hand_over
-    return TimelineRecorder(config, here.coords, role, profiler.background, framework, directory, finished)
+    return TimelineRecorder(
+        config, here.coords, role, profiler.background, framework, directory, finished, process.parts
+    )
 
 
 def _with_schedules(patches: Patches, dispatcher: Dispatcher) -> None:

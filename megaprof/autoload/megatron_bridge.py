@@ -23,6 +23,9 @@ HOST = Host(
             "train_step",
             lambda arguments: Facts(iteration=arguments["global_state"].train_state.step),
         ),
+        Hook(f"{_TRAINING}.train", "evaluate_and_print_results", part="evaluation"),
+        Hook(f"{_TRAINING}.train", "save_checkpoint_and_time", part="saving"),
+        Hook(f"{_TRAINING}.train", "training_log", part="logging"),
         Hook(f"{_TRAINING}.eval", "evaluate", lambda arguments: Facts(host_step=arguments["state"].train_state.step)),
     ),
 )

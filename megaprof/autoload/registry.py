@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megaprof.autoload import contract
-from megaprof.autoload.contract import Host
+from megaprof.autoload.contract import Hook, Host
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.metrics.sinks import Writers
 
@@ -21,7 +21,12 @@ _NAMES = ("slime", "verl", "skyrl", "ms_swift", "megatron_bridge", "megatron_lm"
 HOSTS: tuple[Host, ...] = tuple(import_module(f"{__package__}.{name}").HOST for name in _NAMES)
 #: The functions that return the iteration of a host whose hooks do not.
 _ITERATIONS = tuple(host.iteration for host in HOSTS if host.iteration is not None)
-HOOKS = tuple(hook for host in HOSTS for hook in host.hooks)
+#: Megatron-Core's optimizers, whoever the host is. A chained one calls others.
+_OPTIMIZERS = tuple(
+    Hook("megatron.core.optimizer.optimizer", f"{name}.step", part="optimizer")
+    for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+)
+HOOKS = (*_OPTIMIZERS, *(hook for host in HOSTS for hook in host.hooks))
 MODULES = frozenset(hook.module for hook in HOOKS)
 
 

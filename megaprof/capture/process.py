@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.nsys import SESSION_VARIABLE
+from megaprof.recorders.parts import Parts
 from megaprof.runtime.device import DeviceWait
 from megaprof.runtime.isolation import in_full
 
@@ -72,6 +73,8 @@ class Process:
         the host memory guard."""
         self.urgent = False
         """True if another thread has work for the training thread, which looks at this before each microbatch."""
+        self.parts = Parts()
+        """What the host does between the schedule's calls."""
         self.traced = SESSION_VARIABLE in os.environ
         """True if Nsight Systems records this process from start to end. Then a controller, which has no hooks and no
         windows, writes ranges as well."""

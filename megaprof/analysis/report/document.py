@@ -25,6 +25,7 @@ from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as text
 from megaprof.analysis.report.text.notes import with_text, with_texts
+from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill, completed
@@ -67,6 +68,8 @@ class TargetReport(TargetStages):
     """In which steps the run stood still, and which ranks' data end early, in sentences; empty without timelines."""
     changes: tuple[sentences.Finding, ...]
     """Sentences that say what became slower during the run, and since when; empty without timelines."""
+    iterations: Iterations | None = None
+    """Where whole iterations of the host's loop go, the step as one part of them; None if no timeline says."""
     notes: tuple[str, ...]
     """Notes about the numbers of the whole run, in sentences."""
 

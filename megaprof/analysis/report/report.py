@@ -129,7 +129,10 @@ def analyze(
             draw = partial(drawn.of_table, table, measured, key, fleet_reading.files[key])
         elif of_key is not None:
             draw = partial(drawn.of_steps, of_key.steps, measured, table)
-        found.append((*_reported(measured, diagnosed[key], by_key.get(key), job, memory_limit), draw))
+        report, by_hand = _reported(measured, diagnosed[key], by_key.get(key), job, memory_limit)
+        if isinstance(table, Table) and not report.forward_only:
+            report = replace(report, iterations=table.iterations)
+        found.append((report, by_hand, draw))
     found.sort(key=lambda target: order(target[0]))
     return Report(
         path=path,

@@ -87,6 +87,8 @@ def _show_target(target: TargetReport, console: Console) -> None:
         show_finding(console, finding)
     for line in _summary(target):
         console.print(text(line))
+    if (view := views.iterations_table(target.iterations)) is not None:
+        show_table(console, view)
     _show_verdict(target, console)
     if target.fleet is not None:
         for finding in target.changes:

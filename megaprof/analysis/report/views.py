@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import Stage
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign, RankFacts
@@ -29,6 +30,7 @@ from megaprof.analysis.report.text.words import (
     within,
 )
 from megaprof.analysis.samples import Spread, mean_of
+from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.trace.steps import GROUPS
 from megaprof.analysis.what_if.what_if import WhatIf
 
@@ -58,6 +60,45 @@ def targets_table(report: Report) -> TableView:
         name, imbalance = Cell(target.target, link=f"#t{place}"), target.shown_imbalance
         rows.append(row(name, target.role or "", verdict, imbalance, number(target.step_ms or None)))
     return TableView(counted(len(rows), "target"), (*columns, Column("step time", unit="ms")), tuple(rows))
+
+
+def iterations_table(found: Iterations | None) -> TableView | None:
+    """Returns where an iteration of the host's loop goes, its parts in order; None if that is not known."""
+    if found is None:
+        return None
+    rows = []
+    for part in found.parts:
+        alone = part.rank_ms - part.ms > LEAST * found.ms
+        often = f"1 in {round(1.0 / part.often)}" if part.often < 0.5 else percent(part.often)
+        shares = percent(part.ms / found.ms), often, number(part.longest_ms)
+        rows.append(
+            row(
+                _OF_ITERATION.get(part.name, part.name.replace("_", " ")),
+                number(part.ms),
+                Cell(bars=(stacked([(part.name, part.ms, "")]),)),
+                *shares,
+                part.rank if alone else "",
+                number(part.rank_ms) if alone else "",
+                emphasis="slow" if alone else "",
+            )
+        )
+    title = (
+        f"where an iteration of {number(found.ms)} ms goes: the step takes {number(found.step_ms)} ms, "
+        f"{percent(found.outside)} lies outside of forward and backward"
+    )
+    columns = [Column("part", "name"), Column("an iteration", unit="ms"), Column("share", "bars"), Column("of it")]
+    columns += Column("iterations\nwith it"), Column("longest", unit="ms")
+    return TableView(title, (*columns, Column("dear on\nrank"), Column("there", unit="ms")), tuple(rows))
+
+
+#: The parts of an iteration whose names are not those of the data.
+_OF_ITERATION = {
+    "data_wait": "waiting for data",
+    "exchanges": "exchanges and other stages",
+    "gradients": "finishing gradients",
+    "data": "data between steps",
+    "between": "between steps, unknown",
+}
 
 
 def target_tables(target: TargetReport) -> list[TableView]:

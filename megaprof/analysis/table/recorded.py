@@ -19,6 +19,7 @@ from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful_processes
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
+from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.job import forward_share, place_of, schedule_of
 from megaprof.analysis.table.jobs import warming_up
 from megaprof.analysis.table.table import CALLS, DATA, GARBAGE, Floats, RankSteps, Table, Unfit
@@ -244,6 +245,7 @@ def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) 
 def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
     """Returns the steps of one rank, or None if it has none of them. If a step ran again, the last time counts."""
     step_rows: dict[int, tuple[int, format.Timeline, int]] = {}
+    parts: list[Parts] = []
     for path in rank.files:
         with suppress(format.UnreadableTimeline):
             timeline = format.read_timeline(path)
@@ -253,6 +255,8 @@ def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
                 if Key(metadata.target, metadata.role, metadata.sizes) == plan.key
                 and _shape(metadata) == _shape(plan.metadata)
             ]
+            if metadata_numbers:
+                parts.append(parts_of(timeline, metadata_numbers))
             numbers = _numbers(timeline.steps)
             is_wanted = (
                 _usable(timeline)
@@ -266,7 +270,7 @@ def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
                 number, start = int(numbers[row]), int(timeline.steps["start_ns"][row])
                 if number not in step_rows or step_rows[number][0] <= start:
                     step_rows[number] = start, timeline, row
-    return _laid_out(plan, rank, step_rows) if step_rows else None
+    return replace(_laid_out(plan, rank, step_rows), parts=parts) if step_rows else None
 
 
 def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, format.Timeline, int]]) -> RankSteps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep
 from megaprof.analysis.notes import Note
+from megaprof.analysis.table.iterations import Iterations, Parts
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats.metadata import Metadata
@@ -132,6 +133,8 @@ class Table:
     """[d, s, p]: tokens that the experts of each peer got in a captured step; None if not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """The sequence lengths, if captured, by step, replica and microbatch (as indices of ``work``)."""
+    iterations: Iterations | None = None
+    """Where whole iterations of the host's loop go, over all steps of the ranks that were read; None if not known."""
     warnings: tuple[Note, ...] = ()
     """Notes that a reader of the table must know."""
 
@@ -223,3 +226,5 @@ class RankSteps:
     """When the rank arrived at its collectives, by step, if known."""
     memory: Peak | None = None
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
+    parts: Sequence[Parts] = ()
+    """The parts of its iterations, by file."""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.notes import Note
+from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.one_clock import one_clock
 from megaprof.analysis.table.table import CALLS, DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
@@ -138,6 +139,7 @@ def tabulate(
         ),
         experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(table_ranks, shape, np.array(common_steps)[whole_steps]),
+        iterations=iterations_of({rank.names[0][0]: rank.parts for rank in table_ranks}),
     )
 
 

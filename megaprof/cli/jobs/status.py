@@ -19,7 +19,7 @@ from megaprof.analysis.report.tables import Column, Row, TableView, row
 from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.analysis.report.text.words import number, sentence
+from megaprof.analysis.report.text.words import number, percent, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.blame import WaitedFor
 from megaprof.control.job import NoJob, RunningJob, find_job
@@ -256,6 +256,8 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
         if (call.target, call.role) == (target, role)
     )
     clauses = [f"{verb} {number(ms)} ms" for verb, ms in (("takes", takes), ("one every", every)) if ms is not None]
+    if takes and every and every > takes:
+        clauses.append(f"{percent(1.0 - takes / every)} lies outside of forward and backward")
     return f", {', '.join(clauses)} (medians)" if clauses else ""
 
 

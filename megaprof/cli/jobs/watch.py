@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from megaprof.analysis.report.live import ratio, stages_now
 from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text.words import number, percent
+from megaprof.analysis.report.views import iterations_table
 from megaprof.cli import UsageError
 from megaprof.cli.jobs.status import silence
 from megaprof.control.job import NoJob, find_job
@@ -51,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     # A pipe or a file gets each table as soon as it is made; a live table would be written only at the end.
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not arguments.once else None
-    cause, report_at = None, 0.0
+    so_far: tuple[str | None, TableView | None] = None, None
+    report_at = 0.0
     try:
         view = _look(arguments)
         if view.silence is not None:
@@ -59,13 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
         with live or nullcontext():
             while view.silence is None:
                 if (begun := time.monotonic()) >= report_at:
-                    cause = _first_cause(view)
+                    so_far = _so_far(view)
                     report_at = begun + (time.monotonic() - begun) / _REPORT_PART
                 if live is None:
-                    console.print(_table(view, cause, console))
+                    console.print(_table(view, *so_far, console))
                     sys.stdout.flush()
                 else:
-                    live.update(_table(view, cause, console), refresh=True)
+                    live.update(_table(view, *so_far, console), refresh=True)
                 if arguments.once:
                     return 0
                 time.sleep(max(0.2, arguments.every or view.job.run.interval))
@@ -83,21 +86,24 @@ def _look(arguments: argparse.Namespace) -> View:
     return look_at(find_job(arguments.dir, arguments.role), patient=False)
 
 
-def _first_cause(view: View) -> str | None:
+def _so_far(view: View) -> tuple[str | None, TableView | None]:
     """Returns what the report names first for the timelines so far: a link, say, about which no status tells. None if
-    it names nothing that has gone wrong, or if the job stands still."""
+    it names nothing that has gone wrong, or if the job stands still. Also returns where an iteration goes."""
     if view.blame.still:
-        return None
+        return None, None
     try:
         report = analyze(view.job.directory)
     except NothingToReport:
-        return None
+        return None, None
     named = (finding for target in report.targets for finding in target.findings if finding.severity == "slow")
     wrong = next((finding.text for finding in named if finding.kind != "few_microbatches"), None)
-    return None if wrong is None else f"The report so far: {wrong}"
+    goes = next(
+        (table for target in report.targets if (table := iterations_table(target.iterations)) is not None), None
+    )
+    return None if wrong is None else f"The report so far: {wrong}", goes
 
 
-def _table(view: View, cause: str | None, console: Console) -> RenderableType:
+def _table(view: View, cause: str | None, goes: TableView | None, console: Console) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -119,6 +125,7 @@ def _table(view: View, cause: str | None, console: Console) -> RenderableType:
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")
     lines: list[RenderableType] = [*tables(stages_now(summary, waited), console, _LINES), ", ".join(parts)]
+    lines += [] if goes is None else tables(goes, console)
     wrong = [*filter(None, [cause, verdict(view)]), *waited_for(view)]
     if view.blame.stuck or view.blame.culprits:
         wrong.append(f"More: megaprof status {job.directory}")

@@ -22,7 +22,9 @@ import numpy.typing as npt
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import timeline as format
 from megaprof.formats.job.status import BETWEEN, Position
+from megaprof.formats.ranges import GARBAGE
 from megaprof.formats.steps import codes
+from megaprof.formats.steps.between import pack_between
 from megaprof.formats.steps.data import pack_data
 from megaprof.formats.steps.garbage import pack_collections
 from megaprof.formats.steps.work import pack_work
@@ -31,6 +33,7 @@ from megaprof.recorders import Window
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.garbage import Collections
+from megaprof.recorders.parts import Parts
 from megaprof.recorders.processor import Waits, waited_ns
 from megaprof.recorders.tape import Tape, raw
 from megaprof.recorders.timeline.arrivals import Reading, Written
@@ -79,14 +82,16 @@ class TimelineRecorder:
         framework: str | None,
         directory: str,
         finished: Callable[[Path], object] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """``framework`` names the host. Writes every step, or, with ``finished``, only those around windows; then each
-        window's file is passed to this function once it is complete."""
+        window's file is passed to this function once it is complete. ``parts``: what the host does between calls."""
         self._config = config
         self._coords = coords
         self._framework = framework
         self._files = TimelineFiles(Path(directory), role, coords, config.timeline_megabytes << 20)
         self._finished = finished
+        self._parts = parts or Parts()
         self._background = background
         self._device: DeviceClock | None = None
         self._memory: Callable[[], format.Memory] | None = None
@@ -132,11 +137,15 @@ class TimelineRecorder:
         calls.index = calls.index + 1 if calls.number == number else 0
         calls.number = number
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
-        step.number, step.index, step.own = number, calls.index, 0
+        step.number, step.index, step.own, step.between = number, calls.index, 0, None
         step.description = self._description(calls, facts)
         step.flags = (format.DISTURBED if disturbed else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._running = step
         step.start_ns = time.time_ns()
+        if calls.index == 0:
+            step.between = self._parts.since(calls.began_ns) if calls.began_ns else None
+            calls.began_ns = step.start_ns
+        step.entered = self._parts.enter(target, schedule=True)
         step.began = step.mark()
         return step
 
@@ -146,6 +155,8 @@ class TimelineRecorder:
         step.ended = step.mark()
         entered = time.perf_counter_ns()
         step.end_ns = time.time_ns()
+        if step.entered:
+            self._parts.leave()
         step.memory = None if self._memory is None else self._memory()
         step.flags |= (format.FAILED if failed else 0) | (format.DISTURBED if disturbed else 0)
         if step.began is None or step.ended is None:  # a CUDA graph was being captured
@@ -166,6 +177,7 @@ class TimelineRecorder:
     def abandon(self) -> None:
         """Drops the running step after a fault. No other one will begin."""
         self._running = None
+        self._parts.leave()
         self._collections.stop()
 
     def close(self) -> None:
@@ -337,6 +349,7 @@ class TimelineRecorder:
             self.tally.add((calls.target, calls.role), (duration, *totals), step.start_ns, share)
         begun, facts = (min(step.index, 0xFFFF), step.flags, step.number, step.start_ns), self._facts(step)
         spent = duration, *totals, step.own // 1000
+        step.description.calls.busy_until_ns = step.start_ns + 1000 * duration
         if host_bound.size:
             facts = (*facts, (format.HOST_BOUND, np.packbits(host_bound, bitorder="little").tobytes()))
         if len(waits) and not step.flags & format.INCOMPLETE:
@@ -350,9 +363,11 @@ class TimelineRecorder:
         facts = [(format.WORK, self._work(step.given, fetch))]
         if step.memory is not None:
             facts.append((format.MEMORY, step.memory.pack()))
-        if collected := self._collections.until(step.end_ns):
-            times = ((collection.start, collection.end) for collection in collected)
-            facts.append((format.COLLECTIONS, pack_collections(times, step.start_ns)))
+        collected = [(collection.start, collection.end) for collection in self._collections.until(step.end_ns)]
+        if collected:
+            facts.append((format.COLLECTIONS, pack_collections(collected, step.start_ns)))
+        if step.between is not None:
+            facts.append((format.BETWEEN, pack_between(_between(step, collected))))
         return tuple(facts)
 
     def _work(self, given: list[tuple[Any, ...]], fetch: Fetch | None) -> bytes:
@@ -432,6 +447,18 @@ def _timed(step: RecordedStep, device: DeviceClock, waits: Int64s) -> tuple[int,
         since_ns = [came_ns.get(place, 0) for place in (waits[:, 0] & _PLACE).tolist()]
         waits[:, 1] = np.maximum(waits[:, 1], since_ns).clip(max=waits[:, 2])
     return came_us[id(step.ended)], pack(events, 0), (at_once[::2] & at_once[1::2])[passes]
+
+
+def _between(step: RecordedStep, collected: list[tuple[int, int]]) -> dict[str, int]:
+    """Returns the nanoseconds of each part of the host's loop before a step, without the time in which the GPU was
+    still at work on the call before. Garbage collections in no other part are one."""
+    since, spans, took_ns = step.description.calls.busy_until_ns, step.between or [], dict[str, int]()
+    for start, end in collected:
+        if end <= step.start_ns and not any(begin <= start < until for _, begin, until in spans):
+            spans = [*spans, (GARBAGE, start, end)]
+    for part, start, end in spans:
+        took_ns[part] = took_ns.get(part, 0) + max(end - max(start, since), 0)
+    return took_ns
 
 
 def _events(step: RecordedStep) -> Int64s:

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from megaprof.formats.timeline import DISTURBED, Memory
+from megaprof.recorders.parts import Span
 from megaprof.recorders.tape import Tape
 
 #: The calls of a target and role that a capture also keeps: up to this many before a window, and this many behind it.
@@ -36,6 +37,8 @@ class Calls:
 
     __slots__ = (
         "before",
+        "began_ns",
+        "busy_until_ns",
         "count",
         "descriptions",
         "finished",
@@ -55,6 +58,9 @@ class Calls:
         """The role that the calls belong to; None if the host names no role."""
         self.number: int | None = None
         """The step number of the last call that began."""
+        self.began_ns = self.busy_until_ns = 0
+        """When the first call of the last step began, and when the last call that was packed had ended, on its own
+        clock. In nanoseconds of the wall clock; 0 before the first one."""
         self.index = 0
         """The number of calls with that step number that began before it."""
         self.count = 0
@@ -116,10 +122,12 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
 
     __slots__ = (
         "began",
+        "between",
         "count",
         "description",
         "end_ns",
         "ended",
+        "entered",
         "flags",
         "index",
         "memory",
@@ -147,5 +155,9 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     """The mark at its start."""
     ended: Any
     """The mark at its end."""
+    between: list[Span] | None
+    """The parts of the host's loop since the first call of the step before; None if it is not the first call."""
+    entered: bool
+    """True if the call itself is such a part."""
     memory: Memory | None
     """The GPU's memory when the step ended; None without a GPU."""

@@ -1,0 +1,126 @@
+"""Where whole iterations of the host's loop go: from the first call of a step to the first call of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.formats import timeline as format
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.between import PARTS, unpack_between
+from megaprof.formats.steps.data import unpack_data
+
+_LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
+DATA, EXCHANGES, GRADIENTS, UNKNOWN = "data_wait", "exchanges", "gradients", "between"
+#: The parts inside the calls of the schedule.
+STEP = (DATA, "forward", "backward", "combined", EXCHANGES, GRADIENTS)
+
+Parts = Mapping[str, npt.NDArray[np.float64]]
+"""Milliseconds of each iteration, by the name of the part."""
+
+
+@dataclass(frozen=True)
+class PartOfIteration:
+    """A part of the iterations. Milliseconds are of an average iteration, so those of all parts add up to it."""
+
+    name: str
+    """``data_wait``: forwards waited for data. ``forward``, ``backward``, ``combined``: the passes without that.
+    ``exchanges``: the rest of the calls of the schedule, which is exchanges and waiting for other stages.
+    ``gradients``: gradients were finalised. ``optimizer``, ``evaluation``, ``saving``, ``logging``, ``data``: what the
+    host did between calls. A target: other calls of the schedule. ``garbage_collection``: Python collected garbage
+    outside of all of these. ``between``: it is not known what the host did between calls."""
+    ms: float
+    """Mean of the ranks that were read."""
+    often: float
+    """The fraction of the iterations that have it."""
+    longest_ms: float
+    """The longest in one iteration on one rank."""
+    rank: int
+    """The rank with most of it."""
+    rank_ms: float
+    """Milliseconds of this rank."""
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """Where the iterations of a job go."""
+
+    count: int
+    """The number of iterations on the rank with most of them."""
+    ms: float
+    """Milliseconds from the start of the first call of a step to that of the next, on average over ranks."""
+    step_ms: float
+    """The part of it inside the calls of the schedule."""
+    parts: tuple[PartOfIteration, ...]
+    """Its parts: those inside of the step, then the others, and what is not known."""
+
+    @property
+    def outside(self) -> float:
+        """The fraction outside of the schedule's calls."""
+        return 1.0 - self.step_ms / self.ms
+
+
+def parts_of(timeline: format.Timeline, metadata: Sequence[int]) -> Parts:
+    """Returns the parts of the iterations in a file, of steps with these metadata. They add up to the wall time of
+    each, on a GPU's clock as far as that agrees with the host's. Iterations in which a window was open, or a call
+    failed, or whose next step is missing, do not count; a file of an earlier version has none."""
+    rows = np.flatnonzero(np.isin(timeline.steps["metadata"], metadata))
+    steps, facts = timeline.steps[rows], timeline.facts(format.BETWEEN)
+    first = np.flatnonzero(steps["index"] == 0)
+    if len(first) < 2 or not facts:
+        return {}
+    ends = rows[first[1:]].tolist()
+    whole = np.array([row in facts for row in ends]) & (np.diff(steps["step"][first]) == 1)
+    whole &= np.add.reduceat(steps["flags"] & _LEFT_OUT > 0, first)[:-1] == 0
+    waits_us = np.zeros(len(timeline.steps))
+    for row, payload in timeline.facts(format.DATA).items():
+        if row < len(waits_us) and (waits := unpack_data(payload)) is not None:
+            waits_us[row] = waits.sum()
+
+    def sums(us: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        of_iteration: npt.NDArray[np.float64] = np.add.reduceat(us, first)[:-1][whole] / 1e3
+        return of_iteration
+
+    calls = {name: sums(steps[name].astype(float)) for name in ("duration", *codes.KINDS.values())}
+    parts = {DATA: np.minimum(sums(waits_us[rows]), calls["forward"] + calls["combined"])}
+    in_forward = np.minimum(parts[DATA], calls["forward"])
+    parts |= {"forward": calls["forward"] - in_forward, "backward": calls["backward"]}
+    parts |= {"combined": calls["combined"] - (parts[DATA] - in_forward), GRADIENTS: calls["finalize"]}
+    parts[EXCHANGES] = np.maximum(calls["duration"] - sum(parts.values()), 0.0)
+    between = unpack_between([facts.get(row, b"") for row in ends])[whole]
+    own = timeline.metadata[metadata[0]].target
+    parts |= {name: between[:, place] for place, name in enumerate(PARTS) if name != own}
+    parts[UNKNOWN] = np.diff(steps["start_ns"][first])[whole] / 1e6 - sum(parts.values())
+    return parts
+
+
+def iterations_of(by_rank: Mapping[int, Sequence[Parts]]) -> Iterations | None:
+    """Returns where the iterations of these ranks go; None if no whole one is known."""
+    ranks = {rank: _joined(files) for rank, files in by_rank.items() if any(len(parts) for parts in files)}
+    ranks = {rank: parts for rank, parts in ranks.items() if len(parts[UNKNOWN])}
+    if not ranks:
+        return None
+    names = (*STEP, *(name for name in PARTS if any(name in parts for parts in ranks.values())), UNKNOWN)
+    # A GPU finishes a step after its host has gone on, so what is left is less than nothing in some iterations.
+    means = {rank: {name: float(np.mean(parts.get(name, 0.0))) for name in names} for rank, parts in ranks.items()}
+    found = []
+    for name in names:
+        ms = {rank: max(of_rank[name], 0.0) for rank, of_rank in means.items()}
+        dearest = max(ms, key=lambda rank: ms[rank])
+        took = [parts[name] for parts in ranks.values() if name in parts]
+        if ms[dearest] > 0.0:
+            often = float(np.mean(np.concatenate(took) > 0.0))
+            longest = max(float(of_rank.max()) for of_rank in took)
+            mean = float(np.mean([*ms.values()]))
+            found.append(PartOfIteration(name, mean, often, longest, dearest, ms[dearest]))
+    in_step = sum(part.ms for part in found if part.name in STEP)
+    count = max(len(parts[UNKNOWN]) for parts in ranks.values())
+    return Iterations(count, sum(part.ms for part in found), in_step, tuple(found))
+
+
+def _joined(files: Sequence[Parts]) -> Parts:
+    names = dict.fromkeys(name for parts in files for name in parts)
+    return {name: np.concatenate([parts[name] for parts in files if name in parts]) for name in names}

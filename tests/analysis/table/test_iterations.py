@@ -1,0 +1,102 @@
+"""Where iterations go: the parts of every one add up to its wall time, whatever the host does between its calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprof.analysis.table.iterations import EXCHANGES, UNKNOWN, iterations_of, parts_of
+from megaprof.formats import timeline as format
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.between import pack_between
+from megaprof.formats.steps.data import pack_data
+from megaprof.formats.timeline import read_timeline
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.synthetic import chunk
+from tests.analysis.truth.files import START_NS, described
+
+MS = st.integers(0, 10_000)
+CALL = st.tuples(MS, MS, MS, MS, MS)  # waits for data, the rest of the forwards, backwards, gradients, the rest
+BETWEEN = st.dictionaries(st.sampled_from(["optimizer", "evaluation", "saving", "train_log_probs", "gone"]), MS)
+STEP = st.tuples(st.lists(CALL, min_size=1, max_size=3), BETWEEN, MS)
+
+
+def write(path: Path, steps: list[Any], *, flags: int = 0) -> list[float]:
+    """A file of these steps; returns the wall time of each that has one behind it, in milliseconds."""
+    layout = WorldLayout(ParallelSizes(tp=1, pp=1, cp=1, ep=1, dp=1))
+    metadata = described(
+        layout.coords(0),
+        [chunk(4, embedding=True, loss=True)],
+        target="train_actor",
+        steps=(0, 1),
+        microbatches=1,
+        host="node-1",
+        device="cpu",
+    ) | {"timeline": {"clock": "host"}}
+    out = [format.MAGIC, format.metadata_record(metadata), format.shape_record([])]
+    now_us, row, before, walls = 0, 0, None, list[float]()
+    for number, (calls, between, unknown) in enumerate(steps):
+        began_us = now_us
+        for index, (waits, forward, backward, gradients, rest) in enumerate(calls):
+            length = waits + forward + backward + gradients + rest
+            spent = (1000 * length, 1000 * (waits + forward), 1000 * backward, 0, 1000 * gradients, 0, 0)
+            begun = index, flags, number, START_NS + 1000 * now_us
+            out.append(format.step_record(0, 0, begun, spent, b""))
+            data = np.array([(codes.DATA | codes.phase(0, 0, 0), 0, 1_000_000 * waits)])
+            out.append(format.fact_record(row, format.DATA, pack_data(data)))
+            if index == 0 and before is not None:
+                took = {part: 1_000_000 * ms for part, ms in before.items()}
+                out.append(format.fact_record(row, format.BETWEEN, pack_between(took)))
+            now_us, row = now_us + 1000 * length, row + 1
+        now_us += 1000 * (sum(between.values()) + unknown)
+        before = between
+        walls.append((now_us - began_us) / 1e3)
+    path.write_bytes(b"".join(out))
+    return walls[:-1]
+
+
+@given(st.lists(STEP, min_size=2, max_size=6))
+def test_the_parts_of_every_iteration_add_up(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
+    path = tmp_path_factory.mktemp("timeline") / "a.timeline.bin"
+    walls = write(path, steps)
+    parts = parts_of(read_timeline(path), [0])
+    assert sum(parts.values()) == pytest.approx(walls, rel=0.01, abs=1e-6)
+    for number, (_, between, unknown) in enumerate(steps[:-1]):
+        assert parts["optimizer"][number] == between.get("optimizer", 0)
+        assert parts[UNKNOWN][number] == pytest.approx(
+            unknown + between.get("gone", 0), abs=0.01 * walls[number] + 1e-6
+        )
+    found = iterations_of({0: [parts]})
+    if found is not None:
+        assert sum(part.ms for part in found.parts) == pytest.approx(found.ms)
+        assert found.ms == pytest.approx(np.mean(walls), rel=0.01)
+
+
+def test_the_rank_on_which_a_part_is_dear_is_named(tmp_path: Path) -> None:
+    ranks = {}
+    for rank, saves in enumerate((0, 300, 0)):
+        path = tmp_path / f"{rank}.timeline.bin"
+        write(path, [([(5, 20, 40, 10, 25)], {"saving": saves * (n % 5 == 4)}, 0) for n in range(21)])
+        ranks[rank] = [parts_of(read_timeline(path), [0])]
+    found = iterations_of(ranks)
+    assert found is not None
+    (saving,) = (part for part in found.parts if part.name == "saving")
+    assert (saving.rank, saving.rank_ms, saving.ms, saving.longest_ms) == (1, 60.0, 20.0, 300.0)
+    assert saving.often == pytest.approx(0.2 / 3)
+    assert (found.ms, found.step_ms, found.count) == (120.0, 100.0, 20)
+    assert found.outside == pytest.approx(1 / 6)
+    assert [part.ms for part in found.parts if part.name == EXCHANGES] == [25.0]
+
+
+def test_disturbed_iterations_and_files_of_earlier_versions_say_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.timeline.bin"
+    steps = [([(5, 20, 40, 10, 25)], {"saving": 5}, 0)] * 3
+    write(path, steps, flags=format.DISTURBED)
+    assert iterations_of({0: [parts_of(read_timeline(path), [0])]}) is None
+    write(path, steps[:1])
+    assert iterations_of({0: [parts_of(read_timeline(path), [0])]}) is None

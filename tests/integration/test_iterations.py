@@ -1,0 +1,87 @@
+"""Where whole iterations go, of real jobs: a host's own loop around Megatron's schedule and optimizer."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.table.iterations import Iterations
+from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+
+#: Milliseconds of the optimizer, of a checkpoint and of an evaluation, which rank 1 needs twice as long.
+OPTIMIZER, SAVING, EVALUATION = 40.0, 150.0, 100.0
+STEPS, SAVED, EVALUATED = 13, 4, 6
+PIPELINE = GPTWorkload(pp=2, layers=2, hidden=32, seq_length=16, microbatches=4)
+
+
+def loop(directory: str) -> None:
+    rank, _ = init_distributed()
+    training = ModuleType("megatron.training.training")
+
+    def evaluate(evaluates: Any) -> None:
+        evaluates()
+        time.sleep(EVALUATION / 1e3 * (1 + rank))
+
+    training.evaluate_and_print_results = evaluate  # type: ignore[attr-defined]
+    training.save_checkpoint_and_time = lambda: time.sleep(SAVING / 1e3)  # type: ignore[attr-defined]
+    sys.modules[training.__name__] = training
+    with cpu_megatron():
+        from megatron.core.optimizer import OptimizerConfig, optimizer
+
+        class Slow(optimizer.FP32Optimizer):  # type: ignore[misc]
+            """Megatron's own step, after a while."""
+
+            def __init__(self, inner: Any) -> None:
+                self.inner, self.zero_grad = inner, inner.zero_grad
+                self.config = OptimizerConfig()
+
+            def prepare_grads(self) -> bool:
+                time.sleep(OPTIMIZER / 1e3)
+                self.inner.step()
+                return True  # an overflow: the rest of Megatron's step is left out
+
+        gpt = build(PIPELINE)
+        gpt.optimizer = Slow(gpt.optimizer)
+        config = ProfileConfig(("train_actor",), directory, tool=("timeline",))
+        with install_hooks(gpt.chunks, config, iteration=lambda: gpt.step):
+            for number in range(STEPS):
+                gpt.train_step()
+                if number % SAVED == SAVED - 1:
+                    training.save_checkpoint_and_time()  # type: ignore[attr-defined]
+                if number == EVALUATED:
+                    training.evaluate_and_print_results(gpt.evaluate)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterations:
+    directory = tmp_path_factory.mktemp("loop")
+    run_ranks(loop, PIPELINE.world_size, str(directory))
+    (target,) = analyze(directory).targets
+    assert target.iterations is not None
+    return target.iterations
+
+
+def test_what_lies_between_steps_is_known_by_its_name(found: Iterations) -> None:
+    parts = {part.name: part for part in found.parts}
+    count = STEPS - 1
+    assert found.count == count
+    assert parts["optimizer"].ms >= OPTIMIZER
+    assert parts["optimizer"].often == 1.0
+    assert (parts["saving"].often, parts["evaluation"].often) == (3 / count, 1 / count)
+    assert parts["saving"].longest_ms >= SAVING
+    assert parts["evaluation"].longest_ms >= 2 * EVALUATION
+    assert parts["evaluation"].rank == 1
+    assert "evaluate" not in parts, "the schedule's calls inside are a part of the evaluation"
+
+
+def test_the_parts_add_up_to_the_iteration(found: Iterations) -> None:
+    assert sum(part.ms for part in found.parts) == pytest.approx(found.ms)
+    named = OPTIMIZER + (3 * SAVING + 1.5 * EVALUATION) / (STEPS - 1)
+    assert found.ms >= found.step_ms + named
+    assert 0.0 < found.outside < 1.0

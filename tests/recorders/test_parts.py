@@ -1,0 +1,41 @@
+"""The parts of a host's loop: only the outermost one counts, and only on the thread that makes the schedule's calls."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from megaprof.recorders.parts import Parts
+
+
+def names(parts: Parts, since: int = 0) -> list[str]:
+    return [part for part, _, _ in parts.since(since)]
+
+
+def test_only_the_outermost_part_of_the_schedules_thread_counts() -> None:
+    parts = Parts()
+    with parts.inside("saving"):  # before the first call nobody knows which thread it is
+        pass
+    assert parts.enter("train_actor", schedule=True)
+    with parts.inside("optimizer"):
+        assert parts.now is not None
+        assert parts.now[0] == "train_actor"
+    parts.leave()
+    with parts.inside("evaluation"):
+        assert not parts.enter("evaluate", schedule=True)
+        with parts.inside(None):
+            pass
+
+    def elsewhere() -> None:
+        with parts.inside("saving"):
+            pass
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyError), parts.inside("logging"):
+        raise KeyError
+    assert parts.now is None
+    assert names(parts) == ["logging", "evaluation", "train_actor"]
+    assert names(parts, parts.since(0)[0][1]) == ["logging"]
