@@ -19,7 +19,7 @@ SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-matrix test-torch test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
-    bench bench-arrivals bench-capture bench-closing bench-observer bench-overhead bench-packing bench-replay bench-report bench-scale bench-timeline bench-truth bench-tune bench-whatif clean docs
+    bench bench-arrivals bench-capture bench-closing bench-observer bench-overhead bench-packing bench-rehearse bench-replay bench-report bench-scale bench-timeline bench-truth bench-tune bench-whatif clean docs
 
 # Uses an environment with only what it needs (mostly torch), or .venv if that exists.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
@@ -238,7 +238,7 @@ gpu-packages:
 	    "$(MEGATRON_CORE)" fsspec isal jinja2 markdown-it-py markupsafe mdurl msgspec nvtx pygments rich
 
 # The figures of docs/benchmarks.md, each from one command; the last line of output is JSON.
-bench: bench-arrivals bench-capture bench-closing bench-observer bench-overhead bench-packing bench-replay bench-report bench-timeline bench-scale bench-truth bench-tune bench-whatif
+bench: bench-arrivals bench-capture bench-closing bench-observer bench-overhead bench-packing bench-rehearse bench-replay bench-report bench-timeline bench-scale bench-truth bench-tune bench-whatif
 
 bench-arrivals: .venv/ready
 	$(BIN)/python -m tests.benchmarks.arrivals $(ARGS)
@@ -254,6 +254,9 @@ bench-observer: .venv/ready
 
 bench-overhead: .venv/ready
 	$(BIN)/python -m tests.benchmarks.overhead $(ARGS)
+
+bench-rehearse: .venv/ready
+	$(BIN)/python -m tests.benchmarks.rehearse $(ARGS)
 
 bench-replay: .venv/ready
 	$(BIN)/python -m tests.benchmarks.replay $(ARGS)

@@ -82,7 +82,7 @@ def given(texts: Iterable[str]) -> dict[str, Link]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            links |= kept(Path(text))
+            links |= _kept(Path(text))
         elif stated := _STATED.fullmatch(value):
             bandwidth, unit, latency, scale = stated.groups()
             seconds = float(latency) * (1e-3 if scale == "ms" else 1e-6)
@@ -107,12 +107,17 @@ def of_nccl_tests(path: Path) -> Link:
     return Link("", max(sizes)[2] * 1e9, min(sizes)[1] * 1e-6, "measured", f"nccl-tests, {path}")
 
 
-def kept(path: Path) -> dict[str, Link]:
-    """Returns the links that `keep` wrote. Raises ValueError."""
+def _kept(path: Path) -> dict[str, Link]:
+    """Returns the links in a file of `as_json`. Raises ValueError."""
     try:
         return msgspec.json.decode(_text(path), type=dict[str, Link])
     except msgspec.MsgspecError:
         raise ValueError(f"--links {path}: neither NAME=BANDWIDTH,LATENCY nor a {NAME} of megaprof rehearse") from None
+
+
+def as_json(links: Mapping[str, Link]) -> bytes:
+    """Returns the content of a file that `given` reads."""
+    return msgspec.json.format(msgspec.json.encode(links), indent=1)
 
 
 def between(ranks: Sequence[int], per_host: int, links: Mapping[str, Link]) -> Link:

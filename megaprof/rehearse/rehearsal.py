@@ -5,23 +5,30 @@ Its result, rehearsal.json, is what the command prints with ``--json``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import msgspec
+import numpy as np
 
-from megaprof.analysis.samples import Interval
-from megaprof.analysis.trace.gpu import Peak
+from megaprof.analysis.diagnosis.stages import Stage as ReportedStage
+from megaprof.analysis.report.document import plain_number
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.samples import Interval, Spread
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.memory import in_flight_layers
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.files import appearing
+from megaprof.formats.inputs import read_input
+from megaprof.formats.phrases import json_of
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from megaprof.rehearse.links import Link, defaults
+from megaprof.rehearse.links import Link, between, defaults
 from megaprof.rehearse.pipeline import Pipeline, together, write
 from megaprof.rehearse.stages import NotRehearsed, Stage, alike, differing, record
 from megaprof.tune.command import with_layout
-from megaprof.tune.proposals import as_measured
-from megaprof.tune.state import Proposal, Trial
 from megaprof.version import __version__
 
 NAME, PREDICTED, _ALONE = "rehearsal.json", "predicted", "alone"
@@ -31,56 +38,32 @@ _EXPERTS, _BALANCED = "--num-experts", "--moe-router-force-load-balancing"
 
 
 @dataclass(frozen=True)
-class RehearsedStage:
-    """One stage of the predicted pipeline."""
-
-    stage: int
-    """Its number."""
-    rank: int
-    """The rank of the job that stands for it."""
-    like: int | None
-    """The stage that was measured in its place; None if it was measured itself."""
-    layers: tuple[int | None, ...]
-    """Layers of each of its model chunks; None if not known."""
-    forward_ms: float
-    """Milliseconds of all its forwards of a step, with the exchanges inside them."""
-    backward_ms: float
-    """Milliseconds of all its backwards of a step, with the exchanges inside them."""
-    bubble_fraction: float
-    """The fraction of the step in which it runs no pass, from 0 to 1."""
-    memory: int | None
-    """Bytes that it has allocated at its peak; None if that is not recorded, as on the CPU."""
-    capacity: int | None
-    """Bytes that it may allocate; None if not known."""
-
-
-@dataclass(frozen=True)
 class Rehearsal:
     """What a command is predicted to do on all its ranks."""
 
     command: tuple[str, ...]
     """The command as it was given."""
     sizes: ParallelSizes
-    """The parallel sizes of the job."""
-    schedule: str
-    """``1f1b``, ``interleaved`` or ``no_pipelining``."""
-    microbatches: int
-    """Microbatches of a step."""
+    """Parallel sizes of the job."""
     step_ms: Interval
-    """The predicted step in milliseconds, with a 90 % interval from what was measured and from what is assumed."""
+    """Predicted step in milliseconds, with a 90 % interval from what was measured and from what is assumed."""
     measured_ms: float
-    """The part of it that was measured: the same step if no exchange took any time."""
+    """Milliseconds of the step that were measured: those of the same step if no exchange took any time."""
     links: tuple[Link, ...]
-    """The links that the rest was computed from."""
-    stages: tuple[RehearsedStage, ...]
-    """Its stages."""
-    limited_by: str | None
+    """The links over which each stage sends to the next one."""
+    sent_bytes: tuple[int, ...]
+    """Bytes that each stage sends for a microbatch."""
+    like: tuple[int | None, ...]
+    """For every stage, the stage that was measured in its place; None if it was measured itself."""
+    stages: tuple[ReportedStage, ...]
+    """The stages of the predicted pipeline."""
+    limited_by: str
     """What makes the step as long as it is, in a sentence."""
-    fits: bool | None
-    """Whether every stage has enough memory; None if that is not known."""
-    layouts: tuple[Proposal, ...]
-    """Other layouts that fit, the surest gain first. The flags replace those that place layers."""
-    best: Proposal | None
+    what_if: WhatIf
+    """Memory of the stages, and other layouts of the predicted pipeline, each with its flags."""
+    too_large: tuple[int, ...]
+    """Stages that need more memory than there is; empty also if their memory is not known."""
+    best: Prediction | None
     """The layout to use instead of the command's: one that is surely faster, or that fits where the command's does not.
     None without one."""
     best_command: tuple[str, ...] | None
@@ -89,6 +72,11 @@ class Rehearsal:
     """What the prediction rests on besides measurement, as clauses."""
     version: str = field(default=__version__)
     """The version of megaprof."""
+
+    @property
+    def json(self) -> bytes:
+        """The result as JSON."""
+        return msgspec.json.format(json_of(self, plain_number), indent=2)
 
 
 def rehearsed(
@@ -122,23 +110,21 @@ def rehearsed(
             )
         return found
 
-    first = measured(0, 0)
-    layout = (
-        WorldLayout(first.metadata.sizes, _ORDER) if _OTHER_ORDER in run_words else WorldLayout(first.metadata.sizes)
-    )
-    by_stage, stages = {0: first}, layout.sizes.pp
-    for stage in differing(stages, run_words):
+    by_stage = {0: measured(0, 0)}
+    sizes, links = by_stage[0].metadata.sizes, {**defaults(by_stage[0].device), **links}
+    layout = WorldLayout(sizes, _ORDER) if _OTHER_ORDER in run_words else WorldLayout(sizes)
+    for stage in differing(sizes.pp, run_words):
         by_stage[stage] = measured(stage, layout.rank_of(pp=stage))
-    for stage in range(0 if alike(by_stage) else stages):
-        if stage not in by_stage:
-            by_stage[stage] = measured(stage, layout.rank_of(pp=stage))
-    all_links = {**defaults(first.device), **links}
-    all_stages = [by_stage.get(stage) or _like(by_stage[stages // 2], stage, layout) for stage in range(stages)]
-    pipeline = together(all_stages, layout, all_links, per_host)
+    for stage in range(0 if alike(by_stage) else sizes.pp):
+        by_stage[stage] = by_stage.get(stage) or measured(stage, layout.rank_of(pp=stage))
+    stages = [by_stage.get(stage) or _like(by_stage[sizes.pp // 2], stage, layout) for stage in range(sizes.pp)]
+    pipeline = together(stages, layout, links, per_host)
     write(pipeline, out / PREDICTED)
-    result = _result(command, pipeline, tuple(all_links.values()), out, memory_limit)
+    ranks = [layout.rank_of(pp=stage) for stage in range(sizes.pp)]
+    over = tuple(between(pair, per_host, links) for pair in pairwise(ranks))
+    result = _result(command, pipeline, over, out, memory_limit)
     with appearing(out / NAME) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(result), indent=1))
+        file.write(result.json)
     return result
 
 
@@ -158,72 +144,72 @@ def _like(middle: Stage, stage: int, layout: WorldLayout) -> Stage:
 def _result(
     command: Sequence[str], pipeline: Pipeline, links: tuple[Link, ...], out: Path, memory_limit: int | None
 ) -> Rehearsal:
-    trial = as_measured(Trial(1, tuple(command), PREDICTED), out / PREDICTED, memory_limit)
-    first, step, busy = pipeline.stages[0], pipeline.step_ms, pipeline.busy_ms
-    stages = tuple(
-        RehearsedStage(
-            stage=number,
-            rank=stage.metadata.coords.rank,
-            like=stage.like,
-            layers=tuple(chunk.layers for chunk in stage.metadata.chunks),
-            forward_ms=float(busy[number, 0]),
-            backward_ms=float(busy[number, 1:].sum()),
-            bubble_fraction=1.0 - float(busy[number].sum()) / step.value,
-            memory=None if stage.memory is None else stage.memory.most,
-            capacity=_least(memory_limit, stage.memory),
-        )
-        for number, stage in enumerate(pipeline.stages)
-    )
-    known = all(stage.memory is not None and stage.capacity is not None for stage in stages)
-    fits = all((stage.memory or 0) <= (stage.capacity or 0) for stage in stages) if known else None
-    layouts = tuple(replace(each, step_ms=_wider(each.step_ms, step)) for each in trial.next)
-    best = next((each for each in layouts if fits is False or each.step_ms.high < step.value), None)
-    words = None
-    if best is not None:
-        metadata = first.metadata
-        words = tuple(with_layout(command, best.flags, metadata.framework, metadata.role, best.stages))
+    (target,) = analyze(out / PREDICTED, memory_limit=memory_limit).targets
+    what_if, first = target.what_if, pipeline.stages[0].metadata
+    memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
+    too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
+    fitting = (each for each in what_if.candidates if each.fits and each.flags)
+    best = max(fitting, key=lambda each: each.speedup.low, default=None) if too_large else what_if.best
+    words = with_layout(command, best.flags, first.framework, first.role, first.sizes.pp) if best else None
+    sent = (max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in pipeline.stages)
     return Rehearsal(
         command=tuple(command),
-        sizes=first.metadata.sizes,
-        schedule=first.schedule.name,
-        microbatches=first.schedule.microbatches,
-        step_ms=step,
+        sizes=first.sizes,
+        step_ms=pipeline.step_ms,
         measured_ms=float(pipeline.step[-1].mean()),
         links=links,
-        stages=stages,
-        limited_by=trial.verdict,
-        fits=fits,
-        layouts=layouts,
+        sent_bytes=tuple(sent),
+        like=tuple(stage.like for stage in pipeline.stages),
+        stages=target.stages,
+        limited_by=target.findings[0].text,
+        what_if=what_if,
+        too_large=too_large,
         best=best,
-        best_command=words,
+        best_command=None if words is None else tuple(words),
         assumes=tuple(_assumed(pipeline, links)),
     )
 
 
-def _least(limit: int | None, memory: Peak | None) -> int | None:
-    return min((size for size in (limit, memory.capacity if memory else None) if size is not None), default=None)
-
-
-def _wider(layout: Interval, step: Interval) -> Interval:
-    """Returns the step of another layout, which is at least as uncertain as the step that it is predicted from."""
-    return layout + Interval(0.0, step.low - step.value, step.high - step.value) * (layout.value / step.value)
-
-
-def _assumed(pipeline: Pipeline, links: Sequence[Link]) -> list[str]:
-    clauses = [
-        f"{link.name} moves {link.bandwidth / 1e9:.4g} GB/s after {link.latency * 1e6:.4g} us ({link.source})"
-        for link in links
-    ]
-    if like := {stage.like for stage in pipeline.stages} - {None}:
-        clauses.append(f"the stages that were not run take as long as stage {like.pop()}")
+def _assumed(pipeline: Pipeline, links: Sequence[Link]) -> Iterator[str]:
+    for link in dict.fromkeys(links):
+        speed = f"{link.bandwidth / 1e9:.4g} GB/s after {link.latency * 1e6:.4g} us"
+        yield f"{link.name} moves {speed} ({link.source})"
+    for like in {stage.like for stage in pipeline.stages} - {None}:
+        yield f"the stages that were not run take as long as stage {like}"
     if any("moe" in (chunk.kinds or ()) for stage in pipeline.stages for chunk in stage.metadata.chunks):
-        clauses.append(
-            "experts get as many tokens as here, where data mean nothing: the interval has no uneven routing"
-        )
-    return clauses
+        yield "experts get as many tokens as here, where data mean nothing: uneven routing is not in the interval"
 
 
 def balanced(words: Sequence[str]) -> list[str]:
     """Returns the words of a command; one of Megatron-LM with experts routes to all of them alike."""
     names = {word.partition("=")[0] for word in words}
     return [*words, _BALANCED] if _EXPERTS in names and _BALANCED not in names else [*words]
+
+
+def load(out: Path) -> Rehearsal:
+    """Returns the rehearsal in ``out``. Raises NotRehearsed."""
+    try:
+        return msgspec.json.decode(read_input(out / NAME), type=Rehearsal)
+    except (OSError, msgspec.MsgspecError) as fault:
+        raise NotRehearsed(f"{out}: no rehearsal is there: {fault}") from None
+
+
+def measured_links(rehearsal: Rehearsal, directory: Path) -> tuple[Spread, dict[str, Link]]:
+    """Returns the step of a real capture of the same job in ``directory``, and its links: those of the rehearsal, as
+    much slower or faster as transfers between stages were. Raises NotRehearsed."""
+    report = analyze(directory)
+    for target, run in zip(report.targets, report.by_hand, strict=True):
+        if target.sizes == rehearsal.sizes and run is not None and target.step_time_ms is not None:
+            break
+    else:
+        raise NotRehearsed(f"{directory}: no capture of a job with {rehearsal.sizes} whose passes are known")
+    factors: dict[Link, list[float]] = {}
+    for stage, link in enumerate(rehearsal.links):
+        took = float(np.median(run.baseline.link[..., stage]))
+        factors.setdefault(link, []).append(took / float(link.ms("send", rehearsal.sent_bytes[stage], 2)[0]))
+    kept = {}
+    for link, slower in factors.items():
+        by = max(median(slower), 1e-3)
+        source = f"transfers between stages, {directory}"
+        kept[link.name] = Link(link.name, link.bandwidth / by, link.latency * by, "measured", source)
+    return target.step_time_ms, kept

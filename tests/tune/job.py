@@ -1,9 +1,10 @@
 """A training script as Megatron-LM's users have it: its options on the command line, real schedules over gloo.
 
 Layers and the output layer take a given time in each pass, most of which they wait, as a host waits for a GPU, so that
-a step is the same on any machine, however many stages share its cores. With ``--memory`` what stands for torch's
-allocator counts a given size for each layer, and for each of its activations as they come and go. With
-``--second-fails`` the last rank ends the second trial with an error, once some steps are made, while the others wait.
+a step is the same on any machine, however many stages share its cores. With ``--compute``, layers compute. With
+``--memory`` what stands for torch's allocator counts a given size for each layer, and for each of its activations as
+they come and go. With ``--second-fails`` the last rank ends the second trial with an error, once some steps are made,
+while the others wait.
 
 ``torchrun --nproc-per-node 2 job.py --num-layers 8 ...``
 """
@@ -35,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--num-layers", type=int, required=True)
     parser.add_argument("--pipeline-model-parallel-size", type=int, required=True)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--decoder-first-pipeline-num-layers", type=int)
     parser.add_argument("--decoder-last-pipeline-num-layers", type=int)
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=8)  # in microbatches of one sequence
     parser.add_argument("--train-iters", type=int, default=100_000)
     parser.add_argument("--hidden-size", type=int, default=32)
+    parser.add_argument("--compute", action="store_true")  # layers take what they compute
     parser.add_argument("--loss-ms", type=float, nargs=2, default=(0.0, 0.0))
     parser.add_argument("--memory", type=float, nargs=2, metavar=("LAYER", "ACTIVATIONS"))  # GiB
     parser.add_argument("--save", type=Path)
@@ -58,8 +61,10 @@ def main() -> None:
         sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     init_distributed()
     chunks = len(pieces) // args.pipeline_model_parallel_size
-    replicas = torch.distributed.get_world_size() // args.pipeline_model_parallel_size
+    tp = args.tensor_model_parallel_size
+    replicas = torch.distributed.get_world_size() // args.pipeline_model_parallel_size // tp
     workload = GPTWorkload(
+        tp=tp,
         pp=args.pipeline_model_parallel_size,
         dp=replicas,
         vpp=chunks if chunks > 1 else None,
@@ -67,11 +72,12 @@ def main() -> None:
         layout=split,
         microbatches=args.global_batch_size // replicas,
         hidden=args.hidden_size,
-        seq_length=16,
+        seq_length=128 if args.compute else 16,
     )
     with cpu_megatron():
         gpt = build(workload)
-        pace(layers(gpt.chunks), lambda: LAYER)
+        if not args.compute:
+            pace(layers(gpt.chunks), lambda: LAYER)
         ends = [model.output_layer for model in map(language_model, gpt.chunks) if model.post_process]
         pace(ends, lambda: tuple(args.loss_ms))
         if args.memory is not None:

@@ -24,6 +24,7 @@ mean nothing. Checkpoints are not saved."""
 EXAMPLES = (
     "megaprof rehearse --world 64 -- python pretrain_gpt.py --num-layers 32 --pipeline-model-parallel-size 8 ...",
     "megaprof rehearse --world 64 --links nvlink=400GB/s,5us ib=all_reduce_perf.txt -- python pretrain_gpt.py ...",
+    "megaprof rehearse --out rehearsed --against traces",
 )
 _STEPS, _PER_HOST, _TIME_LIMIT = 8, 8, 1800.0
 _LAUNCHERS = {"torchrun", "srun", "mpirun", "mpiexec", "deepspeed", "accelerate", "ray"}
@@ -32,7 +33,7 @@ _LAUNCHERS = {"torchrun", "srun", "mpirun", "mpiexec", "deepspeed", "accelerate"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.usage = "megaprof rehearse --world N [--links LINK ...] [--out DIR] -- COMMAND [ARGUMENT ...]"
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks of the job")
+    parser.add_argument("--world", type=int, default=0, metavar="N", help="ranks of the job")
     parser.add_argument(
         "--out", type=Path, default=Path("rehearsed"), help="new directory for the result (default: rehearsed)"
     )
@@ -56,12 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--saving-off", metavar="WORDS", help="words that turn saving in COMMAND off, as for megaprof tune"
     )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="run nothing; compare the rehearsal in --out with a real capture of the job, and keep its links",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
 
 def run(args: argparse.Namespace) -> int:
     """Rehearses the command. Raises UsageError and CommandError."""
+    if args.against is not None:
+        return _compare(args)
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     for name in ("world", "steps", "time_limit", "ranks_per_host"):
         if not getattr(args, name) > 0:
@@ -105,17 +114,45 @@ def run(args: argparse.Namespace) -> int:
 def _show(result: rehearsal.Rehearsal, args: argparse.Namespace) -> None:
     from megaprof.analysis.report.html import page
     from megaprof.analysis.report.report import analyze
+    from megaprof.analysis.report.terminal import show
 
-    report = analyze(args.out / rehearsal.PREDICTED)
+    report = analyze(args.out / rehearsal.PREDICTED, memory_limit=memory_limit(args.memory_limit))
     with writing("--out", args.out), appearing(args.out / "report.html") as file:
         file.write(page(report, report.steps()).encode())
     if args.json:
-        print_json(result)
+        print(result.json.decode())
         return
     from rich.console import Console
 
-    from megaprof.rehearse import words
+    from megaprof.rehearse.words import sentences
 
-    words.show(result, Console(highlight=False))
+    console = Console(highlight=False)
+    for line in sentences(result):
+        console.print(line, markup=False)
+    if result.best_command is not None:
+        console.print("  " + shlex.join(result.best_command), markup=False, soft_wrap=True)
+    show(report, console)
     print(f"The predicted pipeline as one HTML file: {args.out / 'report.html'}")
-    print(f"Its report: {shlex.join(['megaprof', 'report', str(args.out / rehearsal.PREDICTED)])}")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Prints the rehearsal in ``--out`` beside a real capture, and keeps that capture's links."""
+    from rich.console import Console
+
+    from megaprof.analysis.report.terminal import show_diff
+    from megaprof.cli.files.diff import comparison
+    from megaprof.tune.words import milliseconds
+
+    earlier = rehearsal.load(args.out)
+    step, kept = rehearsal.measured_links(earlier, args.against)
+    with writing("--out", args.out), appearing(args.out / links.NAME) as file:
+        file.write(links.as_json(kept))
+    difference = comparison(args.out / rehearsal.PREDICTED, args.against)
+    if args.json:
+        print_json(difference)
+        return 0
+    show_diff(difference, Console(highlight=False))
+    inside = "inside" if earlier.step_ms.holds(step.mean) else "outside"
+    print(f"Predicted: {milliseconds(earlier.step_ms)} ms, measured: {step.mean:.4g} ms, {inside} the interval.")
+    print(f"The measured links, for the next rehearsal: --links {args.out / links.NAME}")
+    return 0

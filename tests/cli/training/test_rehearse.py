@@ -55,10 +55,23 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     found = json.loads(ended.stdout)
     check("rehearse", found)
     first, last = found["stages"]
-    assert (first["layers"], last["layers"], first["rank"], last["rank"]) == ([3], [1], 0, 1)
+    assert [stage["chunks"][0]["holds"]["layers"] for stage in (first, last)] == [3, 1]
+    assert found["sent_bytes"][0] > 0
     # Each of 8 microbatches waits at least 8 ms forward and 16 ms backward in each layer.
-    assert first["forward_ms"] >= 3 * 8 * 8 <= first["backward_ms"] / 2
-    assert found["step_ms"]["value"] >= found["measured_ms"] >= first["forward_ms"] + first["backward_ms"]
+    assert first["forward_ms"]["mean"] >= 3 * 8 * 8 <= first["backward_ms"]["mean"] / 2
+    assert found["step_ms"]["value"] >= found["measured_ms"] >= first["compute_ms"]["mean"]
     assert json.loads((tmp_path / "out" / "rehearsal.json").read_text()) == found
     assert (tmp_path / "out" / "report.html").stat().st_size > 0
     assert megaprof("report", tmp_path / "out" / "predicted", "--json", "-").returncode == 0
+
+    # A capture that is the prediction itself: inside the interval, and links as they were assumed.
+    against = megaprof("rehearse", "--out", tmp_path / "out", "--against", tmp_path / "out" / "predicted")
+    assert against.returncode == 0, against.stderr
+    kept = json.loads((tmp_path / "out" / "links.json").read_text())
+    assert kept["gloo"]["known"] == "measured"
+    assert kept["gloo"]["bandwidth"] <= found["links"][0]["bandwidth"]  # with what stages do between passes
+
+
+def test_nothing_is_compared_without_a_rehearsal(tmp_path: Path) -> None:
+    ended = megaprof("rehearse", "--out", tmp_path, "--against", tmp_path)
+    assert (ended.returncode, ended.stderr.count("\n")) == (FAILED, 1)

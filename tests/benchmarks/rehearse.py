@@ -1,0 +1,142 @@
+"""Does a rehearsal of one stage after another hold? Jobs of 2 and 4 stages, rehearsed, and then run for real.
+
+    python -m tests.benchmarks.rehearse [--only NAME ...] [--steps N] [--others N] [--out DIR]
+
+Each case is a command (`tests/tune/job.py`): real schedules over gloo, with layers and an output layer that wait for a
+given time, or compute. What it would do on all its ranks is predicted from its stages, which run alone, and then all
+its ranks run. So do the layout that the rehearsal calls best, and the ``--others`` that it predicts to be fast.
+
+The last line is JSON, by case: ``error``, predicted step / real step - 1 (wanted: within 0.05); ``inside``, whether the
+real one is in the interval (wanted: 9 of 10); ``part``, the fastest real step as a part of that of the rehearsal's best
+layout (wanted: at least 0.98); ``memory``, the largest difference in GiB where memory is counted. Together: ``worst``
+error and part, how many are ``inside``, and of how many. ``load`` is the machine's at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaprof.rehearse.rehearsal import Rehearsal, rehearsed
+from megaprof.tune import proposals, state, trial
+from megaprof.tune.command import with_layout
+from tests.benchmarks.cores import awake, real_time
+from tests.benchmarks.tune import ENV, RANKS
+from tests.tune import job
+
+TIME_LIMIT, GIB = 300.0, 1 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command of `job`, by its layout and its other words."""
+
+    layout: str
+    words: tuple[str, ...] = ()
+    stages: int = 2
+    tp: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        layers = self.layout.count("t")
+        return [
+            *(job.__file__, "--num-layers", str(layers), "--pipeline-model-parallel-size", str(self.stages)),
+            *("--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-layout", self.layout),
+            *self.words,
+        ]
+
+
+_LOSS = ("--loss-ms", "25", "17")
+CASES = {
+    "2 stages, uneven": Case("Etttttt|ttL", ("--memory", "2", "1")),
+    "2 stages, 2 chunks": Case("Ett|tt|tt|ttL"),
+    "2 stages, tp=2": Case("Ettttt|tttL", tp=2),
+    "4 stages, heavy loss": Case("Ett|tt|tt|ttL", _LOSS, stages=4),
+    "4 stages, uneven": Case("Ettttt|t|t|tL", ("--memory", "2", "1"), stages=4),
+    "2 stages, computing": Case("Etttt|ttL", ("--compute", "--hidden-size", "512")),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=tuple(CASES), nargs="*", default=tuple(CASES))
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a run (default: 8)")
+    parser.add_argument("--others", type=int, default=2, help="layouts that run beside (default: 2)")
+    parser.add_argument("--out", type=Path, default=None, help="keep the files there")
+    options = parser.parse_args()
+    os.environ.update(ENV)
+    load, begin = os.getloadavg()[0], time.monotonic()
+    real_time()
+    with tempfile.TemporaryDirectory() as temporary, awake():
+        out = options.out or Path(temporary)
+        found = {name: _case(CASES[name], out / str(at), options) for at, name in enumerate(options.only)}
+    parts = [each["part"] for each in found.values() if each["part"] is not None]
+    together = {
+        "worst": [max((abs(each["error"]) for each in found.values()), default=None), min(parts, default=None)],
+        "inside": [sum(each["inside"] for each in found.values()), len(found)],
+        "load": round(load, 2),
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+    }
+    print(json.dumps({"cases": found} | together))
+
+
+def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
+    words, world = case.command, case.stages * case.tp
+    made = rehearsed(
+        words,
+        [sys.executable, *words],
+        out,
+        world,
+        steps=options.steps,
+        time_limit=TIME_LIMIT,
+        links={},
+        per_host=world,
+    )
+    real = _run(words, out / "real", world, options.steps)
+    if real.step_ms is None:
+        raise SystemExit(f"{case}: {real.why}")
+    print(f"{case.layout}: {made.step_ms}, really {real.step_ms}", file=sys.stderr, flush=True)
+    times = {"as given": real.step_ms.value}
+    fits = [each for each in made.what_if.candidates if each.flags and each.layout and each.fits is not False]
+    tried = [*filter(None, [made.best]), *(each for each in fits if each != made.best)]
+    for number, each in enumerate(tried[: options.others]):
+        ran = _run(
+            with_layout(words, each.flags, None, None, case.stages), out / f"real-{number}", world, options.steps
+        )
+        if ran.step_ms is not None:
+            times[each.layout] = ran.step_ms.value
+            print(f"  {each.layout}: {each.step_ms}, really {ran.step_ms}", file=sys.stderr, flush=True)
+    own = times.get(made.best.layout if made.best else "as given")
+    return {
+        "predicted": [round(number) for number in (made.step_ms.low, made.step_ms.value, made.step_ms.high)],
+        "real": round(real.step_ms.value),
+        "error": round(made.step_ms.value / real.step_ms.value - 1, 4),
+        "inside": made.step_ms.holds(real.step_ms.value),
+        "part": None if own is None else round(min(times.values()) / own, 4),
+        "memory": _memory(made, real),
+    }
+
+
+def _run(words: list[str], place: Path, world: int, steps: int) -> state.Trial:
+    place.mkdir(parents=True)
+    trial.run([*RANKS, str(world), *words], place.absolute(), steps, TIME_LIMIT)
+    return proposals.as_measured(state.Trial(1, (), str(place)), place)
+
+
+def _memory(made: Rehearsal, real: state.Trial) -> float | None:
+    if real.memory is None:
+        return None
+    predicted = made.what_if.allocated or ()
+    differences = (abs(one - other) for one, other in zip(predicted, real.memory, strict=True))
+    return max(differences) / GIB
+
+
+if __name__ == "__main__":
+    main()
