@@ -13,8 +13,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
+from megaprof.parallel.comparing import of_others
 
 #: A rank is slow from this factor over its peers on, and a stage from this one over the average stage.
 SLOW = 1.1
@@ -227,14 +230,13 @@ def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
 
 
 def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
-    """Returns each rank's compute over the median of the stage's other ranks. A rank is no peer of its own: with two
-    ranks, the median of both would be half the slow one. It is the lower median, since of four ranks two may wait for
-    each other."""
-    timed = sorted((status.compute_ms, status.rank) for status in members if status.compute_ms)
-    if len(timed) < 2:
+    """Returns each rank's compute over the lower median of the stage's other ranks, since of four ranks two may wait
+    for each other."""
+    compute_ms = {status.rank: status.compute_ms for status in members if status.compute_ms}
+    if len(compute_ms) < 2:
         return {}
-    middle = (len(timed) - 2) // 2  # the median's place among the others
-    return {rank: ms / timed[middle + (place <= middle)][0] for place, (ms, rank) in enumerate(timed)}
+    times = np.array(list(compute_ms.values()))
+    return dict(zip(compute_ms, (times / of_others(times)).tolist(), strict=True))
 
 
 def _undisturbed_ms(status: RankStatus) -> float | None:

@@ -8,18 +8,18 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from megaprof.formats import timeline as format
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 from megaprof.metrics.figures import HostBound, SlowRanks
+from megaprof.parallel.comparing import began, moving_median
 
 #: Seconds by which the clocks of two hosts may differ.
 _CLOCKS_SECONDS = 60.0
-#: Steps before and after one that its running median takes in.
-_AROUND = 2
+#: Steps of a running median, in which two unlike ones do not count.
+_WIDTH = 5
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,12 +45,9 @@ def _began(by_step: Mapping[int, tuple[float, ...]], is_there: Callable[[Floats]
     if not by_step:
         return None
     steps = sorted(by_step)
-    padded = np.pad(np.array([by_step[step] for step in steps]), ((_AROUND, _AROUND), (0, 0)), mode="edge")
-    there = is_there(np.median(sliding_window_view(padded, 2 * _AROUND + 1, axis=0), axis=-1))
-    # The step with the fewest exceptions: earlier steps in which it was there, and later ones in which it was not.
-    exceptions = there.cumsum() - there + (~there)[::-1].cumsum()[::-1]
-    first = int(exceptions.argmin())
-    return steps[first] if first > 0 and exceptions[first] <= there.sum() / 4 else None
+    columns = np.array([by_step[step] for step in steps], dtype=np.float64).T
+    first = began(is_there(np.stack([moving_median(column, _WIDTH) for column in columns], axis=-1)))
+    return steps[first] if first else None
 
 
 def _by_step(

@@ -10,13 +10,14 @@ import numpy as np
 from megaprof.analysis.diagnosis.examine import Examined, more_steps, most_gained
 from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
 from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas, reason
-from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
+from megaprof.analysis.diagnosis.naming import BOTH, active, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import DATA, GARBAGE, QUARTILE, WAIT, Floats
+from megaprof.parallel.comparing import began
 
 
 @dataclass(frozen=True)

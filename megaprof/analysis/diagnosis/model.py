@@ -5,6 +5,7 @@ Logarithms make this a sum. Disturbances only add, so contents are lower quartil
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from megaprof.analysis.diagnosis.policy import DRAWS
 from megaprof.analysis.samples import LEVEL, MAD
 from megaprof.analysis.table.modules import EMBEDDING, LOSS, measured
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
+from megaprof.parallel.comparing import of_others
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Content:
     """The whole pass."""
     unit: Floats
     """[..., k]: one layer, or what all chunks have in common if the numbers of layers are not known."""
+    fixed: Floats
+    """[..., k]: what every pass takes beside its layers."""
     ends: Floats
     """Embedding on the first chunk, output layer and loss on the last, with the time that a usual stage would take."""
     stage: Floats
@@ -68,7 +72,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     t, d, s, c, k, _ = log.shape
     left, common, level = _levels(log)
     work = common - level[..., None]
-    spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
+    spread = float(MAD * np.median(np.abs(left - common[:, :, None, None, None, :]))) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
     # If microbatches are uneven, their mean shows how long a rank takes: the median is another one in every step.
     own_work = _own(log - work[:, :, None, None, None, :])
@@ -83,8 +87,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     if d > 1 and s == 1:
         rank = _own_of_replicas(level_of_own)[..., None]
     elif d > 1:
-        alone = left_of_own - whose[:, :, :, None, None]
-        rank = np.maximum(against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
+        alone = np.median(left_of_own - whose[:, :, :, None, None], axis=(3, 4, 5))
+        rank = np.maximum(alone - of_others(alone, 1), 0.0)
     # Peers enter a collective together, so passes are longer by what the slowest works longer than is usual among them.
     lost = np.maximum(_per_step(own) * -np.expm1(-rank), peers.max(axis=3) - _lower_median(peers))
     slow = -np.log1p(-np.minimum(lost / np.maximum(_per_step(took), 1e-9), 1.0 - 1e-9))
@@ -102,7 +106,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     drawn *= 1.0 - inside[..., None, None]
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     return Model(
-        content=divided(content, table.layers, measured_ends := _ends(table)),
+        content=divided(content, table.layers, measured_ends := ends_of(measured(table), s, c)),
         draws=divided(drawn, table.layers, measured_ends, np.random.default_rng(1)),
         level=np.exp(level),
         work=np.exp(work),
@@ -131,17 +135,19 @@ def divided(
     content: Floats, layers: Floats, measured_ends: Floats | None = None, free: np.random.Generator | None = None
 ) -> Content:
     """Divides ``content`` [..., s, c, k] into layers, ends, stages and chunks, with as much as possible in layers.
-    ``measured_ends`` [s, c, k]: the ends, if ranges measured them. Then a chunk whose layers take longer is slow.
+    ``layers`` [s, c] or [..., s, c]: how many layers each chunk holds. ``measured_ends`` [s, c, k]: the ends, if ranges
+    measured them. Then a chunk whose layers take longer is slow.
 
     With different numbers of layers, many divisions fit. ``free`` draws from these. With two stages of one chunk each,
     the time of an embedding may as well be that of layers: one of up to one layer is drawn. A stage with few layers may
     be slow, or all passes may take some time beside their layers, which is more for each of few: some of it is drawn.
     """
     s, c = content.shape[-3:-1]
-    held = np.where(np.isfinite(layers).all(), layers, 1.0)
-    held = np.maximum(held, 1e-9)[:, :, None]
+    layers = layers[..., None]
+    held = np.maximum(np.where(np.isfinite(layers).all(), layers, 1.0), 1e-9)
+    most = held.max(axis=(-3, -2))
     # A chunk without layers does not show how long a layer takes.
-    beside = 0.0 if measured_ends is None else np.where(layers[:, :, None] == 0, 0.0, measured_ends)
+    beside = 0.0 if measured_ends is None else np.where(layers == 0, 0.0, measured_ends)
     per_layer = np.maximum(content - beside, 1e-9) / held
     flat = per_layer.reshape(*content.shape[:-3], s * c, -1)
     middle = flat[..., 1:-1, :]
@@ -151,17 +157,17 @@ def divided(
         # Of three chunks, two may be slow.
         unit = flat.min(axis=-2)
         if s * c == 2 and measured_ends is None and free is not None and np.ptp(held) > 0:
-            unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
-    layers_ms = held * unit[..., None, None, :]
+            unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / most)
+    fixed = np.zeros_like(unit)
     if free is not None:
-        fixed = free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] * _in_every_pass(content - layers_ms, unit, held)
-        unit = np.maximum(unit - fixed / held.max(), 0.0)
-        layers_ms = fixed[..., None, None, :] + held * unit[..., None, None, :]
-    layers_ms = np.maximum(layers_ms, 1e-9)
+        over = content - held * unit[..., None, None, :]
+        fixed = free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] * _in_every_pass(over, unit, held)
+        unit = np.maximum(unit - fixed / most, 0.0)
+    layers_ms = np.maximum(fixed[..., None, None, :] + held * unit[..., None, None, :], 1e-9)
     stage, ends = np.ones_like(content), np.zeros_like(content)
     if c > 1 or measured_ends is not None:
         # An excess that all chunks of a stage have belongs to the stage.
-        alone = np.maximum(np.where(layers[:, :, None] == 0, np.inf, per_layer * held / layers_ms), 1.0)
+        alone = np.maximum(np.where(layers == 0, np.inf, per_layer * held / layers_ms), 1.0)
         alone = alone.min(axis=-2, keepdims=True)
         stage = np.broadcast_to(np.where(np.isfinite(alone), alone, 1.0), content.shape)
     if measured_ends is not None:
@@ -173,28 +179,27 @@ def divided(
         ends[..., 0, 0, :] = over[..., 0, 0, :]
         ends[..., -1, -1, :] = over[..., -1, -1, :]
     rest = np.maximum(content / stage / (layers_ms + ends), 1.0)
-    return Content(content, unit, ends, *((stage, rest) if c > 1 else (stage * rest, np.ones_like(rest))))
+    return Content(content, unit, fixed, ends, *((stage, rest) if c > 1 else (stage * rest, np.ones_like(rest))))
 
 
 def _in_every_pass(over: Floats, unit: Floats, held: Floats) -> Floats:
     """Returns how long passes may take beside their layers on all stages, [..., k]: at most one layer, taken from the
     layers of the chunks that hold most. Chunks without ends that hold fewer layers show it, by what they take ``over``
     these [..., s, c, k]; the least of it may not be slowness."""
-    most = held.max()
+    most = held.max(axis=(-3, -2), keepdims=True)
     fewer = 1.0 - held / most
     shared = np.where(fewer > 0, over / np.maximum(fewer, 1e-9), np.inf)
     shared = shared.reshape(*over.shape[:-3], -1, over.shape[-1])[..., 1:-1, :]
     least = shared.min(axis=-2, initial=np.inf)
-    return np.where(np.isfinite(least), np.clip(least, 0.0, unit * most / (most + 1.0)), 0.0)
+    return np.where(np.isfinite(least), np.clip(least, 0.0, unit * (most / (most + 1.0))[..., 0, 0, :]), 0.0)
 
 
-def _ends(table: Table) -> Floats | None:
-    """Returns the time of embedding and loss by their ranges, [s, c, k]; None unless both are known, on two chunks."""
-    by_name = measured(table)
-    if not {EMBEDDING, LOSS} <= by_name.keys() or table.layers.size == 1:
+def ends_of(ms_by_part: Mapping[str, Floats], stages: int, chunks: int) -> Floats | None:
+    """Returns embedding and loss by ranges (`modules.measured`), [s, c, k]; None without both, or on one chunk."""
+    if not {EMBEDDING, LOSS} <= ms_by_part.keys() or stages * chunks == 1:
         return None
-    ends = np.zeros((*table.layers.shape, len(table.schedule.kinds)))
-    ends[0, 0], ends[-1, -1] = by_name[EMBEDDING], by_name[LOSS]
+    ends = np.zeros((stages, chunks, len(ms_by_part[EMBEDDING])))
+    ends[0, 0], ends[-1, -1] = ms_by_part[EMBEDDING], ms_by_part[LOSS]
     return ends
 
 
@@ -238,7 +243,7 @@ def _own_of_replicas(level: Floats) -> Floats:
     Work is distributed anew in every step, so the rank is slow if its replica takes longer over all steps, by more than
     chance would explain.
     """
-    longer = against_others(level, 1)
+    longer = level - of_others(level, 1)
     n = len(longer)
     of_chance = LEVEL**2 * n * (longer.var(axis=0, ddof=1) if n > 1 else longer[0] ** 2)
     total = np.maximum(longer.sum(axis=0), 0.0)
@@ -264,20 +269,6 @@ def _per_step(passes: Floats) -> Floats:
     return of_step
 
 
-def against_others(values: Floats, axis: int) -> Floats:
-    """Returns each value minus the lower median of the others along an axis. With one quick and one slow value, the
-    usual median would lie halfway between them."""
-    values = np.moveaxis(values, axis, 0)
-    n = len(values)
-    order = np.sort(values, axis=0)
-    # The lower median of the others is at (n - 2) // 2 in their own order, and one further in the order of all values
-    # if the value itself is below it.
-    place = (n - 2) // 2
-    others = np.where(values <= order[place], order[place + 1], order[place])
-    difference: Floats = np.moveaxis(values - others, 0, axis)
-    return difference
-
-
 def _in_common(values: Floats) -> Floats:
     """Returns the median along the last axis: of all numbers between the two middle values, the one nearest to 0."""
     low, high = (np.quantile(values, 0.5, axis=-1, method=method) for method in ("lower", "higher"))
@@ -298,10 +289,6 @@ def _shrunk(log: Floats, noise: float) -> Floats:
     """Shrinks logarithms by what noise of this variance alone would show (James and Stein)."""
     spread = float(np.mean(log**2))
     return log * max(0.0, 1.0 - noise / spread) if spread > 0 else log
-
-
-def _scatter(values: Floats) -> float:
-    return float(MAD * np.median(np.abs(values)))
 
 
 def blocks(count: int, microbatches: int, random: np.random.Generator) -> npt.NDArray[np.intp]:

@@ -31,18 +31,3 @@ def active(size: Floats) -> np.typing.NDArray[np.bool_]:
     much = float(np.quantile(size, 0.9))
     present: np.typing.NDArray[np.bool_] = size > 0.5 * much
     return present if present.any() else np.ones(len(size), dtype=bool)
-
-
-def began(there: np.typing.NDArray[np.bool_]) -> int | None:
-    """Returns the step since which a cause is present: 0 if it was from the first step on, None if it comes and goes.
-
-    The step is the one with the fewest exceptions, which are earlier steps with the cause and later steps without it.
-    A cause comes and goes if there are more exceptions than a quarter of the steps with it, or if only one step is on
-    either side, because single steps differ by chance.
-    """
-    missing_after = (~there)[::-1].cumsum()[::-1]
-    there_before = there.cumsum() - there
-    exceptions = there_before + missing_after
-    first = int(np.argmin(exceptions))
-    lasting = first == 0 or 1 < first < len(there) - 1
-    return first if lasting and exceptions[first] <= QUARTILE * there.sum() else None

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.exchanges import receivers
-from megaprof.analysis.diagnosis.model import against_others
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.table.table import DATA, WAIT, Floats, Table
+from megaprof.parallel.comparing import of_others
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,12 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             ranks = tuple(table.ranks[replica, stage].tolist())
             yield Term("slow_rank", mended, stage=stage, replica=replica, ranks=ranks)
     if p > 1:
-        longer = against_others(view.peers, 3)
+        longer = view.peers - of_others(view.peers, 3)
         for replica, stage, peer in np.argwhere(longer.mean(axis=0) >= least).tolist():
 
             def like_peers(v: View, stage: int = stage, peer: int = peer) -> View:
                 peers = v.peers.copy()
-                peers[:, :, stage, peer] -= against_others(v.peers, 3)[:, :, stage, peer]
+                peers[:, :, stage, peer] = of_others(v.peers, 3)[:, :, stage, peer]
                 shorter = v.peers.max(axis=3) - peers.max(axis=3)
                 factor = 1.0 - shorter / np.maximum(v.alone().sum(axis=(3, 4, 5)), 1e-9)
                 return v.scaled(factor[..., None, None, None], only_own=True, peers=peers, least=v.least, idle=v.idle)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.model import Content, Model, against_others
+from megaprof.analysis.diagnosis.model import Content, Model
 from megaprof.analysis.diagnosis.state import State
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.table import DATA, QUARTILE, Floats, Table
+from megaprof.parallel.comparing import of_others
 
 #: Among what held passes up: what their stages exchanged before them (`State`).
 EXCHANGE = "exchange"
@@ -175,7 +176,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
     n, d, s = state.entry.shape
     late = np.zeros((n, d, s))
     if d * s > 1:
-        late = np.maximum(against_others(state.entry.reshape(n, -1), 1), 0.0).reshape(n, d, s)
+        late = np.maximum(state.entry - of_others(state.entry.reshape(n, -1), 1).reshape(n, d, s), 0.0)
     took = table.passes - sum(table.held.values())
     over = np.minimum(took - model.expected, took - model.least - sum(table.exposed.values()))
     first = over[:, :, 0, 0, 0, 0]
@@ -216,7 +217,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
     )
 
 
-_PARTS = ("whole", "unit", "ends", "stage", "chunk")
+_PARTS = ("whole", "unit", "fixed", "ends", "stage", "chunk")
 
 
 def _rows(content: Content, rows: npt.NDArray[np.intp]) -> Content:

@@ -16,10 +16,10 @@ from megaprof.analysis.fleet.trends import (
     levels,
     logarithms,
     low_median,
-    moving_median,
     shifts,
 )
 from megaprof.analysis.samples import MAD
+from megaprof.parallel.comparing import moving_median
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from megaprof.analysis.samples import MAD, MEDIAN_ERROR
+from megaprof.parallel.comparing import misfits, moving_median
 
 #: A level must exceed another level by this fraction.
 EXCESS = 0.10
@@ -289,15 +289,8 @@ def _merged(logs: Floats, cumulated: Integers, stretches: list[tuple[int, int]],
 def _edge(logs: Floats, begin: int, boundary: int, end: int) -> int:
     """Returns where the level before ``boundary`` ends and the level after it begins, by the least absolute deviation
     from both medians."""
-    costs_before, costs_after = (
-        np.abs(logs[begin:end] - np.median(logs[begin:boundary])),
-        np.abs(logs[begin:end] - np.median(logs[boundary:end])),
-    )
-    costs = (
-        np.concatenate(([0.0], np.cumsum(costs_before)))
-        + costs_after.sum()
-        - np.concatenate(([0.0], np.cumsum(costs_after)))
-    )
+    levels = np.median(logs[begin:boundary]), np.median(logs[boundary:end])
+    costs = misfits(*(np.abs(logs[begin:end] - level) for level in levels))
     inner = costs[LASTING_BUCKETS : len(costs) - LASTING_BUCKETS]
     return begin + LASTING_BUCKETS + int(np.argmin(inner)) if inner.size else boundary
 
@@ -307,13 +300,3 @@ def _differ(logs: Floats, begin: int, boundary: int, end: int, noise: float) -> 
         Level(begin, boundary - 1, *_level(logs, begin, boundary, noise), 0),
         Level(boundary, end - 1, *_level(logs, boundary, end, noise), 0),
     )
-
-
-def moving_median(values: Floats, width: int) -> Floats:
-    """Returns the median of the ``width`` values (an odd number) around each value. Mirrors the series at its ends."""
-    padded = np.pad(values, width // 2, mode="reflect")
-    medians = np.empty_like(values)
-    for begin in range(0, len(values), 1 << 14):
-        end = min(begin + (1 << 14), len(values))
-        medians[begin:end] = np.median(sliding_window_view(padded[begin : end + width - 1], width), axis=1)
-    return medians

@@ -1,11 +1,10 @@
 """Finds the cost of each layer from the times of chunks: an estimate, and draws of everything that the data leave open.
 
 The time of a chunk is the cost of its layers, and of the embedding, MTP layers or loss that it holds, times a factor:
-how much slower its ranks are than others. The cost of a layer comes from the fastest chunks that show it. The time of
-the first and the last chunk beyond their layers is that of embedding and loss, unless ranges of these say otherwise; or
-their ranks are slower. Times do not show which of the two it is, so every draw assumes one of them. If no chunk holds
-only layers, each may contain an embedding or a loss of up to one layer; a draw assumes one. Kinds of layers that the
-chunks cannot separate differ by up to a factor of two.
+how much slower its ranks are than others. Chunks are divided as for causes (`diagnosis.model.divided`). What the first
+and the last chunk take beyond their layers may be embedding and loss, or their ranks are slower. Times do not show
+which of the two it is, so every draw assumes one of them, unless ranges tell. Kinds of layers that the chunks cannot
+separate differ by up to a factor of two.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.naming import AGAIN, looks
+from megaprof.analysis.diagnosis.model import divided, ends_of
 from megaprof.analysis.table.modules import EMBEDDING, LOSS, MTP
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.layout_search import Unit
@@ -46,6 +45,11 @@ class Held:
     measured: Mapping[str, Floats] = field(default_factory=dict)
     """Milliseconds of a microbatch, by kind of pass, in a kind of layer, the embedding, one MTP layer, or the output
     layer and the loss. Parts without ranges are missing."""
+
+    @property
+    def ends(self) -> Floats | None:
+        """[stage, chunk, k]: the embedding and the loss; None unless ranges measured both, on two chunks."""
+        return ends_of(self.measured, self.stages, len(self.pieces) // self.stages)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,12 +89,14 @@ class Costs:
     """The model."""
     parts: Floats
     """[..., name, k]: milliseconds of each of `Held.names`."""
+    fixed: Floats
+    """[..., k]: what every pass takes beside its parts."""
     factor: Floats
     """[..., stage, chunk, k]: time of the chunk / cost of its parts."""
 
     def of(self, pieces: Layout) -> Floats:
         """Returns [..., stage, chunk, k]: milliseconds of every chunk in another layout."""
-        chunks: Floats = np.einsum("scn,...nk->...sck", self.held.counts(pieces), self.parts)
+        chunks = self._alone(pieces)
         if chunks.shape == self.factor.shape:
             chunks *= self.factor
         else:
@@ -113,9 +119,14 @@ class Costs:
     @property
     def of_stage(self) -> Floats:
         """[..., stage, k]: the factor of a stage, over all its chunks."""
-        alone = np.einsum("scn,...nk->...sck", self.held.counts(), self.parts)
+        alone = self._alone(self.held.pieces)
         factor: Floats = (alone * self.factor).sum(axis=-2) / np.maximum(alone.sum(axis=-2), 1e-9)
         return factor
+
+    def _alone(self, pieces: Layout) -> Floats:
+        """Returns [..., stage, chunk, k]: what every chunk of a layout would take on a usual rank."""
+        chunks: Floats = np.einsum("scn,...nk->...sck", self.held.counts(pieces), self.parts)
+        return chunks + self.fixed[..., None, None, :]
 
 
 @dataclass(frozen=True)
@@ -157,103 +168,42 @@ def fitted(costs: Costs) -> CostFit:
 
 def _assumptions(costs: Costs) -> Iterator[Assumption]:
     held = costs.held
-    counts = held.counts().reshape(-1, len(held.names))
-    layers = len(set(held.kinds))
     unknown = [name for name in held.names if name not in held.measured]
     if len(set(held.kinds) - set(held.measured)) > 1 and not _told_apart(held):
         yield "kinds_alike"
-    if not _only_layers(counts, layers).any() and any(name in unknown for name in (EMBEDDING, LOSS)):
+    if all(set(piece) != {"t"} for piece in held.pieces) and any(name in unknown for name in (EMBEDDING, LOSS)):
         yield "ends_hidden"
     if MTP in unknown:
         yield "mtp_like_layer"
 
 
 def split(content: Floats, held: Held, random: np.random.Generator | None = None) -> Costs:
-    """Divides ``content`` [..., stage, chunk, k] into the costs of its parts. ``random`` draws what the data leave
-    open, once for every leading index."""
-    names, leading = held.names, content.shape[:-3]
-    counts = np.swapaxes(held.counts(), 0, 1).reshape(-1, len(names))  # in the order of the pieces
-    whole = np.swapaxes(content, -3, -2).reshape(*leading, len(counts), -1)
-    layers = list(dict.fromkeys(held.kinds))
-    ratio = np.broadcast_to(_ratios(whole, held, random), (*leading, len(layers)))  # [..., kind of layer]
-    size = np.einsum("pn,...n->...p", counts[:, : len(layers)], ratio)  # in average layers
-    of_mtp = _hidden(random, leading, 0.5, 2.0) if random is not None else np.ones(leading)
+    """Divides ``content`` [..., stage, chunk, k] into the costs of its parts, as causes do (`model.divided`).
+    ``random`` draws what the data leave open, once for every leading index."""
+    names, counts, leading = held.names, held.counts(), content.shape[:-3]
+    sizes = np.zeros((*leading, len(names)))  # in average layers
+    sizes[..., : len(set(held.kinds))] = _ratios(content, held, random)
     if MTP in names:
-        size = size + counts[:, names.index(MTP)] * of_mtp[..., None]
-    measured = {name: held.measured[name] for name in held.measured if name in names}
-    unit = _unit(whole, size, counts, held, measured, random)
-    parts = np.zeros((*leading, len(names), whole.shape[-1]))
-    for place, name in enumerate(names):
-        if name in layers:
-            parts[..., place, :] = unit * ratio[..., layers.index(name), None]
-        elif name == MTP:
-            parts[..., place, :] = unit * of_mtp[..., None]
-    if MTP in measured:
-        parts[..., names.index(MTP), :] = measured[MTP]
-    for name, piece in ((EMBEDDING, 0), (LOSS, -1)):
+        sizes[..., names.index(MTP)] = 1.0 if random is None else _up_to(_KINDS_DIFFER, random, leading)
+    found = divided(content, np.einsum("scn,...n->...sc", counts, sizes), held.ends, random)
+    parts = sizes[..., None] * found.unit[..., None, :]
+    if MTP in held.measured:
+        parts[..., names.index(MTP), :] = held.measured[MTP]
+    alone = np.einsum("scn,...nk->...sck", counts, parts) + found.fixed[..., None, None, :]
+    ends = found.ends
+    if held.ends is None and random is not None:
+        # What a chunk takes longer than its layers may be its embedding or loss, or its rank may be slow.
+        ends = np.maximum(content - alone, 0.0) * random.integers(0, 2, content.shape[:-1])[..., None]
+    for name, at in ((EMBEDDING, 0), (LOSS, -1)):
         if name in names:
-            beside = np.einsum("n,...nk->...k", counts[piece], parts)
-            parts[..., names.index(name), :] = _end(whole[..., piece, :], beside, measured.get(name), random)
-    alone = np.einsum("pn,...nk->...pk", counts, parts)
-    factor = np.where(alone > 0, whole / np.maximum(alone, 1e-9), 1.0)
-    by_stage = factor.reshape(*leading, -1, held.stages, factor.shape[-1])
-    return Costs(held, parts, np.swapaxes(by_stage, -3, -2))
+            parts[..., names.index(name), :] = ends[..., at, at, :]
+            alone[..., at, at, :] += ends[..., at, at, :]
+    return Costs(held, parts, found.fixed, np.where(alone > 0, content / np.maximum(alone, 1e-9), 1.0))
 
 
-def _unit(
-    whole: Floats,
-    size: Floats,
-    counts: Floats,
-    held: Held,
-    measured: Mapping[str, Floats],
-    random: np.random.Generator | None,
-) -> Floats:
-    """Returns [..., k]: the cost of an average layer. Chunks that hold only layers show it, and no chunk takes less
-    than its layers."""
-    leading, names = whole.shape[:-2], held.names
-    plain = _only_layers(counts, len(set(held.kinds)))
-    beside = np.zeros_like(whole)
-    for name, piece in ((EMBEDDING, 0), (LOSS, -1)):
-        if name in measured:
-            beside[..., piece, :] += measured[name]
-        elif not plain.any() and random is not None and name in names:
-            size = size.copy()
-            size[..., piece] += random.uniform(0.0, 1.0, leading)
-    per_layer = np.maximum(whole - beside, 0.0) / np.maximum(size, 1e-9)[..., None]
-    per_layer = np.where(size[..., None] > 0, per_layer, np.inf)
-    least: Floats = per_layer.min(axis=-2)
-    if plain.any() and np.isfinite(per_layer[..., plain, :]).all():
-        usual = np.quantile(per_layer[..., plain, :], 0.5, axis=-2, method="lower")
-        # If few chunks hold layers alone, one of them may be slow; the chunks at the ends show whether it is.
-        least = usual if plain.sum() > 2 else np.minimum(usual, least)
-    return np.where(np.isfinite(least), least, 0.0)
-
-
-def _end(whole: Floats, beside: Floats, measured: Floats | None, random: np.random.Generator | None) -> Floats:
-    """Returns [..., k]: the cost of an embedding or a loss in a chunk whose other parts cost ``beside``."""
-    if measured is not None:
-        # A slow rank makes the range longer by the same factor as the rest of its chunk.
-        slow = np.maximum(whole - measured, 0.0) / np.maximum(beside, 1e-9)
-        return np.where(slow > 0, measured / np.maximum(slow, 1e-9), measured) if beside.any() else measured + 0 * whole
-    rest = np.maximum(whole - beside, 0.0)
-    mean, usual = (times.reshape(-1, times.shape[-1]).mean(axis=0) for times in (rest, whole))
-    # An embedding or a loss may take most of its time in one kind of pass. A time that looks like recomputation belongs
-    # to the layers.
-    if looks(mean, usual) == AGAIN:
-        return np.zeros_like(rest)
-    if random is None:
-        return rest
-    return rest * random.integers(0, 2, rest.shape[:-1])[..., None]
-
-
-def _hidden(random: np.random.Generator, shape: tuple[int, ...], low: float, high: float) -> Floats:
-    return np.exp(random.uniform(np.log(low), np.log(high), shape))
-
-
-def _only_layers(counts: Floats, layers: int) -> npt.NDArray[np.bool_]:
-    """Returns [piece]: True if the piece holds decoder layers and nothing else."""
-    plain: npt.NDArray[np.bool_] = (counts[:, layers:].sum(axis=1) == 0) & (counts[:, :layers].sum(axis=1) > 0)
-    return plain
+def _up_to(factor: float, random: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    """Returns factors between 1 / ``factor`` and ``factor``."""
+    return np.exp(random.uniform(-np.log(factor), np.log(factor), shape))
 
 
 def _told_apart(held: Held) -> bool:
@@ -262,7 +212,7 @@ def _told_apart(held: Held) -> bool:
     return bool(np.linalg.matrix_rank(counts) == len(held.names))
 
 
-def _ratios(whole: Floats, held: Held, random: np.random.Generator | None) -> Floats:
+def _ratios(content: Floats, held: Held, random: np.random.Generator | None) -> Floats:
     """Returns [..., kind of layer]: its cost as a multiple of the average layer's."""
     kinds = list(dict.fromkeys(held.kinds))
     many = np.array([held.kinds.count(kind) for kind in kinds], dtype=float)
@@ -271,12 +221,12 @@ def _ratios(whole: Floats, held: Held, random: np.random.Generator | None) -> Fl
     if all(kind in held.measured for kind in kinds):
         costs = np.array([sum(held.measured[kind]) for kind in kinds])
     elif _told_apart(held):
-        counts = np.swapaxes(held.counts(), 0, 1).reshape(-1, len(held.names))
-        solved = np.linalg.pinv(counts) @ whole.sum(axis=-1)[..., None]
+        counts = held.counts().reshape(-1, len(held.names))
+        solved = np.linalg.pinv(counts) @ content.sum(axis=-1).reshape(*content.shape[:-3], -1, 1)
         costs = np.maximum(solved[..., : len(kinds), 0], 0.0)
         costs = np.where(costs.sum(axis=-1, keepdims=True) > 0, costs, 1.0)
     elif random is not None:
-        costs = _hidden(random, (*whole.shape[:-2], len(kinds)), _KINDS_DIFFER**-0.5, _KINDS_DIFFER**0.5)
+        costs = _up_to(_KINDS_DIFFER**0.5, random, (*content.shape[:-3], len(kinds)))
     else:
         costs = np.ones(len(kinds))
     mean = (costs * many).sum(axis=-1, keepdims=True) / many.sum()

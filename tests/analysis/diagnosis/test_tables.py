@@ -113,7 +113,8 @@ def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
     assert first.price.value == pytest.approx(float(replay.step_ms(times)) - even, rel=0.1)
     predicted, _ = what_if(run, diagnosis)
     assert predicted.replay_ms == pytest.approx(float(replay.step_ms(times)), rel=1e-3)
-    found = {each.microbatches or each.kind: each.step_ms for each in predicted.candidates if each.kind != "layout"}
+    others = [each for each in predicted.candidates if each.kind != "layout"]
+    found = {each.microbatches or each.kind: each.step_ms.value for each in others}
     assert found.keys() == {"balanced", 4, 16}
     assert found["balanced"] == pytest.approx(1.25 * even, rel=1e-3)
     for count in (4, 16):

@@ -45,23 +45,22 @@ def test_what_the_chunks_tell_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "longer", "name", "costs"),
-    [
-        (3, (3.0, 0.2), "loss", [3.0, 0.2]),
-        (0, (0.1, 0.6), "embedding", [0.1, 0.6]),
-        (0, (0.0, 20.5), "embedding", [0.0, 0.0]),
-    ],
+    ("stage", "longer", "name"),
+    [(3, (3.0, 0.2), "loss"), (0, (0.1, 0.6), "embedding"), (0, (0.0, 20.5), "embedding")],
     ids=["a loss", "an embedding", "activations computed again"],
 )
-def test_an_end_may_take_most_in_one_kind_of_pass(
-    stage: int, longer: tuple[float, float], name: str, costs: list[float]
+def test_what_is_long_in_one_kind_of_pass_on_an_end_is_slowness_as_in_causes_and_in_draws_the_end_or_not(
+    stage: int, longer: tuple[float, float], name: str
 ) -> None:
     held = dense("Et*4|t*4|t*4|t*4L", 4)
     whole = content(held, {"dense": 5.0, "embedding": 0.0, "loss": 0.0})
     whole[stage, 0] += longer
-    found = split(whole, held)
-    assert found.parts[held.names.index(name)].tolist() == pytest.approx(costs)
+    found, place = split(whole, held), held.names.index(name)
+    assert found.parts[place].tolist() == [0.0, 0.0]
     assert found.of(held.pieces) == pytest.approx(whole)
+    drawn = split(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
+    assert {tuple(part) for part in drawn.parts[:, place].round(3)} == {(0.0, 0.0), longer}
+    assert drawn.of(held.pieces) == pytest.approx(np.stack([whole] * DRAWS))
 
 
 def test_kinds_of_layers_are_told_apart_where_chunks_mix_them_differently() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megaprof.analysis.diagnosis.naming import began
+from megaprof.parallel.comparing import began
 
 
 @pytest.mark.parametrize(

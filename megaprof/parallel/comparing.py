@@ -1,0 +1,52 @@
+"""Compares a rank with its peers and a step with those before it, for reports and for the live view alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+def of_others(values: Floats, axis: int = 0) -> Floats:
+    """Returns, for each value, the lower median of the others along an axis. A rank is no peer of its own: with one
+    quick and one slow value, the median of both would lie halfway between them."""
+    values = np.moveaxis(values, axis, 0)
+    order = np.sort(values, axis=0)
+    # The lower median of the others is at (n - 2) // 2 in their own order, and one further in the order of all values
+    # if the value itself is below it.
+    place = (len(values) - 2) // 2
+    return np.moveaxis(np.where(values <= order[place], order[place + 1], order[place]), 0, axis)
+
+
+def moving_median(values: Floats, width: int) -> Floats:
+    """Returns the median of the ``width`` values (an odd number) around each value. Mirrors the series at its ends."""
+    padded = np.pad(values, width // 2, mode="reflect")
+    medians = np.empty_like(values)
+    for begin in range(0, len(values), 1 << 14):
+        end = min(begin + (1 << 14), len(values))
+        medians[begin:end] = np.median(sliding_window_view(padded[begin : end + width - 1], width), axis=1)
+    return medians
+
+
+def misfits(as_before: Floats | Flags, as_after: Floats | Flags) -> Floats:
+    """Returns how badly a change between each two steps fits, [n + 1]: what all steps before it are off from how it was
+    before (``as_before`` [n]), and those after it from how it is since (``as_after`` [n])."""
+    before, after = (np.concatenate(([0.0], np.cumsum(off))) for off in (as_before, as_after))
+    fits: Floats = before + after[-1] - after
+    return fits
+
+
+def began(there: Flags) -> int | None:
+    """Returns the step since which something is there: 0 if it was from the first step on, None if it comes and goes.
+
+    The step is the one with the fewest exceptions, which are earlier steps with it and later steps without it. It comes
+    and goes if there are more exceptions than a quarter of the steps with it, or if only one step is on either side,
+    because single steps differ by chance.
+    """
+    exceptions = misfits(there, ~there)[:-1]
+    first = int(np.argmin(exceptions))
+    lasting = first == 0 or 1 < first < len(there) - 1
+    return first if lasting and exceptions[first] <= 0.25 * there.sum() else None
