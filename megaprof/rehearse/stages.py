@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.analysis.trace.gpu import Peak
+from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 from megaprof.rehearse import alone
 from megaprof.tune import trial
@@ -100,8 +100,8 @@ def record(
 
 def read(directory: Path) -> Stage:
     """Returns the stage that was recorded in ``directory``. Raises NotRehearsed."""
-    files = find_timelines(directory)
-    tables = [*tables_of_timelines(read_fleet(files)).values()]
+    timelines = find_timelines(directory)
+    tables = [*tables_of_timelines(read_fleet(timelines)).values()]
     table = next((table for table in tables if isinstance(table, Table) and table.target == trial.TARGET), None)
     if table is None:
         reasons = "; ".join(clause(table.note) for table in tables if isinstance(table, Unfit))
@@ -114,7 +114,7 @@ def read(directory: Path) -> Stage:
     for phase in phase_order(table.schedule, stage):
         where = (slice(None), phase.chunk, table.schedule.kinds.index(phase.kind), phase.microbatch)
         before[where], previous = start[where] - previous, end[where]
-    steps = read_timeline(files[0], events=False).steps
+    steps = timelines.read(timelines.paths[0], events=False).steps
     steps = steps[np.isin(steps["step"], table.steps)]
     begins, lengths = steps["start_ns"].astype(np.int64), steps["duration"].astype(np.int64) * 1000
     device, exchanges = _exchanged(directory / _EXCHANGES, begins, None if table.device else begins + lengths)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprof.analysis.fleet.reading import find_timelines
+from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats import timeline as format
 
 
@@ -15,7 +15,7 @@ def between_ms(directory: Path, target: str) -> float | None:
     """Returns milliseconds from the end of a step to the beginning of the next one: the median on the rank with the
     shortest gap, since the gaps of other ranks include waiting for it. None if no rank made two steps."""
     medians = []
-    for path in find_timelines(directory):
+    for path in find_timelines(directory).paths:
         with suppress(format.UnreadableTimeline):
             timeline = format.read_timeline(path)
             target_numbers = [number for number, metadata in enumerate(timeline.metadata) if metadata.target == target]

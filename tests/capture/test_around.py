@@ -12,7 +12,7 @@ import torch
 
 from megaprof import ProfileConfig, analyze, install_hooks
 from megaprof import role as role_scope
-from megaprof.analysis.fleet.reading import find_timelines
+from megaprof.analysis.trace.reading import Timelines, find_timelines
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.autoload.install import Handle, install_without_pipeline
 from megaprof.capture.agenda import Demand
@@ -39,7 +39,7 @@ def on(directory: Path | str, *targets: str, **options: Any) -> ProfileConfig:
 
 
 def timelines(directory: Path) -> list[Timeline]:
-    read = [read_timeline(path) for path in find_timelines(directory)]
+    read = [read_timeline(path) for path in find_timelines(directory).paths]
     assert all(timeline.damage is None for timeline in read)
     return read
 
@@ -86,7 +86,7 @@ def test_a_capture_keeps_the_calls_around_its_window(one_rank: Any, tmp_path: Pa
     (timeline_file,) = timelines(tmp_path)
     assert timeline_file.metadata[0].around_windows
     assert timeline_file.path.stat().st_size < 10_000
-    assert not runs_in((), [timeline_file.path]).pieces, "it does not tell which steps a process continues"
+    assert not runs_in((), Timelines([timeline_file.path])).pieces, "it does not tell which steps a process continues"
 
 
 @pytest.mark.parametrize("drained", [False, True])

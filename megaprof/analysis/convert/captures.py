@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief
 from megaprof.analysis.trace.nsys.files import NsysFile
-from megaprof.analysis.trace.reading import Source, read, sources_in, traces_in
+from megaprof.analysis.trace.reading import Source, Timelines, find_timelines, read, sources_in, traces_in
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.steps import TracedStep
 from megaprof.analysis.trace.traces import UnreadableTrace
@@ -141,7 +140,7 @@ def _runs_of(
         traced = [step for file in of_rank for step in read(file).steps]
         begin_ns[name] = [step.host[0] for step in traced if StepName.of(step.metadata) == name]
         steps += traced
-    timelines = find_timelines(source) if source.is_dir() else []
+    timelines = find_timelines(source) if source.is_dir() else Timelines()
     runs = runs_in(steps, timelines, run)
     return runs, {name for name, starts in begin_ns.items() if starts and not any(map(runs.has, starts))}
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, with_texts
+from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats import timeline as format
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import appearing
@@ -92,7 +92,7 @@ def export(
         raise ValueError(f"run={run!r} is no name")
     if out.exists():
         raise ValueError(f"{out} exists, and may hold steps that the timelines have lost since: name another file")
-    paths = [source] if source.is_file() else sorted(find_timelines(source))
+    paths = [source] if source.is_file() else sorted(find_timelines(source).paths)
     if not paths:
         raise NothingToExport(f"{source} holds no timeline (*{format.SUFFIX})")
     run_and_start = (run, -(1 << 63)) if run is not None else _named(source if source.is_dir() else source.parent)

@@ -23,7 +23,6 @@ from megaprof.analysis.fleet.reading import (
     RankSeries,
     Series,
     bucketed,
-    find_timelines,
     read_fleet,
 )
 from megaprof.analysis.fleet.shifts import Buckets, noise_of, relative_shifts
@@ -43,6 +42,7 @@ from megaprof.analysis.fleet.trends import (
 )
 from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.pool import Workers
+from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats.job.standstill import Standstill
 from megaprof.parallel.topology import ParallelSizes
 
@@ -192,7 +192,7 @@ class Fleet:
 def survey(reading: FleetReading) -> list[Fleet]:
     """Returns one `Fleet` for each target, role and set of sizes whose timelines are of the whole run."""
     return [
-        _fleet(key, series, reading.width.get(key[:2], 1), partial(_longest, key, reading.files.get(key, {})))
+        _fleet(key, series, reading.width.get(key[:2], 1), partial(longest_pass, reading, key))
         for key, series in reading.series.items()
         if series.ranks and not any(metadata.around_windows for metadata in series.metadata.values())
     ]
@@ -206,10 +206,6 @@ def stood_still_in(directory: Path, role: str | None, workers: Workers = 1) -> t
     return tuple(
         replace(stood, target=fleet.target if several else None) for fleet in fleets for stood in fleet.standstills
     )
-
-
-def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: int) -> Pass[int] | None:
-    return longest_pass(key, files.get(rank, ()), step)
 
 
 def _fleet(key: Key, series: Series, width: int, longest_pass_of: Callable[[int, int], Pass[int] | None]) -> Fleet:

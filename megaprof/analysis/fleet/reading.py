@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +19,13 @@ import numpy.typing as npt
 from megaprof.analysis.fleet.standstills import StoodStill, stood_or_failed, stood_still
 from megaprof.analysis.fleet.trends import Floats, Integers
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes, processors, sizes_of
+from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes
+from megaprof.analysis.trace.reading import Timelines
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.formats import timeline as format
 from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
-from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: About the largest number of buckets.
@@ -36,8 +35,6 @@ BIN = 0.005
 _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
 #: About the number of steps, of several ranks, that are in memory at once.
 _STEPS_AT_ONCE = 1 << 16
-#: For files with fewer bytes than this, one process is quicker than several.
-_WORTH_IT = 512 << 20
 _MOST_NOTES = 5
 INDEX_BITS = 16
 _BYTES = np.dtype((np.void, format.STEP_TYPE.itemsize))
@@ -152,6 +149,8 @@ class Series:
 class FleetReading:
     """The numbers in many timelines."""
 
+    timelines: Timelines = field(default_factory=Timelines)
+    """All files."""
     runs: Runs = field(default_factory=Runs)
     """All runs that were found; only the chosen one was read."""
     width: Widths = field(default_factory=dict)
@@ -165,6 +164,12 @@ class FleetReading:
     warnings: list[Note] = field(default_factory=list)
     """Notes about single files."""
 
+    def only(self, key: Key, ranks: Iterable[int]) -> FleetReading:
+        """Returns only what opens the timelines of some ranks, so that the others need not be kept any longer."""
+        files = {rank: self.files[key][rank] for rank in ranks}
+        timelines = self.timelines.only(path for paths in files.values() for path in paths)
+        return FleetReading(timelines, files={key: files})
+
     def add(self, other: FleetReading) -> None:
         """Adds another reading of the same runs."""
         for key, part in other.series.items():
@@ -175,30 +180,25 @@ class FleetReading:
         self.warnings += (note for note in other.warnings if note not in self.warnings)
 
 
-def find_timelines(directory: Path) -> list[Path]:
-    """Returns every timeline under ``directory``, sorted. Ignores hidden files, which are not megaprof's."""
-    return sorted(files_below(directory, (format.SUFFIX,)), key=attrgetter("parts"))
-
-
 def read_fleet(
-    paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None, runs: Runs | None = None
+    timelines: Timelines, workers: Workers = 1, progress: Progress | None = None, runs: Runs | None = None
 ) -> FleetReading:
     """Reads every file once, and returns the numbers of one run.
 
     ``workers`` is as for `reading.read_all`. ``progress`` is called with the number of files done, and of all files.
     Reads the chosen run of ``runs``, by default the newest.
     """
-    items = _items(paths)
-    runs = runs or runs_in((), paths)
-    width = _width(runs)
-    reading = FleetReading(runs, width)
+    items = _items(timelines.paths)
+    runs = runs or runs_in((), timelines)
+    reading = FleetReading(timelines, runs, _width(runs))
     done = 0
-    workers = at_most(workers, useful_processes(paths, len(items)))
-    for item, item_reading in zip(items, in_processes(partial(_read_item, runs, width), items, workers), strict=True):
+    workers = at_most(workers, timelines.useful_processes(len(items)))
+    read_item = partial(_read_item, timelines, runs, reading.width)
+    for item, item_reading in zip(items, in_processes(read_item, items, workers), strict=True):
         reading.add(item_reading)
         done += sum(map(len, item))
         if progress is not None:
-            progress(done, len(paths))
+            progress(done, len(timelines.paths))
     return reading
 
 
@@ -224,14 +224,14 @@ def _width(runs: Runs) -> Widths:
     return {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
 
 
-def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
-    reading = FleetReading(runs, width)
+def _read_item(timelines: Timelines, runs: Runs, width: Widths, item: _Item) -> FleetReading:
+    reading = FleetReading(timelines, runs, width)
     groups: dict[tuple[Key, int, int], _Group] = {}
     waiting_ranks: dict[tuple[Key, int, int], list[list[_Steps]]] = {}
     steps_waiting = 0
     for number, paths in enumerate(item, 1):
         by_rank: dict[tuple[Key, int], list[_Steps]] = {}
-        for part in _steps_in(paths, reading, runs):
+        for part in _steps_in(paths, reading):
             by_rank.setdefault((part.key, part.metadata.coords.rank), []).append(part)
         for (key, rank), parts in by_rank.items():
             coords = parts[-1].metadata.coords
@@ -286,16 +286,16 @@ class _Steps(NamedTuple):
     steps: npt.NDArray[Any]
 
 
-def _steps_in(paths: Iterable[Path], reading: FleetReading, runs: Runs | None) -> Iterator[_Steps]:
-    """Yields the steps in the files of the chosen run, or of all runs if ``runs`` is None. Adds the files that were
-    read, and what is wrong with them, to ``reading``."""
+def _steps_in(paths: Iterable[Path], reading: FleetReading) -> Iterator[_Steps]:
+    """Yields the steps in the files of the chosen run. Adds the files that were read, and what is wrong with them, to
+    ``reading``."""
     for path in paths:
         try:
-            timeline = format.read_timeline(path, events=False)
+            timeline = reading.timelines.read(path, events=False)
         except format.UnreadableTimeline as fault:
             reading.warnings.append(Note("skipped", files=(path.name,), said=fault.reason))
             continue
-        if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
+        if len(timeline.steps) and not reading.runs.has(int(timeline.steps["start_ns"][0])):
             continue
         if timeline.damage is not None:
             reading.warnings.append(Note("cut", files=(path.name,), said=timeline.damage))
@@ -444,8 +444,3 @@ def _merge(
     all_numbers = all_numbers[order]
     begins = np.flatnonzero(np.append(True, np.diff(all_numbers) > 0)) if len(all_numbers) else order
     return all_numbers[begins], combine.reduceat(np.concatenate((values, other_values))[order], begins)
-
-
-def useful_processes(paths: Sequence[Path], items: int) -> int:
-    """Returns the largest number of processes that is worth it for reading these files."""
-    return 1 if sum(sizes_of(paths).values()) < _WORTH_IT else max(1, min(items, processors()))

@@ -16,14 +16,13 @@ import numpy.typing as npt
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
 from megaprof.analysis.trace.decoding import Document, Event, Undecodable
-from megaprof.analysis.trace.gpu import Activities, activities
+from megaprof.analysis.trace.gpu import Activities, activities, without_times
 from megaprof.analysis.trace.groups import COMPUTE, USES, ByName
 from megaprof.analysis.trace.intervals import Intervals, intervals
 from megaprof.analysis.trace.nsys.files import NsysFile, processes
 from megaprof.analysis.trace.reading import Source, path_of
 from megaprof.analysis.trace.steps import owners
 from megaprof.analysis.trace.traces import UnreadableTrace, refusing
-from megaprof.analysis.trace.unseen import without_times
 
 _MOST_RANKS = 1 << 20
 #: Operations in the names of kernels that communicate, in lower case.

@@ -16,7 +16,7 @@ from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import INDEX_BITS, Series, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import INDEX_BITS, Series, read_fleet
 from megaprof.analysis.fleet.trends import EXCESS
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
@@ -31,7 +31,7 @@ from megaprof.analysis.table.traced import table_of
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
-from megaprof.analysis.trace.reading import Source, read_all, sources_in
+from megaprof.analysis.trace.reading import Source, Timelines, find_timelines, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import NOT_OURS, UnreadableTrace
@@ -93,7 +93,7 @@ def analyze(
     if isinstance(workers, str):
         path = path.absolute()
     traces, timelines = _files(path)
-    every = len(traces) + len(timelines)
+    every = len(traces) + len(timelines.paths)
     readings = [*read_all(traces, workers, progress and (lambda done, _: progress(done, every)))]
     runs = runs_in((step for reading in readings for step in reading.steps), timelines, run)
     of_run = [reading for reading in readings if not reading.steps or runs.has(reading.steps[0].host[0])]
@@ -122,11 +122,12 @@ def analyze(
             measured = _measured(table, diagnosed[key], partial(averages.of_series, fleet_reading.series[key]))
         else:
             measured = _measured(table, diagnosed[key], partial(averages.of_steps, of_key))
-            if series is not None and (note := _not_recovered(of_key, series)) is not None:
+            if (note := _not_recovered(of_key, series)) is not None:
                 measured = replace(measured, warnings=(*measured.warnings, note))
         draw: Callable[[], drawn.StepTimeline] | None = None
         if isinstance(table, Table) and not (of_key is not None and table.profiled):
-            draw = partial(drawn.of_table, table, measured, key, fleet_reading.files[key])
+            shown = fleet_reading.only(key, [row.ranks[0] for row in measured.shown])
+            draw = partial(drawn.of_table, table, measured, key, shown)
         elif of_key is not None:
             draw = partial(drawn.of_steps, of_key.steps, measured, table)
         report, by_hand = _reported(measured, diagnosed[key], by_key.get(key), job, memory_limit)
@@ -149,18 +150,18 @@ def analyze(
     )
 
 
-def _files(path: Path) -> tuple[list[Source], list[Path]]:
+def _files(path: Path) -> tuple[list[Source], Timelines]:
     """Returns the traces and the timelines under ``path``. Raises NothingToReport."""
     if path.is_file() and path.name.endswith(_OF_ROCPROF):
         raise NothingToReport(f"{path}: {_ROCPROF}")
     if path.is_file():
-        return ([], [path]) if path.name.endswith(SUFFIX) else (sources_in(path), [])
+        return ([], Timelines([path])) if path.name.endswith(SUFFIX) else (sources_in(path), Timelines())
     if not path.is_dir():
         raise NothingToReport(f"{path} does not exist; {_TO_HAVE_ONE}")
     traces, timelines = sources_in(path), find_timelines(path)
-    if not traces and not timelines:
+    if not traces and not timelines.paths:
         traces = [*_others(path)]
-    if not traces and not timelines:
+    if not traces and not timelines.paths:
         if wrote := [file.name for file in files_below(path, _OF_ROCPROF)]:
             raise NothingToReport(f"{path} holds {listed(sorted(wrote), 5)}: {_ROCPROF}")
         kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE}, *{REPORT}) and no timeline (*{SUFFIX}"
@@ -226,11 +227,11 @@ def _measured(table: Table | Unfit, diagnosed: _Diagnosed, otherwise: Callable[[
     return averages.averages(table, _slow(diagnosed), _slow(diagnosed, every=True))
 
 
-def _not_recovered(captured: Job, series: Series) -> Note | None:
+def _not_recovered(captured: Job, series: Series | None) -> Note | None:
     """Returns that steps behind the last window take longer than those before the first, None if they do not. CUPTI,
     which stays attached to a process with a GPU, slows down launches."""
     profiler = captured.steps[-1].metadata.profiler
-    if profiler is None or "cuda" not in profiler.recorded:
+    if series is None or profiler is None or "cuda" not in profiler.recorded:
         return None
     steps, numbers = series.steps >> INDEX_BITS, [step.step for step in captured.steps]
     before_ms, behind_ms = series.longest[steps < min(numbers)], series.longest[steps > max(numbers)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful_processes
+from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.job import forward_share, place_of, schedule_of
@@ -28,6 +27,7 @@ from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most, in_processes
+from megaprof.analysis.trace.reading import Timelines
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps import codes
@@ -59,7 +59,7 @@ def tables_of_timelines(
     tables: dict[Key, Table | Unfit] = {}
     for key, series in reading.series.items():
         try:
-            tables[key] = _table(key, series, reading.files.get(key, {}), changes.get(key, ()), workers)
+            tables[key] = _table(key, series, reading, changes.get(key, ()), workers)
         except Unfit as fault:
             tables[key] = fault
     return tables
@@ -90,14 +90,13 @@ class _Rank(NamedTuple):
     peer: int
 
 
-def _table(
-    key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], changes: Sequence[int], workers: Workers
-) -> Table:
+def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[int], workers: Workers) -> Table:
+    timelines, files = reading.timelines, reading.files.get(key, {})
     replicas = _replicas(series.ranks)
     fullest_rank = max(
         (rank for stages in replicas.values() for peers in stages for rank in peers), key=lambda rank: rank.counts.sum()
     )
-    plan = _plan(key, files[fullest_rank.coords.rank], {rank_step.step for rank_step in series.stood})
+    plan = _plan(timelines, key, files[fullest_rank.coords.rank], {rank_step.step for rank_step in series.stood})
     schedule = plan.schedule
     passes_per_rank = schedule.chunks * len(schedule.kinds) * schedule.microbatches
     most_replica_steps = max(1, _MOST_PASSES // (schedule.stages * passes_per_rank))
@@ -121,9 +120,9 @@ def _table(
         for peer, represented in ([(peers[0], peers)] if one_peer else [(peer, [peer]) for peer in peers])
     ]
     items = [item._replace(peer=0) for item in items] if one_peer else items
-    paths = [path for item in items for path in item.files]
-    workers = at_most(workers, useful_processes(paths, len(items)))
-    rank_steps = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
+    of_table = timelines.only(path for item in items for path in item.files)
+    workers = at_most(workers, timelines.useful_processes(len(items)))
+    rank_steps = [rank for rank in in_processes(partial(_steps, of_table, plan), items, workers) if rank is not None]
     if not rank_steps:
         raise Unfit(Note("no_step", said="no rank recorded the times of its microbatches"))
     table = tabulate(key, _without_waiting(rank_steps), plan.metadata, schedule, plan.origin)
@@ -177,25 +176,22 @@ def _chosen(replicas: Mapping[int, list[list[RankSeries]]], limit: int) -> list[
     return sorted({*slowest, *(other_replicas[index] for index in places.tolist())})
 
 
-def _plan(key: Key, files: Sequence[Path], left_out_steps: AbstractSet[int]) -> _Plan:
+def _plan(timelines: Timelines, key: Key, files: Sequence[Path], left_out_steps: AbstractSet[int]) -> _Plan:
     """Returns what most steps of one rank have in common, and which steps these are. Raises Unfit if there are none."""
     parts_by_shape: dict[tuple[object, ...], list[tuple[Metadata, npt.NDArray[np.void]]]] = defaultdict(list)
     reasons: list[str] = []
     arrival_steps: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-    for path in files:
-        with suppress(format.UnreadableTimeline):
-            timeline = format.read_timeline(path)
-            rows = [row for row in timeline.facts(format.COLLECTIVES) if row < len(timeline.steps)]
-            arrival_steps.append(_numbers(timeline.steps[rows]))
-            for number, metadata in enumerate(timeline.metadata):
-                if Key(metadata.target, metadata.role, metadata.sizes) != key:
-                    continue
-                file_steps = timeline.steps[(timeline.steps["metadata"] == number) & _usable(timeline)]
-                file_steps = file_steps[~np.isin(file_steps["step"], list(left_out_steps))]
-                if not len(file_steps):
-                    reasons += [metadata.ranges.reason] if metadata.ranges.reason else []
-                    continue
+    for timeline, rows in timelines.steps_of(files, key):
+        with_arrivals = [row for row in timeline.facts(format.COLLECTIVES) if row < len(timeline.steps)]
+        arrival_steps.append(_numbers(timeline.steps[with_arrivals]))
+        usable = timeline.steps[rows[_usable(timeline)[rows]]]
+        usable = usable[~np.isin(usable["step"], list(left_out_steps))]
+        for number in np.unique(timeline.steps["metadata"][rows]).tolist():
+            metadata, file_steps = timeline.metadata[number], usable[usable["metadata"] == number]
+            if len(file_steps):
                 parts_by_shape[_shape(metadata)].append((metadata, file_steps))
+            elif metadata.ranges.reason:
+                reasons.append(metadata.ranges.reason)
     if not parts_by_shape:
         raise Unfit(Note("no_step", said=next(iter(reasons), "no times of microbatches were recorded")))
     largest_group = max(parts_by_shape.values(), key=lambda parts: sum(len(steps) for _, steps in parts))
@@ -242,34 +238,24 @@ def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) 
     return spread_numbers
 
 
-def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
+def _steps(timelines: Timelines, plan: _Plan, rank: _Rank) -> RankSteps | None:
     """Returns the steps of one rank, or None if it has none of them. If a step ran again, the last time counts."""
     step_rows: dict[int, tuple[int, format.Timeline, int]] = {}
     parts: list[Parts] = []
-    for path in rank.files:
-        with suppress(format.UnreadableTimeline):
-            timeline = format.read_timeline(path)
-            metadata_numbers = [
-                number
-                for number, metadata in enumerate(timeline.metadata)
-                if Key(metadata.target, metadata.role, metadata.sizes) == plan.key
-                and _shape(metadata) == _shape(plan.metadata)
-            ]
-            if metadata_numbers:
-                parts.append(parts_of(timeline, metadata_numbers))
-            numbers = _numbers(timeline.steps)
-            is_wanted = (
-                _usable(timeline)
-                & np.isin(timeline.steps["metadata"], metadata_numbers)
-                & np.isin(numbers, plan.numbers)
-            )
-            has_arrivals = np.isin(np.arange(len(is_wanted)), list(timeline.facts(format.COLLECTIVES)))
-            if has_arrivals.any() and np.isin(plan.numbers, plan.arrival_steps).all():
-                is_wanted &= has_arrivals
-            for row in np.flatnonzero(is_wanted).tolist():
-                number, start = int(numbers[row]), int(timeline.steps["start_ns"][row])
-                if number not in step_rows or step_rows[number][0] <= start:
-                    step_rows[number] = start, timeline, row
+    for timeline, rows in timelines.steps_of(rank.files, plan.key):
+        alike = [_shape(metadata) == _shape(plan.metadata) for metadata in timeline.metadata]
+        alike_numbers = np.intersect1d(np.flatnonzero(alike), timeline.steps["metadata"][rows]).tolist()
+        if alike_numbers:
+            parts.append(parts_of(timeline, alike_numbers))
+        numbers = _numbers(timeline.steps)
+        is_wanted = _usable(timeline) & np.array(alike)[timeline.steps["metadata"]] & np.isin(numbers, plan.numbers)
+        has_arrivals = np.isin(np.arange(len(is_wanted)), list(timeline.facts(format.COLLECTIVES)))
+        if has_arrivals.any() and np.isin(plan.numbers, plan.arrival_steps).all():
+            is_wanted &= has_arrivals
+        for row in rows[is_wanted[rows]].tolist():
+            number, start = int(numbers[row]), int(timeline.steps["start_ns"][row])
+            if number not in step_rows or step_rows[number][0] <= start:
+                step_rows[number] = start, timeline, row
     return replace(_laid_out(plan, rank, step_rows), parts=parts) if step_rows else None
 
 

@@ -4,6 +4,11 @@
 Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch connects an activity
 to a range, because it happens while the range is open. That also works for a backward, whose range is on the main
 thread, and whose launches come from autograd's own thread.
+
+Kernels may have run and be missing, or have impossible times. Then all numbers that come from kernels, or from the gaps
+between them, are wrong. Kineto drops kernels silently if GPU activity was not requested, if another tool holds CUPTI,
+if its buffers were full, or if a session follows another one too soon (pytorch/kineto#1554). It also drops a few at the
+start of each session, one more each time (pytorch/pytorch#192021). The calls that launched them are still in the trace.
 """
 
 from __future__ import annotations
@@ -16,11 +21,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, KinetoEvents
 from megaprof.analysis.trace.decoding import Document
 from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, ByName, use_of
 from megaprof.analysis.trace.intervals import Intervals
+from megaprof.formats.metadata import Metadata
 
+#: In healthy traces (A100, H100, B200, MI300) every launch has its kernel, every kernel a possible time and, but for
+#: what Megatron does between passes, a range. If a larger part than this has none, a step's numbers are not shown.
+MOST_UNSEEN = 0.01
 #: Nanoseconds by which activities may certainly lie apart from the rest of a recording, or as long as the rest itself.
 _BEYOND = 1_000_000_000
 
@@ -132,9 +142,13 @@ def arranged(
     the correlations and times of the launching calls. ``node``: None if unknown. ``untimed``: True for activities
     without a time; None without any.
     """
-    launched, has_launch = _launches(correlations, numbers, calls[:, 0])
+    launched, has_launch = spans[:, 0], np.zeros(len(spans), dtype=np.bool_)
+    if len(numbers):
+        by_number = np.argsort(numbers, kind="stable")
+        found = by_number[np.minimum(np.searchsorted(numbers[by_number], correlations), len(numbers) - 1)]
+        has_launch = (numbers[found] == correlations) & (correlations > 0)
+        launched = np.where(has_launch, calls[found, 0], launched)
     node = np.zeros(len(spans), dtype=np.int64) if node is None else node
-    launched = np.where(has_launch, launched, spans[:, 0])
     # The clocks of host and GPU differ by microseconds, but all activities of one graph launch stay together.
     launched = np.where(node > 0, launched, np.minimum(launched, spans[:, 0]))
     order = np.argsort(spans[:, 0], kind="stable")
@@ -180,17 +194,6 @@ def _possible_ends(spans: Intervals, stream: npt.NDArray[np.int64]) -> npt.NDArr
         covers = (stream_ends[:-1] > least_later_end) & (starts[1:] > starts[:-1])
         ends[rows[:-1][covers]] = starts[1:][covers]
     return ends
-
-
-def _launches(
-    correlations: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    order = np.argsort(numbers, kind="stable")
-    numbers, starts = numbers[order], starts[order]
-    if not len(numbers):
-        return np.zeros(len(correlations), dtype=np.int64), np.zeros(len(correlations), dtype=np.bool_)
-    index = np.minimum(np.searchsorted(numbers, correlations), len(numbers) - 1)
-    return starts[index], (numbers[index] == correlations) & (correlations > 0)
 
 
 @dataclass(frozen=True)
@@ -258,3 +261,46 @@ def _capacity(document: Document[Any], device: int) -> int | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return next((entry.totalGlobalMem for entry in devices if entry.id == device and entry.totalGlobalMem > 0), None)
+
+
+def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: bool = False) -> Note | None:
+    """Returns why a trace without kernels says nothing about its step; None if the step ran on a CPU.
+
+    ``launches``: the number of calls in the trace that launched a kernel. ``has_gpu``: whether the tool saw a GPU.
+    ``nsys``: whether the tool is Nsight Systems. Older files do not say where the model was. But they have the number
+    of the machine's cores only for a run without a GPU.
+    """
+    on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and metadata.cores is None and has_gpu)
+    if not on_gpu and not launches:
+        return None
+    profiler = metadata.profiler
+    if profiler is not None and "cuda" not in profiler.asked:
+        return Note("no_kernels", said="--profile-activities did not ask for them")
+    if profiler is not None and "cuda" not in profiler.recorded:
+        return Note("no_kernels", said="Kineto cannot record this device")
+    lost = "nsys records them with --trace=cuda,nvtx" if nsys else "another tool may hold CUPTI, or Kineto lost them"
+    return Note("no_kernels", said=lost)
+
+
+def without_times(gpu: Activities | None) -> Note | None:
+    """Returns why the times of the activities cannot be used; None if enough of them are possible."""
+    if gpu is None or gpu.impossible <= MOST_UNSEEN * (gpu.impossible + len(gpu.spans)):
+        return None
+    return Note("times_impossible", factor=round(gpu.impossible / (gpu.impossible + len(gpu.spans)), 2))
+
+
+def without_some(launches: Launches | None, start: int, end: int) -> Note | None:
+    """Returns why there are too few kernels for the step between two moments; None if there are enough, or if the tool
+    does not record launches."""
+    if launches is None:
+        return None
+    launched, lost = (
+        int(np.subtract(*np.searchsorted(times, (end, start)))) for times in (launches.times, launches.unanswered)
+    )
+    if lost <= MOST_UNSEEN * launched:
+        return None
+    if len(launches.unanswered) - launches.anonymous <= MOST_UNSEEN * len(launches.times):
+        why = "the trace has them, but as on ROCm without their launch, so nothing says to which pass they belong"
+    else:
+        why = "another tool may hold CUPTI, Kineto lost them, or a graph was captured"
+    return Note("kernels_lost", factor=round(lost / launched, 2), said=why)

@@ -1,23 +1,36 @@
-"""Reads many traces, in several processes if that pays."""
+"""Opens the traces and timelines of a job, each of them once for a whole report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys, read_nsys
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes, processors, sizes_of
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
+from megaprof.formats import timeline as format
 from megaprof.formats.inputs import memory_left
+from megaprof.formats.remote import files_below
 
 #: For fewer bytes of files than this, one process is faster than several.
 _WORTH_IT = 24 << 20
 #: Bytes of memory that reading takes, for each process, and for each byte of its file, compressed or plain.
 _PROCESS, _COMPRESSED, _PLAIN = 64 << 20, 4.0, 0.4
 _SHARE = 0.5
+
+#: The most bytes of files that are kept. Of larger jobs, what is read again are the few ranks of which a report shows
+#: single passes.
+_KEPT = 64 << 20
+#: For files with fewer bytes than this, one process is quicker than several.
+_TIMELINES_WORTH_IT = 512 << 20
 
 Source = Path | NsysFile
 """A trace of Kineto, or a file of nsys."""
@@ -88,3 +101,52 @@ def _useful_processes(paths: Sequence[Path]) -> int:
         size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items()
     )
     return max(1, min(len(sizes), processors(), int(_SHARE * memory_left() / process_bytes)))
+
+
+class Timelines:
+    """The timelines of a job. A copy in another process keeps none."""
+
+    def __init__(self, paths: Iterable[Path] = (), *, keep: bool = True) -> None:
+        self.paths = tuple(paths)
+        """The files."""
+        self._bytes = sum(sizes_of(self.paths).values())
+        self._keeps = keep and self._bytes <= _KEPT
+        self._kept: dict[Path, format.Timeline] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Timelines, ()
+
+    def read(self, path: Path, *, events: bool = True) -> format.Timeline:
+        """Returns a timeline; without ``events`` it may lack them. Raises UnreadableTimeline."""
+        if (timeline := self._kept.get(path)) is None:
+            timeline = format.read_timeline(path, events=events or self._keeps)
+            if self._keeps:
+                self._kept[path] = timeline
+        return timeline
+
+    def steps_of(
+        self, files: Iterable[Path], key: tuple[object, ...]
+    ) -> Iterator[tuple[format.Timeline, npt.NDArray[np.intp]]]:
+        """Yields the timelines among ``files`` that can be read, each with the positions of the steps of one target,
+        role and parallel sizes."""
+        for path in files:
+            with suppress(format.UnreadableTimeline):
+                timeline = self.read(path)
+                of_key = [(each.target, each.role, each.sizes) == key for each in timeline.metadata]
+                yield timeline, np.flatnonzero(np.array(of_key, dtype=np.bool_)[timeline.steps["metadata"]])
+
+    def only(self, files: Iterable[Path]) -> Timelines:
+        """Returns some of them, so that the others need not be kept any longer."""
+        chosen = Timelines(keep=self._keeps)
+        chosen.paths = tuple(files)
+        chosen._kept = {path: self._kept[path] for path in chosen.paths if path in self._kept}
+        return chosen
+
+    def useful_processes(self, items: int) -> int:
+        """Returns the largest number of processes that is worth it for reading all files in so many ``items``."""
+        return 1 if self._bytes < _TIMELINES_WORTH_IT else max(1, min(items, processors()))
+
+
+def find_timelines(directory: Path) -> Timelines:
+    """Returns every timeline under ``directory``, sorted. Ignores hidden files, which are not megaprof's."""
+    return Timelines(sorted(files_below(directory, (format.SUFFIX,)), key=attrgetter("parts")))

@@ -14,14 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.gpu import Activities
+from megaprof.analysis.trace.gpu import MOST_UNSEEN, Activities
 from megaprof.formats import ranges
 from megaprof.formats.graphs import GraphNames
 from megaprof.formats.ranges import RangeName
-
-#: Megatron counts tokens between passes, outside any range. If a larger part of a replay's kernels has no name, kernels
-#: of passes have none either.
-MOST_UNNAMED = 0.01
 
 Named = tuple[RangeName, int, int]
 """A range, its start and its end, in wall-clock nanoseconds."""
@@ -57,7 +53,7 @@ def replayed(gpu: Activities, names: GraphNames, passes: npt.NDArray[np.int64]) 
         kernel_runs = run_of_row[replay_rows[gpu.kernel[replay_rows]]]
         if not len(kernel_runs) or (share := float((kernel_runs < 0).mean())) == 1:
             continue  # this graph is the host's own
-        if share > MOST_UNNAMED:
+        if share > MOST_UNSEEN:  # Megatron counts tokens between passes, outside any range
             unnamed = f"{share:.0%} of the kernels of its CUDA graph have no name of a range"
             continue
         replay_rows = replay_rows[run_of_row[replay_rows] >= 0]

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from megaprof.analysis.trace.reading import Timelines
 from megaprof.analysis.trace.steps import TracedStep
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name
-from megaprof.formats.timeline import UnreadableTimeline, read_timeline
+from megaprof.formats.timeline import UnreadableTimeline
 from megaprof.parallel.topology import ParallelSizes
 
 #: The number of ranks whose timelines are looked at, and the number of further ones that also have traces.
@@ -83,18 +84,18 @@ class Runs:
         return _number(self.begins, start_ns) == self.chosen
 
 
-def runs_in(steps: Iterable[TracedStep], timelines: Iterable[Path], run: int | None = None) -> Runs:
+def runs_in(steps: Iterable[TracedStep], timelines: Timelines, run: int | None = None) -> Runs:
     """Returns the runs of the steps in traces and of the timelines. ``run``: the number of the run to choose, from 1;
     None for the newest. Raises NoSuchRun."""
     traced_pieces = [*_traced(steps)]
     files: dict[tuple[object, ...], list[Path]] = {}
-    for path in timelines:
+    for path in timelines.paths:
         name = parse_artifact_name(path.name)
         files.setdefault((name.target, name.role, name.place.rank) if name else (path,), []).append(path)
     ranks = {piece.line[2] for piece in traced_pieces}
     with_traces = [line for line in files if line[-1] in ranks][:_SAMPLE]
     sample = dict.fromkeys((*[*files][:: max(1, len(files) // _SAMPLE)][:_SAMPLE], *with_traces))
-    recorded_pieces = [*_recorded(path for line in sample for path in files[line])]
+    recorded_pieces = [*_recorded(timelines, (path for line in sample for path in files[line]))]
     sampled_ranks = {piece.line[2] for piece in recorded_pieces}
     return runs_of(
         (*recorded_pieces, *(piece for piece in traced_pieces if not files or piece.line[2] in sampled_ranks)), run
@@ -166,10 +167,10 @@ def _traced(steps: Iterable[TracedStep]) -> Iterator[Piece]:
         yield _piece(step.metadata, (step.step, step.step), step.host, timeline=False)
 
 
-def _recorded(paths: Iterable[Path]) -> Iterator[Piece]:
+def _recorded(timelines: Timelines, paths: Iterable[Path]) -> Iterator[Piece]:
     for path in paths:
         try:
-            timeline = read_timeline(path, events=False)
+            timeline = timelines.read(path, events=False)
         except UnreadableTimeline:
             continue  # the report says so when it reads the file
         for metadata, steps in timeline.by_metadata():

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import LAUNCHES_UNKNOWN, OVERLAPPING, PP_UNKNOWN, UNNAMED_GROUP, Note
-from megaprof.analysis.trace.gpu import Activities, Peak, memory_of
+from megaprof.analysis.trace.gpu import MOST_UNSEEN, Activities, Peak, memory_of, without_some
 from megaprof.analysis.trace.groups import AXES, COMPUTE, INSIDE, OTHER, PP, UNKNOWN, USES, parallel_of
 from megaprof.analysis.trace.intervals import (
     Intervals,
@@ -30,8 +30,7 @@ from megaprof.analysis.trace.intervals import (
     union_by,
 )
 from megaprof.analysis.trace.passes import Pass
-from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
-from megaprof.analysis.trace.unseen import MOST_UNSEEN, without_some
+from megaprof.analysis.trace.traces import Trace, TracedRange, times_of
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 
@@ -40,8 +39,6 @@ from megaprof.formats.metadata import Metadata
 GROUPS = (*AXES, "unknown")
 WHOLE_STEP = "train_overall"
 RECOMPUTE = "recompute"
-#: Communication of an unknown group gets a note if it takes at least this fraction of the step.
-_UNNAMED = 0.01
 _NO_GROUP = "kernels or copies name no process group; `--profile-activities cpu cuda` records it for NCCL"
 
 #: Targets that have no backward, for files that do not say so.
@@ -252,7 +249,7 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
         passes=_on_host(passes, metadata, collecting, loading),
         exchanges=Exchanges(tuple(traced.name.label for traced in exchanges), np.tile(times_of(exchanges), 2)),
         finalize=union(times_of([traced for traced in inner if traced.name.label == ranges.FINALIZE_GRADS])),
-        has_kernels=trace.has_kernels,
+        has_kernels=trace.gpu is not None,
         replayed=any(traced.replayed for traced in passes),
         memory=memory_of(trace.memory, *extent),
     )
@@ -343,68 +340,54 @@ def _incomplete(step: TracedStep) -> Note | None:
 
 
 def _with_collectives(step: TracedStep, trace: Trace) -> TracedStep:
-    """Returns a step with what collectives on the CPU took of its passes."""
-    sizes, passes = trace.metadata.sizes, step.passes
-    exposed, ambiguous = _exposed(trace, passes)
-    took = sum(exposed.values(), np.zeros_like(passes.compute))
-    spent: dict[str, float] = {
-        group: float(exposed[group].sum()) if group in exposed else 0.0 for group in (*_ANY_USER, "unknown")
-    }
-    reasons = [PP_UNKNOWN] if sizes.pp > 1 else []
-    axes = parallel_of(_ANY_USER if trace.knows_collectives else INSIDE, sizes)
-    if trace.has_kernels or (axes and not trace.knows_collectives):
-        spent.update(dict.fromkeys((*axes, "unknown"), np.nan))
-        why = Note("exposed_unknown", said=LAUNCHES_UNKNOWN) if trace.knows_collectives else None
-        reasons.append(why or Note("exposed_unknown", names=tuple(axes)))
-    for users in ambiguous:
-        spent.update(dict.fromkeys(users, np.nan))
-        said = "the collectives of a CPU trace name no process group"
-        reasons.append(Note("exposed_unknown", names=users, said=said))
-    alone = passes._replace(compute=passes.compute - took, working=passes.compute - took, exposed=exposed)
-    return replace(step, passes=alone, spent=spent, reasons=tuple(reasons))
+    """Returns a step with what collectives on the CPU took of its passes.
 
-
-def _exposed(trace: Trace, passes: Passes) -> tuple[dict[str, Numbers], list[tuple[str, ...]]]:
-    """Returns for how long collectives were exposed in each pass, by group. Also returns the possible groups of
-    collectives that may belong to several, and so are ``unknown``.
-
-    gloo's events do not name their group, so it is found by elimination. If no possible group has more than one rank,
-    the collective is not communication.
+    gloo's events do not name their group, so it is found by elimination; if several are possible, it is ``unknown``. If
+    no possible group has more than one rank, the collective is not communication.
     """
-    sizes = trace.metadata.sizes
-    collectives = [*compress(trace.collectives, covered(union(passes.host), times_of(trace.collectives)))]
-    even = _even(passes, collectives)
+    sizes, passes = trace.metadata.sizes, step.passes
+    times = intervals((start, end) for _, start, end in trace.collectives)
+    in_passes = covered(union(passes.host), times) > 0
+    operations, times = [*compress((name for name, *_ in trace.collectives), in_passes)], times[in_passes]
+    # If microbatches all issued equally many on every chunk, none is data-parallel, which exchanges once per step.
+    edges = np.searchsorted(times[:, 0], passes.host)
+    counts: dict[tuple[int, int], list[int]] = {}
+    for kind, chunk, count in zip(passes.kind, passes.ids[:, 0], edges[:, 1] - edges[:, 0], strict=True):
+        counts.setdefault((int(kind), int(chunk)), []).append(int(count))
+    even = all(len(numbers) > 1 and len(set(numbers)) == 1 for numbers in counts.values())
 
-    def users_of(collective: Collective) -> tuple[str, ...]:
-        possible = _USERS.get(collective.operation, _ANY_USER)
+    def users_of(row: int) -> tuple[str, ...]:
+        possible = _USERS.get(operations[row], _ANY_USER)
         present = [group for group in possible if getattr(sizes, group) > 1]
         # FSDP gathers parameters in every microbatch, but nothing reduces gradients there. Megatron's loss calls an
         # all-reduce even if its tensor-parallel group is a single rank.
-        if even and "dp" in present and (len(present) > 1 or collective.operation == "all_reduce"):
+        if even and "dp" in present and (len(present) > 1 or operations[row] == "all_reduce"):
             present.remove("dp")
         return tuple(present)
 
     exposed: dict[str, Numbers] = {}
-    ambiguous, hidden = [], trace.compute
-    for users, of_users in grouped(collectives, users_of).items():
+    reasons, hidden = [PP_UNKNOWN] if sizes.pp > 1 else [], trace.compute
+    spent: dict[str, float] = dict.fromkeys((*_ANY_USER, "unknown"), 0.0)
+    axes = parallel_of(_ANY_USER if trace.knows_collectives else INSIDE, sizes)
+    if trace.gpu is not None or (axes and not trace.knows_collectives):
+        spent.update(dict.fromkeys((*axes, "unknown"), np.nan))
+        why = Note("exposed_unknown", said=LAUNCHES_UNKNOWN) if trace.knows_collectives else None
+        reasons.append(why or Note("exposed_unknown", names=tuple(axes)))
+    for users, rows in grouped(range(len(operations)), users_of).items():
         if not users:
             continue
         group = users[0] if len(users) == 1 else "unknown"
-        ambiguous += [users] if len(users) > 1 else []
-        spans = difference(union(times_of(of_users)), hidden)
-        exposed[group] = covered(spans, passes.host) + exposed.get(group, 0)
+        spans = difference(union(times[rows]), hidden)
         hidden = union(np.concatenate((hidden, spans)))
-    return exposed, ambiguous
-
-
-def _even(passes: Passes, collectives: Sequence[Collective]) -> bool:
-    """Returns whether all microbatches issued the same number of collectives, on every chunk. Then none of these is
-    data-parallel, because gradients and parameters are exchanged once per step."""
-    edges = np.searchsorted(times_of(collectives)[:, 0], passes.host)
-    counts: dict[tuple[int, int], list[int]] = {}
-    for kind, chunk, count in zip(passes.kind, passes.ids[:, 0], edges[:, 1] - edges[:, 0], strict=True):
-        counts.setdefault((int(kind), int(chunk)), []).append(int(count))
-    return all(len(numbers) > 1 and len(set(numbers)) == 1 for numbers in counts.values())
+        exposed[group] = covered(spans, passes.host) + exposed.get(group, 0)
+        spent[group] = float(exposed[group].sum()) + 0.0 * spent[group]
+        if len(users) > 1:
+            spent.update(dict.fromkeys(users, np.nan))
+            said = "the collectives of a CPU trace name no process group"
+            reasons.append(Note("exposed_unknown", names=users, said=said))
+    alone = passes.compute - sum(exposed.values(), np.zeros_like(passes.compute))
+    passes = passes._replace(compute=alone, working=alone, exposed=exposed)
+    return replace(step, passes=passes, spent=spent, reasons=tuple(reasons))
 
 
 def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals, loading: Intervals) -> TracedStep | None:
@@ -422,8 +405,12 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals, loading:
         name: difference(union(gpu.spans[of_use]), computing) for name, of_use in rows.items() if name != USES[COMPUTE]
     }
     count, compute = len(passes.kind), rows[USES[COMPUTE]]
-    kernel_spans = _extents(gpu, owner, compute & gpu.kernel | in_step & np.isin(use, _OF_PASSES), count)
+    of_passes = (owner >= 0) & (compute & gpu.kernel | in_step & np.isin(use, _OF_PASSES))
+    kernel_spans = np.tile((np.iinfo(np.int64).max, 0), (count, 1))
+    np.minimum.at(kernel_spans[:, 0], owner[of_passes], gpu.spans[of_passes, 0])
+    np.maximum.at(kernel_spans[:, 1], owner[of_passes], gpu.spans[of_passes, 1])
     ran = kernel_spans[:, 1] > kernel_spans[:, 0]
+    kernel_spans[~ran] = 0
     pass_spans = union(kernel_spans[ran])
     # When the first kernel of a pass runs, its input has arrived. So an exchange at the same time is for another pass.
     gaps = difference(pass_spans, union(gpu.spans[use != PP]))
@@ -450,7 +437,7 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals, loading:
     reasons = []
     if unsaid := [axis for axis in undecided if metadata.sizes.pp == 1 or axis != "pp"]:
         reasons.append(Note("exposed_unknown", names=tuple(unsaid), said=_NO_GROUP))
-    if total(exposed["other"]) > _UNNAMED * (end - start):
+    if total(exposed["other"]) > MOST_UNSEEN * (end - start):
         reasons.append(UNNAMED_GROUP)
     return replace(
         step,
@@ -544,15 +531,6 @@ def _extent(gpu: Activities, in_step: _Rows, entered: int) -> tuple[int, int]:
     first, end = int(gpu.spans[in_step, 0].min()), int(gpu.spans[in_step, 1].max())
     is_earlier = np.where(gpu.known, gpu.launched < entered, gpu.spans[:, 0] < first)
     return min(first, int(gpu.spans[is_earlier, 1].max(initial=entered))), end
-
-
-def _extents(gpu: Activities, owner: Numbers, rows: _Rows, count: int) -> Intervals:
-    rows = rows & (owner >= 0)
-    unset = np.iinfo(np.int64).max
-    first, last = np.full(count, unset), np.zeros(count, dtype=np.int64)
-    np.minimum.at(first, owner[rows], gpu.spans[rows, 0])
-    np.maximum.at(last, owner[rows], gpu.spans[rows, 1])
-    return np.column_stack((np.where(first < unset, first, 0), last))
 
 
 def _per_owner(

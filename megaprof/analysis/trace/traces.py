@@ -6,7 +6,7 @@ microseconds). They are comparable between the ranks of one host. A file's name 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,12 +15,20 @@ import numpy as np
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Columns, Events, KinetoEvents
-from megaprof.analysis.trace.decoding import Document, Event, Undecodable
-from megaprof.analysis.trace.gpu import Activities, Allocations, Launches, activities, allocations, is_start
+from megaprof.analysis.trace.decoding import Undecodable
+from megaprof.analysis.trace.gpu import (
+    Activities,
+    Allocations,
+    Launches,
+    activities,
+    allocations,
+    is_start,
+    without_kernels,
+    without_times,
+)
 from megaprof.analysis.trace.groups import COMMUNICATES
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.analysis.trace.replays import replayed
-from megaprof.analysis.trace.unseen import without_kernels, without_times
 from megaprof.formats import graphs, ranges
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.remote import files_below
@@ -60,18 +68,6 @@ class TracedRange:
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One collective (not a pipeline exchange) as the CPU saw it. Gloo's events do not name their group."""
-
-    operation: str
-    """Gloo's name, for instance ``all_reduce``."""
-    start: int
-    """When it began, in wall-clock nanoseconds."""
-    end: int
-    """When it ended, in wall-clock nanoseconds."""
-
-
-@dataclass(frozen=True)
 class Part:
     """One window of one process, in a file that holds several."""
 
@@ -93,8 +89,9 @@ class Trace:
     """The rank's metadata in it."""
     ranges: tuple[TracedRange, ...]
     """Its ranges, sorted by start, with an enclosing range before those inside it."""
-    collectives: tuple[Collective, ...] = ()
-    """Its collectives, sorted by start."""
+    collectives: tuple[tuple[str, int, int], ...] = ()
+    """The operation, start and end of its collectives, sorted by start: not of the pipeline's exchanges, and as the CPU
+    saw them. Gloo's events do not name their group."""
     compute: Intervals = field(default_factory=lambda: intervals(()))
     """When the CPU ran operators other than communication, as a disjoint set; empty without collectives to hide."""
     gpu: Activities | None = None
@@ -117,15 +114,10 @@ class Trace:
     memory: Allocations | None = None
     """Memory allocated on its device; None if that was not recorded."""
 
-    @property
-    def has_kernels(self) -> bool:
-        """True if GPU kernels ran, so that the ranges are only host time."""
-        return self.gpu is not None
 
-
-def times_of(things: Sequence[TracedRange | Collective]) -> Intervals:
-    """Returns the start and end of each thing in nanoseconds, shape ``[n, 2]``."""
-    return intervals((thing.start, thing.end) for thing in things)
+def times_of(traced: Iterable[TracedRange]) -> Intervals:
+    """Returns the start and end of each range in nanoseconds, shape ``[n, 2]``."""
+    return intervals((each.start, each.end) for each in traced)
 
 
 def find_traces(directory: Path) -> list[Path]:
@@ -157,20 +149,27 @@ def _trace(path: Path) -> Trace:
     """Returns the trace in a file. Raises Undecodable and OSError."""
     events = KinetoEvents(path, top=_TOP, operators=_without_gpu)
     document = events.document
-    metadata = _metadata(document)
+    if "megaprof" not in document.top:
+        raise Undecodable(document.cut or NOT_OURS)
+    try:
+        metadata = read_metadata(bytes(document.top["megaprof"]))
+    except ValueError as fault:
+        raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
     warnings: list[Note] = []
     has_kernels = events.has(KERNEL)
     # Kineto repeats every range on the GPU's timeline (``gpu_user_annotation``), which is not read.
     annotations, operators = events.take(ANNOTATION), events.take(OPERATOR)
     traced_ranges = [TracedRange(*meant) for meant in events.meant(ranges.parse, annotations, operators)]
-    collectives: list[Collective] = []
+    collectives: list[tuple[str, int, int]] = []
     gpu, launches, _ = activities(events, metadata.sizes) if has_kernels else (None, None, None)
     if has_kernels:
         unseen = without_times(gpu)
     else:
-        collectives += (Collective(*meant) for meant in events.meant(_collective, annotations, operators))
+        collectives = events.meant(_collective, annotations, operators)
         launched = int(events.named(events.take(*LAUNCHES), is_start).sum())
-        unseen = without_kernels(metadata, launched, has_gpu=_has_gpu(document))
+        # Kineto lists the GPUs of the machine; the model need not have run on one.
+        has_gpu = bytes(document.top.get("deviceProperties", b"")).strip() not in (b"", b"[]")
+        unseen = without_kernels(metadata, launched, has_gpu=has_gpu)
     impossible = 0 if gpu is None or unseen is not None else gpu.impossible
     if unusable := events.impossible[ANNOTATION] + document.unreadable + impossible:
         warnings.append(Note("events_left_out", files=(path.name,), count=unusable))
@@ -220,20 +219,6 @@ def _compute(events: Events, operators: Columns) -> Intervals:
     computes = ~events.named(operators, lambda name: name.startswith(_COMMUNICATING))
     spans = operators.spans + events.base
     return union(spans[leaves(operators.thread.astype(np.int64), spans) & computes])
-
-
-def _metadata(document: Document[Event]) -> Metadata:
-    if "megaprof" not in document.top:
-        raise Undecodable(document.cut or NOT_OURS)
-    try:
-        return read_metadata(bytes(document.top["megaprof"]))
-    except ValueError as fault:
-        raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
-
-
-def _has_gpu(document: Document[Event]) -> bool:
-    """Returns whether Kineto lists a GPU. The model need not have run on it."""
-    return bytes(document.top.get("deviceProperties", b"")).strip() not in (b"", b"[]")
 
 
 def _collective(name: str) -> str | None:

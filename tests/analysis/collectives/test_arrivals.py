@@ -19,6 +19,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table
+from megaprof.analysis.trace.reading import Timelines
 from megaprof.formats import timeline as format
 from megaprof.formats.flight import GroupConfig
 from megaprof.formats.steps.arrivals import Arrivals, kept, pack_arrivals, pack_groups
@@ -107,7 +108,7 @@ def two_peers(directory: Path, axis: str, values: Callable[[int, int], npt.NDArr
             facts.append(format.fact_record(row, format.COLLECTIVES, pack_arrivals([arrivals])))
         with path.open("ab") as file:
             file.write(b"".join(facts))
-    (table,) = tables_of_timelines(read_fleet(paths)).values()
+    (table,) = tables_of_timelines(read_fleet(Timelines(paths))).values()
     assert isinstance(table, Table)
     return table
 

@@ -12,7 +12,7 @@ import pytest
 
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.table import recorded
@@ -20,7 +20,7 @@ from megaprof.analysis.table.files import completed
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import _queued
-from megaprof.analysis.trace.reading import read_all, sources_in
+from megaprof.analysis.trace.reading import find_timelines, read_all, sources_in
 from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats import timeline as format

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import read_fleet
+from megaprof.analysis.trace.reading import find_timelines
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.telling import findings, notes, of_fleet

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaprof.analysis.fleet.fleet import survey
-from megaprof.analysis.fleet.reading import BIN, bucketed, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import BIN, bucketed, read_fleet
 from megaprof.analysis.notes import of_files
+from megaprof.analysis.trace.reading import Timelines, find_timelines
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -36,7 +37,7 @@ def test_medians_of_buckets() -> None:
 
 def test_a_rank_is_read_to_what_stands_in_its_file(tmp_path: Path) -> None:
     paths = write(tmp_path)
-    reading = read_fleet(paths)
+    reading = read_fleet(Timelines(paths))
     ((key, series),) = reading.series.items()
     assert (key.target, key.role, key.sizes.pp) == ("train_actor", None, 2)
     assert sorted(r.coords.rank for r in series.ranks) == [0, 1, 2, 3]
@@ -95,17 +96,17 @@ def test_captured_failed_and_untimed_steps_are_left_out(tmp_path: Path) -> None:
             )
         )
     paths[0].write_bytes(b"".join(records))
-    (series,) = read_fleet(paths[:1]).series.values()
+    (series,) = read_fleet(Timelines(paths[:1])).series.values()
     (rank,) = series.ranks
     assert (rank.counts.sum(), rank.left_out, rank.last_step) == (7, 3, 9)
 
 
 def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write(tmp_path, slow=[Slow(rank=1, factor=2.0)])
-    monkeypatch.setattr("megaprof.analysis.fleet.reading._WORTH_IT", 0)
+    monkeypatch.setattr("megaprof.analysis.trace.reading._TIMELINES_WORTH_IT", 0)
     done: list[tuple[int, int]] = []
-    several = read_fleet(paths, 2, lambda now, of: done.append((now, of)))
-    alone = read_fleet(paths, 1)
+    several = read_fleet(Timelines(paths), 2, lambda now, of: done.append((now, of)))
+    alone = read_fleet(Timelines(paths), 1)
     assert done[-1] == (4, 4)
     assert survey(several) == survey(alone)
 
@@ -126,7 +127,7 @@ def test_a_damaged_file_is_told_and_raises_nothing(tmp_path: Path, position: int
     data = paths[2].read_bytes()
     position %= len(data)
     paths[2].write_bytes(data[:position] + change + data[position + cut :])
-    reading = read_fleet(paths)
+    reading = read_fleet(Timelines(paths))
     told = reading.warnings
     ranks = {r.coords.rank for series in reading.series.values() for r in series.ranks}
     assert {0, 1, 3} <= ranks

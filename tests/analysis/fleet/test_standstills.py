@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.causes import in_brief
+from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats.job.standstill import Standing, Standstill
 from megaprof.formats.timeline import FAILED
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

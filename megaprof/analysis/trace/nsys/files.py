@@ -20,13 +20,12 @@ from typing import Any
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST
 from megaprof.analysis.trace.decoding import Undecodable
-from megaprof.analysis.trace.gpu import activities
+from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
 from megaprof.analysis.trace.nsys.events import ProcessEvents, events_in
 from megaprof.analysis.trace.nsys.export import exported
 from megaprof.analysis.trace.nsys.tables import Tables, opened
 from megaprof.analysis.trace.steps import FORWARD_ONLY
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
-from megaprof.analysis.trace.unseen import without_kernels, without_times
 from megaprof.formats import ranges
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
@@ -110,7 +109,9 @@ class _Reader:
     def __init__(self, path: Path, sizes: ParallelSizes | None, tables: Tables) -> None:
         self._path = path
         self._sizes = sizes
-        self._host = _host(tables)
+        has_host = tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value")
+        hosts = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'") if has_host else ()
+        self._host = next((name for (name,) in hosts if isinstance(name, str) and name), None)
         self._metadata: dict[Path, Metadata] = {}
         self._notes: list[Note] = []
         self._has_gpu = tables.has("TARGET_INFO_GPU", "id") and any(tables.rows("SELECT id FROM TARGET_INFO_GPU"))
@@ -288,13 +289,6 @@ def _rank(place: dict[str, int], sizes: ParallelSizes) -> int:
     """Returns a number for a rank whose number is unknown: its place in Megatron's order, if the sizes are right."""
     inner = place["dp"] + sizes.dp * place["pp"]
     return place["tp"] + sizes.tp * (place["cp"] + sizes.cp * inner)
-
-
-def _host(tables: Tables) -> str | None:
-    if tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value"):
-        rows = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname' LIMIT 1")
-        return next((name for (name,) in rows if isinstance(name, str) and name), None)
-    return None
 
 
 def _shown_sizes(paths: Sequence[Path]) -> ParallelSizes | None:
