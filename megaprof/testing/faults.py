@@ -1,8 +1,7 @@
 """Faults made on purpose in a real job, to check that they are found: passes that take a given time, or longer than
 they should, a slow link, a rank that stops.
 
-Slow parts wait, as a host waits for a GPU. Waiting needs no core, so a busy machine hardly disturbs it. A fault stays
-for the life of the process or the model; a function says each time what it does.
+Slow parts wait, as a host waits for a GPU. Waiting needs no core, so a busy machine hardly disturbs it.
 """
 
 from __future__ import annotations
@@ -47,26 +46,32 @@ class _Longer:
 
 
 class _Paced:
-    """Two hooks that make one module take a given time."""
+    """Two hooks that make one module take a given time. If it gets what another one returned, its passes begin when
+    those of the other one should have ended: a GPU with work in its queue does not wait for its host."""
 
     def __init__(self, takes: Callable[[], tuple[float, float]]) -> None:
         self.takes = takes
-        self.end_forward = 0.0
-        self.begin_backward: Callable[[], object] = lambda: None
 
     def begin(self, module: Any, inputs: Any, keyword_inputs: Any) -> None:
         forward_ms, backward_ms = self.takes()
-        self.end_forward = time.perf_counter() + forward_ms / 1e3
-        end_times: list[float] = []
-        self.begin_backward = lambda: end_times.append(time.perf_counter() + backward_ms / 1e3)
-        for argument in (*inputs, *keyword_inputs.values()):
-            if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                argument.register_hook(lambda gradient: _until(end_times.pop()))  # type: ignore[no-untyped-call]
-                break
+        tensors = [each for each in (*inputs, *keyword_inputs.values()) if isinstance(each, torch.Tensor)]
+        before = next((each.paced for each in tensors if hasattr(each, "paced")), None)
+        ends = self.ends = [(before[0] if before else time.perf_counter()) + forward_ms / 1e3]
+        self.begin_backward = lambda: ends.append((ends[1:] or [time.perf_counter()])[0] + backward_ms / 1e3)
+
+        def end_backward(gradient: torch.Tensor) -> None:
+            _until(ends[-1])
+            if before:  # its backward comes next
+                before.append(ends[-1])
+
+        for tensor in [each for each in tensors if each.requires_grad][:1]:
+            tensor.register_hook(end_backward)  # type: ignore[no-untyped-call]
 
     def end(self, module: Any, inputs: Any, output: Any) -> Any:
-        _until(self.end_forward)
-        return _before_backward(output, self.begin_backward)
+        _until(self.ends[0])
+        paced = _before_backward(output, self.begin_backward)
+        paced[0].paced = self.ends
+        return paced
 
 
 def _before_backward(output: Any, act: Callable[[], object]) -> Any:
@@ -98,7 +103,7 @@ def linger(modules: Iterable[Any], more: Callable[[float], tuple[float, float]])
 
 def pace(modules: Iterable[Any], takes: Callable[[], tuple[float, float]]) -> None:
     """Makes passes of modules that return tuples, such as `layers`, take a given time, which includes what they
-    compute. So other work on the machine does not change it, unless it makes them compute for longer than that.
+    compute. So other work on the machine does not change it, unless it makes a row of them compute for longer.
 
     ``takes`` is called before each forward, and returns the milliseconds of that forward and of its backward.
     """

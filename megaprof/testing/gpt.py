@@ -187,11 +187,6 @@ class BuiltGPT:
         self.step = 0
 
     @property
-    def layers_per_chunk(self) -> list[int]:
-        """Transformer layers in each of this rank's chunks, counted in the modules."""
-        return [len(numbers) for numbers in self.layer_numbers]
-
-    @property
     def layer_numbers(self) -> list[list[int]]:
         """Megatron-core's numbers (from 1, over the whole model) of the layers in each chunk."""
         from megatron.core.utils import get_attr_wrapped_model

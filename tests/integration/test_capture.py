@@ -99,7 +99,7 @@ def train(workload: GPTWorkload, flags: list[str]) -> dict[str, Any]:
             losses.append(gpt.train_step(forward_backward))
     return {
         "coords": coords,
-        "layers": gpt.layers_per_chunk,
+        "layers": list(map(len, gpt.layer_numbers)),
         "numbers": (losses, gradients, gpt.parameter_digest(), log_probs, evaluation),
     }
 
