@@ -88,6 +88,7 @@ def completed(recorded: Table, traced: Table) -> Table | None:
     for group in exposed.keys() - spent.keys():
         others = sum(ms for other, ms in exposed.items() if other != group)
         spent[group] = (passes - idle - others).sum(axis=(3, 4, 5))[..., None] - working.sum(axis=(4, 5, 6))
+    notes = [note for note in (*recorded.warnings, *traced.warnings) if note.kind != "first_steps"]
     return replace(
         recorded,
         exposed=exposed,
@@ -99,5 +100,5 @@ def completed(recorded: Table, traced: Table) -> Table | None:
         experts=traced.experts if recorded.ranks.shape == traced.ranks.shape else None,
         memory=tuple(map(combined_peak, zip(recorded.memory, traced.memory, strict=True))),
         modules=traced.modules,
-        warnings=(*recorded.warnings, *(note for note in traced.warnings if note.kind != "first_steps")),
+        warnings=tuple(n for n in notes if n.kind != "exposed_unknown" or not n.names or {*n.names} - spent.keys()),
     )

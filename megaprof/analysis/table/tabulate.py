@@ -62,9 +62,8 @@ def tabulate(
     axes = (1, 2, 3) if "backward" in schedule.kinds else (2, 3)
     since = np.fmin.reduce(enter, axis=axes, keepdims=True)
     if not device:  # a rank whose step before was longer is not late
-        first_pass = np.fmin.reduce(start, axis=(*axes, 4, 5, 6), keepdims=True)[..., 0, 0, 0]
-        last_left = np.fmax.reduce(stacked("left") + shift, axis=axes, keepdims=True)
-        since = np.fmax(since, np.minimum(last_left, first_pass))
+        first = np.fmin.reduce(start, axis=(*axes, 4, 5, 6), keepdims=True)[..., 0, 0, 0]
+        since = np.fmax(since, np.minimum(np.fmax.reduce(stacked("left") + shift, axis=axes, keepdims=True), first))
     start, end = start - since[..., None, None, None], end - since[..., None, None, None]
     enter, reduced = np.maximum(enter - since, 0.0), reduced - since
     offset_ns = np.nan_to_num((shift - since) * 1e6).round().astype(np.int64) - origin

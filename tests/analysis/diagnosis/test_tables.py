@@ -264,9 +264,12 @@ def test_lengths_are_of_steps_without_a_profiler_and_contents_of_profiled_ones(t
     run = replace(table_in(tmp_path), device=True)
     usual = np.median(run.passes, axis=(0, 5), keepdims=True) + 0.0 * run.passes
     contents = {"working": 0.6 * usual[:2, :, :, None], "compute": 0.5 * usual[:2, :, :, None]}
-    traced = profiled(run, exposed={"tp": 0.1 * usual[:2]}, spent={"host_bound": run.waited[:2]}, **contents)
+    spent = {"host_bound": run.waited[:2], "pp": run.waited[:2]}
+    traced = profiled(run, exposed={"tp": 0.1 * usual[:2]}, spent=spent, **contents)
     joined = completed(run, traced)
     assert joined is not None
+    assert [note.names for note in run.warnings if note.kind == "exposed_unknown"] == [("pp",)]
+    assert "exposed_unknown" not in kinds(joined.warnings), "the trace shows what the timeline does not"
     assert joined.length is run.length
     assert joined.profiled_length.tolist() == (2 * run.length[:2]).tolist()
     # Twice as long is what a profiled pass takes; of the pass of the job, what is left is 30 % and not 65 %.
