@@ -49,11 +49,9 @@ class RunningJob:
     """One run in a save directory."""
 
     directory: Path
-    """The save directory."""
     part: str | None
     """The directory of its role inside the control directory; None for a job without roles."""
     run: RunRecord
-    """The job as its lowest rank describes it."""
 
     def control(self) -> Directory:
         """Opens its control directory. Raises OSError, and Unsafe."""

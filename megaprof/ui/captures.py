@@ -42,22 +42,15 @@ class Brief:
     """A target at a glance."""
 
     title: str
-    """Target and role."""
     severity: str
     """``slow``, ``open`` or ``fine``."""
     verdict: str
-    """The verdict, in a few words."""
     step_ms: float | None
     """Milliseconds of an average step that the verdict is about; None if unknown."""
     imbalance: str | None
     """The slowest stage's compute divided by the average stage's, with its steps if the verdict is about other ones;
     None if unknown."""
-    stages: int
-    """Pipeline stages."""
-    ranks: int
-    """The number of ranks of the job."""
     stood_still: tuple[str, ...]
-    """Sentences of the report about the steps in which the job stood still."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +61,7 @@ class Capture:
     """The report, without the data that draws its steps."""
     page: str
     drawn: dict[_Key, dict[str, Any]]
-    """The drawn step of every target that has one, for the script."""
     briefs: tuple[Brief, ...]
-    """Every target at a glance."""
 
 
 def read(path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill, float] | None) -> Capture:
@@ -105,8 +96,6 @@ def _brief(target: TargetReport, standstill: Standstill | None) -> Brief:
         verdict.text,
         target.step_ms or None,
         target.shown_imbalance,
-        target.measured.sizes.pp,
-        target.measured.sizes.world,
         tuple(finding.text for finding in stood_still),
     )
 

@@ -39,9 +39,7 @@ class Point:
     run: str
     """The run's random name; a job that is started again gets another one."""
     step_ms: float | None
-    """Milliseconds of a step; None if unknown."""
     imbalance: float | None
-    """Compute of the slowest stage divided by the mean of all stages; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,9 @@ class CaptureProgress:
     """The progress of a capture that was requested."""
 
     text: str
-    """The progress in words."""
     severity: str
     """``open`` while it is under way, ``fine`` if everything was captured, ``slow`` if not."""
     files: tuple[str, ...] = ()
-    """The files that were written."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +62,13 @@ class Now:
     """``runs``, ``starts``, ``hangs``, ``died``, ``ended``, ``absent`` if there is no job, or ``unseen`` before the
     first look."""
     absent: str | None = None
-    """Why there is no job; None if there is one."""
     view: View | None = None
-    """The look at the job; None without one."""
     summary: Summary | None = None
-    """The figures of the job; None without one."""
     said: str | None = None
     """The problem in a sentence; None if there is none."""
     waiting: tuple[str, ...] = ()
     """The ranks that the others wait for, one clause per rank; then where a job stood that has died."""
     history: tuple[Point, ...] = ()
-    """The looks so far, the newest last."""
     capture: CaptureProgress | None = None
     """The last capture that was requested here; None before the first one."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -45,16 +44,8 @@ def static(name: str) -> str:
 @functools.cache
 def _environment() -> Environment:
     made = html.environment("megaprof.ui", "megaprof.analysis.report")
-    made.globals |= {
-        "ago": ago,
-        "differences": differences,
-        "live": live,
-        "date": _date,
-        "size": _size,
-        "what_if": what_if,
-        "WIDTH": WIDTH,
-        "HEIGHT": HEIGHT,
-    }
+    made.globals |= {"ago": ago, "differences": differences, "live": live, "date": _date, "size": _size}
+    made.globals |= {"what_if": what_if, "WIDTH": WIDTH, "HEIGHT": HEIGHT}
     return made
 
 
@@ -74,26 +65,20 @@ def links_of(place: Place) -> tuple[tuple[str, str], ...]:
     return (*links, *([(f"/live/{place.id}", "Live")] if place.job else []))
 
 
-def on_one_axis(key: tuple[str, str | None], captures: Sequence[Capture]) -> list[dict[str, Any]] | None:
-    """Returns the drawn steps of one target in several captures, on an axis as long as the longest; None if a capture
-    has no such step."""
-    drawn = [capture.drawn.get(key) for capture in captures]
-    steps = [step for step in drawn if step is not None]
-    if len(steps) < len(drawn):
-        return None
-    end = max(row["span"][1] for step in steps for row in step["rows"])
-    return [step | {"end": end} for step in steps]
-
-
 def side_by_side(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
     """Returns two lists: for each target, the places of its two drawings in the second list (None without drawings),
-    and the drawings of all targets."""
+    and the drawings of all targets. Both of a target are on an axis as long as the longer one."""
     places: list[list[int] | None] = []
     drawings: list[dict[str, Any]] = []
     for target in diff.targets:
-        drawn = on_one_axis((target.target, target.role), captures)
-        places.append(None if drawn is None else [len(drawings), len(drawings) + 1])
-        drawings += drawn or []
+        drawn = [capture.drawn.get((target.target, target.role)) for capture in captures]
+        steps = [step for step in drawn if step is not None]
+        if len(steps) < len(drawn):
+            places.append(None)
+            continue
+        end = max(row["span"][1] for step in steps for row in step["rows"])
+        places.append([len(drawings), len(drawings) + 1])
+        drawings += [step | {"end": end} for step in steps]
     return places, drawings
 
 
@@ -102,17 +87,13 @@ class Track:
     """A curve: a quantity over time."""
 
     name: str
-    """Its name, for people."""
     unit: str
     """The unit of its numbers; empty for a ratio."""
     lines: tuple[str, ...]
     """The points of an SVG polyline, for each stretch without a gap."""
     top: float
-    """The value at the upper end of the drawing."""
     bottom: float
-    """The value at the lower end."""
     last: float
-    """The newest value."""
     seconds: float
     """Seconds from the first to the last point."""
 
@@ -161,16 +142,7 @@ def _date(seconds: float) -> str:
         return "at an unknown time"
 
 
-def age(seconds: float) -> str:
-    """Returns how long ago a moment was, in words."""
-    return ago(time.time() - seconds)
-
-
 def _size(count: int) -> str:
-    return (
-        f"{count / 1e9:.1f} GB"
-        if count >= 1e9
-        else f"{count / 1e6:.1f} MB"
-        if count >= 1e5
-        else f"{count / 1e3:.0f} kB"
-    )
+    if count < 1e5:
+        return f"{count / 1e3:.0f} kB"
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"

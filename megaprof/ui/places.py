@@ -34,7 +34,6 @@ class Place:
     """One directory with captures, or with a job."""
 
     path: Path
-    """The path of the directory."""
     name: str
     """Its path from the directory that is served, or the name of that directory itself."""
     files: dict[str, int] = field(default_factory=dict)
@@ -47,7 +46,6 @@ class Place:
     newest: float = 0.0
     """When the last file was written, in wall-clock seconds; 0 without a file."""
     bytes: int = 0
-    """The size of all its files together."""
     job: bool = False
     """True if a job writes, or wrote, its status there."""
     outside: str | None = None
@@ -99,7 +97,6 @@ class Listing:
     """The places below a directory."""
 
     places: tuple[Place, ...]
-    """The newest first."""
     more: bool
     """True if there are more places than are listed."""
 
@@ -123,7 +120,9 @@ def look_below(top: Path) -> Listing:
                 break
             if entry.is_dir(follow_symlinks=False):
                 below = Path(entry.path)
-                place.job = place.job or (entry.name == CONTROL and folder == owner and _has_run(below))
+                if entry.name == CONTROL and folder == owner:  # a run is in it, or in the part of a role
+                    parts = [below, *(Path(each) for each in _entries(below) if each.is_dir(follow_symlinks=False))]
+                    place.job = place.job or any((part / RUN).is_file() for part in parts)
                 part_of_it = entry.name == CONTROL or entry.name.startswith(".") or is_shard(entry.name)
                 waiting.append((below, owner if part_of_it else below))
             else:
@@ -146,10 +145,3 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
             yield from entries
     except OSError:
         return
-
-
-def _has_run(control: Path) -> bool:
-    """Returns whether a control directory holds a run, directly or as a role's part."""
-    if (control / RUN).is_file():
-        return True
-    return any(entry.is_dir(follow_symlinks=False) and Path(entry.path, RUN).is_file() for entry in _entries(control))

@@ -31,17 +31,12 @@ class Piece:
     place: int
     """Its number among all pieces, in the order in which a microbatch passes them."""
     layers: int
-    """Its decoder layers."""
     embedding: bool
-    """True if it holds the embedding."""
     mtp: int
-    """Its MTP layers."""
     loss: bool
-    """True if it holds the loss."""
     earlier: str | None
     """The destination, in words, of a layer that moves towards the embedding; None for the first piece."""
     later: str | None
-    """The destination, in words, of a layer that moves towards the loss; None for the last piece."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +44,11 @@ class StageRow:
     """One stage of a tried layout."""
 
     stage: int
-    """Its pipeline rank."""
     pieces: tuple[Piece, ...]
-    """Its pieces, by model chunk."""
     compute_ms: float | None
-    """Milliseconds of computation in the average step; None if not measured."""
     share: float
     """Its compute, in percent of the compute of the slowest stage."""
     bubble: float | None
-    """Its bubble as a fraction of the step; None if not measured."""
     in_flight: int
     """The most layers times microbatches whose activations it holds."""
 
@@ -67,13 +58,10 @@ class WhatIfPage:
     """The content of the what-if page."""
 
     known: Changeable
-    """The captured run."""
     measured: TargetStages
-    """Its stages, as the report shows them."""
     now: Tried
     """The setting that is shown."""
     captured: Tried
-    """The run as it was captured, by the same simulation."""
     fault: str | None
     """Why the page does not show what was asked for; None if it does."""
 

@@ -103,7 +103,7 @@ class TargetReport(TargetStages):
                 *causes.findings(measured, diagnosis, withheld, running_job),
                 *text.packing_advice(what_if, measured.framework, measured.sizes.cp),
             ),
-            advice=text.layout_advice(what_if, diagnosis, measured.framework),
+            advice=text.layout_advice(what_if, measured.framework),
             capture=causes.capture_advice(measured, diagnosis, what_if, running_job) if measured.profiled else None,
             ends=() if fleet is None else sentences.ends(fleet),
             changes=() if fleet is None else sentences.changes(fleet, job),

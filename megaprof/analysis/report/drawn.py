@@ -28,9 +28,7 @@ class Row:
     """One rank in a drawn step: the first of a stage, or a slow one. Times are nanoseconds of its host's wall clock."""
 
     stage: int
-    """Pipeline rank of the stage."""
     rank: int
-    """Rank whose passes are drawn."""
     extent: tuple[int, int]
     """When the rank's call began and ended."""
     passes: Sequence[Pass[int]]
@@ -44,7 +42,6 @@ class StepTimeline:
     """One step of one target."""
 
     step: int
-    """Number of the step."""
     rows: tuple[Row, ...]
     """One row for every captured stage and slow rank, by pipeline rank."""
     chunks: int

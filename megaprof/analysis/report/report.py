@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -188,7 +188,9 @@ def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int], war
         ours = [note for note in warnings if note.said != NOT_OURS]
         theirs = [note for note in skipped if not any(note.files[0] in other.files for other in ours)]
         said = with_texts((*ours, *of_files(theirs)))
-        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(said)))
+        more = [f"And {len(said) - 5} more like it."] * (len(said) > 5)
+        why = " ".join([*(f"{note.text.rstrip('.')}." for note in said[:5]), *more])
+        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. {why}")
     files = dict.fromkeys(recording.path for recording in recordings)
     foreign = facts_of(recordings, dict(sizes))
     return Report(
@@ -269,10 +271,3 @@ def _others(directory: Path) -> list[Path]:
 def _contents(directory: Path) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
     return f"it holds {listed(names, 5)}" if names else "it is empty"
-
-
-def _sentences(warnings: Sequence[Note]) -> Iterator[str]:
-    for warning in warnings[:5]:
-        yield warning.text.rstrip(".") + "."
-    if len(warnings) > 5:
-        yield f"And {len(warnings) - 5} more like it."

@@ -257,7 +257,7 @@ def test_what_if_shows_before_and_after(tmp_path):
         best=best,
         advice="change",
     )
-    target = replace(report.targets[0], what_if=found, advice=layout_advice(found, None))
+    target = replace(report.targets[0], what_if=found, advice=layout_advice(found))
     text = page(replace(report, targets=(target,)), {})
     flags = "--pipeline-model-parallel-layout &#39;Et*4|t*4L&#39; &#39;&lt;flag&gt;&#39;"
     assert text.count(flags) == 2  # above, and in the table

@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 
 from megaprof.analysis.diagnosis.averages import _NOTHING
-from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.text import sentences, what_if
 from megaprof.analysis.samples import Interval
@@ -34,18 +33,18 @@ def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
 
 def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> None:
     best = replace(BEST, flags=("--pipeline-model-parallel-layout", "Et*4|t*4L"))
-    said = what_if.layout_advice(WhatIf(best=best, advice="change", measured_ms=700.0), None)
+    said = what_if.layout_advice(WhatIf(best=best, advice="change", measured_ms=700.0))
     assert said is not None
     assert said.text.startswith("4+4 layers: 1.4")
     assert said.command == "--pipeline-model-parallel-layout 'Et*4|t*4L'"
     assert said.plain == f"{said.text} `{said.command}`"
-    assert what_if.layout_advice(WhatIf(), None) is None
+    assert what_if.layout_advice(WhatIf()) is None
 
 
 def test_a_layout_of_which_less_is_expected_is_not_called_faster() -> None:
     other = replace(BEST, layout="Et*3|t*5L", layers=(3, 5), speedup=Interval(1.1, 0.9, 1.45))
     found = WhatIf(best=BEST, candidates=(BEST, other), advice="change", measured_ms=700.0, alike=("Et*3|t*5L",))
-    told = what_if.layout_advice(found, None)
+    told = what_if.layout_advice(found)
     assert told is not None
     assert "whether 3+5 layers would be slower or faster than that is not certain" in told.text
 
@@ -54,8 +53,8 @@ def test_a_layout_of_which_less_is_expected_is_not_called_faster() -> None:
 def test_every_advice_has_a_sentence_of_its_own(advice: Advice) -> None:
     first = replace(BEST, needed=(9 << 30, 5 << 30), fits=False)
     found = WhatIf(candidates=(first,), quickest=first, advice=advice, allowed=(8 << 30,) * 2, allocated=(7 << 30,) * 2)
-    said = what_if.layout_advice(replace(found, best=first) if advice == "change" else found, None)
-    others = [what_if.layout_advice(replace(found, advice=each), None) for each in get_args(Advice) if each != advice]
+    said = what_if.layout_advice(replace(found, best=first) if advice == "change" else found)
+    others = [what_if.layout_advice(replace(found, advice=each)) for each in get_args(Advice) if each != advice]
     assert said is not None
     assert said not in others
     assert "None" not in said.text
@@ -76,30 +75,12 @@ def test_other_chunks_or_microbatches_that_certainly_gain_more_stand_beside_the_
         (replace(found, candidates=(BEST, replace(chunks, speedup=Interval(1.3, 1.25, 1.35)))), None),
         (replace(found, candidates=(BEST, replace(chunks, fits=False))), None),
     ):
-        told = what_if.layout_advice(each, None)
+        told = what_if.layout_advice(each)
         assert told is not None
         assert told.text.endswith(said) if said else "model chunks per stage" not in told.text
 
 
-def test_what_must_be_fixed_before_layouts_are_compared_is_said_beside_them() -> None:
-    found = WhatIf(candidates=(BEST,), quickest=BEST, advice="unsure", measured_ms=700.0)
-    one = Interval(40.0, 30.0, 50.0)
-    layers, waits = (Cause(kind, one, 1.0, 40.0, 6, None, stage=0) for kind in ("layers", "late_entry"))
-    for named, said in (
-        (
-            (waits, layers),
-            "Fix late entry of stage 0 first: the price of layers of stage 0 is without it, and layouts "
-            "are compared with it.",
-        ),
-        ((layers, waits), None),
-        ((waits,), None),
-    ):
-        told = what_if.layout_advice(found, Diagnosis(400.0, 6, 400.0, named, (), 0.0))
-        assert told is not None
-        assert told.text.endswith(said) if said else "first" not in told.text
-
-
-def test_predictions_that_are_noise_are_left_out_and_counted() -> None:
+def test_predictions_that_are_noise_are_left_out() -> None:
     within = Prediction(
         "chunks", Interval.of(650.0), Interval(1.08, 0.88, 1.28), chunks=2
     )  # no number of steps would tell
@@ -107,11 +88,8 @@ def test_predictions_that_are_noise_are_left_out_and_counted() -> None:
     clear = Prediction("balanced", Interval.of(350.0), Interval(2.0, 1.6, 2.4))
     best, found = BEST, WhatIf(candidates=(BEST, within, noise, clear), best=BEST)
     assert what_if.worth_showing(found) == [best, clear]
-    assert (what_if.left_out(found) or "").startswith("2 predictions are left out")
-    assert what_if.left_out(replace(found, best=noise, candidates=(best, noise, clear))) is None
     noisy = WhatIf(candidates=(noise, replace(noise, layers=(6, 2))))
     assert what_if.worth_showing(noisy) == []
-    assert (what_if.left_out(noisy) or "").startswith("2 predictions are left out: what they gain ")
 
 
 def test_a_step_without_its_last_stage_is_said_to_be_that() -> None:

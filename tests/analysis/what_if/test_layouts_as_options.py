@@ -93,7 +93,7 @@ def test_the_report_says_them_beside_megatron_lms_flags(tmp_path: Path) -> None:
     assert target.what_if.best is not None
     flags, options = target.what_if.best.flags, options_of("verl", None, target.what_if.best.flags, 2)
     assert options
-    advice = layout_advice(replace(target.what_if, host_options=options), None, "verl")
+    advice = layout_advice(replace(target.what_if, host_options=options), "verl")
     report = replace(plain, targets=(replace(target, advice=advice),))
     shown = io.StringIO()
     show(report, Console(file=shown, width=200))

@@ -207,14 +207,13 @@ def lengths(diagnosis: Diagnosis | None) -> str | None:
     content = None if diagnosis is None else diagnosis.lengths
     if content is None or max(content.squares, content.tokens_ratio) < _ALIKE:
         return None
-    tokens, sequences = (_from_to(*extremes) for extremes in (content.tokens, content.sequences))
+    tokens, sequences = (
+        f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+        for low, high in (content.tokens, content.sequences)
+    )
     of = content.explained
     return (
         f"microbatches: {tokens} tokens in {sequences} sequences; the longest has {content.squares:.2g} times the mean "
         f"sum of squared lengths and {content.tokens_ratio:.2g} times the mean tokens; lengths explain "
         f"{percent(of.value)} ({percent(of.low)} to {percent(of.high)}) of how long they take"
     )
-
-
-def _from_to(low: float, high: float) -> str:
-    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"

@@ -69,10 +69,6 @@ def _files(note: Note) -> str:
     return f"{note.count} files ({', '.join(note.files)}, ...) were" if note.count > 1 else f"{note.files[0]} was"
 
 
-def _skipped(note: Note) -> str:
-    return f"{_files(note)} skipped: {note.said}"
-
-
 def _of_file(note: Note) -> str:
     return f"{note.files[0]}: " if note.files else ""
 
@@ -107,7 +103,7 @@ def _order(note: Note) -> str:
 
 _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     # single files
-    "skipped": _skipped,
+    "skipped": lambda n: f"{_files(n)} skipped: {n.said}",
     "cut": lambda n: f"{_files(n)} read as far as possible: {n.said}",
     "events_left_out": lambda n: (
         f"{_of_file(n)}{counted(n.count, 'event') if n.count else 'some'} left out: "

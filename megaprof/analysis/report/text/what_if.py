@@ -5,12 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 
-from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.policy import LEAST
-from megaprof.analysis.report.text.causes import OF_A_STAGE
-from megaprof.analysis.report.text.evidence import name_of as cause_in_words
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.report.text.words import both, counted, number, percent, ranks, sentence, speedup
+from megaprof.analysis.report.text.words import counted, number, percent, ranks, sentence, speedup
 from megaprof.analysis.table.modules import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import Assumption, CostFit
@@ -21,8 +18,6 @@ from megaprof.formats.phrases import listed
 
 #: Explains the letters of a layout, for layouts that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
-#: Predictions with a smaller speedup than this are in the JSON only.
-_WORTH_SHOWING = 1.01
 #: If the activations of more stages change, only the two at the ends of their order are named.
 _MOST_STAGES = 4
 _GIB = 1 << 30
@@ -75,23 +70,17 @@ def _by_hand(change: Prediction, predictions: WhatIf) -> str:
     other = change.packing in _PACKINGS or change.packing is None  # else the packing names them
     layout = change.layout or ""
     # For stages with one chunk each, the numbers of layers say everything, unless there are MTP layers somewhere.
+    now = _chunks_of(predictions.layout or "", len(change.layers))
     plain = "m" not in layout and (not layout or _chunks_of(layout, len(change.layers)) == 1)
     parts = (
         (_layers(change, predictions) if plain else layout) if change.layout != predictions.layout else None,
-        f"{counted(change.chunks, 'model chunk')} per stage instead of {_chunks_now(change, predictions)}"
-        if change.chunks
-        else None,
+        f"{counted(change.chunks, 'model chunk')} per stage instead of {now}" if change.chunks else None,
         counted(change.microbatches, "microbatch") if change.microbatches and other else None,
         f"{_times(change.step_tokens)} the tokens in a step" if change.step_tokens != 1.0 else None,
         f"transfers of {change.p2p_ms:.3g} ms" if change.p2p_ms is not None else None,
         _packing(change, predictions) if change.packing else None,
     )
     return ", ".join(filter(None, parts)) or AS_CAPTURED
-
-
-def _chunks_now(change: Prediction, predictions: WhatIf) -> int:
-    """Returns the number of model chunks per stage in the captured layout, which has as many stages."""
-    return _chunks_of(predictions.layout or "", len(change.layers))
 
 
 def _chunks_of(layout: str, stages: int) -> int:
@@ -189,31 +178,22 @@ def _needed(change: Prediction, predictions: WhatIf) -> str | None:
     )
 
 
-def layout_advice(predictions: WhatIf, diagnosis: Diagnosis | None, framework: str | None = None) -> Finding | None:
+def layout_advice(predictions: WhatIf, framework: str | None = None) -> Finding | None:
     """Returns which layout to change to, with its flags and the options of ``framework``, or says that no layout is
     better. None if nothing was predicted."""
     if predictions.advice is None:
         return None
-    text = " ".join(
-        sentence(clause)
-        for clause in (
-            _advice(predictions),
-            *_around_slow_ranks(predictions),
-            *_beside_layouts(predictions),
-            *_before_layouts(diagnosis),
-        )
-    )
+    clauses = [_advice(predictions)]
+    if predictions.best is not None:  # it may only be quicker as long as these ranks are slow
+        slow = [ranks(note.ranks) for note in predictions.warnings if note.kind == "ranks_stay_slow"]
+        clauses += [
+            f"this leaves {each} as slow as now; once that is fixed, another layout may be faster" for each in slow
+        ]
+    text = " ".join(sentence(clause) for clause in (*clauses, *_beside_layouts(predictions)))
     if predictions.best is None:
         return Finding("layout", "open", text)
     host_flags = None if predictions.host_options is None else f"{framework}: {shlex.join(predictions.host_options)}"
     return Finding("layout", "fine", text, shlex.join(predictions.best.flags), host_flags)
-
-
-def _around_slow_ranks(predictions: WhatIf) -> Iterator[str]:
-    """Yields which ranks stay slow in the advised layout, because it may only be quicker as long as they do."""
-    for note in predictions.warnings:
-        if note.kind == "ranks_stay_slow" and predictions.best is not None:
-            yield f"this leaves {ranks(note.ranks)} as slow as now; once that is fixed, another layout may be faster"
 
 
 def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
@@ -234,16 +214,6 @@ def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
             f"{faster}, if the assumptions below hold: {name_of(first, predictions)}, {times_as_fast(first)}"
             + ("" if needs is None else f"; {needs}")
         )
-
-
-def _before_layouts(diagnosis: Diagnosis | None) -> Iterator[str]:
-    """Yields what to fix before layouts are compared, if the price of what a stage holds assumes that it is fixed."""
-    causes = () if diagnosis is None else diagnosis.causes
-    first = next((place for place, cause in enumerate(causes) if cause.kind in OF_A_STAGE), 0)
-    if first:
-        above, them = both([cause_in_words(cause) for cause in causes[:first]]), "it" if first == 1 else "them"
-        price = f"the price of {cause_in_words(causes[first])} is without {them}"
-        yield f"fix {above} first: {price}, and layouts are compared with {them}"
 
 
 def _advice(predictions: WhatIf) -> str:
@@ -308,34 +278,13 @@ def per_token(change: Prediction) -> str:
 
 def worth_showing(predictions: WhatIf) -> list[Prediction]:
     """Returns the predictions that certainly gain something, and the best one. The JSON has all predictions."""
-    return [
-        change for change in _gaining(predictions) if change == predictions.best or change.speedup.low > 1.0 + LEAST
-    ]
-
-
-def left_out(predictions: WhatIf) -> str | None:
-    """Returns how many predictions are not shown because their gain is not certain; None if all are shown."""
-    shown = [*worth_showing(predictions), predictions.quickest]  # the advice names the fastest layout
-    count = sum(change not in shown for change in _gaining(predictions))
-    if not count:
-        return None
-    which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
-    return f"{which} left out: what {gain} is not surely more than {percent(LEAST)}."
-
-
-def _gaining(predictions: WhatIf) -> list[Prediction]:
-    return [
-        change
-        for change in predictions.candidates
-        if change.speedup.value >= _WORTH_SHOWING or change == predictions.best
-    ]
+    least = 1.0 + LEAST
+    return [change for change in predictions.candidates if change == predictions.best or change.speedup.low > least]
 
 
 def remarks(predictions: WhatIf) -> list[str]:
-    """Returns what is said below the shown predictions: what they assume and need, how many are not shown, and what
-    layers cost."""
-    costs = costs_line(predictions.costs) if predictions.costs else None
-    return [*caveats(predictions), *filter(None, (left_out(predictions), costs))]
+    """Returns what is said below the shown predictions: what they assume and need, and what layers cost."""
+    return [*caveats(predictions), *([costs_line(predictions.costs)] if predictions.costs else [])]
 
 
 def caveats(predictions: WhatIf) -> list[str]:
