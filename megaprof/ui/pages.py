@@ -14,7 +14,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from megaprof.analysis.report import html, live
-from megaprof.analysis.report.charts import HEIGHT, WIDTH
+from megaprof.analysis.report.charts import HEIGHT, WIDTH, polylines
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.text import diff as differences
 from megaprof.analysis.report.text import words
@@ -112,18 +112,13 @@ def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: flo
         return None
     top, begin = max(numbers), points[0].at
     span = max(points[-1].at - begin, 1e-3)
-    stretches: list[list[str]] = [[]]
-    run = points[0].run
-    for point in points:
+    drawn: list[tuple[float, float | None]] = []
+    for before, point in zip((points[0], *points), points, strict=False):
         value = getattr(point, field)
-        if value is None or point.run != run:
-            stretches.append([])
-        run = point.run
-        if value is not None:
-            high = (1 - (value - bottom) / (top - bottom)) * (HEIGHT - 10) + 5
-            stretches[-1].append(f"{(point.at - begin) / span * WIDTH:.1f},{high:.1f}")
-    lines = tuple(" ".join(stretch) for stretch in stretches if stretch)
-    return Track(name, unit, lines, top, bottom, numbers[-1], span)
+        if point.run != before.run:
+            drawn.append((0.0, None))
+        drawn.append(((point.at - begin) / span, None if value is None else (value - bottom) / (top - bottom)))
+    return Track(name, unit, polylines(drawn), top, bottom, numbers[-1], span)
 
 
 def now_shown(now: Now, place: Place) -> str:

@@ -25,26 +25,12 @@ MOST_DRAWN = 24
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One model chunk of a stage."""
-
-    place: int
-    """Its number among all pieces, in the order in which a microbatch passes them."""
-    layers: int
-    embedding: bool
-    mtp: int
-    loss: bool
-    earlier: str | None
-    """The destination, in words, of a layer that moves towards the embedding; None for the first piece."""
-    later: str | None
-
-
-@dataclass(frozen=True)
 class StageRow:
     """One stage of a tried layout."""
 
     stage: int
-    pieces: tuple[Piece, ...]
+    places: range
+    """The numbers of its pieces among all, in the order in which a microbatch passes them."""
     compute_ms: float | None
     share: float
     """Its compute, in percent of the compute of the slowest stage."""
@@ -95,12 +81,11 @@ class WhatIfPage:
     @property
     def rows(self) -> list[StageRow]:
         """The rows of all stages."""
-        pieces = self.now.setting.pieces
         longest = max((stage.compute_ms or 0.0 for stage in self.after.stages), default=0.0) or 1.0
         return [
             StageRow(
                 stage.pp,
-                tuple(self._piece(place) for place in range(stage.pp, len(pieces), self.known.stages)),
+                range(stage.pp, len(self.now.setting.pieces), self.known.stages),
                 after.compute_ms,
                 100 * (after.compute_ms or 0.0) / longest,
                 after.bubble,
@@ -109,20 +94,11 @@ class WhatIfPage:
             for stage, after in zip(self.measured.stages, self.after.stages, strict=True)
         ]
 
-    def _piece(self, place: int) -> Piece:
-        piece, last = self.now.setting.pieces[place], len(self.now.setting.pieces) - 1
-        return Piece(
-            place,
-            piece.count("t"),
-            "E" in piece,
-            piece.count("m"),
-            "L" in piece,
-            self._where(place - 1) if place else None,
-            self._where(place + 1) if place < last else None,
-        )
-
-    def _where(self, place: int) -> str:
+    def stage_of(self, place: int) -> str | None:
+        """Returns the stage of a piece in words, with its chunk if there are several; None if there is none."""
         chunk, stage = divmod(place, self.known.stages)
+        if not 0 <= place < len(self.now.setting.pieces):
+            return None
         return f"stage {stage}" + (f" chunk {chunk}" if self.chunks > 1 else "")
 
     @property

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report import views
-from megaprof.analysis.report.diff import Diff, TargetDiff
+from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.printing import STYLES, heading, show_finding, show_table, show_warnings, text
 from megaprof.analysis.report.text import causes, sentences, what_if
@@ -62,38 +62,39 @@ def show(report: Report, console: Console) -> None:
 def show_diff(diff: Diff, console: Console) -> None:
     """Prints a table for every target that both captures have."""
     for target in diff.targets:
-        _show_target_diff(target, console)
+        heading(console, title(target.target, target.role))
+        step = target.step_time
+        line = f"step time {views.before_and_after(step)} ms {views.mark(step)}"
+        console.print(text(line, STYLES[views.emphasis(step)]))
+        console.print(text(differences.causes_clause(target)))
+        console.print(text(differences.machine_clause(target)))
+        if (kept := target.prediction) is not None:
+            style = "" if kept.inside is None else STYLES["fine" if kept.inside else "slow"]
+            console.print(text(differences.prediction_clause(kept), style))
+        show_table(console, views.diff_table(target))
+        show_warnings(console, differences.notes(target))
     show_warnings(console, differences.warnings(diff))
     console.print(text(views.MARKS, "dim"))
-
-
-def _show_target_diff(target: TargetDiff, console: Console) -> None:
-    heading(console, title(target.target, target.role))
-    step = target.step_time
-    line = f"step time {views.before_and_after(step)} ms {views.mark(step)}"
-    console.print(text(line, STYLES[views.emphasis(step)]))
-    console.print(text(differences.causes_clause(target)))
-    console.print(text(differences.machine_clause(target)))
-    if (kept := target.prediction) is not None:
-        style = "" if kept.inside is None else STYLES["fine" if kept.inside else "slow"]
-        console.print(text(differences.prediction_clause(kept), style))
-    show_table(console, views.diff_table(target))
-    show_warnings(console, differences.notes(target))
 
 
 def _show_target(target: TargetReport, console: Console) -> None:
     heading(console, title(*target.key))
     for finding in target.ends:
         show_finding(console, finding)
-    for line in _summary(target):
-        console.print(text(line))
+    if (fleet := target.fleet) is not None:
+        first, last = fleet.coverage.steps
+        console.print(text(f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}"))
+    console.print(text(", ".join([*sentences.facts(target), str(target.sizes)])))
+    if target.step_time_ms:
+        parts = f"step time {with_spread(target.step_time_ms)} ms", sentences.basis(target)
+        console.print(text(", ".join(filter(None, parts))))
     if (view := views.iterations_table(target.iterations)) is not None:
         show_table(console, view)
     _show_verdict(target, console)
-    if target.fleet is not None:
+    if fleet is not None:
         for finding in target.changes:
             show_finding(console, finding, quiet=True)
-        show_table(console, views.run_table(target.fleet, _MOST_ROWS))
+        show_table(console, views.run_table(fleet, _MOST_ROWS))
         for note in target.notes:
             console.print(text(note, "dim"))
     for view in views.target_tables(target):
@@ -142,15 +143,3 @@ def _show_foreign(foreign: Foreign, console: Console) -> None:
         console.print(text(sentence(sentences.late_clause(late))))
     console.print(text(sentences.foreign_limits(foreign) + "."))
     show_warnings(console, foreign.warnings)
-
-
-def _summary(target: TargetReport) -> list[str]:
-    lines = [", ".join([*sentences.facts(target), str(target.sizes)])]
-    if (fleet := target.fleet) is not None:
-        first, last = fleet.coverage.steps
-        lines.insert(0, f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}")
-    if target.step_time_ms:
-        lines.append(
-            ", ".join(filter(None, (f"step time {with_spread(target.step_time_ms)} ms", sentences.basis(target))))
-        )
-    return lines
