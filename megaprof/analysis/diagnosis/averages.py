@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.naming import began
 from megaprof.analysis.diagnosis.stages import (
     BUBBLE_PARTS,
     LONGEST,
@@ -42,7 +43,7 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
     place = _shown(table, slow, suspects)
     recorded = [stage for stage, metadata in enumerate(table.metadata) if metadata is not None]
     stages = tuple(_stage((place[0], stage, place[1]), first.sizes, table) for stage in recorded)
-    notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings, *_waiting_for_host(stages))))
+    notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings, *_waiting_for_host(table, place))))
     return TargetStages(
         target=table.target,
         role=table.role,
@@ -190,12 +191,18 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     )
 
 
-def _waiting_for_host(stages: Sequence[Stage]) -> Iterator[Note]:
-    """Yields a note about the stages whose GPUs wait for the host in most passes."""
-    shares = {stage.pp: stage.host_bound_passes for stage in stages}
-    waiting = {pp: share for pp, share in shares.items() if share is not None and share > 0.5}
+def _waiting_for_host(table: Table, place: tuple[int, int]) -> Iterator[Note]:
+    """Yields a note about the stages whose GPUs wait for the host in most passes, and since which step they do."""
+    waiting, since, of_ranks = dict[int, float](), set[int](), table.spent.get("host_passes")
+    for stage, shares in enumerate(() if of_ranks is None else of_ranks[:, place[0], :, place[1]].T):
+        known = np.isfinite(shares)
+        first = (began(shares[known] > 0.5) if known.any() else None) or 0
+        if (share := _known_mean(shares[known][first:])) is not None and share > 0.5:
+            waiting[stage] = share
+            since.add(int(table.steps[known][first]) if first else -1)
     if waiting:
-        yield Note("waits_for_host", stages=tuple(waiting), factor=min(waiting.values()))
+        steps = () if -1 in since else (min(since),)
+        yield Note("waits_for_host", stages=tuple(waiting), factor=min(waiting.values()), steps=steps)
 
 
 def _shown(table: Table, slow: Collection[int], suspects: Collection[int]) -> tuple[int, int]:
@@ -249,11 +256,11 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
         backward_per_microbatch_ms=_summed(backward, 1),
         bubble_split=_split(table, replica, pp, bubble),
         dp_tail_ms=exposed["dp"] and _spread(tail),
-        pp_waiting_ms=_known(spent, "pp_waiting"),
+        pp_waiting_ms=_spread(spent.get("pp_waiting")),
         gradients_ms=None if table.reduces and "gradients" not in spent else _spread(gradients),
-        host_bound_ms=_known(spent, "host_bound"),
+        host_bound_ms=_spread(spent.get("host_bound")),
         host_bound_passes=_known_mean(spent.get("host_passes")),
-        host_ms={kind: None if table.schedule.combined else _known(spent, f"host_{kind}") for kind in PASSES[:2]},
+        host_ms={kind: None if table.schedule.combined else _spread(spent.get(f"host_{kind}")) for kind in PASSES[:2]},
         modules_ms=_modules(table, pp),
         collectives={
             axis: _parted(spent.get(f"{axis}_waiting"), spent.get(axis), table)
@@ -273,11 +280,7 @@ def _exposed(spent: Mapping[str, Floats], tail: Floats, sizes: ParallelSizes) ->
     exposed["dp"] = dp + tail
     if unknown is not None and not np.isfinite(dp).all():
         exposed["unknown"] = unknown + tail
-    return {group: _maybe(samples) for group, samples in exposed.items()}
-
-
-def _known(spent: Mapping[str, Floats], name: str) -> Spread | None:
-    return _maybe(spent.get(name))
+    return {group: _spread(samples) for group, samples in exposed.items()}
 
 
 def _known_mean(values: Floats | None) -> float | None:
@@ -328,10 +331,6 @@ def _summed(times: Floats | None, axis: int | tuple[int, ...]) -> Spread | None:
     return None if times is None else _spread(times.sum(axis=axis))
 
 
-def _maybe(samples: Floats | None) -> Spread | None:
-    return None if samples is None else _spread(samples)
-
-
-def _spread(samples: Floats) -> Spread | None:
+def _spread(samples: Floats | None) -> Spread | None:
     """Returns None if any sample is unknown, because an average of the others would describe something else."""
-    return Spread.of(samples.ravel().tolist()) if np.isfinite(samples).all() else None
+    return Spread.of(samples.ravel().tolist()) if samples is not None and np.isfinite(samples).all() else None

@@ -105,8 +105,19 @@ def test_stages_whose_gpu_waits_for_its_host_are_said(tmp_path: Path) -> None:
                 file.write(b"".join(format.fact_record(row, format.HOST_BOUND, bits) for row in range(10, 40)))
     (target,) = analyze(tmp_path).targets
     assert [stage.host_bound_passes for stage in target.stages] == [0.125, None, 0.75, None]
-    said = [(note.stages, note.factor) for note in target.warnings if note.kind == "waits_for_host"]
-    assert said == [((2,), 0.75)]
+    said = [(note.stages, note.factor, note.steps) for note in target.warnings if note.kind == "waits_for_host"]
+    assert said == [((2,), 0.75, ())]
+
+
+def test_a_stage_whose_gpu_waits_for_its_host_from_a_step_on_is_said_with_that_step(tmp_path: Path) -> None:
+    path = write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0, device_clock=True)[-1]
+    with path.open("ab") as file:
+        bits = [b"\xff\xff" if row >= 24 else b"\x00\x01" for row in range(40)]
+        file.write(b"".join(format.fact_record(row, format.HOST_BOUND, each) for row, each in enumerate(bits)))
+    (target,) = analyze(tmp_path).targets
+    (note,) = (note for note in target.warnings if note.kind == "waits_for_host")
+    assert (note.factor, note.steps) == (1.0, (24,))
+    assert "it did not before step 24" in note.text
 
 
 def test_steps_without_any_time_are_not_shown_as_steps_of_no_time(tmp_path: Path) -> None:

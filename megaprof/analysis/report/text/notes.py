@@ -196,7 +196,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "not_replayed": lambda n: f"not replayed: {_why(n)}",
     "waits_for_host": lambda n: (
         f"the GPU waits for its host in {'at least ' if len(n.stages) > 1 else ''}{percent(n.factor)} of the passes of "
-        f"{stages(n.stages)}: it has nothing else to do at both ends of them; a capture shows what that costs"
+        f"{stages(n.stages)}{f' (it did not before {steps(n.steps)})' if n.steps else ''}: it has nothing else to do "
+        "at both ends of them; a capture shows what that costs"
     ),
     "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
     "no_layout": lambda n: f"no other layout is predicted: {n.said}",
