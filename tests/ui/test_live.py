@@ -321,7 +321,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 16.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
     summary = summarise(run, statuses.values())
-    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None)
+    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
     shown = now_shown(Now(100.0, "runs", None, view, summary, history=history), Place(tmp_path, "job"))
     text = Reader(shown).text
@@ -347,7 +347,7 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 3) * longer) for rank in range(4)}
     statuses[3] = replace(statuses[3], waits=waits)
-    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None)
+    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     said = verdict(view) if state == "runs" else None
     summary = summarise(run, statuses.values())
     shown = now_shown(Now(100.0, state, None, view, summary, said), Place(tmp_path, "job", {"timeline": 4}))

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.naming import began
 from megaprof.analysis.diagnosis.stages import (
     BUBBLE_PARTS,
     LONGEST,
@@ -28,6 +27,7 @@ from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.steps import GROUPS, Passes, TracedStep, grouped
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.ranges import PASSES
+from megaprof.parallel.comparing import began
 from megaprof.parallel.topology import ParallelSizes
 
 _Place = tuple[int, int, int]  # replica, stage and peer
