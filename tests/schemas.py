@@ -21,11 +21,11 @@ from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Document
-from megaprof.cli.files.export import ExportAnswer
 from megaprof.cli.files.merge import MergeAnswer
 from megaprof.cli.files.what_if import WhatIfAnswer
 from megaprof.cli.jobs.status import StatusAnswer
 from megaprof.control.requester import Outcome
+from megaprof.export.cli import ExportAnswer
 from megaprof.rehearse.rehearsal import Rehearsal
 from megaprof.tune.state import Tuning
 

@@ -1,4 +1,4 @@
-"""The command ``megaprof``. Each subcommand is a module in this package, which is imported only if it is used.
+"""The command ``megaprof``. Each subcommand is a module, here or in the folder of an extra, and imported only if used.
 
 A subcommand's module has ``EXAMPLES`` (command lines that its help shows), ``add_arguments(parser)`` and
 ``run(arguments) -> exit code``. It raises `CommandError` if its input is not sufficient. `EXIT_CODES` says what the
@@ -23,24 +23,27 @@ from megaprof.version import __version__
 
 #: The module of each command, and what the command does.
 COMMANDS = {
-    "completion": ("completion", "print a shell script that completes megaprof's commands and options"),
-    "demo": ("training.demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
-    "diff": ("files.diff", "compare two captures stage by stage"),
-    "export": ("files.export", "write timelines as a Parquet file, for a query engine"),
-    "hang": ("files.hang", "name the ranks that keep a job waiting, and the collective, from torch's flight recorder"),
-    "mcp": ("agent.mcp", "serve an agent through the Model Context Protocol"),
-    "merge": ("files.merge", "put all captured ranks of a step on one Perfetto timeline"),
-    "nsys": ("training.nsys", "print the nsys command line to put before a training command"),
-    "open": ("files.open", "open a captured step in Perfetto's UI in the browser"),
-    "rehearse": ("training.rehearse", "predict the step and the memory of a whole job from one device"),
-    "report": ("files.report", "say which pipeline stage is slow, and why, from traces and timelines"),
-    "run": ("training.run", "run a training command with profiling, without editing it"),
-    "status": ("jobs.status", "show what a running job is doing, and which rank it waits for when it hangs"),
-    "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
-    "tune": ("training.tune", "run your training command with the layouts that should be faster"),
-    "ui": ("files.ui", "show captures and running jobs in the browser"),
-    "what-if": ("files.what_if", "predict the effect of another layout, other microbatches or another packing"),
-    "watch": ("jobs.watch", "show a running job's stages as a live table"),
+    "completion": ("cli.completion", "print a shell script that completes megaprof's commands and options"),
+    "demo": ("demo.cli", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
+    "diff": ("cli.files.diff", "compare two captures stage by stage"),
+    "export": ("export.cli", "write timelines as a Parquet file, for a query engine"),
+    "hang": (
+        "cli.files.hang",
+        "name the ranks that keep a job waiting, and the collective, from flight recorders",
+    ),
+    "mcp": ("agents.cli", "serve an agent through the Model Context Protocol"),
+    "merge": ("cli.files.merge", "put all captured ranks of a step on one Perfetto timeline"),
+    "nsys": ("cli.jobs.nsys", "print the nsys command line to put before a training command"),
+    "open": ("cli.files.open", "open a captured step in Perfetto's UI in the browser"),
+    "rehearse": ("rehearse.cli", "predict the step and the memory of a whole job from one device"),
+    "report": ("cli.files.report", "say which pipeline stage is slow, and why, from traces and timelines"),
+    "run": ("cli.jobs.run", "run a training command with profiling, without editing it"),
+    "status": ("cli.jobs.status", "show what a running job is doing, and which rank it waits for when it hangs"),
+    "trigger": ("cli.jobs.trigger", "make a running job capture some steps, and wait for the files"),
+    "tune": ("tune.cli", "run your training command with the layouts that should be faster"),
+    "ui": ("ui.cli", "show captures and running jobs in the browser"),
+    "what-if": ("cli.files.what_if", "predict the effect of another layout, other microbatches or another packing"),
+    "watch": ("cli.jobs.watch", "show a running job's stages as a live table"),
 }
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 #: The meaning of each exit code, as in docs/exit-codes.md. The meaning of a code never changes.
@@ -89,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if position:
         _overview().parse(arguments[:position])  # --help, --version, or an error: all of them exit
     try:
-        module = import_module(f"megaprof.cli.{COMMANDS[command][0]}")
+        module = import_module(f"megaprof.{COMMANDS[command][0]}")
         code: int = module.run(parser_of(command).parse(arguments[position + 1 :]))
         sys.stdout.flush()
         return code
@@ -141,7 +144,7 @@ def in_a_line(fault: Exception) -> str | None:
 def parser_of(command: str) -> Parser:
     """Returns the parser of one command, with all its arguments."""
     module_name, text = COMMANDS[command]
-    module = import_module(f"megaprof.cli.{module_name}")
+    module = import_module(f"megaprof.{module_name}")
     parser = Parser(f"megaprof {command}", text)
     module.add_arguments(parser)
     examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])

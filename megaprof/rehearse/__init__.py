@@ -1,4 +1,1 @@
-"""One stage of a job after another on one device, and what they say about the whole pipeline.
-
-Nothing else of megaprof imports this room, except its command.
-"""
+"""One stage of a job after another on one device, and what they say about the whole pipeline."""

@@ -22,7 +22,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_example_in_a_help_is_accepted_by_its_parser(command: str) -> None:
-    module = __import__(f"megaprof.cli.{COMMANDS[command][0]}", fromlist=["EXAMPLES"])
+    module = __import__(f"megaprof.{COMMANDS[command][0]}", fromlist=["EXAMPLES"])
     parser = parser_of(command)
     assert module.EXAMPLES
     for example in module.EXAMPLES:

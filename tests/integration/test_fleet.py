@@ -1,6 +1,6 @@
 """A group of ranks that is slow from some step on, on real megatron-core: found by name in its timelines.
 
-A slow rank and late entry: tests/cli/training/test_demo.py and test_causes.py; when each began, and that a healthy job
+A slow rank and late entry: tests/demo/test_demo.py and test_causes.py; when each began, and that a healthy job
 blames nobody: tests/analysis/report/test_causes.py, on written times.
 """
 

@@ -1,1 +1,1 @@
-"""Converts captures for other tools: to one merged Perfetto trace, or to Parquet."""
+"""Converts captures for other tools: to one merged Perfetto trace."""

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from megaprof.agents import answers
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import activations, costs_line, name_of
@@ -22,7 +23,6 @@ from megaprof.analysis.what_if.contents import Cost, CostFit
 from megaprof.analysis.what_if.layouts import check_layout, format_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli import FAILED, USAGE, main
-from megaprof.cli.agent import answers
 from megaprof.ui.what_if import answer
 from tests.analysis.diagnosis.test_diagnose import HEALTHY
 from tests.analysis.scenarios import Scenario, write

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exports, and says what was written."""
     heed_input_option(arguments)
-    from megaprof.analysis.convert.export import export
+    from megaprof.export.parquet import export
 
     out: Path = arguments.parquet
     if arguments.run is not None and not arguments.run.strip():

@@ -17,10 +17,10 @@ from mcp.server.mcpserver.tools import Tool
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field, ValidationError
 
+from megaprof.agents import answers, documents
+from megaprof.agents.excerpt import MOST, NoPart, excerpt
 from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import CommandError, in_a_line
-from megaprof.cli.agent import answers, documents
-from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
 from megaprof.cli.jobs.trigger import prepare
 from megaprof.config.windows import TARGETS
 from megaprof.control.requests import SELECT, STEPS, TIMEOUT

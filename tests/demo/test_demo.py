@@ -23,7 +23,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.cli import main
-from megaprof.cli.training import demo
+from megaprof.demo import cli as demo
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.parallel.schedules import EXCHANGES
 from megaprof.testing.launcher import _marked

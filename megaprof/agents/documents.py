@@ -38,6 +38,6 @@ def schema_of(command: str) -> str:
 
 
 def _docs() -> Path:
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     installed = package / "docs"
     return installed if installed.is_dir() else package.parent / "docs"

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megaprof.cli import TERMINATED, CommandError
-from megaprof.cli.training import faults
 from megaprof.control.job import NoJob, find_job
+from megaprof.demo import faults
 
 if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload

@@ -23,10 +23,10 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CallToolResult, ElicitResult, TextContent
 from msgspec.structs import replace
 
+from megaprof.agents import answers, documents
+from megaprof.agents.excerpt import MOST, excerpt
+from megaprof.agents.server import CANNOT_ASK, DECLINED, server
 from megaprof.cli import FAILED, main
-from megaprof.cli.agent import answers, documents
-from megaprof.cli.agent.excerpt import MOST, excerpt
-from megaprof.cli.agent.server import CANNOT_ASK, DECLINED, server
 from megaprof.cli.files.report import report_on
 from megaprof.cli.jobs import status as job_status
 from megaprof.control.blame import find_culprits

@@ -10,8 +10,8 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from megaprof.analysis.convert import export as exporting
-from megaprof.analysis.convert.export import NothingToExport, export
+from megaprof.export import parquet as exporting
+from megaprof.export.parquet import NothingToExport, export
 from megaprof.formats import timeline as format
 from megaprof.formats.files import Directory
 from megaprof.formats.job import records, run
@@ -21,7 +21,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.diagnosis.test_averages import timeless
 from tests.analysis.job_timelines import START_NS, Slow, coupled, write_timelines
 
-DOCS = (Path(__file__).parents[3] / "docs" / "timeline.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "timeline.md").read_text()
 LAYOUT = WorldLayout(ParallelSizes.of(32, tp=2, pp=4))
 
 

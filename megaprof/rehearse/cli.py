@@ -9,11 +9,11 @@ from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError, print_json
 from megaprof.cli.inputs import progress, writing
-from megaprof.cli.training.run import resolve
-from megaprof.cli.training.tune import end_what_runs, memory_limit
+from megaprof.cli.jobs.run import resolve
 from megaprof.formats.files import appearing
 from megaprof.rehearse import links, rehearsal
 from megaprof.tune import trial
+from megaprof.tune.cli import end_what_runs, memory_limit
 from megaprof.tune.command import without_saving
 
 DESCRIPTION = """Run the stages of COMMAND one after another on this machine, each as one rank of a job whose other

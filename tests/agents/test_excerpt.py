@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt, find, written
+from megaprof.agents.excerpt import MOST, NoPart, excerpt, find, written
 
 _NAMES = st.text("abcdefgh/~:=é", min_size=1, max_size=12)
 _SCALARS = st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(-1e9, 1e9) | st.text(max_size=3000)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until the client closes the connection."""
-    from megaprof.cli.agent.server import serve
+    from megaprof.agents.server import serve
 
     if sys.stdin.isatty():
         print("megaprof mcp: waiting for an MCP client on standard input (Ctrl-D to exit)", file=sys.stderr)

@@ -1,1 +1,0 @@
-"""Commands that start a training run, or prepare one."""

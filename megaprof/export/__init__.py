@@ -1,0 +1,1 @@
+"""``megaprof export``: timelines as Parquet files."""
