@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from megaprof.capture.process import process
 from megaprof.formats.job.status import Calls, CaptureState, Position, RankStatus
 from megaprof.formats.names import host
 from megaprof.formats.phrases import printable
@@ -69,7 +70,8 @@ class Reporter:
     def describe(self, run: str | None, capture: CaptureState | None, *, ended: bool = False) -> RankStatus:
         """Returns the rank's status now, in the run called `run`."""
         session, timeline = self._session, self._session.timeline
-        position = None if timeline is None else timeline.position()
+        running, position = process.parts.now, None if timeline is None else timeline.position()
+        part = running[0] if running is not None and position is None else None
         return RankStatus(
             run=run,
             rank=session.coords.rank,
@@ -79,9 +81,10 @@ class Reporter:
             pid=os.getpid(),
             time=time.time(),
             interval=self._every,
-            since=self._host_moved.since((position, sum(dict(session.calls).values()))),
+            since=self._host_moved.since((position, running, sum(dict(session.calls).values()))),
             calls=self._calls(),
             position=position,
+            part=part,
             device_position=self._device_position(),
             recent=None if timeline is None else timeline.tally.recent(),
             waits=None if timeline is None else timeline.tally.waits,

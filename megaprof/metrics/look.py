@@ -155,7 +155,7 @@ def awaited(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing,
     """Returns the ranks that the others wait for, and where they stand."""
     standings = []
     for status in (statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses):
-        place = () if (at := status.place) is None else (at.phase, at.microbatch, at.chunk)
+        place = (status.part,) if (at := status.place) is None else (at.phase, at.microbatch, at.chunk)
         standings.append(Standing(status.rank, status.coords["pp"], *place))
     return tuple(standings)
 
@@ -246,7 +246,7 @@ def _place(status: RankStatus) -> str:
     if status.whereabouts_unknown:
         return f"in step {status.last_step()} or after it"
     if place is None:
-        return "outside of the schedule (optimizer, data, checkpoint, ...)"
+        return f"outside of the schedule ({status.part or 'optimizer, data, checkpoint, ...'})"
     whose = "" if place.role is None else f" of {place.role}"
     return f"in {place}, {place.target}{whose} step {place.step}"
 

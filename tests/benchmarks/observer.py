@@ -57,7 +57,7 @@ class Fault:
 
 
 def _workload(pp: int, layers: int = 0, **changes: Any) -> GPTWorkload:
-    return GPTWorkload(pp=pp, layers=layers or 2 * pp, hidden=32, seq_length=16, microbatches=6, **changes)
+    return GPTWorkload(**{"layers": layers or 2 * pp, "microbatches": 6, **changes}, pp=pp, hidden=32, seq_length=16)
 
 
 FAULTS = {
@@ -65,7 +65,9 @@ FAULTS = {
     "slow-rank": Fault(_workload(2, dp=2), ("slow_rank",), 3.0, rank=3),
     "tp-rank": Fault(_workload(2, tp=2), ("slow_rank",), 3.0, rank=1),
     "slow-link": Fault(_workload(3), ("slow_link",), 8.0, stage=0),
-    "data-loader": Fault(_workload(2), ("data_wait",), 50.0, stage=0),
+    "data-loader": Fault(_workload(2), ("data_wait",), 10.0, stage=0),
+    "data-rank": Fault(_workload(2, dp=2), ("data_wait",), 10.0, rank=1),
+    "data-eighth": Fault(_workload(2, microbatches=16), ("data_wait",), 60.0, stage=0),
     "host": Fault(_workload(3), ("slow_forward",), 8.0, stage=1),
 }
 
@@ -98,11 +100,10 @@ class Outcome:
 
 
 class _Switch:
-    """Whether the fault is there, and the forwards of this step so far."""
+    """Whether the fault is there."""
 
     def __init__(self) -> None:
         self.on = False
-        self.forwards = 0
 
 
 def _break(name: str, gpt: Any, switch: _Switch) -> None:
@@ -124,10 +125,11 @@ def _break(name: str, gpt: Any, switch: _Switch) -> None:
         if switch.on:
             time.sleep(fault.longer / 1e3)
 
-    def before_forward() -> None:
-        switch.forwards += 1
-        if name == "host" or switch.forwards == 1:
-            wait()
+    def batches(step: int, own: Callable[[int], Any] = gpt.data_iterator) -> Any:
+        for number, batch in enumerate(own(step)):
+            if name != "data-eighth" or number % 8 == 0:
+                wait()
+            yield batch
 
     if workload.tp > 1:  # what a layer waits for its peers would be a part of its pace
         faults.linger(layers, lambda _: layer_ms())
@@ -135,8 +137,11 @@ def _break(name: str, gpt: Any, switch: _Switch) -> None:
         faults.pace(layers, layer_ms)
     if name == "slow-link" and rank in (0, 1):
         faults.after_exchange(1 - rank, wait)
-    if name in ("data-loader", "host") and rank == fault.stage:
-        faults.before_forward(gpt.chunks[0], before_forward)
+    if name == "host" and rank == fault.stage:
+        faults.before_forward(gpt.chunks[0], wait)
+    # The first stage's ranks are the first ones.
+    if name.startswith("data") and rank in ((fault.rank,) if fault.rank is not None else range(workload.dp or 1)):
+        gpt.data_iterator = batches
 
 
 def run_rank(name: str, out: Path) -> tuple[list[float], list[float]]:
@@ -158,7 +163,6 @@ def run_rank(name: str, out: Path) -> tuple[list[float], list[float]]:
 
         def step(run: Callable[..., Any]) -> None:
             torch.distributed.barrier()
-            switch.forwards = 0
             gpt.train_step(run)
 
         taken: list[float] = []

@@ -18,8 +18,10 @@ from msgspec.structs import replace
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Demand, Wish
+from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
 from megaprof.config import tools
+from megaprof.control.blame import Blame, WaitedFor
 from megaprof.control.job import RunningJob
 from megaprof.control.listener import Listener
 from megaprof.control.requests import new_request
@@ -31,6 +33,7 @@ from megaprof.formats.job.status import CaptureState, Position, RankStatus, Rece
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
+from megaprof.metrics.look import awaited
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
 from megaprof.recorders.torch_profiler import TorchRecorder
@@ -125,6 +128,26 @@ def test_an_answer_says_how_far_the_rank_is_now(job: Job) -> None:
         job.step()
         job.listener.look()
         assert (job.answer(request).state, job.answer(request).calls) == ("accepted", begun)
+
+
+def test_a_rank_says_which_part_of_its_loop_it_is_in(job: Job) -> None:
+    """The others wait for it there, and it has moved since its last step."""
+    job.step()
+    job.listener.look()
+    before = job.status()
+    with process.parts.inside("saving"):
+        job.listener.look()
+        saving = job.status()
+    job.listener.look()
+    after = job.status()
+    assert before is not None
+    assert saving is not None
+    assert after is not None
+    assert (before.part, saving.part, after.part) == (None, "saving", None)
+    assert before.since < saving.since < after.since
+    blame = Blame((0,), (WaitedFor(0, silent=False, gone=False, waiting=1, for_s=60.0),), 60.0, {})
+    (standing,) = awaited({0: saving}, blame)
+    assert (standing.rank, standing.phase) == (0, "saving")
 
 
 def test_a_withdrawn_capture_does_not_wait_for_its_files(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

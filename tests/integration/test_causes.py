@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from megaprof.testing.faults import after_exchange, layers, linger
 #: Milliseconds that a layer waits in a forward and in a backward, ...
 FORWARD, BACKWARD = 30.0, 60.0
 #: ... and what a fault adds to a step, or to an exchange.
-LATE, DATA, LINK = 400.0, 300.0, 50.0
+LATE, DATA, LOADER, LINK = 400.0, 300.0, 50.0, 50.0
 PIPELINE = GPTWorkload(pp=3, layers=3, hidden=32, seq_length=16, microbatches=6)
 #: Steps of a fault: those from the first to the second are captured as one trace, the timeline has the others.
 STEPS, CAPTURED = 9, (1, 5)
@@ -34,6 +35,7 @@ EXPECTED = {
     "slow forward": {"slow_forward:1"},
     "two slow stages": {"unexplained:1", "embedding_or_loss:2"},  # what the last stage has more may be its loss
     "waiting for data": {"data_wait:0"},
+    "slow loader": {"data_wait:0"},
 }
 FLAGS = ["--profile-target", "train_actor", "--profile-tool", "timeline", "torch", "--profile-select", "per-stage"]
 
@@ -59,21 +61,23 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
     from megaprof import add_profile_args, install_hooks
 
     stage, _ = init_distributed()
-    passes = 0
     fault = "none"
-
-    def times(_: float) -> tuple[float, float]:
-        nonlocal passes
-        passes += 1
-        forward, backward = at_stage(fault, stage)
-        first = (passes - 1) % PIPELINE.microbatches == 0
-        return forward + (DATA if fault == "waiting for data" and stage == 0 and first else 0.0), backward
 
     if stage in (1, 2):
         after_exchange(3 - stage, lambda: time.sleep(LINK / 1000 if fault == "slow link" else 0))
     with cpu_megatron():
         gpt = build(PIPELINE)
-        linger(layers(gpt.chunks), times)
+        linger(layers(gpt.chunks), lambda _: at_stage(fault, stage))
+        batches = gpt.data_iterator
+
+        def late(step: int) -> Any:
+            """The first microbatch's data are late, or those of all, in the iterator that the host gives."""
+            for number, batch in enumerate(batches(step)):
+                if stage == 0 and (fault == "slow loader" or (fault == "waiting for data" and number == 0)):
+                    time.sleep((LOADER if fault == "slow loader" else DATA) / 1000)
+                yield batch
+
+        gpt.data_iterator = late  # type: ignore[method-assign]
         forward_backward = get_forward_backward_func()
         gpt.train_step(forward_backward)
         for fault in faults:

@@ -337,4 +337,4 @@ def _place(status: RankStatus, now: float) -> str:
         return "not heard of any more"
     if status.whereabouts_unknown:
         return "not known without a timeline"
-    return "outside of the schedule" if status.place is None else str(status.place)
+    return str(status.place or status.part or "outside of the schedule")

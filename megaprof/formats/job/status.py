@@ -145,6 +145,9 @@ class RankStatus(Record, frozen=True):
     """Its progress: one entry for each target and role."""
     position: Position | None = None
     """The position of its training thread; None outside of a schedule call, and without a timeline."""
+    part: Name | None = None
+    """The part of the host's loop that its training thread is in, such as ``saving``; None in a schedule call, and if
+    it is not known."""
     device_position: Position | None = None
     """The position of its GPU; None if the GPU has nothing left to do, and on a CPU."""
     recent: Recent | None = None
