@@ -99,7 +99,7 @@ def over(part: Literal["step", "job", "attempt"]) -> None:
         if part == "job":
             armed.finish_job()
         elif process.sessions:
-            from megaprof.capture.profiler import profiler  # brings torch
+            from megaprof.capture import profiler  # brings torch
 
             (profiler.step_ended if part == "step" else profiler.attempt_failed)()
     except Exception as fault:

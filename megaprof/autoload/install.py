@@ -14,9 +14,9 @@ from typing import Any
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.writer import Writer, open_writer
 from megaprof.autoload import registry, unmet
+from megaprof.capture import profiler
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
-from megaprof.capture.profiler import profiler
 from megaprof.capture.session import Session
 from megaprof.capture.this_rank import ThisRank, moved
 from megaprof.config.arguments import config_from_args
@@ -174,7 +174,7 @@ def _install(
         models,
         writer,
         os.path.join(directory, shard(this_rank.coords)),
-        profiler.termination,
+        process.termination,
         role=role,
         numbers=partial(registry.numbers, given=iteration),
         recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else (),
@@ -197,7 +197,7 @@ def _timeline(
         return None
     finished = None if here.timed else writer.hand_over
     return TimelineRecorder(
-        config, here.coords, role, profiler.background, framework, directory, finished, process.parts
+        config, here.coords, role, process.background, framework, directory, finished, process.parts
     )
 
 
@@ -235,7 +235,7 @@ def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Lis
     """Starts to answer requests in ``directory``. Rank 0 also watches the job, if asked to. Rank 0 and the last rank,
     where Megatron-LM keeps its scalar writers, also sum up the job's figures."""
     listener = Listener(session, layout, session.writer, directory)
-    if not listener.start(profiler.background):
+    if not listener.start(process.background):
         return None
     session.at_end.append(listener.close)
     config, coords = session.config, session.coords
@@ -253,8 +253,8 @@ def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Lis
 
 def _repeat(session: Session, task: Callable[[], None], every: float) -> None:
     """Runs ``task`` on the background thread, every ``every`` seconds until the session ends."""
-    profiler.background.add(task, every)
-    session.at_end.append(partial(profiler.background.remove, task))
+    process.background.add(task, every)
+    session.at_end.append(partial(process.background.remove, task))
 
 
 def _config(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:

@@ -45,7 +45,6 @@ class Dispatcher:
         self.close_modules: Callable[[], object] | None = None
         """Closes the ranges of modules that are open in this thread. Can be run twice."""
         self._recording: tuple[Session, RecordedCall] | None = None
-        self._leaving: list[Callable[[], None]] = []
         self._dropped: list[Session] = []
         self._last_model: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
         """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
@@ -84,7 +83,7 @@ class Dispatcher:
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
         """Begins a call. Returns it if it is recorded, else None. ``end`` must follow in either case."""
-        if process.urgent:
+        if process.asked:
             self.settle()
         session, models = self._route(facts.chunks)
         call = None if session is None else session.begin(facts)
@@ -104,14 +103,8 @@ class Dispatcher:
         if self._recording is not None:
             (session, call), self._recording = self._recording, None
             session.end(call, failed=failed)
-        if process.urgent:
+        if process.asked:
             self.settle()
-
-    def ask(self, leave: Callable[[], None]) -> None:
-        """Has the training thread call ``leave``, before its next call or at the end of this one. May be called from
-        any thread."""
-        self._leaving.append(leave)
-        process.urgent = True
 
     def settle(self) -> None:
         """Does what other threads have asked of the training thread. Only that thread may close a window, and not while
@@ -119,23 +112,15 @@ class Dispatcher:
         peer, which may be waiting for something that this rank has yet to send."""
         if not self.sessions or capturing():  # without sessions, this dispatcher is no longer in use
             return
-        process.urgent = False
-        try:
-            if process.memory_full is not None:
-                reason, process.memory_full = process.memory_full, None
-                logger.warning("megaprof: the window closes early: %s", reason)
-                self.cut(reason)
-            while self._leaving and self._recording is None:
-                in_full(self._leaving[0])
-                del self._leaving[0]
-            process.urgent = process.urgent or bool(self._leaving)
-        except BaseException:
-            process.urgent = True  # the host interrupted us: try again later
-            raise
+        for task in process.asked.copy():
+            if self._recording is None or task[1]:
+                in_full(task[0])
+                process.asked.remove(task)  # only now: the host may interrupt us
 
     def cut(self, reason: str) -> None:
         """Closes the open window now, even in the middle of a call. Keeps what the window has recorded. The timeline of
         the call goes on."""
+        logger.warning("megaprof: the window closes early: %s", reason)
         with Contained("closing a window early", self.drop):
             in_full(self.close_modules)
             call = None if self._recording is None else self._recording[1]
@@ -156,7 +141,7 @@ class Dispatcher:
         """Forgets the call in progress, in a forked child: its sessions are the parent's."""
         self._now(None)
         self._recording = self.inside = self._last_model = None
-        self._leaving, self._dropped, self.models = [], [], ()
+        self._dropped, self.models = [], ()
 
     def drop(self) -> None:
         """Switches off the sessions that a fault in a hook may have touched. Can be run twice.

@@ -1,21 +1,24 @@
-"""The state that a process has only once: its sessions, its one open window, the names of its files.
+"""The state that a process has only once: its sessions and hooks, its one open window, the names of its files.
 
-It is plain data, and light to import.
+It is plain data, and light to import. The functions that change it are in `megaprof.capture.profiler`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.recorders.parts import Parts
+from megaprof.runtime.background import Background
 from megaprof.runtime.device import DeviceWait
 from megaprof.runtime.isolation import in_full
+from megaprof.runtime.patching import Patches
 
 if TYPE_CHECKING:
     from megaprof.capture.agenda import PlannedWindow
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from megaprof.recorders import Recorder, Window
     from megaprof.recorders.call import RecordedCall
     from megaprof.recorders.ranges.emit import Range
+    from megaprof.runtime.ending import AtExit, Termination
 
 
 @dataclass(eq=False)
@@ -49,9 +53,24 @@ class OpenWindow:
 
 
 class Process:
-    """State that sessions, hooks and annotations share. `megaprof.capture.profiler.Profiler` manages it."""
+    """State that sessions, hooks and annotations share."""
+
+    dispatcher: Any
+    """The `megaprof.capture.dispatcher.Dispatcher`, which routes calls to sessions. There is a new one each time that hooks are installed in a process without any."""
+    termination: Termination
+    """Holds up a SIGTERM while something is unsaved."""
+    at_exit: AtExit
+    """Finishes everything as the process ends."""
 
     def __init__(self) -> None:
+        self.patches = Patches()
+        """The functions of Megatron and of hosts that are replaced while hooks are installed."""
+        self.put_in: list[Callable[[Patches, Any], None]] = []
+        """The functions that replaced them."""
+        self.background = Background()
+        """The thread for everything that runs beside the training."""
+        self.forks_watched = False
+        """True once a forked child resets its state."""
         self.sessions: list[Any] = []
         """The sessions (`megaprof.capture.session.Session`) whose hooks are installed, in the order of installation."""
         self.window: OpenWindow | None = None
@@ -68,11 +87,9 @@ class Process:
         """Mistakes in the host's calls that were logged already."""
         self.answers: dict[Path, Any] = {}
         """The `megaprof.control.listener.Listener` of the session that answers in a control directory, by its path."""
-        self.memory_full: str | None = None
-        """Why the open window has to close before the next microbatch; None if it may stay open. Set by the thread of
-        the host memory guard."""
-        self.urgent = False
-        """True if another thread has work for the training thread, which looks at this before each microbatch."""
+        self.asked: list[tuple[Callable[[], None], bool]] = []
+        """What other threads have asked of the training thread, which looks at this before each microbatch: functions,
+        and whether they may run in the middle of a call."""
         self.parts = Parts()
         """What the host does between the schedule's calls."""
         self.traced = SESSION_VARIABLE in os.environ
@@ -92,8 +109,7 @@ class Process:
     def memory_ran_out(self, session: object, reason: str) -> None:
         """Has the window of ``session`` closed because of ``reason``, if it is open. Any thread may call it."""
         if self.window is not None and self.window.owner is session:
-            self.memory_full = reason
-            self.urgent = True
+            self.asked.append((partial(self.dispatcher.cut, reason), True))
 
     def abandon(self) -> None:
         """Stops all recording after a fault. Can be run twice."""
@@ -104,8 +120,9 @@ class Process:
         self.sessions.clear()
         self.capturers.clear()
         self.answers.clear()
-        self.window, self.prepared, self.memory_full = None, None, None
-        self.urgent = self.disturbed = False
+        self.asked.clear()
+        self.window = self.prepared = None
+        self.disturbed = False
 
 
 process = Process()

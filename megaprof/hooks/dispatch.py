@@ -85,7 +85,7 @@ def ranged(
     """
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        if process.urgent:
+        if process.asked:
             dispatcher.settle()
         call = dispatcher.call
         if call is None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.capture.profiler import profiler
+from megaprof.capture.process import process
 from megaprof.capture.roles import evaluating
 from megaprof.formats.steps import codes
 from megaprof.hooks.batch import Batch
@@ -31,7 +31,7 @@ def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
     def runs_batch(*args: Any, **kwargs: Any) -> Any:
         if armed.awaits_batch:
             armed.awaits_batch = not armed.install(pipeline=False)
-        dispatcher = profiler.dispatcher
+        dispatcher = process.dispatcher
         facts = partial(_facts, batch, signature)
         return stepped(original, dispatcher, facts, partial(_prepare, batch, dispatcher, args))(*args, **kwargs)
 
@@ -125,7 +125,7 @@ class PlainSteps:
     def __init__(self, model: Any, microbatches: int) -> None:
         """``microbatches``: the number of microbatches that a step accumulates before the optimizer's step. The hooks
         must be installed already."""
-        self._dispatcher = profiler.dispatcher
+        self._dispatcher = process.dispatcher
         self._facts = _plain(model, microbatches)
         self._recorded = False
         self._passes = _Passes(self._dispatcher, self._facts)

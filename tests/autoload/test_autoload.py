@@ -19,7 +19,8 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.autoload import arming, registry
 from megaprof.autoload.arming import PATH, environment
-from megaprof.capture.profiler import profiler
+from megaprof.capture import profiler
+from megaprof.capture.process import process
 from megaprof.runtime.armed import armed
 from tests import programs
 
@@ -247,9 +248,9 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     assert armed.awaits_schedule, "it is too early"
     try:
         assert one_rank.train_step(partial(kept, pg_collection=given))
-        sessions = profiler.sessions
+        sessions = process.sessions
     finally:
-        for session in profiler.sessions:
+        for session in process.sessions.copy():
             profiler.leave(session)
     if several:
         assert not sessions

@@ -9,8 +9,8 @@ from megatron.core.pipeline_parallel import schedules
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.autoload import arming
+from megaprof.capture import profiler
 from megaprof.capture.process import process
-from megaprof.capture.profiler import profiler
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.process_groups import coords_from_parallel_state
 from megaprof.runtime.armed import armed
@@ -33,7 +33,7 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
             with megatron(rank, 4, pp=2):
                 first = ask() if way == "asked again" else install_hooks(None, config)
                 again = ask() if way == "asked again" else install_hooks(None, config)
-                (session,) = profiler.sessions
+                (session,) = process.sessions
                 assert first is again, "nothing moved"
                 assert session.coords == coords_from_parallel_state()
                 assert session.timeline is not None
@@ -45,7 +45,7 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
                 profiler.leave(session)
         assert places.read(paths.status(1), RankStatus).ended
     finally:
-        for session in profiler.sessions:
+        for session in process.sessions.copy():
             profiler.leave(session)
     assert tmp_path / "control" not in process.answers
     assert schedules.forward_backward_pipelining_without_interleaving is untouched

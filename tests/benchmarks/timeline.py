@@ -56,7 +56,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.capture.profiler import profiler
+from megaprof.capture.process import process
 from megaprof.recorders import flight, tape
 from megaprof.testing import cpu_megatron, init_distributed, run_ranks
 from tests.benchmarks.cores import awake, one_busy, real_time
@@ -154,13 +154,13 @@ class Cost:
 
 def _clocks() -> npt.NDArray[np.float64]:
     """Wall time, and CPU time of the process, of this thread and of the background thread, in microseconds."""
-    own = time.perf_counter(), time.process_time(), time.thread_time(), profiler.background.seconds
+    own = time.perf_counter(), time.process_time(), time.thread_time(), process.background.seconds
     return 1e6 * np.array(own)
 
 
 def _put_hooks(*, back_in: bool) -> None:
     """Takes all hooks out, or puts them back in."""
-    replaced = profiler.patches._applied
+    replaced = process.patches._applied
     for owner, name, original, replacement in replaced if back_in else reversed(replaced):
         setattr(owner, name, replacement if back_in else original)
 
@@ -174,7 +174,7 @@ def _groups(step: Callable[[], object], steps: int) -> Cost:
         for number, recorded in enumerate((first, not first, not first, first)):
             _put_hooks(back_in=recorded)
             if has_round and recorded and number >= 2:
-                profiler.background.wake()
+                process.background.wake()
             began = _clocks() - _met
             step()
             took = _clocks() - began - _met
@@ -252,11 +252,11 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
             for _ in range(20):
                 step()
             for task in (timeline.drain, handle._listener.look):  # when `_groups` says so, instead of once a second
-                profiler.background.remove(task)
-                profiler.background.add(task, ENDLESS, woken=True)
-            profiler.background.longest = 0.0
+                process.background.remove(task)
+                process.background.add(task, ENDLESS, woken=True)
+            process.background.longest = 0.0
             found = _groups(step, steps)
-            stall = profiler.background.longest
+            stall = process.background.longest
             recorded = timeline.calls()["train_actor", None][1]
             reading = timeline._collectives
             read = {"took": 0.0, "share": 0.0, "lock": 0.0}

@@ -12,10 +12,10 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.reading import find_timelines
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.capture import ahead
+from megaprof.capture import ahead, profiler
 from megaprof.capture.agenda import CountedStep, Demand
 from megaprof.capture.ahead import Pace
-from megaprof.capture.profiler import profiler
+from megaprof.capture.process import process
 from megaprof.formats.timeline import DISTURBED, read_timeline
 from megaprof.recorders import build_recorders
 from megaprof.recorders.torch_profiler import TorchRecorder
@@ -76,7 +76,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     # The gaps of a test on a busy machine are as long as they are.
     monkeypatch.setattr(Pace, "ends", lambda pace: True)
     yield Watched(monkeypatch)
-    for session in profiler.sessions:
+    for session in process.sessions.copy():
         profiler.leave(session)
     assert torch.autograd.profiler._prepare_profiler is torch._C._autograd._prepare_profiler
 

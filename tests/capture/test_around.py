@@ -15,9 +15,10 @@ from megaprof import role as role_scope
 from megaprof.analysis.trace.reading import Timelines, find_timelines
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.autoload.install import Handle, install_without_pipeline
+from megaprof.capture import profiler
 from megaprof.capture.agenda import Demand
 from megaprof.capture.ahead import Pace
-from megaprof.capture.profiler import profiler
+from megaprof.capture.process import process
 from megaprof.formats.timeline import DISTURBED, Timeline, read_timeline
 from megaprof.hooks.plain import PlainSteps
 from megaprof.recorders import build_recorders
@@ -30,7 +31,7 @@ def _no_gaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The gaps of a test on a busy machine are as long as they are."""
     monkeypatch.setattr(Pace, "ends", lambda pace: True)
     yield
-    for session in profiler.sessions:
+    for session in process.sessions.copy():
         profiler.leave(session)
 
 

@@ -18,9 +18,9 @@ from megaprof import ProfileConfig, analyze, annotate, install_hooks
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.autoload import megatron_lm
+from megaprof.capture import profiler
 from megaprof.capture.agenda import Call
 from megaprof.capture.process import process
-from megaprof.capture.profiler import profiler
 from tests.analysis.synthetic import kinds
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture(autouse=True)
 def _no_handle_is_left() -> Iterator[None]:
     yield
-    for session in profiler.sessions:
+    for session in process.sessions.copy():
         profiler.leave(session)
 
 

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Demand, Wish
 from megaprof.capture.process import process
-from megaprof.capture.profiler import profiler
 from megaprof.config import tools
 from megaprof.control.blame import Blame, WaitedFor
 from megaprof.control.job import RunningJob
@@ -534,7 +533,7 @@ def test_what_turns_a_rank_off_is_in_its_status(job: Job, monkeypatch: pytest.Mo
     def broken(*call: Any) -> Any:
         raise RuntimeError("the agenda is unwell")
 
-    (session,) = profiler.sessions
+    (session,) = process.sessions
     monkeypatch.setattr(session.agenda, "begins", broken)
     job.step()
     job.listener.look()

@@ -165,7 +165,7 @@ def test_what_wants_the_window_closed_waits_for_the_end_of_the_capture(
             if why == "remove":
                 handle.remove()
             else:
-                process.memory_full, process.urgent = "host memory: none left", True
+                process.memory_ran_out(process.window.owner, "host memory: none left")
 
     hook = one_rank.chunks[0].register_forward_pre_hook(each_forward)
     one_rank.train_step()

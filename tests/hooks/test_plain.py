@@ -16,7 +16,8 @@ from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.autoload import arming, contract, controller, registry
 from megaprof.autoload.contract import Facts, Hook
 from megaprof.autoload.install import install_without_pipeline
-from megaprof.capture.profiler import profiler
+from megaprof.capture import profiler
+from megaprof.capture.process import process
 from megaprof.hooks.batch import Batch
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
@@ -150,7 +151,7 @@ def test_the_first_batch_brings_the_hooks(engine: Engine, tmp_path: Path, monkey
         engine.forward_backward_batch(data())
         assert not armed.awaits_batch
     finally:
-        for session in profiler.sessions:
+        for session in process.sessions.copy():
             profiler.leave(session)
     (path,) = find_traces(tmp_path)
     assert path.name.startswith("train_actor.actor.step000000.")

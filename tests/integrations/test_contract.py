@@ -16,9 +16,8 @@ from megaprof import ProfileConfig
 from megaprof.autoload import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
 from megaprof.autoload import slime as slime_entry
 from megaprof.autoload.contract import Facts, Hook
-from megaprof.capture import roles
+from megaprof.capture import profiler, roles
 from megaprof.capture.agenda import Agenda, Call
-from megaprof.capture.profiler import profiler
 from megaprof.capture.roles import evaluating
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.runtime.armed import armed

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megaprof import ProfileConfig, install_hooks
 from megaprof.artifacts import writer
 from megaprof.autoload.install import Handle
-from megaprof.capture.profiler import profiler
+from megaprof.capture.process import process
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
 from megaprof.testing.faults import before_forward
 
@@ -199,13 +199,13 @@ def forks(gpt: BuiltGPT, directory: str) -> None:
     def fork() -> None:
         if children:
             return
-        with handle._session.writer._idle, profiler.background._lock:  # the worst moment: threads of ours hold them
+        with handle._session.writer._idle, process.background._lock:  # the worst moment: threads of ours hold them
             child = os.fork()
         if child:
             children.append(child)
             return
-        assert not profiler.background._tasks
-        profiler.background.remove(fork)
+        assert not process.background._tasks
+        process.background.remove(fork)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert not handle.active
         assert handle.flush(0)

@@ -109,7 +109,8 @@ def runs_out_of_memory(gpt: BuiltGPT, directory: str) -> None:
 
     def full() -> None:
         gone.set()
-        process.memory_full, process.urgent = "host memory: none left", True
+        if process.window is not None:
+            process.memory_ran_out(process.window.owner, "host memory: none left")
 
     handle = install(gpt, directory, schedule="0", flush_seconds=1)
     before_forward(gpt.chunks[0], full)
