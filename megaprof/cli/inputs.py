@@ -15,8 +15,11 @@ from megaprof.formats.remote import Unreachable
 _OPTION = "--max-input-mib"
 
 
-def add_input_option(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--max-input-mib``."""
+def add_input_option(parser: argparse.ArgumentParser, *, runs: bool = False) -> None:
+    """Adds ``--max-input-mib``, and with ``runs`` also ``--run``."""
+    if runs:
+        numbered = "number of the run, if DIR holds several; 1 is the oldest (default: the newest)"
+        parser.add_argument("--run", metavar="N", type=int, help=numbered)
     parser.add_argument(
         _OPTION,
         metavar="N",

@@ -68,18 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _invite(arguments: argparse.Namespace, address: str, port: int, private: Path) -> None:
     print(f"{printable(str(arguments.dir))}: {address}", flush=True)
-    if not arguments.no_open and browser.is_here() and browser.opened(_entrance(address, private)):
-        print("Opened in the browser; Ctrl-C ends the server.", flush=True)
-        return
+    if not arguments.no_open and browser.is_here():
+        # Other users can see the arguments that a browser is started with, and would see the token. So it opens a file
+        # that only this user can read, and that leads to the address.
+        page = private / "megaprof.html"
+        refresh = f'<meta http-equiv="refresh" content="0; url={address}">'
+        page.write_text(f'<!DOCTYPE html>{refresh}<a href="{address}">megaprof</a>')
+        if browser.opened(page.as_uri()):
+            print("Opened in the browser; Ctrl-C ends the server.", flush=True)
+            return
     print("On your own machine, run this, then open the address there (Ctrl-C here ends the server):")
     print(f"  {browser.forwarding(port)}", flush=True)
-
-
-def _entrance(address: str, private: Path) -> str:
-    """Returns the address of a file that leads to ``address`` and that only this user can read. Other users can see the
-    arguments that a browser is started with, and would see the token."""
-    page = private / "megaprof.html"
-    page.write_text(
-        f'<!DOCTYPE html><meta http-equiv="refresh" content="0; url={address}"><a href="{address}">megaprof</a>'
-    )
-    return page.as_uri()

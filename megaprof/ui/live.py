@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
+from typing import Generic, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
@@ -19,7 +22,6 @@ from megaprof.formats.job.requests import Refused
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import SlowRanks, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
-from megaprof.ui.kept import Kept
 
 #: The most looks at a job that are remembered.
 MOST_POINTS = 1200
@@ -99,6 +101,34 @@ class Now:
         statuses = self.view.statuses.values() if self.view else ()
         done = dict.fromkeys(call.target for status in statuses for call in status.calls)
         return [*(name for name in done if name in TARGETS), *(name for name in TARGETS if name not in done)]
+
+
+Found = TypeVar("Found")
+
+
+class Kept(Generic[Found]):
+    """Calls ``look`` on a thread and keeps its result for a while. Pages that ask at the same time share one call."""
+
+    def __init__(self, look: Callable[[], Found], seconds: Callable[[Found], float]) -> None:
+        self._look, self._seconds = look, seconds
+        self._found: Found | None = None
+        self._until = 0.0
+        self._looking: asyncio.Task[None] | None = None
+
+    async def get(self, patience: float | None) -> Found | None:
+        """Returns the result of a look. If looking takes longer than `patience` (seconds; None: no limit), returns the
+        previous result, or None if there is none. Raises what the look raised."""
+        if self._found is None or monotonic() > self._until:
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._renew())
+            await asyncio.wait({self._looking}, timeout=patience)
+            if self._looking.done():
+                self._looking.result()  # raises what the look raised
+        return self._found
+
+    async def _renew(self) -> None:
+        self._found = await run_in_threadpool(self._look)
+        self._until = monotonic() + self._seconds(self._found)
 
 
 class LiveJob:

@@ -23,14 +23,14 @@ from starlette.routing import Route
 from megaprof.analysis.report import html
 from megaprof.analysis.report.compare import NothingToCompare, compare
 from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.control.directory import parts_with_a_run
 from megaprof.formats.files import Unsafe
 from megaprof.formats.job.requests import Refused
 from megaprof.ui import pages
 from megaprof.ui.captures import Capture, KeptCaptures, Unreadable
 from megaprof.ui.guard import Guard
-from megaprof.ui.kept import Kept
-from megaprof.ui.live import LiveJob, state_of
+from megaprof.ui.live import Kept, LiveJob, state_of
 from megaprof.ui.places import Listing, Place, look_below
 from megaprof.ui.what_if import answer, host_options
 
@@ -116,8 +116,7 @@ class Pages:
         if isinstance(capture, Response):
             return capture
         targets = capture.report.targets
-        number, target = _chosen(request, capture.report)
-        changeable = None if target is None else capture.report.by_hand[number]
+        number, target, changeable = _chosen(request, capture.report)
         shared: dict[str, Any] = {"place": place, "targets": targets, "number": number, "target": target}
         if target is None or changeable is None:
             return _page("what_if.html", **shared, answer=None, data=None)
@@ -132,8 +131,7 @@ class Pages:
             capture = await self._captures.get(place, pages.links_of(place))
         except Unreadable as fault:
             return JSONResponse({"fault": str(fault)})
-        number, target = _chosen(request, capture.report)
-        changeable = None if target is None else capture.report.by_hand[number]
+        number, target, changeable = _chosen(request, capture.report)
         if target is None or changeable is None:
             raise _Missing
 
@@ -313,14 +311,14 @@ def _refused(message: str, status: int = 403) -> Response:
     return PlainTextResponse(f"megaprof: {message}\n", status)
 
 
-def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None]:
+def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None, Changeable | None]:
     """Returns the number and the report of the target in the query, or else of the first target that can be changed by
-    hand."""
-    text, targets = request.query_params.get("t", ""), report.targets
-    if text.isascii() and text.isdecimal() and int(text[:6]) < len(targets):
-        return int(text[:6]), targets[int(text[:6])]
-    able = next((place for place, changeable in enumerate(report.by_hand) if changeable is not None), 0)
-    return able, targets[able] if targets else None
+    hand, and what predicts its changes."""
+    text, count = request.query_params.get("t", ""), len(report.targets)
+    number = next((place for place, changeable in enumerate(report.by_hand) if changeable is not None), 0)
+    if text.isascii() and text.isdecimal() and int(text[:6]) < count:
+        number = int(text[:6])
+    return (number, report.targets[number], report.by_hand[number]) if count else (number, None, None)
 
 
 def _roles(directory: Path) -> list[str]:

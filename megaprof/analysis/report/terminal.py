@@ -6,7 +6,6 @@ import shlex
 
 from rich.console import Console
 
-from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report import views
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport
@@ -38,7 +37,13 @@ def show(report: Report, console: Console) -> None:
     for target in report.targets:
         _show_target(target, console)
     if report.foreign is not None:
-        _show_foreign(report.foreign, console)
+        heading(console, "Recordings without ranges of megaprof's")
+        for view in views.foreign_tables(report.foreign):
+            show_table(console, view, _MOST_ROWS)
+        for late in report.foreign.late[:4]:
+            console.print(text(sentence(sentences.late_clause(late))))
+        console.print(text(sentences.foreign_limits(report.foreign) + "."))
+        show_warnings(console, report.foreign.warnings)
     if report.warnings:
         heading(console, "Files")
         show_warnings(console, report.warnings)
@@ -132,14 +137,3 @@ def _show_what_if(predictions: WhatIf, console: Console) -> None:
     for line in what_if.remarks(predictions):
         console.print(text(line, "dim"))
     show_warnings(console, predictions.warnings)
-
-
-def _show_foreign(foreign: Foreign, console: Console) -> None:
-    """Prints the facts of every rank, and what these recordings cannot show."""
-    heading(console, "Recordings without ranges of megaprof's")
-    for view in views.foreign_tables(foreign):
-        show_table(console, view, _MOST_ROWS)
-    for late in foreign.late[:4]:
-        console.print(text(sentence(sentences.late_clause(late))))
-    console.print(text(sentences.foreign_limits(foreign) + "."))
-    show_warnings(console, foreign.warnings)

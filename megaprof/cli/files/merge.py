@@ -74,18 +74,12 @@ def add_source(parser: argparse.ArgumentParser, help_text: str) -> None:
     parser.add_argument("--role", help="role, if several were captured")
     parser.add_argument("--step", type=int, help="step, if several were captured (default: the latest)")
     parser.add_argument(
-        "--run",
-        metavar="N",
-        type=int,
-        help="number of the run, if DIR holds several; 1 is the oldest (default: the newest)",
-    )
-    parser.add_argument(
         "--ranks",
         metavar="SELECTION",
         help="ranks: all, per-stage, numbers such as 0,8-15, or coordinates such as pp=*,dp=0 (default: all; if there "
         "are more than 64, the lowest of each stage)",
     )
-    add_input_option(parser)
+    add_input_option(parser, runs=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

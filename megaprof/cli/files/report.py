@@ -55,12 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--open", action="store_true", help="open the HTML file in the browser (a temporary one without --html)"
     )
     parser.add_argument(
-        "--run",
-        metavar="N",
-        type=int,
-        help="number of the run, if DIR holds several; 1 is the oldest (default: the newest)",
-    )
-    parser.add_argument(
         "--workers",
         metavar="N",
         help="number of processes that read files (default: one per processor), or a running Ray cluster: 'ray' or its "
@@ -73,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             type=int,
             help=f"{axis} size, to name the process groups in recordings of other profilers",
         )
-    add_input_option(parser)
+    add_input_option(parser, runs=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

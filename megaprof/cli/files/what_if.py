@@ -72,14 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar=value, default="", help=text)
     parser.add_argument("--target", metavar="NAME", help="target (default: the first that can be changed)")
     parser.add_argument("--role", metavar="NAME", help="role, if several were captured")
-    parser.add_argument(
-        "--run",
-        metavar="N",
-        type=int,
-        help="number of the run, if DIR holds several; 1 is the oldest (default: the newest)",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    add_input_option(parser)
+    add_input_option(parser, runs=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
