@@ -8,6 +8,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+#: What is less than this part of something else does not count beside it.
+MINOR = 0.25
 
 
 def of_others(values: Floats, axis: int = 0) -> Floats:
@@ -35,8 +37,7 @@ def misfits(as_before: Floats | Flags, as_after: Floats | Flags) -> Floats:
     """Returns how badly a change between each two steps fits, [n + 1]: what all steps before it are off from how it was
     before (``as_before`` [n]), and those after it from how it is since (``as_after`` [n])."""
     before, after = (np.concatenate(([0.0], np.cumsum(off))) for off in (as_before, as_after))
-    fits: Floats = before + after[-1] - after
-    return fits
+    return np.asarray(before + after[-1] - after)
 
 
 def began(there: Flags) -> int | None:
@@ -48,5 +49,4 @@ def began(there: Flags) -> int | None:
     """
     exceptions = misfits(there, ~there)[:-1]
     first = int(np.argmin(exceptions))
-    lasting = first == 0 or 1 < first < len(there) - 1
-    return first if lasting and exceptions[first] <= 0.25 * there.sum() else None
+    return first if (first == 0 or 1 < first < len(there) - 1) and exceptions[first] <= MINOR * there.sum() else None

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import RERUN
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name
 from megaprof.formats.steps import codes

@@ -21,7 +21,7 @@ from megaprof.tune.command import Saves, without_saving
 from megaprof.tune.state import Trial, Tuning
 
 DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout would be faster, run it again with
-that layout, and so on, until no layout is certainly 1 % faster. The layout options of Megatron-LM, or of another
+that layout, and so on, until no layout is certainly 2 % faster. The layout options of Megatron-LM, or of another
 supported host, must be on the command line of COMMAND itself. Checkpoints are not saved. If interrupted, run the same
 command line again to continue."""
 

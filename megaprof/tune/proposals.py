@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
 from megaprof.analysis.samples import Interval
@@ -19,8 +20,6 @@ from megaprof.tune import trial as runs
 from megaprof.tune.between import between_ms
 from megaprof.tune.state import Proposal, Trial, Tuning
 
-#: A layout is tried if it certainly gains this fraction of the step.
-LEAST = 0.01
 _GIB = 1 << 30
 
 
@@ -93,9 +92,9 @@ def _mismatch(proposal: Proposal, layout: str | None, microbatches: int | None) 
 def best_proposal(tuning: Tuning) -> Proposal | None:
     """Returns what to try next: of all layouts that were predicted and not tried, the one with the best lower end.
 
-    If no layout gains `LEAST` over the best trial at its lower end, returns half as many stages, if they may be tried
-    and gain as much; otherwise None. If a layout was predicted twice, the more certain prediction counts. If no trial
-    keeps the memory limit, any layout that is predicted to keep it counts as a gain.
+    If no layout gains `policy.LEAST` over the best trial at its lower end, returns half as many stages, if they may be
+    tried and gain as much; otherwise None. If a layout was predicted twice, the more certain prediction counts. If no
+    trial keeps the memory limit, any layout that is predicted to keep it counts as a gain.
     """
     best = _best(tuning, (proposal for trial in tuning.measured for proposal in trial.next))
     if best is None and tuning.depth:

@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.what_if.changes import RERUN
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
 from megaprof.tune.command import with_layout

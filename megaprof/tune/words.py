@@ -9,12 +9,12 @@ from itertools import compress
 from markupsafe import Markup
 from rich.console import Console
 
+from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.report.html import environment, static
 from megaprof.analysis.report.printing import heading, show_table, text
 from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text import words
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.what_if.changes import RERUN
 from megaprof.formats.phrases import counted
 from megaprof.tune.state import Trial, Tuning
 from megaprof.version import __version__
@@ -69,7 +69,7 @@ def sentence(tuning: Tuning) -> str:
 def stopped(tuning: Tuning) -> str | None:
     """Returns why there are no more trials; None while there are."""
     if tuning.stopped == "nothing_left":
-        reasons = tuning.reason or "no other layout is surely 1 % faster", _depth(tuning)
+        reasons = tuning.reason or "no other layout is surely 2 % faster", _depth(tuning)
         return " ".join(words.sentence(reason) for reason in reasons if reason)
     if tuning.stopped == "trials_spent":
         return (

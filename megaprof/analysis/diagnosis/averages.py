@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.policy import MOST
 from megaprof.analysis.diagnosis.stages import (
     BUBBLE_PARTS,
     LONGEST,
@@ -196,8 +197,8 @@ def _waiting_for_host(table: Table, place: tuple[int, int]) -> Iterator[Note]:
     waiting, since, of_ranks = dict[int, float](), set[int](), table.spent.get("host_passes")
     for stage, shares in enumerate(() if of_ranks is None else of_ranks[:, place[0], :, place[1]].T):
         known = np.isfinite(shares)
-        first = (began(shares[known] > 0.5) if known.any() else None) or 0
-        if (share := _known_mean(shares[known][first:])) is not None and share > 0.5:
+        first = (began(shares[known] > MOST) if known.any() else None) or 0
+        if (share := _known_mean(shares[known][first:])) is not None and share > MOST:
             waiting[stage] = share
             since.add(int(table.steps[known][first]) if first else -1)
     if waiting:

@@ -9,14 +9,14 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined, more_steps, most_gained
 from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
-from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas, reason
+from megaprof.analysis.diagnosis.lengths import Fit, Lengths, explain, fit, of_microbatches, of_replicas, reason
 from megaprof.analysis.diagnosis.naming import BOTH, active, looks
-from megaprof.analysis.diagnosis.policy import FILLED, LEAST
+from megaprof.analysis.diagnosis.policy import FILLED, LEAST, MINOR, MOST, TOGETHER
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
-from megaprof.analysis.table.table import DATA, GARBAGE, QUARTILE, WAIT, Floats
+from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
 from megaprof.parallel.comparing import began
 
 
@@ -122,7 +122,7 @@ def diagnose(run: Examined) -> Diagnosis:
             hiding = _needed(run, hiding, dearest[0])
             together = _causes_together(run, hiding, dearest[0]) if hiding else [dearest[1]]
             if together[-1].price.low <= LEAST * run.step_ms:
-                perhaps = _unsure(_causes_together(run, hiding, dearest[0], sure=False), run)
+                perhaps = _causes_together(run, hiding, dearest[0], sure=False)
                 break
             fixed = [*hiding, dearest[0]]
             alone = [float(asked.gain(term).mean()) if causes or hiding else together[0].price.value for term in fixed]
@@ -219,13 +219,6 @@ def _causes_together(run: Examined, hiding: list[Term], last: Term, *, sure: boo
     return causes
 
 
-def _unsure(together: list[Cause], run: Examined) -> list[Cause]:
-    """Returns causes that gain enough only together, and not for certain."""
-    *_, last = together
-    more = more_steps(len(run.table.steps), last.price.value - last.price.low, last.price.value - LEAST * run.step_ms)
-    return [replace(cause, more_steps=more) for cause in together]
-
-
 def _dearest(run: Examined, left: list[Term]) -> tuple[tuple[Term, Cause] | None, list[Cause]]:
     """Returns the most expensive term that certainly costs enough, and the more expensive ones that only may."""
     doubtful: list[Cause] = []
@@ -233,17 +226,12 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[tuple[Term, Cause] | None
     for mean, gain, term in priced:
         if mean <= 0.0:
             break
-        price, doubt = run.price(term, gain), term.doubt_ms(mean)
+        price = run.price(term, gain)
         if price.low > LEAST * run.step_ms:
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
-            more = more_steps(len(gain), mean - price.low - doubt, mean - LEAST * run.step_ms - doubt)
-            doubtful.append(_cause(run, term, price, gain, more, sure=False))
+            doubtful.append(_cause(run, term, price, gain, sure=False))
     return None, doubtful
-
-
-#: How many terms are mended together at most to find those that hide each other.
-_TOGETHER = 6
 
 
 def _masked(run: Examined, left: list[Term]) -> Term | None:
@@ -251,7 +239,7 @@ def _masked(run: Examined, left: list[Term]) -> Term | None:
 
     If two stages are equally slow, mending one of them gains nothing, and mending the other one then gains everything.
     """
-    worth = sorted(((most_gained(term, run.view), place) for place, term in enumerate(left)), reverse=True)[:_TOGETHER]
+    worth = sorted(((most_gained(term, run.view), place) for place, term in enumerate(left)), reverse=True)[:TOGETHER]
     chosen = [left[place] for most, place in worth if most >= LEAST * run.step_ms]
     hidden: list[Term] = []
     for term in chosen if len(chosen) > 1 else ():
@@ -261,7 +249,7 @@ def _masked(run: Examined, left: list[Term]) -> Term | None:
     return max(hidden, key=lambda term: float(run.gain(term).mean()), default=None)
 
 
-def _cause(run: Examined, term: Term, price: Interval, gain: Floats, more: int = 0, *, sure: bool = True) -> Cause:
+def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bool = True) -> Cause:
     """Returns a term as a cause. ``sure``: False if it is only possible; then it is not said in which steps it is
     present, because a size that differs between steps by chance looks the same."""
     table, kind = run.table, term.kind
@@ -274,7 +262,7 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, more: int =
         begins = began(there)
         if begins:
             there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
-        if not there.all() and size[~there].mean() > QUARTILE * size[there].mean():
+        if not there.all() and size[~there].mean() > MINOR * size[there].mean():
             there, begins = np.ones(len(gain), dtype=bool), None  # it is present in the other steps too, only smaller
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
@@ -290,12 +278,9 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, more: int =
             parts["waited_ms"] = float(np.nan_to_num(table.spent[DATA][there, :, term.stage]).mean(axis=0).max())
             parts["spread"] = float(waits.sum() ** 2 / (waits.size * (waits**2).sum()))
     since = int(table.steps[begins]) if begins else None
-    hosts: tuple[str, ...] = ()
-    if term.ranks:
-        names = {
-            int(rank): table.hosts[i][j][n] for (i, j, n), rank in np.ndenumerate(table.ranks) if rank in term.ranks
-        }
-        hosts = tuple(dict.fromkeys(host for rank in term.ranks if (host := names[rank]) is not None))
+    doubt, most = term.doubt_ms(price.value), price.value - LEAST * run.step_ms
+    names = {int(rank): table.hosts[i][j][n] for (i, j, n), rank in np.ndenumerate(table.ranks) if rank in term.ranks}
+    hosts = tuple(dict.fromkeys(host for rank in term.ranks if (host := names[rank]) is not None))
     return Cause(
         kind,
         price,
@@ -311,8 +296,7 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, more: int =
         term.link,
         term.group,
         parts,
-        0.0,
-        more,
+        more_steps=0 if sure else more_steps(len(gain), price.value - price.low - doubt, most - doubt),
     )
 
 

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined
-from megaprof.analysis.diagnosis.policy import DRAWS
+from megaprof.analysis.diagnosis.policy import DRAWS, MOST
 from megaprof.analysis.diagnosis.view import EXCHANGE
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.table.table import Floats
 
-#: An explanation counts if it covers at least this fraction of a difference.
-MOST = 0.5
 #: The most microbatches in a picture.
 _SHOWN = 400
 #: The most microbatches that the fit uses.

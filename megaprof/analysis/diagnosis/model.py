@@ -98,8 +98,9 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     pace = _pace(left - whose[:, :, :, None, None], spread)
     whose = whose + pace[..., None]
     log = log - whose[:, :, :, None, None, :]
-    content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
-    drawn = _drawn(log, steps, random := np.random.default_rng(0))
+    content, random = _undisturbed(log), np.random.default_rng(0)
+    chosen = zip(steps, blocks(len(steps), log.shape[-1], random), strict=True)
+    drawn = np.stack([_undisturbed(log[rows][..., columns]) for rows, columns in chosen])
     # Nobody knows whether a stage waits for a processor core in all of its passes: each draw assumes that or not.
     waits = table.waited.mean(axis=(0, 1)).max(axis=-1) / np.maximum(took.sum(axis=(3, 4, 5)).mean((0, 1)), 1e-9)
     inside = random.permuted(np.tile(np.arange(len(drawn))[:, None] % 2, s), axis=0) * np.minimum(waits, 1.0)
@@ -203,15 +204,10 @@ def ends_of(ms_by_part: Mapping[str, Floats], stages: int, chunks: int) -> Float
     return ends
 
 
-def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator) -> Floats:
-    """Returns contents of drawn steps and, within them, drawn blocks of microbatches, [draw, s, c, k]."""
-    contents = []
-    for rows, columns in zip(steps, blocks(len(steps), log.shape[-1], random), strict=True):
-        drawn_log = log[rows][..., columns]
-        contents.append(
-            _quantile(np.moveaxis(drawn_log, (2, 3, 4), (0, 1, 2)).reshape(*log.shape[2:5], -1), QUARTILE, -1)
-        )
-    return np.exp(np.stack(contents))
+def _undisturbed(log: Floats) -> Floats:
+    """Returns contents, [s, c, k], from the logarithms of some passes."""
+    by_pass = np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(*log.shape[2:5], -1)
+    return np.asarray(np.exp(_quantile(by_pass, QUARTILE, -1)))
 
 
 def _own(log: Floats) -> Floats:

@@ -28,14 +28,10 @@ LASTING_BUCKETS = 3
 #: A level also lasts this long: another program may take a processor for a while, which can be many short steps.
 LASTING_SECONDS = 5.0
 #: A single step is slow if it takes this many times the median of the steps around it, and if it also exceeds that
-#: median by `SINGLE_SIGMAS` standard deviations.
+#: median by `SIGMAS` standard deviations.
 SINGLE = 1.5
-SINGLE_SIGMAS = 6.0
 #: Steps on either side that count as around a step.
 AROUND = 25
-
-#: Standard deviations by which each half of a series must grow, see `drift`.
-_HALF_SIGMAS = 3.0
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -177,7 +173,7 @@ def single_steps(steps: Integers, times: Floats) -> SingleSteps:
     local_medians = moving_median(times, min(2 * AROUND + 1, len(times) - (len(times) + 1) % 2))
     relative = times / np.maximum(local_medians, 1e-9)
     spread = MAD * float(np.median(np.abs(relative - 1)))
-    slow = np.flatnonzero(relative > 1 + max(SINGLE - 1, SINGLE_SIGMAS * spread))
+    slow = np.flatnonzero(relative > 1 + max(SINGLE - 1, SIGMAS * spread))
     worst = slow[np.argsort(-relative[slow], kind="stable")][:5]
     gaps = np.diff(steps[slow])
     every = int(gaps[0]) if len(gaps) >= 2 and gaps[0] > 1 and (gaps == gaps[0]).all() else None
@@ -189,7 +185,7 @@ def drift(values: Floats) -> float | None:
     may be chance, or a single jump.
 
     The fraction is the Theil-Sen slope, times the length of the series, over the median. A Mann-Kendall test must
-    confirm the growth on the whole series, by `SIGMAS`, and on both halves.
+    confirm the growth on the whole series, by `SIGMAS`, and on both halves, by half of them.
     """
     finite = np.flatnonzero(np.isfinite(values))
     finite = finite[len(finite) // 10 :]
@@ -201,7 +197,7 @@ def drift(values: Floats) -> float | None:
     middle = float(np.median(times))
     if (
         abs(whole_trend) < SIGMAS
-        or min(first_trend, last_trend, key=abs) * np.sign(whole_trend) < _HALF_SIGMAS
+        or min(first_trend, last_trend, key=abs) * np.sign(whole_trend) < SIGMAS / 2
         or middle <= 0
     ):
         return None

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.policy import OTHER_CHUNKS
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import rescheduled
 from megaprof.analysis.simulation.simulate import Simulation
@@ -25,9 +26,6 @@ from megaprof.formats.phrases import counted
 MOST_MICROBATCHES = 4096
 _MOST_PASSES = 200_000
 _MOST_P2P_MS = 1e6
-#: How much a different number of chunks may cost beyond its layers, as a fraction of the step. In a published pair of
-#: GPU runs, the last stage became 3 % slower with two chunks.
-_OTHER_CHUNKS = 0.03
 #: How many ways to divide the contents into layers and ends are drawn, for every draw of the contents.
 WAYS = 2
 
@@ -147,7 +145,7 @@ class Tried:
 def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
     """Predicts a setting with the captured packing. Raises ValueError if Megatron has no such schedule."""
     pieces, change, captured = setting.pieces, run.change(setting), run.baseline.replay.schedule
-    unsure = _OTHER_CHUNKS * (len(pieces) != len(run.pieces))
+    unsure = OTHER_CHUNKS * (len(pieces) != len(run.pieces))
     estimated, sure, free = (costs.of(pieces) for costs in (run.costs, run.sure, run.free))
     outcome = priced(run.baseline, kind, estimated, sure, free, change, unsure)
     schedule = change.replay.schedule

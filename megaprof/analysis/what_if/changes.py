@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.examine import Examined, more_steps
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
-from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED
+from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED, RERUN
 from megaprof.analysis.samples import LEVEL, Interval
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.simulation.simulate import Simulation, played
@@ -27,9 +27,6 @@ from megaprof.analysis.table.table import Floats
 
 #: How many pipelines of a step are replayed: those that take longest now. After a change, any may be the longest.
 _LONGEST = 4
-#: No prediction is more certain than this, as a fraction of the step: runs of one layout or packing, in turns with
-#: others, differ by as much (`make bench-whatif`: 1 to 3 %), and a single run does not show it.
-RERUN = 0.02
 
 Kind = Literal["layout", "chunks", "depth", "balanced", "microbatches", "packing", "even_packing", "by_hand"]
 
@@ -346,7 +343,7 @@ def priced(
 ) -> Priced:
     """Returns what a run gains by a change, with other contents of chunks [s, c, k]: as estimated (``content``), in
     every draw of steps and microbatches (``sure``), and in draws that also vary what the data leave open (``free``).
-    ``unsure``: any further uncertainty besides `RERUN`, as a fraction of the step."""
+    ``unsure``: any further uncertainty besides `policy.RERUN`, as a fraction of the step."""
     change = change or run.as_is
     gains = run.gain(content, change)
     of_same_step = gains[run.rows]

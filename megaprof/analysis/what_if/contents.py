@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.model import divided, ends_of
+from megaprof.analysis.diagnosis.policy import KINDS_DIFFER
 from megaprof.analysis.table.modules import EMBEDDING, LOSS, MTP
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.layout_search import Unit
@@ -28,8 +29,6 @@ _LAYERS = {"dense", "encoder", "layer", "moe"}
 #: Kinds of layers that hybrid models consist of, with their letters (``hybrid_layer_allocation.Symbols``).
 _HYBRID = {"MambaLayer": "M", "attention": "*", "mlp": "-", "moe": "E"}
 Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
-#: Kinds of layers whose costs cannot be separated differ by up to this factor.
-_KINDS_DIFFER = 2.0
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def split(content: Floats, held: Held, random: np.random.Generator | None = None
     sizes = np.zeros((*leading, len(names)))  # in average layers
     sizes[..., : len(set(held.kinds))] = _ratios(content, held, random)
     if MTP in names:
-        sizes[..., names.index(MTP)] = 1.0 if random is None else _up_to(_KINDS_DIFFER, random, leading)
+        sizes[..., names.index(MTP)] = 1.0 if random is None else _up_to(KINDS_DIFFER, random, leading)
     found = divided(content, np.einsum("scn,...n->...sc", counts, sizes), held.ends, random)
     parts = sizes[..., None] * found.unit[..., None, :]
     if MTP in held.measured:
@@ -226,7 +225,7 @@ def _ratios(content: Floats, held: Held, random: np.random.Generator | None) -> 
         costs = np.maximum(solved[..., : len(kinds), 0], 0.0)
         costs = np.where(costs.sum(axis=-1, keepdims=True) > 0, costs, 1.0)
     elif random is not None:
-        costs = _up_to(_KINDS_DIFFER**0.5, random, (*content.shape[:-3], len(kinds)))
+        costs = _up_to(KINDS_DIFFER**0.5, random, (*content.shape[:-3], len(kinds)))
     else:
         costs = np.ones(len(kinds))
     mean = (costs * many).sum(axis=-1, keepdims=True) / many.sum()

@@ -16,6 +16,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
+from megaprof.analysis.diagnosis.policy import OTHER_SEQUENCES
 from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Kind, Prediction, gained
@@ -181,8 +182,7 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     gains = gain(costs.cost, every)
     drawn = zip(costs.drawn, run.rows, strict=True)
     of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
-    # Other steps have other sequences. A single step does not show how much steps differ.
-    of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(float(gains.mean()))
+    of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(float(gains.mean()))
     outcome = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
     return outcome.prediction, passes(costs.cost, every)
 
