@@ -41,7 +41,7 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
     ranks, and of these the one with the fewest ``suspects``, so that no slow machine distorts the picture of the
     layout. Slow ranks of other pipelines are shown beside them."""
     first = next(metadata for metadata in table.metadata if metadata is not None)
-    place = _shown(table, slow, suspects)
+    place = shown(table, slow, suspects)
     recorded = [stage for stage, metadata in enumerate(table.metadata) if metadata is not None]
     stages = tuple(_stage((place[0], stage, place[1]), first.sizes, table) for stage in recorded)
     notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings, *_waiting_for_host(table, place))))
@@ -206,7 +206,7 @@ def _waiting_for_host(table: Table, place: tuple[int, int]) -> Iterator[Note]:
         yield Note("waits_for_host", stages=tuple(waiting), factor=min(waiting.values()), steps=steps)
 
 
-def _shown(table: Table, slow: Collection[int], suspects: Collection[int]) -> tuple[int, int]:
+def shown(table: Table, slow: Collection[int], suspects: Collection[int]) -> tuple[int, int]:
     """Returns the replica and the peer that have the fewest slow ranks over all stages, and of these the fewest
     suspects."""
     measured_ranks = table.ranks[..., : table.compute.shape[3]]

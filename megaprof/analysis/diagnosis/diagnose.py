@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.averages import shown
 from megaprof.analysis.diagnosis.examine import Examined, more_steps, most_gained
 from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
 from megaprof.analysis.diagnosis.lengths import Fit, Lengths, explain, fit, of_microbatches, of_replicas, reason
+from megaprof.analysis.diagnosis.model import Content, divided, ends_of
 from megaprof.analysis.diagnosis.naming import BOTH, active, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, MINOR, MOST, TOGETHER
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
 from megaprof.parallel.comparing import began
 
@@ -138,7 +141,14 @@ def diagnose(run: Examined) -> Diagnosis:
     filling = _filling(run)
     if filling is not None:
         causes.append(replace(filling, alone_ms=float(_gain_of_filling(asked).mean())))
-    causes, perhaps = ([_by_experts(asked, cause) for cause in some] for some in (causes, perhaps))
+    table, slow = asked.table, [slow_ranks(causes, every=every) for every in (False, True)]
+    replica, peer = shown(table, *slow)
+    # As in the table of microbatches.
+    usual_ms = np.median(table.working[:, replica, :, peer], axis=(0, 4))
+    computed = divided(usual_ms, table.layers, ends_of(measured(table), *table.layers.shape))
+    causes, perhaps = (
+        [_by_experts(asked, _by_content(computed, cause)) for cause in some] for some in (causes, perhaps)
+    )
     of_lengths = fit(asked)
     clocks = run.table.clocks or run.table.schedule.stages == 1
     if of_lengths is not None:
@@ -186,6 +196,28 @@ def _by_experts(run: Examined, cause: Cause) -> Cause:
         return replace(cause, reason="machine", parts={**cause.parts, **parts})
     price, while_ms = cause.price * load.evened, cause.while_ms * load.evened
     return replace(cause, reason="expert_load", price=price, while_ms=while_ms, parts={**cause.parts, **parts})
+
+
+def _by_content(computed: Content, cause: Cause) -> Cause:
+    """Adds to a cause of the contents of passes which of them compute longer, and names it by that. ``computed``: the
+    contents by the table of microbatches in the report."""
+    if cause.kind not in _OF_CONTENT:
+        return cause
+    whole, ends = computed.whole, computed.ends
+    part = ends if cause.kind == "ends" else whole * (1.0 - 1.0 / getattr(computed, cause.kind))
+    more = whole * (1.0 - 1.0 / (computed.stage * computed.chunk)) + ends
+    where = cause.stage, slice(None) if cause.chunk is None else cause.chunk
+    whole_ms, part_ms, more_ms = (ms[where].reshape(-1, ms.shape[-1]).sum(axis=0) for ms in (whole, part, more))
+    excess_ms = part_ms if part_ms.any() else more_ms
+    looking = BOTH if cause.kind == "ends" else looks(excess_ms, whole_ms)
+    kind = _OF_CONTENT[cause.kind] if looking == BOTH else looking
+    parts = {f"{name}_ms": float(ms) for name, ms in zip(("forward", "backward"), excess_ms, strict=False)}
+    return replace(cause, kind=kind, parts=parts, chunk=cause.chunk if kind == "slow_chunk" else None)
+
+
+def slow_ranks(causes: Iterable[Cause], *, every: bool = False) -> set[int]:
+    """Returns the slow ranks of a job; with ``every``, the ranks of all other causes as well."""
+    return {rank for cause in causes if every or cause.kind == "slow_rank" for rank in cause.ranks}
 
 
 def _needed(run: Examined, hiding: list[Term], last: Term) -> list[Term]:
@@ -264,19 +296,16 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
             there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
         if not there.all() and size[~there].mean() > MINOR * size[there].mean():
             there, begins = np.ones(len(gain), dtype=bool), None  # it is present in the other steps too, only smaller
-    if kind in ("ends", "stage", "chunk"):
-        kind, parts = _of_content(term, run.view)
-    else:
-        parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
-        if kind == GARBAGE:
-            parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
-        if kind == WAIT:
-            parts["waited_ms"] = float(table.waited.mean(axis=0).max())
-        if kind == DATA and DATA in table.held:
-            waits = run.view.held[DATA][there, :, term.stage, :, 0]  # [step, d, c, m]
-            parts["longest_ms"] = float(waits.max())
-            parts["waited_ms"] = float(np.nan_to_num(table.spent[DATA][there, :, term.stage]).mean(axis=0).max())
-            parts["spread"] = float(waits.sum() ** 2 / (waits.size * (waits**2).sum()))
+    parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
+    if kind == GARBAGE:
+        parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
+    if kind == WAIT:
+        parts["waited_ms"] = float(table.waited.mean(axis=0).max())
+    if kind == DATA and DATA in table.held:
+        waits = run.view.held[DATA][there, :, term.stage, :, 0]  # [step, d, c, m]
+        parts["longest_ms"] = float(waits.max())
+        parts["waited_ms"] = float(np.nan_to_num(table.spent[DATA][there, :, term.stage]).mean(axis=0).max())
+        parts["spread"] = float(waits.sum() ** 2 / (waits.size * (waits**2).sum()))
     since = int(table.steps[begins]) if begins else None
     doubt, most = term.doubt_ms(price.value), price.value - LEAST * run.step_ms
     names = {int(rank): table.hosts[i][j][n] for (i, j, n), rank in np.ndenumerate(table.ranks) if rank in term.ranks}
@@ -290,7 +319,7 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
         since,
         term.stage,
         term.stages,
-        term.chunk if kind == "slow_chunk" else None,
+        term.chunk,
         term.ranks,
         hosts,
         term.link,
@@ -338,16 +367,8 @@ def _taken_ms(run: Examined, term: Term) -> Floats:
     return taken_ms
 
 
-def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
-    content = view.content
-    part = content.ends if term.kind == "ends" else content.whole * (1.0 - 1.0 / getattr(content, term.kind))
-    part = part[0, term.stage]
-    excess_ms = part[term.chunk] if term.chunk is not None else part.sum(axis=0)
-    kind = looks(excess_ms, content.whole[0, term.stage].sum(axis=0))
-    if kind == BOTH or term.kind == "ends":
-        kind = {"ends": "embedding_or_loss", "stage": "unexplained", "chunk": "slow_chunk"}[term.kind]
-    names = ("forward_ms", "backward_ms")
-    return kind, {name: float(ms) for name, ms in zip(names, excess_ms, strict=False)}
+#: The names of contents that are longer in all kinds of passes.
+_OF_CONTENT = {"ends": "embedding_or_loss", "stage": "unexplained", "chunk": "slow_chunk"}
 
 
 def _filling(run: Examined) -> Cause | None:

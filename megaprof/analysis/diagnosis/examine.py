@@ -67,7 +67,7 @@ class Examined:
         base, least, gains = self.view.pipelines_ms(self.replay), LEAST * self.step_ms, []
         for term in left:
             without = _alone(term, self.view)
-            if _most_gained(term, self.view, without) >= least:
+            if most_gained(term, self.view, without) >= least:
                 gains.append((term, _gain(term, self.view, without, self.replay, base)))
         return gains
 
@@ -168,13 +168,9 @@ def _check_order(table: Table) -> None:
             )
 
 
-def _of(term: Term, view: View) -> View:
-    return view if term.replica is None else view.of(term.replica)
-
-
 def _alone(term: Term, view: View) -> View:
     """Returns the view without a term; only one replica of it, if the term belongs to one."""
-    return term.change(_of(term, view))
+    return term.change(view if term.replica is None else view.of(term.replica))
 
 
 def mended(term: Term, view: View) -> View:
@@ -193,13 +189,10 @@ def _gain(term: Term, view: View, without: View, replay: Replay, base: Floats) -
     return gain
 
 
-def most_gained(term: Term, view: View) -> float:
+def most_gained(term: Term, view: View, without: View | None = None) -> float:
     """Returns how many milliseconds a step can gain at most: what passes, entries, exchanges and tails lose."""
-    return _most_gained(term, view, _alone(term, view))
-
-
-def _most_gained(term: Term, view: View, without: View) -> float:
-    as_was = _of(term, view)
+    without = _alone(term, view) if without is None else without
+    as_was = view if term.replica is None else view.of(term.replica)
     a, b = as_was.state, without.state
     # A rank that becomes quicker may still wait for another slow one of its group.
     shorter = np.maximum(as_was.peers - without.peers, 0.0).max(axis=3).sum(axis=2).max(axis=1)

@@ -56,17 +56,18 @@ class View:
         contents = _rows(self.content, rows) if content is None else content
         ratio = self.now[rows] / self.content.whole[rows]
         slow = contents.stage * contents.chunk * self.slow[rows] / (self.content.stage * self.content.chunk)[rows]
-        per_step = {name: getattr(self, name)[rows] for name in _PER_STEP}
-        exposed, held = ({name: values[rows] for name, values in of.items()} for of in (self.exposed, self.held))
-        return View(self.state.at(rows), contents.whole * ratio, slow, contents, exposed=exposed, held=held, **per_step)
+        return View(self.state.at(rows), contents.whole * ratio, slow, contents, **self._at(rows))
 
     def of(self, replica: int) -> View:
         """Returns only one replica."""
-        one = slice(replica, replica + 1)
-        state = State(self.state.passes[:, one], self.state.entry[:, one], self.state.link[:, one], self.state.tail)
-        per_step = {name: getattr(self, name)[:, one] for name in _PER_STEP}
-        exposed, held = ({name: values[:, one] for name, values in of.items()} for of in (self.exposed, self.held))
-        return View(state, self.now, self.slow, self.content, exposed=exposed, held=held, **per_step)
+        one = np.s_[:, replica : replica + 1]
+        state = State(self.state.passes[one], self.state.entry[one], self.state.link[one], self.state.tail)
+        return View(state, self.now, self.slow, self.content, **self._at(one))
+
+    def _at(self, some: Any) -> dict[str, Any]:
+        """Returns the fields that have an axis of steps and one of replicas, for some of them."""
+        parts = {of: {name: ms[some] for name, ms in getattr(self, of).items()} for of in ("exposed", "held")}
+        return {**parts, **{name: getattr(self, name)[some] for name in _PER_STEP}}
 
     def joined(self, replica: int, other: View) -> View:
         """Returns the view with one replica replaced by another view of it."""
@@ -146,20 +147,8 @@ class View:
         return replay.step_ms(self.state.passes, entry=self.state.entry, link=self.state.link)
 
 
-_PER_STEP = (
-    "level",
-    "work",
-    "rank",
-    "pace",
-    "peers",
-    "own",
-    "timely",
-    "first",
-    "stalled",
-    "stalling",
-    "least",
-    "idle",
-)
+_FACTORS = ("level", "work", "rank", "pace", "peers", "own", "least")
+_PER_STEP = (*_FACTORS, "timely", "first", "stalled", "stalling", "idle")
 
 
 def _put(values: Floats, where: slice, new: Floats) -> Floats:
@@ -200,17 +189,11 @@ def viewed(table: Table, state: State, model: Model) -> View:
         whole.whole,
         whole.stage * whole.chunk,
         whole,
-        level=model.level,
-        work=model.work,
-        rank=model.rank,
-        pace=model.pace,
-        peers=model.peers,
-        own=model.own,
+        **{name: getattr(model, name) for name in _FACTORS},
         timely=state.entry - late,
         first=np.maximum(first, 0.0),
         stalled=np.maximum(longest - np.maximum(usual, 0.0), 0.0),
         stalling=stalling,
-        least=model.least,
         exposed=table.exposed,
         idle=table.idle,
         held={**table.held, EXCHANGE: state.passes - table.passes},

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megaprof.analysis.diagnosis import averages
-from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
+from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose, slow_ranks
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
@@ -216,17 +216,12 @@ def _diagnosed(table: Table | Unfit) -> _Diagnosed:
     return examined, diagnose(examined)
 
 
-def _slow(diagnosed: _Diagnosed, *, every: bool = False) -> set[int]:
-    """Returns the slow ranks of a job; with ``every``, the ranks of all other causes as well."""
-    causes = () if isinstance(diagnosed, Unfit) else diagnosed[1].causes
-    return {rank for cause in causes if every or cause.kind == "slow_rank" for rank in cause.ranks}
-
-
 def _measured(table: Table | Unfit, diagnosed: _Diagnosed, otherwise: Callable[[Note], TargetStages]) -> TargetStages:
     """Returns the stages of a table. If there is no table, ``otherwise`` makes them; it is given the reason."""
     if isinstance(table, Unfit):
         return otherwise(table.note)
-    return averages.averages(table, _slow(diagnosed), _slow(diagnosed, every=True))
+    causes = () if isinstance(diagnosed, Unfit) else diagnosed[1].causes
+    return averages.averages(table, slow_ranks(causes), slow_ranks(causes, every=True))
 
 
 def _not_recovered(captured: Job, series: Series | None) -> Note | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megaprof.analysis.diagnosis.averages import averages
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _needed, diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.exchanges import receivers
@@ -536,10 +537,32 @@ def test_what_disturbed_some_passes_of_a_single_step_makes_no_cause_sure(tmp_pat
     passes = quiet.passes.copy()
     passes[:, :, 0, :, 1, :2] *= 4.0
     end, length = replay.ends(passes, entry=quiet.entry), replay.step_ms(passes, entry=quiet.entry)
-    disturbed = replace(quiet, start=end - passes, end=end, compute=passes[:, :, :, None], length=length.max(axis=1))
+    computed = passes[:, :, :, None]
+    disturbed = replace(
+        quiet, start=end - passes, end=end, compute=computed, working=computed, length=length.max(axis=1)
+    )
     found = diagnose(examine(disturbed))
     assert found.causes == ()
-    assert ("slow_backward", 0) in [(cause.kind, cause.stage) for cause in found.perhaps]
+    assert 0 in [cause.stage for cause in found.perhaps]
+
+
+@pytest.mark.parametrize("longer", [(1.0, 2.0), (0.0, 2.0)])
+def test_a_slow_stage_computes_longer_by_what_the_table_of_microbatches_shows(longer, tmp_path):
+    """Where the GPU waits for its host, passes are not longer by what they compute longer."""
+    waiting = replace(GPU, steps=6, faults=(Fault("host_bound", 0.5), Fault("slow_stage", 1.15, stage=2)))
+    table = table_of(waiting, tmp_path)
+    working = table.working.copy()
+    working[:, :, 2] = working[:, :, 1] + np.array(longer)[:, None]
+    idle = table.passes - working[:, :, :, 0]
+    run = examine(replace(table, working=working, compute=working, idle=idle))
+    (cause,) = (cause for cause in diagnose(run).causes if cause.stage == 2)
+    stages = averages(run.table).stages
+    passes = [(stage.forward_per_microbatch_ms.median, stage.backward_per_microbatch_ms.median) for stage in stages]
+    assert cause.kind == ("slow_backward" if longer[0] == 0.0 else "unexplained")
+    assert [cause.parts["forward_ms"], cause.parts["backward_ms"]] == pytest.approx(
+        np.subtract(passes[2], np.minimum(passes[1], passes[2])), abs=1e-9
+    )
+    assert [cause.parts["forward_ms"], cause.parts["backward_ms"]] == pytest.approx(longer, abs=0.02)
 
 
 def test_on_two_stages_with_other_layers_the_interval_says_what_cannot_be_told_apart(tmp_path):
