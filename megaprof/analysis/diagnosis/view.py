@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.model import Content, Model
+from megaprof.analysis.diagnosis.policy import MOST
 from megaprof.analysis.diagnosis.state import State
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.table import DATA, QUARTILE, Floats, Table
@@ -43,7 +44,8 @@ class View:
     """[n, d]: how much longer the first pass of the first stage is than expected, beyond the same excess of others; 0
     if it is recorded how long passes waited for data."""
     stalled: Floats
-    """[n, d, s]: how much longer one pass of a step is than the longest one of a usual step."""
+    """[n, d, s]: how much longer one pass of a step is than the longest one of a usual step; than its own pass in
+    such a step, if that is more than twice as much, because the longest one of a usual step is another pass."""
     stalling: npt.NDArray[np.intp]
     """[n, d, s]: which pass that is, in a flattened [c, k, m]."""
     least: Floats
@@ -181,7 +183,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
     flat = over.reshape(n, d, s, -1)
     stalling = flat.argmax(axis=-1)
     longest = np.take_along_axis(flat, stalling[..., None], axis=-1)[..., 0]
-    usual = np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher")
+    usual = np.maximum(np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher"), 0.0)
     rows = np.zeros(n, dtype=np.intp)
     whole = _rows(Content(**{name: getattr(model.content, name)[None] for name in _PARTS}), rows)
     return View(
@@ -192,7 +194,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
         **{name: getattr(model, name) for name in _FACTORS},
         timely=state.entry - late,
         first=np.maximum(first, 0.0),
-        stalled=np.maximum(longest - np.maximum(usual, 0.0), 0.0),
+        stalled=np.maximum(np.where(usual < MOST * longest, longest, longest - usual), 0.0),
         stalling=stalling,
         exposed=table.exposed,
         idle=table.idle,

@@ -546,6 +546,16 @@ def test_what_disturbed_some_passes_of_a_single_step_makes_no_cause_sure(tmp_pat
     assert 0 in [cause.stage for cause in found.perhaps]
 
 
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_stall_costs_all_that_its_pass_takes_longer_where_bursts_make_others_longer(seed, tmp_path):
+    stalls = Fault("stalls", 150.0)
+    busy = replace(LONG, seed=(7, seed), replicas=2, load=0.15, burst_ms=100.0, together=True, faults=(stalls,))
+    (cause,) = (cause for cause in diagnosis_of(busy, tmp_path).causes if cause.kind == "stalls")
+    truth = float(Priced(busy).price(stalls).mean())
+    assert cause.price.value == pytest.approx(truth, rel=0.15)
+    assert cause.price.low <= truth <= cause.price.high
+
+
 @pytest.mark.parametrize("longer", [(1.0, 2.0), (0.0, 2.0)])
 def test_a_slow_stage_computes_longer_by_what_the_table_of_microbatches_shows(longer, tmp_path):
     """Where the GPU waits for its host, passes are not longer by what they compute longer."""
