@@ -93,9 +93,9 @@ def _show_target(target: TargetReport, console: Console) -> None:
     if target.step_time_ms:
         parts = f"step time {with_spread(target.step_time_ms)} ms", sentences.basis(target)
         console.print(text(", ".join(filter(None, parts))))
+    _show_verdict(target, console)
     if (view := views.iterations_table(target.iterations)) is not None:
         show_table(console, view)
-    _show_verdict(target, console)
     if fleet is not None:
         for finding in target.changes:
             show_finding(console, finding, quiet=True)

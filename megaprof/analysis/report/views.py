@@ -83,8 +83,8 @@ def iterations_table(found: Iterations | None) -> TableView | None:
             )
         )
     title = (
-        f"where an iteration of {number(found.ms)} ms goes: the step takes {number(found.step_ms)} ms, "
-        f"{percent(found.outside)} lies outside of forward and backward"
+        f"where an iteration of {number(found.ms)} ms goes (the step takes {number(found.step_ms)} ms, "
+        f"{percent(found.outside)} lies outside of forward and backward)"
     )
     columns = [Column("part", "name"), Column("an iteration", unit="ms"), Column("share", "bars"), Column("of it")]
     columns += Column("iterations\nwith it"), Column("longest", unit="ms")
