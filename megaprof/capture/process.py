@@ -56,7 +56,7 @@ class Process:
     """State that sessions, hooks and annotations share."""
 
     dispatcher: Any
-    """The `megaprof.capture.dispatcher.Dispatcher`, which routes calls to sessions. There is a new one each time that hooks are installed in a process without any."""
+    """The `Dispatcher`, which routes calls to sessions: a new one if hooks are installed in a process without any."""
     termination: Termination
     """Holds up a SIGTERM while something is unsaved."""
     at_exit: AtExit

@@ -120,7 +120,10 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
     """
     links = [link for link in links if link.sends and link.receives]
     warnings: list[Note] = []
-    warnings += (_miscounted(link) for link in links if len(link.sends) != len(link.receives))
+    for link in links:
+        if len(link.sends) != len(link.receives):
+            ranks = link.sender, link.receiver
+            warnings.append(Note("messages_unmatched", ranks=ranks, count=len(link.sends), of=len(link.receives)))
     clock_of = _clocks(hosts, links, warnings)
     if not clock_of:
         return Alignment(None, {}, {}, tuple(warnings))
@@ -222,11 +225,6 @@ def _disagreements(graph: _Graph, corrections: dict[_Clock, Clock]) -> Iterator[
         if None not in uncertainties_ns and not bounds.low - slack <= difference <= bounds.high + slack:
             names, said = (_clock_name(a), _clock_name(b)), "messages by way of other hosts give another offset"
             yield Note("clocks_contradicted", names=names, said=said)
-
-
-def _miscounted(link: Link) -> Note:
-    ranks = link.sender, link.receiver
-    return Note("messages_unmatched", ranks=ranks, count=len(link.sends), of=len(link.receives))
 
 
 def _clock_name(clock: _Clock) -> str:

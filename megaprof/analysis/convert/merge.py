@@ -367,7 +367,8 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
         except (ValueError, TypeError, RecursionError, OverflowError):
             writer.dropped += 1
             continue
-        if event["ph"] != "X" or not _may_have_arrows(event):
+        may_have_arrows = event.get("cat") == KERNEL or str(event.get("name")).startswith(ranges.PREFIX)
+        if event["ph"] != "X" or not may_have_arrows:
             continue
         start = rank.base + time
         for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
@@ -379,10 +380,6 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
                 # for a late neighbour began before the send, so its arrow ends in a slice of its own.
                 writer.add({"ph": "X", **label, **place_and_time, "dur": _ARRIVAL_NS / 1000})
             writer.add({"ph": arrow.phase, **binding, **label, "id": arrow.number, **place_and_time})
-
-
-def _may_have_arrows(event: dict[str, Any]) -> bool:
-    return event.get("cat") == KERNEL or str(event.get("name")).startswith(ranges.PREFIX)
 
 
 def _time(event: Any) -> int | None:

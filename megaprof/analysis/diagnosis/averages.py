@@ -19,7 +19,7 @@ from megaprof.analysis.diagnosis.stages import (
     imbalance,
     without_ranges,
 )
-from megaprof.analysis.fleet.reading import INDEX_BITS, Series
+from megaprof.analysis.fleet.reading import CALLS, Series
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.table.jobs import Job
@@ -87,7 +87,7 @@ def of_series(series: Series, why: Note) -> TargetStages:
         schedule=first.schedule,
         forward_only=first.forward_only,
         microbatches=first.microbatches,
-        steps=tuple(np.unique(series.steps >> INDEX_BITS).tolist()),
+        steps=tuple(np.unique(series.steps >> CALLS).tolist()),
         step_time_ms=Spread.of(series.longest.tolist()),
         step_time_basis=LONGEST,
         stages=tuple(stages),

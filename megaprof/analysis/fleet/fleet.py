@@ -16,15 +16,7 @@ from typing import Literal
 import numpy as np
 
 from megaprof.analysis.fleet.events import longest_pass
-from megaprof.analysis.fleet.reading import (
-    INDEX_BITS,
-    FleetReading,
-    Key,
-    RankSeries,
-    Series,
-    bucketed,
-    read_fleet,
-)
+from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankSeries, Series, bucketed, read_fleet
 from megaprof.analysis.fleet.shifts import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.standstills import standstills
 from megaprof.analysis.fleet.trends import (
@@ -261,7 +253,7 @@ def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[F
     for rank in with_steps:
         part = steps[rank.first - begin : rank.first - begin + len(rank.counts)]
         np.maximum(part, rank.counts, out=part)
-    first, medians, _ = bucketed(series.steps >> INDEX_BITS, series.longest, width)
+    first, medians, _ = bucketed(series.steps >> CALLS, series.longest, width)
     step_ms = np.full(count, np.nan)
     step_ms[first - begin : first - begin + len(medians)] = medians
     starts = np.arange(begin, begin + count, dtype=np.int64) * width
@@ -287,14 +279,14 @@ def _times(series: Series, step_ms: Floats, buckets: Buckets, width: int) -> Ste
             _to_the_step(shift, series, width) for shift in shifts(stretches, buckets.first, buckets.last)
         ),
         drift=drift(step_ms),
-        single=single_steps(series.steps >> INDEX_BITS, series.longest),
+        single=single_steps(series.steps >> CALLS, series.longest),
     )
 
 
 def _to_the_step(shift: Shift, series: Series, width: int) -> Shift:
     """Returns the shift with its exact step, within its bucket or the bucket before. Single steps before this step are
     closer to the old level, and steps from it on are closer to the new level."""
-    steps = series.steps >> INDEX_BITS
+    steps = series.steps >> CALLS
     nearby = (steps >= shift.step - width) & (steps < shift.step + width)
     nearby_ms = series.longest[nearby]
     cumulated_ms = np.cumsum(np.abs(nearby_ms - shift.before_ms) - np.abs(nearby_ms - shift.after_ms))

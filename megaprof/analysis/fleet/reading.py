@@ -36,7 +36,8 @@ _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
 #: About the number of steps, of several ranks, that are in memory at once.
 _STEPS_AT_ONCE = 1 << 16
 _MOST_NOTES = 5
-INDEX_BITS = 16
+#: Bits that tell the calls of one step apart: a step's number is above them.
+CALLS = 16
 _BYTES = np.dtype((np.void, format.STEP_TYPE.itemsize))
 
 
@@ -117,7 +118,7 @@ class Series:
     ranks: list[RankSeries] = field(default_factory=list)
     """The ranks, in the order in which they were read."""
     steps: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """All calls, as step << 16 | index, ascending."""
+    """All calls, as `numbers_of` numbers them, ascending."""
     longest: Floats = field(default_factory=lambda: np.empty(0))
     """Milliseconds of each call on its slowest rank."""
     synchronising: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
@@ -261,7 +262,7 @@ class _Group:
         self._quickest = self._ranks
 
     def add(self, calls: npt.NDArray[Any]) -> None:
-        numbers = _numbers(calls)
+        numbers = numbers_of(calls)
         self._ranks = _merge(*self._ranks, numbers, np.ones(len(numbers)), np.add)
         self._quickest = _merge(*self._quickest, numbers, calls["finalize"] / 1e3, np.minimum)
 
@@ -269,11 +270,12 @@ class _Group:
         """Returns the steps that at least ``size`` ranks have, and the milliseconds of the quickest rank. Other steps
         do not count, because the ranks may have waited for a rank that is missing."""
         complete = self._ranks[1] >= size
-        return self._quickest[0][complete] >> INDEX_BITS, self._quickest[1][complete]
+        return self._quickest[0][complete] >> CALLS, self._quickest[1][complete]
 
 
-def _numbers(calls: npt.NDArray[Any]) -> Integers:
-    numbers: Integers = calls["step"] << INDEX_BITS | calls["index"]
+def numbers_of(calls: npt.NDArray[Any]) -> Integers:
+    """Returns the step of each call as a number, with the index of the call in its lowest `CALLS` bits."""
+    numbers: Integers = calls["step"].astype(np.int64) << CALLS | calls["index"]
     return numbers
 
 
@@ -323,7 +325,7 @@ def _unusable(path: Path, metadata: Metadata, steps: npt.NDArray[Any]) -> Note |
 def _latest(calls: npt.NDArray[Any], rank_of_call: Integers) -> tuple[npt.NDArray[Any], Integers]:
     """Returns the calls of all ranks in order, and the rank of each call. If a rank has the same call of a step twice
     (the job continued from a checkpoint), the later one counts."""
-    numbers = _numbers(calls)
+    numbers = numbers_of(calls)
     if ((np.diff(numbers) > 0) | (np.diff(rank_of_call) > 0)).all():
         return calls, rank_of_call
     order = np.lexsort((calls["start_ns"], numbers, rank_of_call))
@@ -392,7 +394,7 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
     series.count(metadata[0].coords.pp, Histogram.of(compute))
     series.metadata[metadata[0].coords.pp] = metadata[0]
     longest = counted_calls["duration"] / 1e3
-    series.steps, series.longest = _merge(series.steps, series.longest, _numbers(counted_calls), longest, np.maximum)
+    series.steps, series.longest = _merge(series.steps, series.longest, numbers_of(counted_calls), longest, np.maximum)
     return counted_calls
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
-from megaprof.analysis.trace.decoding import Document, Event, Undecodable
+from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import Activities, activities, without_times
 from megaprof.analysis.trace.groups import COMPUTE, USES, ByName
 from megaprof.analysis.trace.intervals import Intervals, intervals
@@ -123,7 +124,9 @@ def _kineto(path: Path) -> Recording:
     events = KinetoEvents(path, top=("distributedInfo",))
     if not events.has(KERNEL):
         raise Undecodable(_ASCEND if events.processes & _OF_ASCEND else _NO_KERNELS)
-    info = _decoded(events.document, "distributedInfo")
+    info: dict[str, Any] = {}
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        info = msgspec.json.decode(events.document.top.get("distributedInfo", b"{}"), type=dict[str, Any])
     recording = _recording(path, events, _STEP, *_rank(info.get("rank"), path.name))
     unreadable = recording.unreadable + events.document.unreadable
     return replace(recording, world=_count(info.get("world_size")), unreadable=unreadable, cut=events.document.cut)
@@ -218,11 +221,3 @@ def _rank(recorded: object, name: str) -> tuple[int | None, str]:
 
 def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_RANKS else None
-
-
-def _decoded(document: Document[Event], name: str) -> dict[str, Any]:
-    """Returns a top-level dictionary of the file; empty if there is none."""
-    try:
-        return msgspec.json.decode(document.top.get(name, b"{}"), type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}

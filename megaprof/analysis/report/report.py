@@ -16,7 +16,7 @@ from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose, slow_ranks
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import INDEX_BITS, Series, read_fleet
+from megaprof.analysis.fleet.reading import CALLS, Series, read_fleet
 from megaprof.analysis.fleet.trends import EXCESS
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
@@ -230,7 +230,7 @@ def _not_recovered(captured: Job, series: Series | None) -> Note | None:
     profiler = captured.steps[-1].metadata.profiler
     if series is None or profiler is None or "cuda" not in profiler.recorded:
         return None
-    steps, numbers = series.steps >> INDEX_BITS, [step.step for step in captured.steps]
+    steps, numbers = series.steps >> CALLS, [step.step for step in captured.steps]
     before_ms, behind_ms = series.longest[steps < min(numbers)], series.longest[steps > max(numbers)]
     before_ms = before_ms[warming_up(before_ms.tolist()) :] if len(before_ms) else before_ms
     if min(len(before_ms), len(behind_ms)) < _FEWEST_STEPS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,8 +80,11 @@ def _leave_out(job: Job) -> None:
             captured, said = tuple(sorted(stages_of[key])), "it was not captured on the other stages"
             job.warn(Note("left_out", steps=key[:1], stages=captured, said=said))
         job.steps = [step for step in job.steps if stages_of[step.key] == present]
-    _without(job, _unseen)
-    _without(job, _in_part)
+    _without(
+        job,
+        lambda step: step.unseen and Note("left_out", steps=(step.step,), ranks=(step.rank,), why=step.unseen),
+    )
+    _without(job, lambda step: step.incomplete and Note("left_out", files=(step.source,), why=step.incomplete))
     by_number = grouped(sorted(job.steps, key=lambda step: step.step), lambda step: step.step)
     lengths_ns = [max(step.extent[1] - step.extent[0] for step in same) for same in by_number.values()]
     if cold := tuple(by_number)[: warming_up(lengths_ns)]:
@@ -127,32 +130,19 @@ def _check_same_job(job: Job) -> None:
         job.warn(Note("microbatches_differ"))
 
 
-def _without(job: Job, faults_in: Callable[[Sequence[TracedStep]], Iterable[Note]]) -> None:
-    """Leaves out the calls in which ``faults_in`` finds something, if there are others."""
-    notes_by_call = {key: tuple(faults_in(same)) for key, same in grouped(job.steps, lambda step: step.key).items()}
-    undisturbed = [step for step in job.steps if not notes_by_call[step.key]]
+def _without(job: Job, fault_in: Callable[[TracedStep], Note | None]) -> None:
+    """Leaves out the calls in which ``fault_in`` finds something on a rank, if there are others."""
+    notes = [(step.key, note) for step in job.steps if (note := fault_in(step)) is not None]
+    faulty = {key for key, _ in notes}
+    undisturbed = [step for step in job.steps if step.key not in faulty]
     if not undisturbed:
         return
     steps: dict[Note, set[int]] = {}
-    for note in (note for notes in notes_by_call.values() for note in notes):
+    for _, note in notes:
         steps.setdefault(replace(note, steps=()), set()).update(note.steps)
     for note, step_numbers in steps.items():
         job.warn(replace(note, steps=tuple(sorted(step_numbers))))
     job.steps = undisturbed
-
-
-def _unseen(steps: Sequence[TracedStep]) -> Iterator[Note]:
-    """Yields a note for each rank whose kernels were not recorded."""
-    for step in steps:
-        if step.unseen is not None:
-            yield Note("left_out", steps=(step.step,), ranks=(step.rank,), why=step.unseen)
-
-
-def _in_part(steps: Sequence[TracedStep]) -> Iterator[Note]:
-    """Yields a note for each rank that has only a part of the step."""
-    for step in steps:
-        if step.incomplete:
-            yield Note("left_out", files=(step.source,), why=step.incomplete)
 
 
 def warming_up(lengths: Sequence[float]) -> int:

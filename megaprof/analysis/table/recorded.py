@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series
+from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankSeries, Series, numbers_of
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.job import forward_share, place_of, schedule_of
 from megaprof.analysis.table.jobs import warming_up
-from megaprof.analysis.table.table import CALLS, DATA, GARBAGE, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import tabulate
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
@@ -183,7 +183,7 @@ def _plan(timelines: Timelines, key: Key, files: Sequence[Path], left_out_steps:
     arrival_steps: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     for timeline, rows in timelines.steps_of(files, key):
         with_arrivals = [row for row in timeline.facts(format.COLLECTIVES) if row < len(timeline.steps)]
-        arrival_steps.append(_numbers(timeline.steps[with_arrivals]))
+        arrival_steps.append(numbers_of(timeline.steps[with_arrivals]))
         usable = timeline.steps[rows[_usable(timeline)[rows]]]
         usable = usable[~np.isin(usable["step"], list(left_out_steps))]
         for number in np.unique(timeline.steps["metadata"][rows]).tolist():
@@ -206,7 +206,7 @@ def _plan(timelines: Timelines, key: Key, files: Sequence[Path], left_out_steps:
 
 def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     """Returns the numbers of the steps without the first ones that take longer than the rest."""
-    numbers, first = np.unique(_numbers(steps), return_index=True)
+    numbers, first = np.unique(numbers_of(steps), return_index=True)
     warm_numbers: npt.NDArray[np.int64] = numbers[warming_up(steps["duration"][first].tolist()) :]
     return warm_numbers
 
@@ -219,11 +219,6 @@ def _shape(metadata: Metadata) -> tuple[object, ...]:
 def _usable(timeline: format.Timeline) -> npt.NDArray[np.bool_]:
     usable: npt.NDArray[np.bool_] = (timeline.steps["flags"] & _LEFT_OUT == 0) & (timeline.steps["duration"] > 0)
     return usable
-
-
-def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    numbers: npt.NDArray[np.int64] = steps["step"].astype(np.int64) << CALLS | steps["index"]
-    return numbers
 
 
 def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -247,7 +242,7 @@ def _steps(timelines: Timelines, plan: _Plan, rank: _Rank) -> RankSteps | None:
         alike_numbers = np.intersect1d(np.flatnonzero(alike), timeline.steps["metadata"][rows]).tolist()
         if alike_numbers:
             parts.append(parts_of(timeline, alike_numbers))
-        numbers = _numbers(timeline.steps)
+        numbers = numbers_of(timeline.steps)
         is_wanted = _usable(timeline) & np.array(alike)[timeline.steps["metadata"]] & np.isin(numbers, plan.numbers)
         has_arrivals = np.isin(np.arange(len(is_wanted)), list(timeline.facts(format.COLLECTIVES)))
         if has_arrivals.any() and np.isin(plan.numbers, plan.arrival_steps).all():

@@ -23,8 +23,6 @@ GARBAGE, WAIT, DATA = "garbage_collection", "processor_wait", "data_wait"
 #: Quantile of the passes of one kind that shows what they take without delays, because delays only add. Reports call it
 #: "the quicker passes": under a load that delays most passes, it contains delays, too.
 QUARTILE = 0.25
-#: Bits that tell the calls of one step apart: a step's number is above them.
-CALLS = 16
 
 
 class Unfit(Exception):

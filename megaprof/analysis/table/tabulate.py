@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.fleet.reading import Key
+from megaprof.analysis.fleet.reading import CALLS, Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.one_clock import one_clock
-from megaprof.analysis.table.table import CALLS, DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.steps import ModuleKey, TracedStep
 from megaprof.formats.metadata import Metadata

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from megaprof.analysis.clocks.exchanges import meetings
+from megaprof.analysis.fleet.reading import CALLS
 from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
 from megaprof.analysis.table.job import forward_share, place_of, schedule_of
 from megaprof.analysis.table.jobs import Job
-from megaprof.analysis.table.table import CALLS, DATA, GARBAGE, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import modules_of, tabulate
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.steps import TracedStep, grouped
