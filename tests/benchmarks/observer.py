@@ -118,7 +118,9 @@ def _break(name: str, gpt: Any, switch: _Switch) -> None:
 
     def layer_ms() -> tuple[float, float]:
         factor = 1.0 if switch.on else usual
-        slow = fault.longer / LAYER_MS[0] if switch.on and rank == fault.rank else 0.0
+        slow = (
+            fault.longer / LAYER_MS[0] if switch.on and rank == fault.rank and "data_wait" not in fault.kinds else 0.0
+        )
         return LAYER_MS[0] * (factor + slow), LAYER_MS[1] * (factor + slow)
 
     def wait() -> None:

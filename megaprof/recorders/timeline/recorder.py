@@ -47,6 +47,8 @@ from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
 
 Int64s = npt.NDArray[np.int64]
+Wait = tuple[int, int, int]
+"""A wait for data: `recorders.tape.PythonTape.waits`."""
 
 #: Steps that may wait for the background thread or for the GPU. If there are more, the oldest is dropped and counted.
 WAITING_STEPS = 256
@@ -331,13 +333,13 @@ class TimelineRecorder:
 
     def _packed(self, step: RecordedStep) -> PackedStep:
         shape, times, totals, duration, host_bound = b"", b"", _NO_TIME, 0, np.empty(0, dtype=np.bool_)
-        waits = np.array(step.waits, dtype=np.int64).reshape(-1, 3)
+        waits = step.waits
         if self._device is None:
             duration = (step.ended - step.began + 500) // 1000
             shape, times, totals = pack(raw(step), step.began)
         elif not step.flags & format.INCOMPLETE:
             try:
-                duration, (shape, times, totals), host_bound = _timed(step, self._device, waits)
+                duration, (shape, times, totals), host_bound, waits = _timed(step, self._device)
             except (RuntimeError, ValueError):
                 # Its events are on streams that do not wait for each other: one is not finished, or before the step.
                 step.flags |= format.INCOMPLETE
@@ -352,7 +354,7 @@ class TimelineRecorder:
         step.description.calls.busy_until_ns = step.start_ns + 1000 * duration
         if host_bound.size:
             facts = (*facts, (format.HOST_BOUND, np.packbits(host_bound, bitorder="little").tobytes()))
-        if len(waits) and not step.flags & format.INCOMPLETE:
+        if waits and not step.flags & format.INCOMPLETE:
             facts = (*facts, (format.DATA, pack_data(waits)))
         return PackedStep(step.description, shape, begun, spent, times, facts)
 
@@ -428,25 +430,24 @@ class TimelineRecorder:
         return {"clock": "host", "reason": reason}
 
 
-def _timed(step: RecordedStep, device: DeviceClock, waits: Int64s) -> tuple[int, Packed, npt.NDArray[np.bool_]]:
-    """Returns the microseconds that the step took on the GPU, its packed events, and whether the GPU waited for the
-    host in each of its passes. Raises RuntimeError or ValueError if its marks are not in order. ``waits``: [wait, 3],
-    the host's waits for data, which this shortens to the time in which the GPU waited, too: it came to the forward, and
-    had no other work."""
+def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, npt.NDArray[np.bool_], list[Wait]]:
+    """Returns the microseconds that the step took on the GPU, its packed events, whether the GPU waited for the host in
+    each of its passes, and its waits for data: the time in which the GPU waited, too, because it came to the forward,
+    and had no other work. Raises RuntimeError or ValueError if its marks are not in order."""
     marks = list({id(mark): mark for mark in (step.began, *step.marks, step.ended)}.values())
     came_us = {id(mark): device.microseconds(step.began, mark) for mark in marks}
     late_us = dict(zip(came_us, device.late_us(marks), strict=True))
     events = _events(step).copy()
     events[:, 1:] = np.reshape([1000 * came_us[id(mark)] for mark in step.marks], (-1, 2))
     at_once = np.array([late_us[id(mark)] <= AT_ONCE_US for mark in step.marks], dtype=np.bool_)
-    passes = codes.are_passes(events[:, 0])
-    if len(waits):
-        forwards = passes & (events[:, 0] & codes.KIND_MASK != codes.BACKWARD)
-        came = zip((events[:, 0] & _PLACE)[forwards].tolist(), np.flatnonzero(forwards).tolist(), strict=True)
-        came_ns = {place: step.marks[2 * i].asked + 1000 * late_us[id(step.marks[2 * i])] for place, i in came}
-        since_ns = [came_ns.get(place, 0) for place in (waits[:, 0] & _PLACE).tolist()]
-        waits[:, 1] = np.maximum(waits[:, 1], since_ns).clip(max=waits[:, 2])
-    return came_us[id(step.ended)], pack(events, 0), (at_once[::2] & at_once[1::2])[passes]
+    host_bound, waits = (at_once[::2] & at_once[1::2])[codes.are_passes(events[:, 0])], step.waits
+    if waits:
+        kinds = events[:, 0] & codes.KIND_MASK
+        forwards = np.flatnonzero((kinds == codes.FORWARD) | (kinds == codes.COMBINED)).tolist()
+        first = [(events[i, 0] & _PLACE, step.marks[2 * i]) for i in forwards]
+        came_ns = {int(place): mark.asked + 1000 * late_us[id(mark)] for place, mark in first}
+        waits = [(code, min(max(start, came_ns.get(code & _PLACE, 0)), end), end) for code, start, end in waits]
+    return came_us[id(step.ended)], pack(events, 0), host_bound, waits
 
 
 def _between(step: RecordedStep, collected: list[tuple[int, int]]) -> dict[str, int]:

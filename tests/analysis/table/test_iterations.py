@@ -47,7 +47,7 @@ def write(path: Path, steps: list[Any], *, flags: int = 0) -> list[float]:
             spent = (1000 * length, 1000 * (waits + forward), 1000 * backward, 0, 1000 * gradients, 0, 0)
             begun = index, flags, number, START_NS + 1000 * now_us
             out.append(format.step_record(0, 0, begun, spent, b""))
-            data = np.array([(codes.DATA | codes.phase(0, 0, 0), 0, 1_000_000 * waits)])
+            data = [(codes.DATA | codes.phase(0, 0, 0), 0, 1_000_000 * waits)]
             out.append(format.fact_record(row, format.DATA, pack_data(data)))
             if index == 0 and before is not None:
                 took = {part: 1_000_000 * ms for part, ms in before.items()}

@@ -279,8 +279,8 @@ def _timeline(rank: _Rank, directory: Path) -> None:
         out.append(format.step_record(0, 0, begun, totals, packed[step]))
         if rank.loads:
             waits = [(codes.DATA | code(e.what) & ~codes.KIND_MASK, rank.loaded(e.what)) for e in rank.forwards]
-            ns = np.array([(place, 0, round(1e6 * ms)) for place, ms in waits])
-            out.append(format.fact_record(step, format.DATA, pack_data(ns)))
+            spans = [(place, 0, round(1e6 * ms)) for place, ms in waits]
+            out.append(format.fact_record(step, format.DATA, pack_data(spans)))
         for each in rank.done:
             if isinstance(each.what, Pass) and (ms := rank.collected(each.what, step)):
                 end = int(starts[step] + 1e6 * (each.end[step, rank.replica] - rank.enter[step]))

@@ -20,7 +20,7 @@ WAITS = st.lists(
 @given(WAITS)
 def test_what_is_packed_comes_back(waits: list[tuple[int | None, int | None, int]]) -> None:
     rows = [(codes.DATA | codes.of_microbatch(mb) | codes.of_chunk(chunk), 7, 7 + ns) for mb, chunk, ns in waits]
-    found = unpack_data(pack_data(np.array(rows, dtype=np.int64).reshape(-1, 3)))
+    found = unpack_data(pack_data(rows))
     assert found is not None
     expected = np.zeros((64, 8))
     for mb, chunk, ns in waits:
@@ -32,7 +32,7 @@ def test_what_is_packed_comes_back(waits: list[tuple[int | None, int | None, int
 
 
 def test_who_never_waits_takes_two_bytes() -> None:
-    assert len(pack_data(np.array([(codes.DATA | codes.phase(0, n, 0), 5, 5) for n in range(64)]))) == 2
+    assert len(pack_data([(codes.DATA | codes.phase(0, n, 0), 5, 5) for n in range(64)])) == 2
 
 
 @pytest.mark.parametrize("payload", [b"", b"\0", b"\0\0", b"\0\1x", b"\xff\1xx", b"\0\2xx"])
