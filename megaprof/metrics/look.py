@@ -145,13 +145,13 @@ def _standstill(
     stuck = [status.place for status in blamed if status.place is not None]
     last = max((blame.still and stuck) or places, key=lambda place: place.step)
     targets = {call.target for status in statuses.values() for call in status.calls}
-    waited_for = awaited(statuses, blame) if blame.still else ()
+    waited_for = standings_of(statuses, blame) if blame.still else ()
     waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
     target = last.target if len(targets) > 1 else None
     return Standstill(last.step, blame.still, waited_for, waiting, outcome, target)
 
 
-def awaited(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:
+def standings_of(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:
     """Returns the ranks that the others wait for, and where they stand."""
     standings = []
     for status in (statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses):
@@ -173,43 +173,43 @@ def verdict(view: View) -> str | None:
     if blame.stuck:
         have = "has" if len(blame.stuck) == 1 else "have"
         return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
-    complaints = [slower(view.slow)] if view.slow else []
-    complaints += [waiting_for_cores(view.waits)] if view.waits else []
-    complaints += [waiting_for_host(view.host_bound)] if view.host_bound else []
+    complaints = [slow_sentence(view.slow)] if view.slow else []
+    complaints += [cores_sentence(view.waits)] if view.waits else []
+    complaints += [host_sentence(view.host_bound)] if view.host_bound else []
     return " ".join(complaints) or None
 
 
-def slower(slow: SlowRanks) -> str:
+def slow_sentence(slow: SlowRanks) -> str:
     """Returns a sentence about ranks that are slower than their peers."""
     several = len(slow.ranks) > 1
-    who = f"Rank{'s' * several} {few(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
+    who = f"Rank{'s' * several} {first_of(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
     since = "" if slow.since is None else f", since step {slow.since}"
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers{since}."
 
 
-def waiting_for_cores(waits: Mapping[int, float]) -> str:
+def cores_sentence(waits: Mapping[int, float]) -> str:
     """Returns a sentence about ranks that wait for a processor core."""
     first, most = next(iter(waits.items()))
     # As in the report: a rank that waits far less than the first one is not worth looking at.
     named = [rank for rank, part in waits.items() if part >= most / 2]
     several = len(named) > 1
     longest = f"rank {first} " if several else ""
-    who = f"Rank{'s' * several} {few(sorted(named))} wait{'s' * (not several)}"
+    who = f"Rank{'s' * several} {first_of(sorted(named))} wait{'s' * (not several)}"
     why = "something else runs on the cores, or there are more ranks than cores"
     return f"{who} for a processor core, {longest}for {most:.0%} of the time: {why}."
 
 
-def waiting_for_host(waits: HostBound) -> str:
+def host_sentence(waits: HostBound) -> str:
     """Returns a sentence about stages whose GPUs wait for their host."""
     several = len(waits.stages) > 1
-    which = f"stage{'s' * several} {few(sorted(waits.stages))}"
+    which = f"stage{'s' * several} {first_of(sorted(waits.stages))}"
     who = f"that of stage {waits.stages[0]}" if several else "it"
     since = "" if waits.since is None else f" ({who} did not before step {waits.since})"
     share = f"{'at least ' * several}{waits.passes:.0%}"
     return f"The GPU waits for its host in {share} of the passes of {which}{since}: a capture shows what that costs."
 
 
-def waited_for(view: View) -> Iterator[str]:
+def waiting_clauses(view: View) -> Iterator[str]:
     """Yields a clause for each rank that is silent, and for each rank that the others wait for."""
     culprits = view.blame.culprits
     unheard = [culprit.rank for culprit in culprits if culprit.rank not in view.statuses]
@@ -224,7 +224,7 @@ def waited_for(view: View) -> Iterator[str]:
             what = "is gone: the process does not exist any more"
         yield f"{_who(status)} {what}; it was last seen {_place(status)}{_waiting(culprit)}"
     if unheard:
-        yield f"no status at all from {counted(len(unheard), 'rank')}: rank {few(unheard)}"
+        yield f"no status at all from {counted(len(unheard), 'rank')}: rank {first_of(unheard)}"
     for culprit, status in guilty[:_CULPRITS]:
         comma = "" if status.place is None else ","
         yield f"{_who(status)} has been {_place(status)}{comma} for {ago(culprit.for_s)}{_waiting(culprit)}"
@@ -232,7 +232,7 @@ def waited_for(view: View) -> Iterator[str]:
         yield f"and {more} more"
 
 
-def few(ranks: list[int]) -> str:
+def first_of(ranks: list[int]) -> str:
     """Returns the first eight of some ranks, for people."""
     return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
 

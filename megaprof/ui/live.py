@@ -21,7 +21,7 @@ from megaprof.control.requester import Outcome, Requester, requester_for
 from megaprof.formats.job.requests import Refused
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import SlowRanks, Summary, summarise
-from megaprof.metrics.look import View, look_at, verdict, waited_for
+from megaprof.metrics.look import View, look_at, verdict, waiting_clauses
 
 #: The most looks at a job that are remembered.
 MOST_POINTS = 1200
@@ -159,7 +159,7 @@ class LiveJob:
         if view.state in ("runs", "hangs"):
             self._history.append(Point(at, job.run.run, summary.step_ms, summary.imbalance))
         standstills = [view.standstill] if view.state == "died" and view.standstill is not None else []
-        clauses = *waited_for(view), *(finding.text for finding in standstill_findings(standstills))
+        clauses = *waiting_clauses(view), *(finding.text for finding in standstill_findings(standstills))
         return Now(at, view.state, None, view, summary, verdict(view), clauses)
 
     async def capture(self, target: str, steps: int, select: str) -> None:

@@ -121,7 +121,7 @@ def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: flo
     return Track(name, unit, polylines(drawn), top, bottom, numbers[-1], span)
 
 
-def now_shown(now: Now, place: Place) -> str:
+def now_html(now: Now, place: Place) -> str:
     """Returns the part of a live page that each look at the job of ``place`` changes."""
     tracks = [
         track("step time", "ms", now.history, "step_ms"),

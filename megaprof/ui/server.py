@@ -177,7 +177,7 @@ class Pages:
         roles = await run_in_threadpool(_roles, place.path)
         role = _role(request, roles)
         now = await self._job(place, role).now()
-        shown = Markup(pages.now_shown(now, place))
+        shown = Markup(pages.now_html(now, place))
         return _page(
             "live.html", place=place, now=now, shown=shown, roles=roles, role=role, allowed=self._allow_trigger
         )
@@ -187,7 +187,7 @@ class Pages:
         place = await self._place(request)
         role = _role(request, await run_in_threadpool(_roles, place.path))
         now = await self._job(place, role).now()
-        shown = await run_in_threadpool(pages.now_shown, now, place)
+        shown = await run_in_threadpool(pages.now_html, now, place)
         return JSONResponse({"html": shown, "state": now.state, "captures": now.captures, "every": now.every})
 
     async def trigger(self, request: Request) -> Response:

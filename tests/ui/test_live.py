@@ -23,7 +23,7 @@ from megaprof.metrics.look import View, verdict
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import live
 from megaprof.ui.live import Now, Point
-from megaprof.ui.pages import now_shown, track
+from megaprof.ui.pages import now_html, track
 from megaprof.ui.places import Place
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
@@ -323,7 +323,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     summary = summarise(run, statuses.values())
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
-    shown = now_shown(Now(100.0, "runs", None, view, summary, history=history), Place(tmp_path, "job"))
+    shown = now_html(Now(100.0, "runs", None, view, summary, history=history), Place(tmp_path, "job"))
     text = Reader(shown).text
     assert "16384 ranks" in text
     assert "777" in text
@@ -350,7 +350,7 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     said = verdict(view) if state == "runs" else None
     summary = summarise(run, statuses.values())
-    shown = now_shown(Now(100.0, state, None, view, summary, said), Place(tmp_path, "job", {"timeline": 4}))
+    shown = now_html(Now(100.0, state, None, view, summary, said), Place(tmp_path, "job", {"timeline": 4}))
     assert f'class="verdict {colour}"' in shown
     assert ("Rank 3" in shown) == (colour == "slow")
     assert ("data-brief" in shown) == (state == "ended"), "what became of the job is in its report"

@@ -67,7 +67,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     the report say it: torch does not record exchanges of gloo, and a rank may stand still in its own work.
     """
     from megaprof.cli.jobs.status import collectives, ending_sentences
-    from megaprof.metrics.look import look_at, verdict, waited_for
+    from megaprof.metrics.look import look_at, verdict, waiting_clauses
 
     job = find_job(directory, role)
     view = look_at(job)
@@ -76,7 +76,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
         return hang, []
     if view.silence is None:
         whole = [str(verdict(view))] if view.state == "hangs" else []
-        lines = [f"! {clause}" for clause in [*waited_for(view)] or whole]
+        lines = [f"! {clause}" for clause in [*waiting_clauses(view)] or whole]
     else:
         lines = [f"! {sentence}" for sentence in ending_sentences(view)]
     if not hang.ranks and not lines:

@@ -27,7 +27,7 @@ from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill, completed
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage, summarise
-from megaprof.metrics.look import State, View, awaited, few, look_at, verdict, waited_for
+from megaprof.metrics.look import State, View, first_of, look_at, standings_of, verdict, waiting_clauses
 from megaprof.parallel.topology import ParallelSizes
 
 #: The most lines of the table: everything fits on one screen, however many ranks there are.
@@ -199,7 +199,7 @@ def silence(view: View) -> str:
 
 def ending_sentences(view: View) -> list[str]:
     """Returns sentences about where a job stood still, and about the ranks that died before it ended."""
-    return [*standstill_sentences(view), *map(sentence, waited_for(view) if view.state == "ended" else ())]
+    return [*standstill_sentences(view), *map(sentence, waiting_clauses(view) if view.state == "ended" else ())]
 
 
 def standstills(view: View) -> tuple[Standstill, ...]:
@@ -238,7 +238,8 @@ def _headline(view: View) -> Iterator[str]:
         yield f"capture {capture.request}: {capture.state}"
     off = {status.rank: status.why for status in statuses.values() if status.off}
     if off:
-        yield f"! profiling is off on rank {few(sorted(off))}: {next(filter(None, off.values()), 'the log says why')}"
+        why = next(filter(None, off.values()), "the log says why")
+        yield f"! profiling is off on rank {first_of(sorted(off))}: {why}"
 
 
 def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:
@@ -263,7 +264,7 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
 
 def _said(view: View) -> Iterator[str]:
     whole = verdict(view)
-    lines = [*([] if whole is None else [whole]), *(f"! {clause}" for clause in waited_for(view))]
+    lines = [*([] if whole is None else [whole]), *(f"! {clause}" for clause in waiting_clauses(view))]
     hang = _collectives(view)
     if hang is not None and (hang.culprits or hang.held_up or hang.unended):
         lines += of_hang.sentences(hang)
@@ -283,7 +284,9 @@ def collectives(view: View) -> Hang:
     gone, also whom its ranks wait for by their statuses."""
     hang = hang_of_job(view.job.in_flight(), view.last_blame.waits_for)
     explained = hang.culprits or hang.unended or view.silence is not None
-    return replace(hang, outside=() if explained else awaited(view.statuses, view.blame), standstills=standstills(view))
+    return replace(
+        hang, outside=() if explained else standings_of(view.statuses, view.blame), standstills=standstills(view)
+    )
 
 
 def _show_table(view: View) -> None:

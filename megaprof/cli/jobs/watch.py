@@ -20,7 +20,7 @@ from megaprof.cli.jobs.status import silence
 from megaprof.control.job import NoJob, find_job
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import summarise
-from megaprof.metrics.look import View, look_at, verdict, waited_for
+from megaprof.metrics.look import View, look_at, verdict, waiting_clauses
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -126,7 +126,7 @@ def _table(view: View, cause: str | None, goes: TableView | None, console: Conso
         parts.append(f"{len(summary.stages) - _LINES} more stages")
     lines: list[RenderableType] = [*tables(stages_now(summary, waited), console, _LINES), ", ".join(parts)]
     lines += [] if goes is None else tables(goes, console)
-    wrong = [*filter(None, [cause, verdict(view)]), *waited_for(view)]
+    wrong = [*filter(None, [cause, verdict(view)]), *waiting_clauses(view)]
     if view.blame.stuck or view.blame.culprits:
         wrong.append(f"More: megaprof status {job.directory}")
     lines += (Text(line, style="bold red", overflow="fold") for line in wrong)
