@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
@@ -18,8 +18,6 @@ from megaprof.formats.phrases import listed
 
 #: Explains the letters of a layout, for layouts that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
-#: If the activations of more stages change, only the two at the ends of their order are named.
-_MOST_STAGES = 4
 _GIB = 1 << 30
 #: The name of a change by hand that changes nothing.
 AS_CAPTURED = "as captured"
@@ -138,26 +136,15 @@ def memory(change: Prediction, predictions: WhatIf) -> str | None:
 
 
 def activations(change: Prediction, predictions: WhatIf) -> str | None:
-    """Returns a clause about what stages hold after a change; None if that stays the same and was not measured."""
+    """Returns a clause about what stages hold after a change: the stage whose activations grow most, and the memory
+    that the fullest one needs. None if none grow and memory was not measured."""
+    clauses, now = [], predictions.in_flight or ()
     needs = [layers_held * change.activations for layers_held in change.in_flight or ()]
-    change_of_peak = _peak_change(needs, predictions.in_flight or ())
-    return "; ".join(filter(None, (change_of_peak, _needed(change, predictions) if change.fits else None))) or None
-
-
-def _peak_change(needs: Sequence[float], now: Sequence[int]) -> str | None:
-    """Returns the stages whose activations change, the largest increase first. If there are too many, it names
-    the two ends of that order. ``needs``, ``now``: activations of each stage in layers times captured microbatches."""
-    changed = sorted((s for s in range(len(needs)) if needs[s] != now[s]), key=lambda s: now[s] - needs[s])
-    if not changed:
-        return None
-    shown = changed if len(changed) <= _MOST_STAGES else [changed[0], changed[-1]]
-    by_stage = [
-        f"stage {stage} {percent(needs[stage] / now[stage] - 1, sign=True)} ({now[stage]} -> {needs[stage]:g})"
-        for stage in shown
-        if now[stage]
-    ]
-    more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
-    return f"activations at their peak, in layers x microbatches of the captured size: {', '.join(by_stage)}{more}"
+    stage = max(range(len(needs)), key=lambda stage: needs[stage] - now[stage], default=0)
+    if needs and needs[stage] > now[stage] > 0:
+        more = f"{percent(needs[stage] / now[stage] - 1, sign=True)} ({now[stage]} -> {needs[stage]:g}"
+        clauses.append(f"activations at the peak of stage {stage}: {more} layers x microbatches of the captured size)")
+    return "; ".join([*clauses, *filter(None, [_needed(change, predictions) if change.fits else None])]) or None
 
 
 def _needed(change: Prediction, predictions: WhatIf) -> str | None:
