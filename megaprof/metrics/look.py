@@ -145,19 +145,19 @@ def _standstill(
     stuck = [status.place for status in blamed if status.place is not None]
     last = max((blame.still and stuck) or places, key=lambda place: place.step)
     targets = {call.target for status in statuses.values() for call in status.calls}
-    waited_for = standings_of(statuses, blame) if blame.still else ()
+    waited_for = standings(statuses, blame) if blame.still else ()
     waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
     target = last.target if len(targets) > 1 else None
     return Standstill(last.step, blame.still, waited_for, waiting, outcome, target)
 
 
-def standings_of(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:
+def standings(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:
     """Returns the ranks that the others wait for, and where they stand."""
-    standings = []
+    found = []
     for status in (statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses):
         place = (status.part,) if (at := status.place) is None else (at.phase, at.microbatch, at.chunk)
-        standings.append(Standing(status.rank, status.coords["pp"], *place))
-    return tuple(standings)
+        found.append(Standing(status.rank, status.coords["pp"], *place))
+    return tuple(found)
 
 
 def verdict(view: View) -> str | None:

@@ -32,7 +32,7 @@ from megaprof.formats.job.status import CaptureState, Position, RankStatus, Rece
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
-from megaprof.metrics.look import standings_of
+from megaprof.metrics.look import standings
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
 from megaprof.recorders.torch_profiler import TorchRecorder
@@ -145,7 +145,7 @@ def test_a_rank_says_which_part_of_its_loop_it_is_in(job: Job) -> None:
     assert (before.part, saving.part, after.part) == (None, "saving", None)
     assert before.since < saving.since < after.since
     blame = Blame((0,), (WaitedFor(0, silent=False, gone=False, waiting=1, for_s=60.0),), 60.0, {})
-    (standing,) = standings_of({0: saving}, blame)
+    (standing,) = standings({0: saving}, blame)
     assert (standing.rank, standing.phase) == (0, "saving")
 
 

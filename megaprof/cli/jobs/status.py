@@ -19,7 +19,7 @@ from megaprof.analysis.report.tables import Column, Row, TableView, row
 from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.analysis.report.text.words import number, percent, sentence
+from megaprof.analysis.report.text.words import number, percent, ranks, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.blame import WaitedFor
 from megaprof.control.job import NoJob, RunningJob, find_job
@@ -27,7 +27,7 @@ from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill, completed
 from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.formats.phrases import ago, counted, printable
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage, summarise
-from megaprof.metrics.look import State, View, first_of, look_at, standings_of, verdict, waiting_clauses
+from megaprof.metrics.look import State, View, look_at, standings, verdict, waiting_clauses
 from megaprof.parallel.topology import ParallelSizes
 
 #: The most lines of the table: everything fits on one screen, however many ranks there are.
@@ -220,8 +220,7 @@ def _headline(view: View) -> Iterator[str]:
     run, statuses = view.job.run, view.statuses
     shape = " ".join(f"{axis}{getattr(run.sizes, axis)}" for axis in ("tp", "pp", "cp", "ep", "dp", "vpp"))
     role = "" if run.role is None else f", role {run.role}"
-    count = len(view.heard)
-    heard = "all" if count == run.world else f"{count}" if count else "none"
+    heard = {run.world: "all", 0: "none"}.get(len(view.heard), len(view.heard))
     last = max((status.time for status in view.statuses.values()), default=view.now)
     runs = f"ran for {ago(last - run.started)}" if view.silence else f"running for {ago(view.now - run.started)}"
     yield f"{counted(run.world, 'rank')} ({shape}){role}, {runs}, {heard} of them answering"
@@ -238,8 +237,7 @@ def _headline(view: View) -> Iterator[str]:
         yield f"capture {capture.request}: {capture.state}"
     off = {status.rank: status.why for status in statuses.values() if status.off}
     if off:
-        why = next(filter(None, off.values()), "the log says why")
-        yield f"! profiling is off on rank {first_of(sorted(off))}: {why}"
+        yield f"! profiling is off on {ranks(sorted(off))}: {next(filter(None, off.values()), 'the log says why')}"
 
 
 def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:
@@ -263,8 +261,7 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
 
 
 def _said(view: View) -> Iterator[str]:
-    whole = verdict(view)
-    lines = [*([] if whole is None else [whole]), *(f"! {clause}" for clause in waiting_clauses(view))]
+    lines = [*filter(None, [verdict(view)]), *(f"! {clause}" for clause in waiting_clauses(view))]
     hang = _collectives(view)
     if hang is not None and (hang.culprits or hang.held_up or hang.unended):
         lines += of_hang.sentences(hang)
@@ -284,9 +281,8 @@ def collectives(view: View) -> Hang:
     gone, also whom its ranks wait for by their statuses."""
     hang = hang_of_job(view.job.in_flight(), view.last_blame.waits_for)
     explained = hang.culprits or hang.unended or view.silence is not None
-    return replace(
-        hang, outside=() if explained else standings_of(view.statuses, view.blame), standstills=standstills(view)
-    )
+    outside = () if explained else standings(view.statuses, view.blame)
+    return replace(hang, outside=outside, standstills=standstills(view))
 
 
 def _show_table(view: View) -> None:

@@ -107,7 +107,7 @@ def test_a_step_takes_as_long_as_on_its_longest_stage_wherever_it_is_shown(
         calls = [{"target": "train_actor", "begun": 5, "seconds": step_ms / 1e3 + 0.05}]
         job.status(rank, recent=recent(step_ms, 1.0), calls=calls)
     assert status(job) == 0
-    assert "takes 1000 ms, one every 1050 ms (medians)" in capsys.readouterr().out
+    assert "takes 1000 ms, one every 1050 ms" in capsys.readouterr().out
     assert main(["watch", str(job.directory), "--once"]) == 0
     assert "step 1000 ms" in capsys.readouterr().out
 
