@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,6 @@ from megaprof.formats.ranges import DOMAIN
 from megaprof.runtime.isolation import Contained
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from megaprof.capture.session import Session
 
 _COLORS = "an ARGB integer, one of NVTX's names (red, green, blue, ...), or matplotlib's where that is installed"
@@ -41,10 +39,9 @@ class annotate:
     the default is the function's qualified name. ``color``, ``domain`` and ``category`` are passed to NVTX; the
     default domain is ``megaprof``.
 
-    It can wrap functions, methods (also static and class methods), coroutine functions, generators and asynchronous
-    generators. The range of a coroutine lasts from its first step to its end, including waiting. A generator has a
-    range for each time that it runs, since its consumer's work happens in between. Exceptions pass through unchanged.
-    Invalid arguments raise ValueError when a function is decorated. In a ``with`` block, which may be in the training
+    It can wrap functions, methods (also static and class methods) and coroutine functions, but no generators. The range
+    of a coroutine lasts from its first step to its end, including waiting. Exceptions pass through unchanged. Invalid
+    arguments raise ValueError when a function is decorated. In a ``with`` block, which may be in the training
     loop, they are logged once and ignored.
     """
 
@@ -86,11 +83,12 @@ class annotate:
         if not callable(function) or isinstance(function, type):
             raise ValueError(f"annotate: {function!r} is not a function or method")
         message = self._message or str(getattr(function, "__qualname__", type(function).__qualname__))
-        if inspect.isasyncgenfunction(function):
-            wrapper = self._async_generator(function, message)
-        elif inspect.isgeneratorfunction(function):
-            wrapper = self._generator(function, message)
-        elif inspect.iscoroutinefunction(function):
+        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+            raise ValueError(
+                f"annotate: {message} is a generator, between whose steps others work; valid: a block around each part "
+                "of its work, `with megaprof.annotate(...):`, or the function that consumes it"
+            )
+        if inspect.iscoroutinefunction(function):
             wrapper = self._coroutine(function, message)
         else:
             wrapper = self._function(function, message)
@@ -121,71 +119,15 @@ class annotate:
         return wrapper
 
     def _coroutine(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
+        role, look = self._role, self._look
+
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with self._life(), self._stretch(message, overlapping=True):
+            if not _watched():
+                return await function(*args, **kwargs)
+            with _RoleWindow(role), Work(role, message, look, overlapping=True):
                 return await function(*args, **kwargs)
 
         return wrapper
-
-    def _generator(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            generator = function(*args, **kwargs)
-            resume: Callable[[], Any] = functools.partial(next, generator)
-            with self._life():
-                try:
-                    while True:
-                        with self._stretch(message):
-                            try:
-                                value = resume()
-                            except StopIteration as end:
-                                return end.value
-                        try:
-                            sent = yield value
-                        except GeneratorExit:
-                            raise
-                        except BaseException as fault:
-                            resume = functools.partial(generator.throw, fault)
-                        else:
-                            resume = functools.partial(generator.send, sent)
-                finally:
-                    generator.close()
-
-        return wrapper
-
-    def _async_generator(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
-        async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            generator = function(*args, **kwargs)
-            resume: Callable[[], Any] = generator.__anext__
-            with self._life():
-                try:
-                    while True:
-                        with self._stretch(message, overlapping=True):
-                            try:
-                                value = await resume()
-                            except StopAsyncIteration:
-                                return
-                        try:
-                            sent = yield value
-                        except GeneratorExit:
-                            raise
-                        except BaseException as fault:
-                            resume = functools.partial(generator.athrow, fault)
-                        else:
-                            resume = functools.partial(generator.asend, sent)
-                finally:
-                    await generator.aclose()
-
-        return wrapper
-
-    def _life(self) -> AbstractContextManager[Any]:
-        """Returns the context manager for the whole life of a coroutine or generator, from its first step to its end,
-        which is one piece of work. A generator's role and range are left between its steps."""
-        return _RoleWindow(self._role) if _watched() else nullcontext()
-
-    def _stretch(self, message: str, *, overlapping: bool = False) -> AbstractContextManager[Any]:
-        if not _watched():
-            return nullcontext()
-        return Work(self._role, message, self._look, overlapping=overlapping)
 
 
 def _watched() -> bool:

@@ -16,7 +16,7 @@ from megaprof.artifacts.writer import Writer
 from megaprof.capture.agenda import Agenda, Call, CountedStep, Demand, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
-from megaprof.capture.memory.guard import HostMemoryGuard
+from megaprof.capture.host_memory import HostMemoryGuard
 from megaprof.capture.messages import note_in_span, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
@@ -110,7 +110,7 @@ class Session:
         self._thread = threading.get_ident()
         self._last: Window | None = None  # the one that closed last
         limit = parse_limit("max_host_memory", config.max_host_memory)
-        self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self))
+        self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self), here.neighbours(config))
 
     def owns(self, models: tuple[Any, ...] | None) -> bool:
         """Returns whether the session is for exactly these model chunks, or for any model if ``models`` is None."""
@@ -433,7 +433,7 @@ class Session:
 
     def _save(self, opened: OpenWindow, truncated: str | None) -> None:
         """Stops the recorders of a window and has its files written."""
-        self._guard.closes()
+        self._guard.stop()
         final = not any(session.goes_on for session in process.sessions)
         window = replace(opened.window, final=final)
         call = opened.call or RecordedCall(NO_CALL, Tape())

@@ -11,6 +11,7 @@ from megaprof.capture.compat import check_daemon, check_model
 from megaprof.capture.messages import say_start
 from megaprof.config.options import ProfileConfig
 from megaprof.parallel.chunks import language_model
+from megaprof.parallel.machine import local_ranks
 from megaprof.parallel.process_groups import (
     coords_from_parallel_state,
     has_groups,
@@ -76,6 +77,14 @@ class ThisRank:
     def records(self, config: ProfileConfig) -> bool:
         """Returns whether this rank records or answers anything, so that it needs hooks."""
         return self.windowed or self.timed or config.listens
+
+    def neighbours(self, config: ProfileConfig) -> int:
+        """Returns how many other ranks of this host may close a window when this rank does. Without
+        ``LOCAL_WORLD_SIZE``, each rank counts as the only one of its host."""
+        local = local_ranks() or 1
+        first = self.coords.rank - self.coords.rank % local
+        here = set(range(first, first + local)) - {self.coords.rank}
+        return len(here if self.ranks is None or config.listens else here.intersection(self.ranks))
 
     @property
     def speaks(self) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +44,6 @@ class Policy:
         await asyncio.sleep(0)
         return value, roles.current().role
 
-    @annotate(role="ref")
-    def generator(self) -> Generator[Any, Any, str]:
-        got = yield roles.current().role
-        try:
-            got = yield got
-        except KeyError as fault:
-            yield fault
-        return "end"
-
-    @annotate(role="reward")
-    async def async_generator(self) -> AsyncGenerator[Any, Any]:
-        got = yield roles.current().role
-        try:
-            yield got
-        except KeyError as fault:
-            yield fault
-
 
 @pytest.fixture(params=["off", "recording"])
 def names(request: Any, tmp_path: Path) -> Iterator[Callable[[], Counter[str]]]:
@@ -92,8 +75,6 @@ def test_functions_and_methods_are_what_they_were(names: Any) -> None:
     assert (Policy.method.__name__, Policy.method.__qualname__) == ("method", "Policy.method")
     assert list(inspect.signature(Policy.method).parameters) == ["self", "value", "times"]
     assert inspect.iscoroutinefunction(Policy.coroutine)
-    assert inspect.isgeneratorfunction(Policy.generator)
-    assert inspect.isasyncgenfunction(Policy.async_generator)
     assert roles.current().role is None
     if process.sessions:
         assert names() == {
@@ -102,39 +83,6 @@ def test_functions_and_methods_are_what_they_were(names: Any) -> None:
             "role/critic/of_the_class": 1,
             "role/rollout/Policy.coroutine": 1,
         }
-
-
-def test_generators_keep_their_protocol_and_have_a_range_per_stretch(names: Any) -> None:
-    generator, fault = Policy().generator(), KeyError("thrown in")
-    assert next(generator) == ("ref" if process.sessions else None)
-    assert roles.current().role is None, "between two stretches the consumer runs, not the generator"
-    assert generator.send(7) == 7
-    assert generator.throw(fault) is fault
-    with pytest.raises(StopIteration) as end:
-        next(generator)
-    assert end.value.value == "end"
-    closed = Policy().generator()
-    next(closed)
-    closed.close()
-    if process.sessions:
-        assert names() == {"role/ref/Policy.generator": 5}
-
-
-def test_asynchronous_generators_too(names: Any) -> None:
-    async def use() -> None:
-        generator, fault = Policy().async_generator(), KeyError("thrown in")
-        assert await generator.__anext__() == ("reward" if process.sessions else None)
-        assert roles.current().role is None
-        assert await generator.asend(7) == 7
-        assert await generator.athrow(fault) is fault
-        assert [item async for item in generator] == []
-        closed = Policy().async_generator()
-        await closed.__anext__()
-        await closed.aclose()
-
-    asyncio.run(use())
-    if process.sessions:
-        assert names() == {"role/reward/Policy.async_generator": 5}
 
 
 class Fault(BaseException):
@@ -152,22 +100,17 @@ def test_exceptions_pass_through_unchanged(names: Any) -> None:
     async def coroutine() -> None:
         raise fault
 
-    @annotate(role="actor")
-    def generator() -> Generator[int, None, None]:
-        yield 1
-        raise fault
-
     def block() -> None:
         with annotate(role="actor", message="block"):
             raise fault
 
-    for run in (function, block, lambda: asyncio.run(coroutine()), lambda: list(generator())):
+    for run in (function, block, lambda: asyncio.run(coroutine())):
         with pytest.raises(Fault) as caught:
             run()
         assert caught.value is fault
         assert roles.current().role is None
     if process.sessions:
-        assert sum(names().values()) == 5
+        assert sum(names().values()) == 3
 
 
 def test_tasks_that_take_turns_keep_their_roles_and_their_ranges(names: Any) -> None:
@@ -285,6 +228,12 @@ def test_a_coroutine_that_is_closed_in_another_context(names: Any) -> None:
 def test_only_functions_can_be_annotated() -> None:
     with pytest.raises(ValueError, match="not a function"):
         annotate(role="ref")(Policy)
+
+    def generator() -> Generator[int, None, None]:
+        yield 1
+
+    with pytest.raises(ValueError, match=r"generator is a generator, .* valid: a block around each part of its work"):
+        annotate(generator)
 
 
 def test_annotating_loads_neither_torch_nor_megatron() -> None:

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.capture.memory import guard as guarding
-from megaprof.capture.memory.guard import CLOSING_FACTOR, HostMemoryGuard
-from megaprof.capture.memory.neighbours import Neighbours
+from megaprof.capture import host_memory as guarding
+from megaprof.capture.host_memory import CLOSING_FACTOR, HostMemoryGuard
 from megaprof.capture.process import process
+from megaprof.capture.this_rank import ThisRank
 from megaprof.config.memory import DEFAULT_SHARE, MemoryLimit, parse_limit
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 GIB = 1 << 30
 
@@ -121,13 +121,12 @@ def test_this_machine_can_be_read() -> None:
 class Watched:
     """A guard over numbers that the test sets, and what it said."""
 
-    def __init__(self, limit: MemoryLimit, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, limit: MemoryLimit, monkeypatch: pytest.MonkeyPatch, others: int = 0) -> None:
         self.resident, self.used, self.looks = 100, 100, threading.Semaphore(0)
         self.reasons: list[str] = []
         self.said = threading.Event()
         bound = Bound("the container", self._read)
-        self.guard = HostMemoryGuard(limit, self._say)
-        monkeypatch.setattr(guarding, "Neighbours", lambda: Neighbours(directory))
+        self.guard = HostMemoryGuard(limit, self._say, others)
         monkeypatch.setattr(guarding, "resident_bytes", lambda: self.resident)
         monkeypatch.setattr(guarding, "find_bounds", lambda: (bound,))
         monkeypatch.setattr(guarding, "INTERVAL_SECONDS", 0.001)
@@ -150,28 +149,20 @@ def watchers() -> list[threading.Thread]:
     [
         (MemoryLimit(None, 0.8), {"used": 801}, "the container"),
         (MemoryLimit(500, 0.95), {"resident": 501}, "this process"),
-        # 60 more in the window, and closing it may take seven times that; so may another process of the host.
+        # 60 more in the window, and closing it may take seven times that; so may each other rank of the host.
         (MemoryLimit(500, 0.95), {"resident": 160}, "this process"),
         (MemoryLimit(None, 0.8), {"used": 460, "resident": 160}, "the container"),
-        (MemoryLimit(None, 0.8), {"others": 701}, "the container"),
-        (MemoryLimit(None, 0.8), {"others": 300, "used": 160, "resident": 160}, "the container"),
+        (MemoryLimit(None, 0.8), {"others": 3, "used": 140, "resident": 125}, "the container"),
     ],
 )
 def test_a_bound_is_reported_once(
-    limit: MemoryLimit, change: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: MemoryLimit, change: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Watched(limit, tmp_path, monkeypatch)
-    with Neighbours(tmp_path):
-        (directory,) = tmp_path.iterdir()
-    (directory / "999999999").write_text("700")  # of a process that is gone
-    (directory / str(os.getppid())).write_text("700")  # of one that had the number of another
-    os.utime(directory / str(os.getppid()), (0, 0))
+    watched = Watched(limit, monkeypatch, change.get("others", 0))
     watched.guard.start()
     for _ in range(3):
         assert watched.looks.acquire(timeout=30)
     assert watched.reasons == []
-    if "others" in change:
-        (directory / "1").write_text(str(change["others"]))
     vars(watched).update(change)
     assert watched.said.wait(30)
     watched.guard.stop()
@@ -180,33 +171,29 @@ def test_a_bound_is_reported_once(
     (reason,) = watched.reasons
     assert reason.startswith(f"host memory: {said} uses")
     assert "--profile-max-host-memory allows" in reason
-    left = {str(os.getppid()), "1"} if "others" in change else {str(os.getppid())}
-    assert {path.name for path in directory.iterdir()} == left
 
 
-def test_while_a_window_closes_the_others_see_what_that_still_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("local", "ranks", "options", "others"),
+    [
+        ("8", [0], {}, 0),
+        ("8", [0, 2, 5, 8], {}, 2),
+        ("8", None, {}, 7),
+        ("8", [0], {"on_demand": True}, 7),
+        ("", [0, 1], {}, 0),
+    ],
+)
+def test_neighbours_are_ranks_of_this_host_that_capture(
+    local: str, ranks: list[int] | None, options: dict[str, Any], others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Watched(MemoryLimit(None, 1.0), tmp_path, monkeypatch)
-
-    def told(needed: int) -> None:
-        deadline = time.monotonic() + 30
-        while sum(int(path.read_text() or 0) for path in tmp_path.glob("*/*")) != needed:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    watched.guard.start()
-    told(0)
-    watched.resident += 20
-    told(20 * CLOSING_FACTOR)
-    watched.guard.closes()
-    watched.resident += 50
-    told(20 * CLOSING_FACTOR - 50)
-    watched.guard.stop()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    layout = WorldLayout(ParallelSizes(dp=16))
+    here = ThisRank(layout.coords(0), layout, ranks, windowed=True, timed=False)
+    assert here.neighbours(ProfileConfig(("train_actor",), "/t", **options)) == others
 
 
-def test_the_thread_lives_while_it_watches_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(MemoryLimit(None, 0.8), tmp_path, monkeypatch)
+def test_the_thread_lives_while_it_watches_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(MemoryLimit(None, 0.8), monkeypatch)
     for earlier in watchers():  # nobody waits for the thread of a window that has just closed
         earlier.join(30)
     assert watchers() == []
@@ -360,7 +347,7 @@ def test_a_real_process_that_grows_past_its_limit(tmp_path: Path) -> None:
 
 CHILD = """
 import sys, threading
-from megaprof.capture.memory import guard as guarding
+from megaprof.capture import host_memory as guarding
 from megaprof.config.memory import MemoryLimit
 from megaprof.parallel.machine import find_bounds
 said = threading.Event()

@@ -10,8 +10,8 @@ There are two bounds, and ``--profile-max-host-memory`` sets one of them:
 * a share (``80%``), for the memory in use in the tightest control group above this process (v1 and v2), and in the
   machine. Page cache counts as free, because the kernel gives it back. The default is 95 %.
 
-Both bounds include the memory that closing the window will take. The share also includes what the other processes of
-this host need to close their windows: ranks capture the same step, so they close together.
+Both bounds include the memory that closing the window will take. The share also includes as much again
+for each other rank of this host that captures: ranks capture the same step, so they close together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from megaprof.capture.memory.neighbours import Neighbours
 from megaprof.config.memory import MemoryLimit
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.logs import logger
@@ -34,19 +33,19 @@ INTERVAL_SECONDS = 0.1
 
 class HostMemoryGuard:
     """Watches between ``start()`` and ``stop()``, in a thread that lives only that long. If the window has to close,
-    the thread calls ``on_limit(reason)`` once. A bound that cannot be read is not watched.
+    the thread calls ``on_limit(reason)`` once. A bound that cannot be read is not watched. ``others``: the number of
+    other processes of this host that may close a window at the same time; each is taken to need as much as this one.
     """
 
-    def __init__(self, limit: MemoryLimit, on_limit: Callable[[str], None]) -> None:
+    def __init__(self, limit: MemoryLimit, on_limit: Callable[[str], None], others: int = 0) -> None:
         self._limit = limit
         self._on_limit = on_limit
-        self._closing = False
+        self._others = others
         self._done: threading.Event | None = None
 
     def start(self) -> None:
         """Begins to watch. This starts a thread."""
         self.stop()
-        self._closing = False
         self._done = done = threading.Event()
         threading.Thread(target=self._watch, args=(done,), name="megaprof-host-memory", daemon=True).start()
 
@@ -56,33 +55,21 @@ class HostMemoryGuard:
             self._done.set()
             self._done = None
 
-    def closes(self) -> None:
-        """Stops watching because the window is being closed, but still shows other processes how much that takes."""
-        self._closing = True
-
     def _watch(self, done: threading.Event) -> None:
         try:
-            bounds, before, recorded, reported = find_bounds(), resident_bytes(), 0, False
-            with Neighbours() as neighbours:
-                while not done.is_set():
-                    resident = resident_bytes()
-                    closing, taken = self._closing, max(0, resident - before)
-                    recorded = recorded if closing else taken
-                    needed = max(0, recorded + CLOSING_FACTOR * recorded - taken)
-                    neighbours.say(needed)
-                    if not closing and not reported:
-                        reason = self._over(bounds, resident, needed, neighbours.others())
-                        if reason is not None and not done.is_set():
-                            reported = True
-                            self._on_limit(reason)
-                    done.wait(INTERVAL_SECONDS)
+            bounds, before, reason = find_bounds(), resident_bytes(), None
+            while reason is None and not done.is_set():
+                resident = resident_bytes()
+                reason = self._over(bounds, resident, CLOSING_FACTOR * max(0, resident - before))
+                if reason is not None and not done.is_set():
+                    self._on_limit(reason)
+                done.wait(INTERVAL_SECONDS)
         except Exception:  # a file of the kernel's in an unknown format must do no harm
             logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
 
-    def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int, others: int) -> str | None:
-        """Returns why the window must close now, or None. Closing it takes ``needed`` bytes, and closing those of other
-        processes takes ``others`` bytes."""
-        size = self._limit.size
+    def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int) -> str | None:
+        """Returns why the window must close now, or None. Closing it takes ``needed`` bytes."""
+        size, others = self._limit.size, self._others * needed
         if size is not None and resident + needed > size:
             return _reason("this process", resident, needed, 0, size, size)
         for bound in bounds:
