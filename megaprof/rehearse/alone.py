@@ -7,20 +7,16 @@ Every exchange is written down with its size.
 
 from __future__ import annotations
 
-import importlib.abc
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 #: The environment variable with the file of the exchanges.
 VARIABLE = "REHEARSAL_EXCHANGES"
-_TORCH, _NAME = "torch.distributed", "alone"
+_NAME = "alone"
 #: About what weights are initialised with, so that neither sums nor norms overflow.
 _DEVIATION = 0.02
 _SHAPES = (
@@ -31,30 +27,10 @@ _STORE = "the program waits for its peers at a store of its own, and in a rehear
 
 
 def arm() -> None:
-    """Waits for torch's distributed package to be imported, and changes it then."""
+    """Changes torch, in a process that has it: it is loaded at once, before anybody has its functions."""
     if VARIABLE in os.environ:
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch's distributed package once, and has it changed behind its import."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _TORCH:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _change(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+        with suppress(ImportError):
+            _change(import_module("torch.distributed"))
 
 
 def _change(dist: Any) -> None:
@@ -62,11 +38,11 @@ def _change(dist: Any) -> None:
     import torch
 
     written = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    c10d, group = dist.distributed_c10d, cache(partial(_group, dist, written))  # torch is not whole yet
+    c10d, group = dist.distributed_c10d, _group(dist, written)
     initialize, new_group = c10d.init_process_group, c10d.new_group
 
     def created(options: Any, _: Any) -> Any:
-        return group()(options.group_rank, options.global_ranks_in_group or range(options.group_size))
+        return group(options.group_rank, options.global_ranks_in_group or range(options.group_size))
 
     def init_process_group(*_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
