@@ -28,7 +28,7 @@ _SHARE = 0.5
 
 #: The most bytes of files that are kept. Of larger jobs, what is read again are the few ranks of which a report shows
 #: single passes.
-_KEPT = 64 << 20
+_KEPT = 16 << 20
 #: For files with fewer bytes than this, one process is quicker than several.
 _TIMELINES_WORTH_IT = 512 << 20
 

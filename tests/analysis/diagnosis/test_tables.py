@@ -52,8 +52,8 @@ def calls_of(scenario: Scenario, directory: Path) -> list[TracedStep]:
 
 def chosen(step: TracedStep, rows: Any) -> Passes:
     """The passes of these rows."""
-    *columns, exposed = step.passes
-    return Passes(*(column[rows] for column in columns), {group: ns[rows] for group, ns in exposed.items()})
+    columns = {name: column[rows] for name, column in step.passes._asdict().items() if isinstance(column, np.ndarray)}
+    return step.passes._replace(**columns, exposed={group: ns[rows] for group, ns in step.passes.exposed.items()})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,9 @@ def _combined(call: TracedStep, replay: Replay, times: Any) -> TracedStep:
         ids.append([*turn[0][1:], *(turn[1][1:] if len(turn) == 2 else (-1, -1))])
     extents = np.array(spans)
     took, none = extents[:, 1] - extents[:, 0], np.zeros(len(spans), dtype=int)
-    columns = Passes(np.array(kinds), np.array(ids), extents, extents, extents[:, 1], took, took, none, none, {})
+    times = {"host": extents, "spans": extents, "end": extents[:, 1], "compute": took, "working": took}
+    others = {"idle": none, "garbage": none, "data": None, "exposed": {}}
+    columns = Passes(kind=np.array(kinds), ids=np.array(ids), **times, **others)
     return replace(call, passes=columns)
 
 

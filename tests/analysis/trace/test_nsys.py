@@ -324,7 +324,12 @@ def test_annotations_in_a_window_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "known"),
-    [("end = end + 200000000", True), ("start = 0, end = 0", False), ("end = end + 4000000000000000", False)],
+    [
+        ("end = end + 200000000", True),
+        ("start = 0, end = 0", False),
+        ("end = start - 1000", False),
+        ("end = end + 4000000000000000", False),
+    ],
 )
 def test_impossible_times_of_kernels(change: str, known: bool, tmp_path: Path) -> None:
     """The same checks as for traces of Kineto's."""
