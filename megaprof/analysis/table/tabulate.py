@@ -56,14 +56,13 @@ def tabulate(
     pass_shift = shift[..., None, None, None]
     start, end, enter, reduced = start + pass_shift, end + pass_shift, enter + shift, reduced + shift
     device = any(rank.device for rank in table_ranks)
-    if device:  # the entry of the host says nothing about when the GPU begins
-        enter = np.fmin.reduce(start, axis=(-3, -2, -1))
     # Replicas that reduce no gradients do not wait for each other, so the step of each begins with its own entry.
     axes = (1, 2, 3) if "backward" in schedule.kinds else (2, 3)
-    since = np.fmin.reduce(enter, axis=axes, keepdims=True)
-    if not device:  # a rank whose step before was longer is not late
-        first = np.fmin.reduce(start, axis=(*axes, 4, 5, 6), keepdims=True)[..., 0, 0, 0]
-        since = np.fmax(since, np.minimum(np.fmax.reduce(stacked("left") + shift, axis=axes, keepdims=True), first))
+    first_pass = np.fmin.reduce(start, axis=(*axes, 4, 5, 6), keepdims=True)[..., 0, 0, 0]
+    # A rank that others were waiting for in the step before is not late. When a GPU was through with it is not known:
+    # it may have been busy until the first pass.
+    last_left = first_pass if device else np.fmax.reduce(stacked("left") + shift, axis=axes, keepdims=True)
+    since = np.fmax(np.fmin.reduce(enter, axis=axes, keepdims=True), np.minimum(last_left, first_pass))
     start, end = start - since[..., None, None, None], end - since[..., None, None, None]
     enter, reduced = np.maximum(enter - since, 0.0), reduced - since
     offset_ns = np.nan_to_num((shift - since) * 1e6).round().astype(np.int64) - origin
@@ -94,7 +93,7 @@ def tabulate(
     experts = np.array([rank.experts for rank in table_ranks]).reshape(shape)
     names = _names(table_ranks, shape)
     ranks_by_stage = [[rank for rank in table_ranks if rank.stage == stage] for stage in range(schedule.stages)]
-    entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
+    entry = enter.max(axis=3) if clocks else np.full(enter.shape[:3], np.nan)
     return Table(
         target=key.target,
         role=key.role,

@@ -48,6 +48,7 @@ HEALTHY = Pipeline(
 TWICE = replace(HEALTHY, chunks=2, layers=((2, 2),) * 4)
 REPLICAS = replace(HEALTHY, replicas=3)
 LONG = replace(REPLICAS, steps=40)
+DEVICE = replace(HEALTHY, recording="device timeline", apart=True)
 GPU = replace(HEALTHY, recording="gpu trace", steps=3)
 CPU = replace(HEALTHY, recording="cpu trace", steps=3)
 ALONE = replace(HEALTHY, stages=1, layers=((4,),), replicas=4, steps=20)
@@ -96,6 +97,8 @@ def with_layers(pipeline: Pipeline, *layers: int) -> Pipeline:
         (replace(HEALTHY, apart=True), Fault("slow_link", 6.0, stage=2), ("slow_link", 2, None, (), None)),
         (replace(HEALTHY, buffered=True), Fault("slow_link", 6.0, stage=0), ("slow_link", 0, None, (), None)),
         (HEALTHY, Fault("late_entry", 80.0, stage=2, replica=0), ("late_entry", 2, None, (2,), None)),
+        (DEVICE, Fault("late_entry", 80.0, stage=1, replica=0), ("late_entry", 1, None, (1,), None)),
+        (DEVICE, Fault("late_entry", 80.0, stage=3, replica=0), ("late_entry", 3, None, (3,), None)),
         (HEALTHY, Fault("data_wait", 90.0, stage=0), ("data_wait", 0, None, (), None)),
         (GPU, Fault("data_wait", 90.0, stage=0), ("data_wait", 0, None, (), None)),
         (HEALTHY, Fault("loader", 9.0, stage=0), ("data_wait", 0, None, (0,), None)),

@@ -227,7 +227,7 @@ def _slow_link(one: Pipeline, rng: np.random.Generator, stage: int) -> Pipeline 
 
 
 def _late_entry(one: Pipeline, rng: np.random.Generator, stage: int) -> Pipeline | None:
-    if one.stages * one.replicas == 1 or one.steps < 2 or one.recording == "device timeline":
+    if one.stages * one.replicas == 1 or one.steps < 2:
         return None
     size = one.about_ms * float(rng.uniform(0.04, 0.3))
     return _with(one, Fault("late_entry", size, stage=stage, replica=int(rng.integers(one.replicas))))
