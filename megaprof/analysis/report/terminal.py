@@ -14,7 +14,6 @@ from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.report.text import diff as differences
 from megaprof.analysis.report.text.words import counted, sentence, title, with_spread
 from megaprof.analysis.trace.nsys.files import is_nsys
-from megaprof.analysis.what_if.what_if import WhatIf
 
 _MOST_TRACES = 8
 #: Stages of a run and rows of foreign recordings. A page shows all.
@@ -93,7 +92,17 @@ def _show_target(target: TargetReport, console: Console) -> None:
     if target.step_time_ms:
         parts = f"step time {with_spread(target.step_time_ms)} ms", sentences.basis(target)
         console.print(text(", ".join(filter(None, parts))))
-    _show_verdict(target, console)
+    if target.imbalance is not None:
+        console.print(text(f"imbalance {target.imbalance:.2f} (slowest stage / average stage, compute only)"))
+    for place, finding in enumerate(target.findings):
+        show_finding(console, finding, quiet=place > 0)
+    predictions = target.what_if
+    if target.advice is not None:
+        show_finding(console, target.advice)
+        if predictions.best and (change := what_if.activations(predictions.best, predictions)):
+            console.print(text(sentence(change)))
+    if target.capture is not None:
+        show_finding(console, target.capture)
     if (view := views.iterations_table(target.iterations)) is not None:
         show_table(console, view)
     if fleet is not None:
@@ -106,34 +115,14 @@ def _show_target(target: TargetReport, console: Console) -> None:
         show_table(console, view)
     if (lengths := causes.lengths(target.diagnosis)) is not None:
         console.print(text(lengths))
-    _show_what_if(target.what_if, console)
+    if (view := views.what_if_table(predictions)) is not None:
+        console.print()
+        show_table(console, view)
+        for change_shown in what_if.worth_showing(predictions):
+            if change_shown.flags and change_shown != predictions.best:  # the flags of the best one are in the advice
+                name, flags = what_if.name_of(change_shown, predictions), shlex.join(change_shown.flags)
+                console.print(text(f"{name}: {flags}"), soft_wrap=True)
+        for line in what_if.remarks(predictions):
+            console.print(text(line, "dim"))
+        show_warnings(console, predictions.warnings)
     show_warnings(console, target.warnings)
-
-
-def _show_verdict(target: TargetReport, console: Console) -> None:
-    predictions = target.what_if
-    if target.imbalance is not None:
-        console.print(text(f"imbalance {target.imbalance:.2f} (slowest stage / average stage, compute only)"))
-    first, *others = target.findings
-    show_finding(console, first)
-    for finding in others:
-        show_finding(console, finding, quiet=True)
-    if target.advice is not None:
-        show_finding(console, target.advice)
-        if predictions.best and (change := what_if.activations(predictions.best, predictions)):
-            console.print(text(sentence(change)))
-    if target.capture is not None:
-        show_finding(console, target.capture)
-
-
-def _show_what_if(predictions: WhatIf, console: Console) -> None:
-    if (view := views.what_if_table(predictions)) is None:
-        return
-    console.print()
-    show_table(console, view)
-    for change in what_if.worth_showing(predictions):
-        if change.flags and change != predictions.best:  # the flags of the best one are in the advice
-            console.print(text(f"{what_if.name_of(change, predictions)}: {shlex.join(change.flags)}"), soft_wrap=True)
-    for line in what_if.remarks(predictions):
-        console.print(text(line, "dim"))
-    show_warnings(console, predictions.warnings)

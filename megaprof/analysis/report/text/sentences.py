@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megaprof.analysis.diagnosis.stages import Basis, TargetStages
-from megaprof.analysis.fleet.fleet import Ended, Fleet
+from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, number, percent, spans, steps
@@ -218,15 +218,11 @@ def _steps(fleet: Fleet) -> Iterator[_Ordered]:
 
 def _ended(fleet: Fleet) -> Iterator[Finding]:
     if ended := fleet.coverage.ended:
-        listed = ", ".join(map(_end, ended[:_MOST]))
+        places = [(each, f"stage {each.stage}{f', {each.host}' if each.host else ''}") for each in ended[:_MOST]]
+        shown = ", ".join(f"rank {each.rank} ({place}) after step {each.last_step}" for each, place in places)
         more = f" and {counted(len(ended) - _MOST, 'more rank')}" if len(ended) > _MOST else ""
-        text = f"Data end early, as when a process dies or hangs: {listed}{more}."
+        text = f"Data end early, as when a process dies or hangs: {shown}{more}."
         yield Finding("ended", "slow", f"{text} The last step of the other ranks is {fleet.coverage.steps[1]}.")
-
-
-def _end(ended: Ended) -> str:
-    host = f", {ended.host}" if ended.host else ""
-    return f"rank {ended.rank} (stage {ended.stage}{host}) after step {ended.last_step}"
 
 
 def run_notes(fleet: Fleet) -> Iterator[str]:
