@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megaprof.formats import ranges
-from megaprof.formats.job.run import RunRecord, dead
+from megaprof.formats.job.records import RunRecord, dead
 from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, limit
 from megaprof.formats.job.status import Position, RankStatus
 from megaprof.parallel.schedules import RECEIVES, SENDS, Placement

@@ -19,9 +19,7 @@ from megaprof.control.requests import check, recorder_config
 from megaprof.control.status import LONGEST_REASON, Reporter
 from megaprof.formats.files import Directory
 from megaprof.formats.job import records
-from megaprof.formats.job.records import Absent, BadRecord
-from megaprof.formats.job.requests import NAME, Refused, Request
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import CAPTURE, Absent, BadRecord, Refused, Request, RunRecord
 from megaprof.formats.job.status import FINAL, CaptureState, State
 from megaprof.formats.names import shard
 from megaprof.formats.nsys import SESSION_VARIABLE
@@ -93,7 +91,7 @@ class Captures:
     def _read(self, control: Directory, run: RunRecord | None) -> None:
         before, self.request = self.request, None
         try:
-            request = records.read(control, NAME, Request)
+            request = records.read(control, CAPTURE, Request)
         except (Absent, BadRecord):  # whoever asks next replaces what is no request
             return
         if run is None or request.run != run.run:
@@ -102,7 +100,7 @@ class Captures:
             self._until = time.monotonic() + request.timeout + _GRACE
             logger.debug("megaprof: request %s (%s): %s", request.id, request.by, request.target)
         elif self._leads and time.monotonic() > self._until:
-            control.unlink(NAME)
+            control.unlink(CAPTURE)
             return
         self.request = request
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megaprof.formats.files import Directory, Unsafe
-from megaprof.formats.job import run as run_json
+from megaprof.formats.job import records
 from megaprof.formats.names import sanitise, shard_of
 
 CONTROL, STATUS, COLLECTIVES = "control", "status", "collectives"
@@ -97,10 +97,10 @@ def parts_with_a_run(directory: Path) -> list[str | None]:
     """
     try:
         with open_any(directory, None) as control:
-            parts: list[str | None] = [None] if control.exists(run_json.NAME) else []
+            parts: list[str | None] = [None] if control.exists(records.RUN) else []
             for name in sorted(name for name in control.names(_MOST_ROLES) if name.startswith(_ROLE)):
                 with suppress(OSError, Unsafe), control.child(name) as of_role:
-                    parts += [name] if of_role.exists(run_json.NAME) else []
+                    parts += [name] if of_role.exists(records.RUN) else []
             return parts
     except OSError:
         return []

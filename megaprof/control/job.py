@@ -26,9 +26,7 @@ from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import records
-from megaprof.formats.job import run as run_json
-from megaprof.formats.job.records import Absent, BadRecord
-from megaprof.formats.job.run import RunRecord, dead
+from megaprof.formats.job.records import Absent, BadRecord, RunRecord, dead
 from megaprof.formats.job.status import LATE_INTERVALS, LATE_SECONDS, InFlight, RankStatus
 from megaprof.formats.phrases import ago
 
@@ -132,7 +130,7 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
         raise NoJob(f"the job in {directory} has the roles {roles}: name one with --role")
     try:
         with open_any(directory, chosen) as control:
-            return RunningJob(directory, chosen, records.read(control, run_json.NAME, RunRecord))
+            return RunningJob(directory, chosen, records.read(control, records.RUN, RunRecord))
     except (Absent, OSError):
         raise NoJob(f"no job in {directory} any more") from None
     except BadRecord as fault:

@@ -24,9 +24,7 @@ from megaprof.control.standstills import StandstillWriter
 from megaprof.control.status import Reporter
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
-from megaprof.formats.job import run as run_json
-from megaprof.formats.job.records import Absent, BadRecord
-from megaprof.formats.job.run import RunRecord, interval
+from megaprof.formats.job.records import Absent, BadRecord, RunRecord, interval
 from megaprof.parallel.topology import WorldLayout
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
@@ -141,7 +139,7 @@ class Listener:
             )
             return
         if written is None or written.run != self._own.run:
-            records.write(control, run_json.NAME, self._own)
+            records.write(control, records.RUN, self._own)
         self._run = self._own
 
     def _learn(self, control: Directory) -> None:
@@ -208,7 +206,7 @@ class Listener:
                 self._write_status(control, ended=True)
             run = _run_in(control) if self._leads else None
             if run is not None and run.run == self._own.run:
-                records.write(control, run_json.NAME, replace(run, ended=time.time()))
+                records.write(control, records.RUN, replace(run, ended=time.time()))
 
     def _refuse(self, reason: str) -> None:
         """Turns control off: others could write to the directory, so nothing is read or written there any more."""
@@ -226,5 +224,5 @@ class Listener:
 
 def _run_in(control: Directory) -> RunRecord | None:
     with suppress(Absent, BadRecord):
-        return records.read(control, run_json.NAME, RunRecord)
+        return records.read(control, records.RUN, RunRecord)
     return None

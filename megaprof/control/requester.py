@@ -22,10 +22,7 @@ from megaprof.control.job import NoJob, RunningJob, find_job, read_statuses
 from megaprof.control.requests import address, draft, selected_ranks
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
-from megaprof.formats.job import run as run_json
-from megaprof.formats.job.records import Absent, BadRecord
-from megaprof.formats.job.requests import NAME, Refused, Request
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import CAPTURE, Absent, BadRecord, Refused, Request, RunRecord
 from megaprof.formats.job.status import FINAL, CaptureState
 from megaprof.formats.phrases import ago, counted
 
@@ -157,8 +154,8 @@ class Requester:
     def withdraw(self) -> None:
         """Removes the request. Windows that are open are finished, and no other one opens."""
         with suppress(OSError, Unsafe, Absent, BadRecord), self._job.control() as control:
-            if records.read(control, NAME, Request).id == self.request.id:
-                control.unlink(NAME)
+            if records.read(control, CAPTURE, Request).id == self.request.id:
+                control.unlink(CAPTURE)
 
     @property
     def _recording(self) -> int:
@@ -202,13 +199,13 @@ class Requester:
     def _check_that_it_stands(self, control: Directory) -> None:
         """Raises Refused where the ranks cannot see the request any more."""
         with suppress(Absent, BadRecord):
-            run = records.read(control, run_json.NAME, RunRecord)
+            run = records.read(control, records.RUN, RunRecord)
             if run.run != self._job.run.run:
                 raise Refused("the job was started again meanwhile")
             if run.ended is not None:
                 raise Refused("the job has ended meanwhile")
         try:
-            other = records.read(control, NAME, Request)
+            other = records.read(control, CAPTURE, Request)
         except (Absent, BadRecord):
             raise Refused("somebody removed the request") from None
         if other.id != self.request.id:
@@ -235,7 +232,7 @@ class Requester:
         first = first_call(calls, self._seconds, latency, self._job.run.interval)
         chosen = replace(self.request, first=first)
         try:
-            records.write(control, NAME, chosen)
+            records.write(control, CAPTURE, chosen)
         except OSError as fault:
             raise Refused(f"the request cannot be written: {fault.strerror}") from None
         self.request = chosen
@@ -296,10 +293,10 @@ def _submit(job: RunningJob, request: Request) -> None:
     try:
         with job.control() as control:
             with suppress(Absent, BadRecord):
-                other = records.read(control, NAME, Request)
+                other = records.read(control, CAPTURE, Request)
                 if other.run == request.run and other.id != request.id:
                     raise Refused(_busy(other))
-            records.write(control, NAME, request)
+            records.write(control, CAPTURE, request)
     except FileNotFoundError:
         raise Refused("the job takes no requests: its control directory is gone") from None
     except PermissionError:

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
 from megaprof.config.tools import TIMELINE
 from megaprof.config.windows import TARGETS
-from megaprof.formats.job.requests import LONGEST_TIMEOUT, MOST_STEPS, Refused, Request
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import LONGEST_TIMEOUT, MOST_STEPS, Refused, Request, RunRecord
 
 #: The defaults of a request: how many steps, which ranks, and seconds until nobody waits for it any more.
 STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0

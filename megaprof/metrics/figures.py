@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.comparing import of_others
 

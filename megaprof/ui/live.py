@@ -18,7 +18,7 @@ from megaprof.config.windows import TARGETS
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, requester_for
-from megaprof.formats.job.requests import Refused
+from megaprof.formats.job.records import Refused
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import SlowRanks, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waiting_clauses

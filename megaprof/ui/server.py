@@ -26,7 +26,7 @@ from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.control.directory import parts_with_a_run
 from megaprof.formats.files import Unsafe
-from megaprof.formats.job.requests import Refused
+from megaprof.formats.job.records import Refused
 from megaprof.ui import pages
 from megaprof.ui.captures import Capture, KeptCaptures, Unreadable
 from megaprof.ui.guard import Guard

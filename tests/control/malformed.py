@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from megaprof.control.requests import new_request
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import RunRecord
 from tests.control import places
 
 

@@ -20,10 +20,8 @@ from megaprof.artifacts.writer import Writer
 from megaprof.control import directory as places
 from megaprof.control.listener import Listener
 from megaprof.formats.files import Directory
-from megaprof.formats.job import records, requests
-from megaprof.formats.job import run as run_json
-from megaprof.formats.job.requests import Request
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job import records
+from megaprof.formats.job.records import Request, RunRecord
 from megaprof.formats.job.status import CaptureState, RankStatus
 from megaprof.formats.names import host
 from megaprof.parallel.topology import WorldLayout
@@ -44,11 +42,11 @@ class Paths:
 
     @property
     def run(self) -> Path:
-        return self.root / run_json.NAME
+        return self.root / records.RUN
 
     @property
     def capture(self) -> Path:
-        return self.root / requests.NAME
+        return self.root / records.CAPTURE
 
     def status(self, rank: int) -> Path:
         return self.root.joinpath(*places.folder_of(places.STATUS, rank, self.world), places.name_of(rank))

@@ -12,7 +12,7 @@ import pytest
 from megaprof.cli import main
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import RunningJob
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places

@@ -9,7 +9,7 @@ import pytest
 from megaprof.control.listener import Listener
 from megaprof.control.requester import Requester
 from megaprof.control.requests import new_request
-from megaprof.formats.job.requests import Refused
+from megaprof.formats.job.records import Refused
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 from tests.control.malformed import REFUSED, UNREADABLE

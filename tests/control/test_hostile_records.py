@@ -23,8 +23,7 @@ from megaprof.control.blame import find_culprits
 from megaprof.control.job import RunningJob
 from megaprof.control.requests import check, new_request, selected_ranks
 from megaprof.formats.job import records
-from megaprof.formats.job.requests import Refused, Request
-from megaprof.formats.job.run import MOST_RANKS, RunRecord
+from megaprof.formats.job.records import MOST_RANKS, Refused, Request, RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.metrics.figures import summarise
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

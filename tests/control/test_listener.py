@@ -26,8 +26,7 @@ from megaprof.control.listener import Listener
 from megaprof.control.requests import new_request
 from megaprof.formats.files import Directory
 from megaprof.formats.job import records
-from megaprof.formats.job.requests import MOST_STEPS, Request
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import MOST_STEPS, Request, RunRecord
 from megaprof.formats.job.status import CaptureState, Position, RankStatus, Recent
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX

@@ -17,7 +17,7 @@ from megaprof.cli import main
 from megaprof.control.job import RunningJob
 from megaprof.control.requester import Requester, first_call
 from megaprof.control.requests import new_request
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.cli.running import check
 from tests.control import places

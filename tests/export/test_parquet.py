@@ -15,7 +15,7 @@ from megaprof.export.parquet import NothingToExport, export
 from megaprof.formats import timeline as format
 from megaprof.formats.files import Directory
 from megaprof.formats.job import records, run
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import RunRecord
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.diagnosis.test_averages import timeless

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from megaprof.control.blame import Blame
 from megaprof.control.job import RunningJob
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import RunRecord
 from megaprof.formats.job.status import Calls, RankStatus, Recent
 from megaprof.metrics.figures import summarise
 from megaprof.metrics.look import View, verdict

@@ -17,7 +17,7 @@ from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
 from megaprof.control.requester import Requester, requester_for
 from megaprof.control.requests import OPTIONS, SELECT, STEPS, TIMEOUT
-from megaprof.formats.job.requests import Refused
+from megaprof.formats.job.records import Refused
 from megaprof.formats.phrases import counted
 
 EXAMPLES = (

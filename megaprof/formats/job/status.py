@@ -8,8 +8,17 @@ import msgspec
 from msgspec import Meta
 
 from megaprof.formats.flight import Entry, GroupConfig
-from megaprof.formats.job.records import Count, Name, Record, Seconds, Time
-from megaprof.formats.job.run import LARGEST_PID, LONGEST_INTERVAL, MOST_RANKS, dead
+from megaprof.formats.job.records import (
+    LARGEST_PID,
+    LONGEST_INTERVAL,
+    MOST_RANKS,
+    Count,
+    Name,
+    Record,
+    Seconds,
+    Time,
+    dead,
+)
 from megaprof.parallel.topology import AXES
 
 #: The phase of a rank between two phases of a schedule call.

@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from megaprof.cli import main
-from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.records import RunRecord
 from megaprof.formats.timeline import HOST_BOUND, fact_record
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
