@@ -18,7 +18,7 @@ from rich.console import Console
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text import words
-from megaprof.analysis.report.text.what_if import advised, assumptions, worth_showing
+from megaprof.analysis.report.text.what_if import assumptions, layout_advice, worth_showing
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.contents import Cost
@@ -272,7 +272,7 @@ def test_slow_ranks_get_fewer_layers_and_stay_as_slow(layers, slow):
     assert all(best.layers[stage] < layers[stage] for stage in slow)
     assert "ranks_stay_slow" in kinds(what_if.warnings)
     (note,) = (note for note in what_if.warnings if note.kind == "ranks_stay_slow")
-    finding = advised(what_if, None)
+    finding = layout_advice(what_if)
     assert finding is not None
     assert f"leaves {words.ranks(note.ranks)} as slow as now" in finding.text
     after = found(replace(scenario, layers=best.layers))
