@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.table.iterations import Iterations
+from megaprof.analysis.table.iterations import UNKNOWN, Iterations, parts_of
+from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 #: Milliseconds of the optimizer, of a checkpoint and of an evaluation, which rank 1 needs twice as long.
@@ -59,9 +62,14 @@ def loop(directory: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterations:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("loop")
     run_ranks(loop, PIPELINE.world_size, str(directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path) -> Iterations:
     (target,) = analyze(directory).targets
     assert target.iterations is not None
     return target.iterations
@@ -78,6 +86,16 @@ def test_what_lies_between_steps_is_known_by_its_name(found: Iterations) -> None
     assert parts["evaluation"].longest_ms >= 2 * EVALUATION
     assert parts["evaluation"].rank == 1
     assert "evaluate" not in parts, "the schedule's calls inside are a part of the evaluation"
+
+
+def test_the_parts_of_every_iteration_add_up_to_its_wall_time(directory: Path) -> None:
+    for path in directory.rglob("*" + SUFFIX):
+        timeline = read_timeline(path)
+        walls = np.diff(timeline.steps["start_ns"]) / 1e6
+        parts = parts_of(timeline, [0])
+        assert sum(parts.values()) == pytest.approx(walls, rel=0.01)
+        assert (parts[UNKNOWN] >= -0.01 * walls).all()
+        assert all((parts[name] >= 0).all() for name in parts if name != UNKNOWN)
 
 
 def test_the_parts_add_up_to_the_iteration(found: Iterations) -> None:

@@ -20,6 +20,7 @@ from megaprof.capture import profiler, roles
 from megaprof.capture.agenda import Agenda, Call
 from megaprof.capture.roles import evaluating
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.recorders.parts import Parts
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 
@@ -132,7 +133,7 @@ def test_the_end_of_a_hosts_step_is_told_and_what_fails_there_is_ours(
         told.append(1)
         raise OSError("disk full")
 
-    monkeypatch.setattr(contract, "process", SimpleNamespace(sessions=[1]))
+    monkeypatch.setattr(contract, "process", SimpleNamespace(sessions=[1], parts=Parts()))
     monkeypatch.setattr(profiler, "step_ended", fail)
     assert adapted.train("model", 8) == ("actor", 8, False)
     assert told == [1]

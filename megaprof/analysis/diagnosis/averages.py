@@ -23,7 +23,7 @@ from megaprof.analysis.fleet.reading import CALLS, Series
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.table.jobs import Job
-from megaprof.analysis.table.table import Floats, Table
+from megaprof.analysis.table.table import DATA, Floats, Table
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.steps import GROUPS, Passes, TracedStep, grouped
 from megaprof.formats.metadata import Metadata
@@ -33,7 +33,7 @@ from megaprof.parallel.topology import ParallelSizes
 
 _Place = tuple[int, int, int]  # replica, stage and peer
 #: The parts of `Table.spent` that are subtracted from a step, with compute and reduction, to find its bubble.
-_SPENT = (*INSIDE, "unknown", "dp", "pp", "host_bound")
+_SPENT = (*INSIDE, "unknown", "dp", "pp", "host_bound", DATA)
 
 
 def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int] = ()) -> TargetStages:
@@ -260,6 +260,7 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
         pp_waiting_ms=_spread(spent.get("pp_waiting")),
         gradients_ms=None if table.reduces and "gradients" not in spent else _spread(gradients),
         host_bound_ms=_spread(spent.get("host_bound")),
+        data_wait_ms=_spread(spent.get(DATA)),
         host_bound_passes=_known_mean(spent.get("host_passes")),
         host_ms={kind: None if table.schedule.combined else _spread(spent.get(f"host_{kind}")) for kind in PASSES[:2]},
         modules_ms=_modules(table, pp),

@@ -79,7 +79,7 @@ class Stage:
     gradient reduction may have waited for a replica that was not captured."""
     bubble_ms: Spread | None
     """Waiting for other stages, and for slower replicas that were captured: what is left of the step after compute,
-    exposed communication, ``gradients_ms`` and ``host_bound_ms``."""
+    exposed communication, ``gradients_ms``, ``host_bound_ms`` and ``data_wait_ms``."""
     bubble_fraction: float | None
     """Bubble as a fraction of the step, from 0 to 1."""
     forward_per_microbatch_ms: Spread | None
@@ -100,6 +100,8 @@ class Stage:
     if no timeline on the GPU's clock says so."""
     modules_ms: dict[str, Spread]
     """Milliseconds of every pass through a module, by the module's label and the kind of pass."""
+    data_wait_ms: Spread | None = None
+    """Time in which forwards waited for this rank's data, which is in no pass; None if it was not recorded."""
     bubble_split: dict[str, Spread | None] = field(default_factory=partial(dict.fromkeys, BUBBLE_PARTS))
     """Parts of the bubble, by the names in `BUBBLE_PARTS`."""
     host_ms: dict[str, Spread | None] = field(default_factory=dict)

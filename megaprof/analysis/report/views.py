@@ -121,6 +121,7 @@ def _steps(target: TargetReport) -> TableView:
             **stage.exposed_ms,
             "gradients": stage.gradients_ms,
             "host": stage.host_bound_ms,
+            "data": stage.data_wait_ms,
             "bubble": stage.bubble_ms,
         }
         for stage in target.shown
@@ -155,6 +156,7 @@ _PARTS = {
     **{group: f"exposed {group}" for group in GROUPS},
     "gradients": "gradients",
     "host": "waiting for the host",
+    "data": "waiting for data",
     "bubble": "bubble",
 }
 
@@ -182,6 +184,7 @@ def _rest_of_step(target: TargetReport) -> TableView:
         "gradient\ntail": [stage.dp_tail_ms for stage in target.shown],
         "gradients\nfinalised": [stage.gradients_ms for stage in target.shown],
         "waiting for\nthe host": [stage.host_bound_ms for stage in target.shown],
+        "waiting\nfor data": [stage.data_wait_ms for stage in target.shown],
     }
     columns = {name: spreads for name, spreads in columns.items() if any(map(mean_of, spreads))}
     rows = [row(*_key(stage), *map(mean, times)) for stage, *times in zip(target.shown, *columns.values(), strict=True)]

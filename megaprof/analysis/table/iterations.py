@@ -99,8 +99,10 @@ def parts_of(timeline: format.Timeline, metadata: Sequence[int]) -> Parts:
 
 def iterations_of(by_rank: Mapping[int, Sequence[Parts]]) -> Iterations | None:
     """Returns where the iterations of these ranks go; None if no whole one is known."""
-    ranks = {rank: _joined(files) for rank, files in by_rank.items() if any(len(parts) for parts in files)}
-    ranks = {rank: parts for rank, parts in ranks.items() if len(parts[UNKNOWN])}
+    ranks: dict[int, Parts] = {}
+    for rank, files in by_rank.items():
+        if whole := [parts for parts in files if len(parts.get(UNKNOWN, ()))]:
+            ranks[rank] = {name: np.concatenate([parts[name] for parts in whole]) for name in whole[0]}
     if not ranks:
         return None
     names = (*STEP, *(name for name in PARTS if any(name in parts for parts in ranks.values())), UNKNOWN)
@@ -119,8 +121,3 @@ def iterations_of(by_rank: Mapping[int, Sequence[Parts]]) -> Iterations | None:
     in_step = sum(part.ms for part in found if part.name in STEP)
     count = max(len(parts[UNKNOWN]) for parts in ranks.values())
     return Iterations(count, sum(part.ms for part in found), in_step, tuple(found))
-
-
-def _joined(files: Sequence[Parts]) -> Parts:
-    names = dict.fromkeys(name for parts in files for name in parts)
-    return {name: np.concatenate([parts[name] for parts in files if name in parts]) for name in names}

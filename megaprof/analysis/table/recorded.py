@@ -346,7 +346,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         compute=end - start - collected_ms - loading_ms,
         alone=bool(arrivals),
         # Not every clock shows in which pass collectives ran, so they are taken evenly from the passes of a step.
-        working=(end - start) * (1.0 - ran_fraction)[:, None, None, None],
+        working=(end - start - loading_ms) * (1.0 - ran_fraction)[:, None, None, None],
         spent={
             **ran_ms,
             **({"host_passes": host_passes} if np.isfinite(host_passes).any() else {}),

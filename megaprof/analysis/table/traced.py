@@ -123,6 +123,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
             group_ms[cells] = passes.exposed[group][row] * scale if group in passes.exposed else 0.0
     host_ms = idle if steps[0].on_gpu else compute  # what the host holds up
     host_ms -= collected_ms + loading_ms
+    working -= 0.0 if steps[0].on_gpu else loading_ms
     sequences, work = _sequences(steps), np.full((len(steps), schedule.microbatches, 3), np.nan)
     for (t, number), (tokens, lengths) in sequences.items():
         if number < schedule.microbatches:
@@ -131,6 +132,10 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
     for window in grouped(range(len(steps)), lambda t: steps[t].source).values():
         queued_ms[window] = _queued([steps[t] for t in window]) / len(window)
     names = set.intersection(*(set(step.spent) for step in steps))
+    spent = {name: np.array([step.spent[name] for step in steps]) * _MS for name in names}
+    if loads:
+        spent[DATA] = loading_ms.sum(axis=(1, 2, 3))
+        spent |= {"host_bound": np.maximum(spent["host_bound"] - spent[DATA], 0.0)} if "host_bound" in spent else {}
     replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),
@@ -143,10 +148,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         end=end,
         compute=compute,
         working=working,
-        spent={
-            **{name: np.array([step.spent[name] for step in steps]) * _MS for name in names},
-            **({DATA: loading_ms.sum(axis=(1, 2, 3))} if loads else {}),
-        },
+        spent=spent,
         idle=idle,
         waited=queued_ms,
         held={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
