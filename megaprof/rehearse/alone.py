@@ -111,7 +111,9 @@ def _group(dist: Any, written: int) -> Callable[..., Any]:
             return self._done("all_gather", [each for own in outputs for each in own], outputs, opts)
 
         def all_gather_single(self, output: Any, own_input: Any, opts: Any = None) -> Any:
-            output.view(self._count, -1).copy_(own_input.reshape(1, -1))
+            for part in output.view(self._count, -1):
+                if part.data_ptr() != own_input.data_ptr():  # its own part may be there already
+                    part.copy_(own_input.reshape(-1))
             return self._done("all_gather", (output,), output, opts)
 
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -134,11 +136,6 @@ def _group(dist: Any, written: int) -> Callable[..., Any]:
             flat[: len(own)].copy_(own[: len(flat)])
             flat[len(own) :].zero_()
             return self._done("all_to_all", (own_input,), output, splits[-1] if splits else None)
-
-        def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-            for output, own_input in zip(outputs, inputs, strict=True):
-                output.view(-1)[: own_input.numel()].copy_(own_input.reshape(-1)[: output.numel()])
-            return self._done("all_to_all", inputs, outputs, opts)
 
         def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
             return self._done("send", tensors, tensors)

@@ -57,7 +57,6 @@ class Link:
 
 Cases = npt.NDArray[np.float64]
 
-_SHEET = "80 % of NVIDIA's data sheet"
 #: By a part of the device's name: bytes per second of NVLink in one direction, and of a GPU's own network card in a DGX
 #: (H100: NVLink 900 GB/s both ways, ConnectX-7 400 Gb/s; A100: 600 GB/s, ConnectX-6 200 Gb/s; B200: 1,800 GB/s).
 _SHEETS = {"B200": (900e9, 50e9), "H200": (450e9, 50e9), "H100": (450e9, 50e9), "A100": (300e9, 25e9)}
@@ -71,7 +70,9 @@ def defaults(device: str | None) -> dict[str, Link]:
         return {_CPU.name: _CPU}
     sheet = next((name for name in _SHEETS if name in device), "A100")
     inside, between = (0.8 * bandwidth for bandwidth in _SHEETS[sheet])
-    said = f"{_SHEET} of the {sheet}" + ("" if sheet in device else f", because {device} is not known")
+    said = f"80 % of NVIDIA's data sheet of the {sheet}" + (
+        "" if sheet in device else f", because {device} is not known"
+    )
     return {"nvlink": Link("nvlink", inside, 5e-6, "assumed", said), "ib": Link("ib", between, 10e-6, "assumed", said)}
 
 
@@ -122,12 +123,8 @@ def as_json(links: Mapping[str, Link]) -> bytes:
 
 def between(ranks: Sequence[int], per_host: int, links: Mapping[str, Link]) -> Link:
     """Returns the link that ranks exchange over: the one between hosts (``ib``) if they are on several."""
-    inside = next((link for name, link in links.items() if name != "ib"), None)
-    outside = links.get("ib") or inside
-    chosen = inside if len({rank // per_host for rank in ranks}) == 1 and inside is not None else outside
-    if chosen is None:
-        raise ValueError("--links: names no link")
-    return chosen
+    inside = next(link for name, link in links.items() if name != "ib")
+    return inside if len({rank // per_host for rank in ranks}) == 1 else links.get("ib", inside)
 
 
 def _text(path: Path) -> str:

@@ -111,7 +111,10 @@ def rehearsed(
         return found
 
     by_stage = {0: measured(0, 0)}
-    sizes, links = by_stage[0].metadata.sizes, {**defaults(by_stage[0].device), **links}
+    sizes, known = by_stage[0].metadata.sizes, defaults(by_stage[0].device)
+    if unknown := links.keys() - known.keys():
+        raise NotRehearsed(f"--links {min(unknown)}=...: here they are {', '.join(known)}")
+    links = {**known, **links}
     layout = WorldLayout(sizes, _ORDER) if _OTHER_ORDER in run_words else WorldLayout(sizes)
     for stage in differing(sizes.pp, run_words):
         by_stage[stage] = measured(stage, layout.rank_of(pp=stage))

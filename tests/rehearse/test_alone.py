@@ -41,6 +41,14 @@ def test_collectives_give_what_this_rank_put_in(exchanges: tuple[Any, Path]) -> 
     assert lines(path) == [(*each, "0", "0", "4,5,6,7") for each in kinds]
 
 
+def test_a_part_may_be_gathered_into_the_tensor_that_it_is_in(exchanges: tuple[Any, Path]) -> None:
+    whole = torch.arange(8.0)
+    exchanges[0].all_gather_single(whole, whole[2:4]).wait()
+    assert whole.tolist() == [2.0, 3.0] * 4
+    exchanges[0].reduce_scatter_single(whole[2:4], whole).wait()
+    assert whole.tolist() == [2.0, 3.0] * 4
+
+
 def test_tokens_of_other_ranks_are_nothing(exchanges: tuple[Any, Path]) -> None:
     received = torch.full((3,), 9.0)
     exchanges[0].alltoall_base(received, torch.tensor([1.0, 2.0]), [3], [2]).wait()
