@@ -248,7 +248,7 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     assert armed.awaits_schedule, "it is too early"
     try:
         assert one_rank.train_step(partial(kept, pg_collection=given))
-        sessions = process.sessions
+        sessions = process.sessions.copy()
     finally:
         for session in process.sessions.copy():
             profiler.leave(session)
