@@ -44,24 +44,25 @@ def completed(recorded: Table, traced: Table) -> Table | None:
     if recorded.schedule != traced.schedule or recorded.device != on_gpu or not whole:
         return None
     passes, peers = recorded.passes, recorded.working.shape[3]
-    usual_pass = np.maximum(passes.mean(axis=(0, 5)), 1e-9)[..., None]  # [d, s, c, k, 1]
+    usual = [np.maximum(ms, 1e-9)[..., None] for ms in (passes.mean(axis=(0, 5)), np.median(passes, axis=(0, 5)))]
     replicas = [np.flatnonzero(traced.ranks[:, 0, 0] == rank) for rank in recorded.ranks[:, 0, 0]]
 
     def parts(traced_ms: Floats) -> Floats:
-        """Returns which part of a pass something takes that takes ``traced_ms``, [t, d, s, (p,) c, k, m], in the trace:
-        [d, s, (p,) c, k, 1]. A replica that was not traced is like those that were."""
-        of_replicas = traced_ms.mean(axis=(0, -1))  # as of the timeline's passes, so that what is left is waiting
-        usual_ms = np.stack([of_replicas[same if len(same) else ...].mean(axis=0) for same in replicas])
-        of_pass: Floats = usual_ms[..., None] / (usual_pass if usual_ms.ndim == 4 else usual_pass[:, :, None])
-        return of_pass
+        """Returns which part of a pass takes ``traced_ms`` [t, d, s, (p,) c, k, m] in the trace, [d, s, (p,) c, k, 1].
+        By means, bursts in the other steps would look like waiting, and by medians, other microbatches."""
+        of_pass = []
+        for ms, took in zip((traced_ms.mean(axis=(0, -1)), np.median(traced_ms, axis=(0, -1))), usual, strict=True):
+            of_replicas = np.stack([ms[same if len(same) else ...].mean(axis=0) for same in replicas])[..., None]
+            of_pass.append(of_replicas / (took if of_replicas.ndim == 5 else took[:, :, None]))
+        return np.where(of_pass[0] > of_pass[1], *of_pass)
 
     def of_peers(traced_ms: Floats) -> Floats:
-        """Returns the times of the same peers as in the timeline, [t, d, s, p, ...]; of other ones, all wait for the
-        longest."""
-        same_peers = traced_ms.shape[3] == peers
-        return traced_ms if same_peers else np.repeat(traced_ms.max(axis=3, keepdims=True), peers, axis=3)
+        """Returns the times of the timeline's peers, [t, d, s, p, ...]; of other ones, all wait for the longest."""
+        return (
+            traced_ms if traced_ms.shape[3] == peers else np.repeat(traced_ms.max(axis=3, keepdims=True), peers, axis=3)
+        )
 
-    left, exposed = np.ones_like(usual_pass), dict[str, Floats]()
+    left, exposed = np.ones_like(usual[0]), dict[str, Floats]()
     for group, exposed_ms in traced.exposed.items():
         waits = recorded.spent.get(f"{group}_waiting")
         part = parts(exposed_ms)

@@ -59,8 +59,7 @@ def tabulate(
     # Replicas that reduce no gradients do not wait for each other, so the step of each begins with its own entry.
     axes = (1, 2, 3) if "backward" in schedule.kinds else (2, 3)
     first_pass = np.fmin.reduce(start, axis=(*axes, 4, 5, 6), keepdims=True)[..., 0, 0, 0]
-    # A rank that others were waiting for in the step before is not late. When a GPU was through with it is not known:
-    # it may have been busy until the first pass.
+    # A rank whose step before was longer is not late. A GPU may have been busy with it until the first pass.
     last_left = first_pass if device else np.fmax.reduce(stacked("left") + shift, axis=axes, keepdims=True)
     since = np.fmax(np.fmin.reduce(enter, axis=axes, keepdims=True), np.minimum(last_left, first_pass))
     start, end = start - since[..., None, None, None], end - since[..., None, None, None]

@@ -214,6 +214,11 @@ def test_what_the_profiler_makes_a_gpu_wait_for_is_no_cause(tmp_path):
     assert "host_bound" not in kinds
 
 
+@pytest.mark.parametrize("number", [56, 112])
+def test_what_bursts_make_longer_in_steps_without_a_profiler_is_no_waiting_for_the_host(number):
+    assert "host_bound" not in {claim.kind for claim in judge(20261201, number, "report").claims}
+
+
 @pytest.mark.parametrize("recording", ["gpu trace", "cpu trace"])
 def test_which_peer_computes_longer_is_known_from_profiled_steps(recording, tmp_path):
     slow = Fault("slow_rank", 1.5, stage=1, replica=0, peer=1)
