@@ -154,7 +154,7 @@ def _exchanged(
 def differing(stages: int, words: Sequence[str]) -> list[int]:
     """Returns the stages, besides the first, that may differ: the last and one in the middle; all of them, if an option
     in ``words`` may give each stage layers of its own."""
-    options = [word.replace("_", "-") for word in words]
+    options = [word.partition("=")[0].replace("_", "-") for word in words if word[:1] == "-" or "=" in word]
     each_its_own = any(name in option for option in options for name in ("layout", "pattern", "layer-freq"))
     return [*range(1, stages)] if each_its_own else sorted({stages - 1, stages // 2} - {0})
 

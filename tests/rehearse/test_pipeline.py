@@ -106,7 +106,7 @@ def test_stages_with_different_schedules_are_no_pipeline() -> None:
 def test_only_stages_that_differ_are_run() -> None:
     assert differing(1, []) == []
     assert differing(2, []) == [1]
-    assert differing(8, ["--num-layers", "16"]) == [4, 7]
+    assert differing(8, ["layouts.py", "--num-layers", "16"]) == [4, 7]
     assert differing(4, ["--pipeline_model_parallel_layout=Et|t|tt|tL"]) == [1, 2, 3]
     sizes = ParallelSizes(pp=8)
     even = {number: stage(number, 2, sizes) for number in (0, 4, 7)}
