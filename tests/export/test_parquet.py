@@ -14,7 +14,7 @@ from megaprof.export import parquet as exporting
 from megaprof.export.parquet import NothingToExport, export
 from megaprof.formats import timeline as format
 from megaprof.formats.files import Directory
-from megaprof.formats.job import records, run
+from megaprof.formats.job import records
 from megaprof.formats.job.records import RunRecord
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -108,7 +108,7 @@ def test_the_run_is_what_the_job_says_from_its_start_on(tmp_path: Path, place: s
     record = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
     record = msgspec.structs.replace(record, run="77aa", started=START_NS / 1e9 + 3600)
     with Directory.open(job / place) as directory:
-        records.write(directory, run.NAME, record)
+        records.write(directory, records.RUN, record)
     write_timelines(job, layout, steps=3)
     write_timelines(job, layout, steps=3, first_step=3, start_ns=START_NS + 3_700 * 10**9)
     assert export(job, tmp_path / "out").rows == 12
