@@ -77,18 +77,15 @@ def iterations_table(found: Iterations | None) -> TableView | None:
                 number(part.ms),
                 Cell(bars=(stacked([(part.name, part.ms, "")]),)),
                 *shares,
-                part.rank if alone else "",
-                number(part.rank_ms) if alone else "",
+                f"{part.rank}: {number(part.rank_ms)}" if alone else "",
                 emphasis="slow" if alone else "",
             )
         )
-    title = (
-        f"where an iteration of {number(found.ms)} ms goes (the step takes {number(found.step_ms)} ms, "
-        f"{percent(found.outside)} lies outside of forward and backward)"
-    )
+    outside = f"{percent(found.outside)} lies outside of forward and backward"
+    title = f"where an iteration of {number(found.ms)} ms goes, on average over ranks; {outside}"
     columns = [Column("part", "name"), Column("an iteration", unit="ms"), Column("share", "bars"), Column("of it")]
     columns += Column("iterations\nwith it"), Column("longest", unit="ms")
-    return TableView(title, (*columns, Column("dear on\nrank"), Column("there", unit="ms")), tuple(rows))
+    return TableView(title, (*columns, Column("dearest\nrank", unit="ms")), tuple(rows))
 
 
 #: The parts of an iteration whose names are not those of the data.
