@@ -78,7 +78,6 @@ def iterations_table(found: Iterations | None) -> TableView | None:
                 Cell(bars=(stacked([(part.name, part.ms, "")]),)),
                 *shares,
                 f"{part.rank}: {number(part.rank_ms)}" if alone else "",
-                emphasis="slow" if alone else "",
             )
         )
     outside = f"{percent(found.outside)} lies outside of forward and backward"
