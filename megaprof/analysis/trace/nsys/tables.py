@@ -63,8 +63,8 @@ class Tables:
     def rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         """Yields the rows of one of our queries. Raises Undecodable if there are more rows than fit into memory."""
         most_rows = most_bytes() // _ROW_BYTES
-        with _as_undecodable(), closing(self._connection.execute(query, values)) as cursor:
-            for number, row in enumerate(cursor):
+        with _as_undecodable():
+            for number, row in enumerate(self._connection.execute(query, values)):
                 if number >= most_rows:
                     raise Undecodable(f"it has more than {most_rows:,} rows to be read (see --max-input-mib)")
                 yield row
