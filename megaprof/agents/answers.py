@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from argparse import Namespace
+from collections.abc import Hashable
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,11 @@ from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
 from megaprof.cli import UsageError
-from megaprof.cli.files.diff import comparison
 from megaprof.cli.files.report import report_on
-from megaprof.cli.files.what_if import answer_to, in_words
+from megaprof.cli.files.what_if import CHOICES, answer_to, in_words
 from megaprof.cli.jobs import status as job_status
 from megaprof.formats.phrases import json_of
-from megaprof.formats.remote import RemotePath, files_below, place
+from megaprof.formats.remote import RemotePath, files_below
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
@@ -35,7 +36,7 @@ _MOST_PASSES = 200_000
 _SOURCES = (*TRACE_SUFFIXES, TIMELINE, SQLITE, REPORT)
 
 
-def of_report(directory: str, run: int | None) -> dict[str, Any]:
+def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
     """Returns the JSON of ``megaprof report DIR --json -``. Raises CommandError, and the errors of reading files."""
     report = _report(directory, run)
     headline = [*filter(None, [report.of_several]), *map(_in_brief, report.targets)]
@@ -44,37 +45,31 @@ def of_report(directory: str, run: int | None) -> dict[str, Any]:
     return {"headline": headline, **report.to_json()}
 
 
-def of_change(
-    directory: str, run: int | None, choices: Mapping[str, str], target: str | None, role: str | None
-) -> dict[str, Any]:
+def of_change(given: Namespace) -> dict[str, Any]:
     """Returns the JSON of ``megaprof what-if DIR --json``. Raises CommandError, and the errors of reading files."""
-    answer = answer_to(_report(directory, run), choices, target, role)
+    choices = {name: getattr(given, name) for name in CHOICES}
+    answer = answer_to(_report(given.dir, given.run), choices, given.target, given.role)
     return {"headline": in_words(answer), **msgspec.json.decode(json_of(answer))}
 
 
-def of_diff(before: str, after: str) -> dict[str, Any]:
-    """Returns the JSON of ``megaprof diff A B --json``. Raises CommandError, and the errors of reading files."""
-    diff: dict[str, Any] = msgspec.to_builtins(comparison(place(before), place(after)))
-    return diff
-
-
-def of_status(directory: str, role: str | None) -> dict[str, Any]:
+def of_status(given: Namespace) -> dict[str, Any]:
     """Returns the JSON of ``megaprof status DIR --json``. Raises NoJob."""
-    view = look_at(job_status.find(Path(directory), role))
+    view = look_at(job_status.find(given.dir, given.role))
     return {
         "headline": [line for line in job_status.in_words(view) if line],
         **msgspec.to_builtins(job_status.answer(view)),
     }
 
 
-def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **options: Any) -> dict[str, Any]:
+def of_simulation(given: Namespace) -> dict[str, Any]:
     """Returns the result of `megaprof.simulate` as JSON. Raises UsageError."""
-    kinds = sum(times is not None for times in (forward_ms, backward_ms, options.get("weight_ms")))
-    passes = microbatches * sum(map(len, forward_ms)) * kinds
+    options = {name: getattr(given, name) for name in signature(simulate).parameters}
+    kinds = sum(options[f"{kind}_ms"] is not None for kind in ("forward", "backward", "weight"))
+    passes = given.microbatches * sum(map(len, given.forward_ms)) * kinds
     if passes > _MOST_PASSES:
         raise UsageError(f"{passes:,} passes are too many; {_MOST_PASSES:,} can be replayed")
     try:
-        simulation = simulate(forward_ms, backward_ms, microbatches, **options)
+        simulation = simulate(**options)
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
     return {
@@ -102,17 +97,16 @@ def _in_brief(target: TargetReport) -> str:
     )
 
 
-def _report(directory: str, run: int | None) -> Report:
+def _report(directory: Path, run: int | None) -> Report:
     """Returns the report on a directory. Agents ask for the parts of one report one after the other, so it is kept, and
     read again only if a file has changed."""
-    path = place(directory)
-    stamp = _stamp(path)
-    return _cached_report(directory, run, stamp) if stamp else report_on(path, run)
+    stamp = _stamp(directory)
+    return _cached_report(directory, run, stamp) if stamp else report_on(directory, run)
 
 
 @lru_cache(maxsize=2)
-def _cached_report(directory: str, run: int | None, stamp: Hashable) -> Report:
-    return report_on(place(directory), run)
+def _cached_report(directory: Path, run: int | None, stamp: Hashable) -> Report:
+    return report_on(directory, run)
 
 
 def _stamp(path: Path) -> Hashable:

@@ -26,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until the client closes the connection."""
-    from megaprof.agents.server import serve
+    from megaprof.agents.server import server
 
     if sys.stdin.isatty():
         print("megaprof mcp: waiting for an MCP client on standard input (Ctrl-D to exit)", file=sys.stderr)
-    serve(allow_trigger=arguments.allow_trigger)
+    # The SDK redirects standard output to standard error, so that the client reads nothing but the protocol.
+    server(allow_trigger=arguments.allow_trigger).run("stdio")
     return 0

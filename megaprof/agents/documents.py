@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mcp.server.mcpserver.exceptions import ResourceNotFoundError
+
 from megaprof.cli import COMMANDS, parser_of
 
 #: Pages of docs/ and what they are about. setup.py puts the same pages into the installed package.
@@ -23,17 +25,17 @@ def page(name: str) -> str:
 
 
 def help_of(command: str) -> str:
-    """Returns the text that ``megaprof COMMAND --help`` prints. Raises KeyError if there is no such command."""
+    """Returns the text that ``megaprof COMMAND --help`` prints. Raises ResourceNotFoundError."""
     if command not in COMMANDS:
-        raise KeyError(f"there is no command {command}; there are {', '.join(COMMANDS)}")
+        raise ResourceNotFoundError(f"there is no command {command}; there are {', '.join(COMMANDS)}")
     return parser_of(command).format_help()
 
 
 def schema_of(command: str) -> str:
-    """Returns the JSON Schema of the output of ``megaprof COMMAND --json``. Raises KeyError if there is none."""
+    """Returns the JSON Schema of the output of ``megaprof COMMAND --json``. Raises ResourceNotFoundError."""
     schemas = {path.stem: path for path in sorted((_docs() / "schemas").glob("*.json"))}
     if command not in schemas:
-        raise KeyError(f"there is no schema {command}; there are {', '.join(schemas)}")
+        raise ResourceNotFoundError(f"there is no schema {command}; there are {', '.join(schemas)}")
     return schemas[command].read_text(encoding="utf-8")
 
 

@@ -14,6 +14,8 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Any
 
+from megaprof.formats.faults import Unanswerable
+
 #: The most characters of an answer.
 MOST = 12_000
 #: The most numbers in a list of a summary; longer lists are left out.
@@ -23,7 +25,7 @@ _SMALL = 120
 _RANGE = re.compile(r"(\d*):(\d*)")
 
 
-class NoPart(ValueError):
+class NoPart(Unanswerable):
     """The document has no such part; the message says which parts there are instead."""
 
 

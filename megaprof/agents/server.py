@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import argparse
+import json
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import anyio
+import msgspec
 from anyio.to_thread import run_sync
 from mcp.server.mcpserver import AcceptedElicitation, Context, Elicit, ElicitationResult, MCPServer, Resolve
-from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError
-from mcp.server.mcpserver.resources import FunctionResource
+from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools import Tool
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from megaprof.agents import answers, documents
-from megaprof.agents.excerpt import MOST, NoPart, excerpt
-from megaprof.analysis.what_if.packing import PLANS
-from megaprof.cli import CommandError, in_a_line
+from megaprof.agents.excerpt import MOST, excerpt
+from megaprof.cli import COMMANDS, CommandError, UsageError, in_a_line, parser_of
+from megaprof.cli.files.diff import comparison
 from megaprof.cli.jobs.trigger import prepare
-from megaprof.config.windows import TARGETS
-from megaprof.control.requests import SELECT, STEPS, TIMEOUT
+from megaprof.cli.parsers import Parser
 from megaprof.formats.phrases import counted
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__
@@ -39,22 +39,45 @@ CANNOT_ASK = (
     "megaprof mcp --allow-trigger captures without asking, or the user runs megaprof trigger"
 )
 DECLINED = "the user did not agree; no capture was requested"
+_Times = list[list[float | list[float]]]
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _ASKS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
-
-_Directory = Annotated[str, Field(description="directory of traces and timelines, a single file, or s3://...")]
-_Job = Annotated[str, Field(description="the running job's --profile-dir")]
-_Role = Annotated[str | None, Field(description="role, if several share the directory")]
-_Part = Annotated[str, Field(description="a part by its path, such as targets/0/stages; empty: the summary")]
-_Run = Annotated[int | None, Field(description="number of the run, if there are several; 1 is the oldest [newest]")]
-_Capture = Annotated[str, Field(description=f"what to capture: {', '.join(TARGETS)}")]
-_Steps = Annotated[int, Field(description="number of steps")]
-_Select = Annotated[str, Field(description="ranks: per-stage, all, 0,8,16 or coordinates such as pp=2,tp=0")]
-_Timeout = Annotated[float, Field(description="longest time for the whole call, in seconds")]
-_Times = Annotated[
-    list[list[float | list[float]]],
-    Field(description="milliseconds by [stage][chunk]: one number, or one per microbatch"),
-]
+#: The tools: the arguments that each takes of its command's, what answers them, and what to know beside the command's
+#: own words. No tool takes an argument that names a file to write.
+_TOOLS: dict[str, tuple[str, Callable[[argparse.Namespace], Any] | None, str]] = {
+    "report": (
+        "dir part run",
+        lambda given: answers.of_report(given.dir, given.run),
+        "Parts: targets/0/stages (every stage's times), targets/0/stages/pp=3, targets/0/what_if/candidates, "
+        "targets/0/fleet/stages, ...",
+    ),
+    "what_if": (
+        "dir layout chunks microbatches packing p2p tokens target role run part",
+        answers.of_change,
+        "Everything that you do not give stays as it was captured.",
+    ),
+    "diff": (
+        "before after part",
+        lambda given: msgspec.to_builtins(comparison(given.before, given.after)),
+        "It compares the prediction with the result, too. Parts: targets/0/stages, targets/0/stages/pp=3",
+    ),
+    "simulate": (
+        "forward_ms microbatches backward_ms schedule p2p_ms microbatch_group_size rendezvous weight_ms part",
+        answers.of_simulation,
+        "It needs no files. Parts: events, events/0:50",
+    ),
+    "status": (
+        "dir role part",
+        answers.of_status,
+        "Parts: status (every rank), status/rank=37, status/100:120, culprits",
+    ),
+    "trigger": (
+        "dir target role steps select timeout",
+        None,
+        "The captured steps take longer than others, so the user is asked first, unless the server was started with "
+        "--allow-trigger. Then read the report.",
+    ),
+}
 
 
 class Consent(BaseModel):
@@ -63,165 +86,175 @@ class Consent(BaseModel):
     capture: bool = Field(default=True, title="Capture", description="Capture these steps now")
 
 
-def serve(*, allow_trigger: bool) -> None:
-    """Serves on standard input and output until the client closes the connection. Meanwhile, the SDK redirects standard
-    output to standard error, so that only the protocol is written to the client."""
-    server(allow_trigger=allow_trigger).run("stdio")
-
-
 def server(*, allow_trigger: bool) -> MCPServer[Any]:
     """Returns the server with all its tools and documents."""
-    reading_tools: tuple[Callable[..., CallToolResult], ...] = (report, what_if, diff, simulate, status)
-    tools = [
-        Tool.from_function(tool, description=_description(tool), annotations=_READS, structured_output=False)
-        for tool in reading_tools
-    ]
-    trigger_tool = trigger if allow_trigger else trigger_with_consent
-    tools.append(
-        Tool.from_function(
-            trigger_tool, name="trigger", description=_description(trigger), annotations=_ASKS, structured_output=False
+    tools: list[Tool] = []
+    for name, (names, answer, text) in _TOOLS.items():
+        parser = _parser_of(name.replace("_", "-"))
+        parser.set_defaults(allowed=allow_trigger)
+        tool = _CommandTool.from_function(
+            _reading(answer) if answer else trigger,
+            name=name,
+            description=f"{parser.prog}: {parser.description}. {text}",
+            annotations=_READS if answer else _ASKS,
+            structured_output=False,
         )
+        assert isinstance(tool, _CommandTool)
+        actions = {action.dest: action for action in parser._actions}
+        tool.parser, tool.taken = parser, {name: actions[name] for name in names.split()}
+        tool.parameters = tool.accepted()
+        tools.append(tool)
+    mcp_server: MCPServer[Any] = MCPServer(
+        "megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING"
     )
-    mcp_server = _Server("megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
     for name, description in documents.PAGES.items():
-        uri = f"megaprof://docs/{name}"
-        mcp_server.add_resource(
-            FunctionResource(
-                uri=uri, name=name, description=description, mime_type="text/markdown", fn=partial(documents.page, name)
-            )
+        page = partial(documents.page, name)
+        mcp_server.resource(f"megaprof://docs/{name}", name=name, description=description, mime_type="text/markdown")(
+            page
         )
-    mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(_help)
+    mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(
+        documents.help_of
+    )
     mcp_server.resource(
         "megaprof://schemas/{command}",
         description="the JSON Schema of megaprof COMMAND --json: report, diff, status, trigger",
         mime_type="application/json",
-    )(_schema)
+    )(documents.schema_of)
     return mcp_server
 
 
-class _Server(MCPServer[Any]):
-    """A server that answers wrong arguments with one line that names the right ones. The SDK itself silently ignores
-    unknown arguments, and answers a wrong value with a link to pydantic's manual."""
+class _CommandTool(Tool):
+    """A tool that takes arguments of a command, as JSON, and fails with the line of the command."""
 
-    def __init__(self, name: str, *, tools: list[Tool], **options: Any) -> None:
-        super().__init__(name, tools=tools, **options)
-        self._schemas = {tool.name: tool.parameters for tool in tools}
+    parser: Any = None
+    taken: dict[str, Any] = Field(default_factory=dict)
+    """The actions of the parser that the tool takes, by name."""
 
-    async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Any:
-        """Calls a tool. Raises ToolError, with the line, if its arguments are wrong."""
-        schema = self._schemas.get(name, {"properties": arguments})
-        required = schema.get("required", [])
-        if unknown_names := [name for name in arguments if name not in schema["properties"]]:
-            arguments_text = ", ".join(
-                f"{name} (required)" if name in required else name for name in schema["properties"]
-            )
-            raise ToolError(
-                f"megaprof {name}: there is no argument {', '.join(unknown_names)}; it takes {arguments_text}"
-            )
-        if missing_names := [name for name in required if name not in arguments]:
-            raise ToolError(f"megaprof {name}: it needs the argument {', '.join(missing_names)}")
+    @property
+    def required(self) -> list[str]:
+        """The names of arguments that must be given."""
+        return [name for name, action in self.taken.items() if action.required]
+
+    async def run(self, arguments: dict[str, Any], context: Context[Any, Any], convert_result: bool = False) -> Any:
+        """Answers a call. Raises a fault of megaprof itself: the SDK logs it, and names only the tool in its answer."""
         try:
-            return await super().call_tool(name, arguments, context)
-        except ToolError as fault:
-            if not isinstance(fault.__cause__, ValidationError):
+            return await super().run({"given": self.given(arguments)}, context, convert_result)
+        except (UsageError, ToolError) as fault:
+            cause = fault.__cause__ or fault
+            if not isinstance(cause, Exception) or (line := in_a_line(cause)) is None:
                 raise
-            messages = {str(error["loc"][0]): error["msg"] for error in fault.__cause__.errors()}
-            line = "; ".join(
-                f"{argument}: {message[:1].lower()}{message[1:]}" for argument, message in messages.items()
-            )
-            raise ToolError(f"megaprof {name}: {line}") from None
+            return _text(f"{self.parser.prog}: {line}"[:MOST], failed=True)
+
+    def accepted(self) -> dict[str, Any]:
+        """Returns the JSON Schema of the arguments."""
+        properties: dict[str, dict[str, Any]] = {}
+        for name, action in self.taken.items():
+            properties[name] = {
+                **msgspec.json.schema(bool if action.nargs == 0 else _TYPES.get(action.type, str)),
+                "description": (action.help or "") % vars(action),
+            }
+            if action.default is not None:
+                properties[name]["default"] = action.default
+        return {"type": "object", "properties": properties, "required": self.required, "additionalProperties": False}
+
+    def given(self, arguments: dict[str, Any]) -> argparse.Namespace:
+        """Returns what the command itself would be given. Raises UsageError."""
+        given = {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in arguments.items()
+            if value is not None
+        }
+        if given.keys() - self.taken or set(self.required) - given.keys():
+            taken = ", ".join(f"{name} (required)" if name in self.required else name for name in self.taken)
+            raise UsageError(f"it takes {taken}; given: {', '.join(given) or 'nothing'}")
+        options = []
+        for name, text in given.items():
+            for option in self.taken[name].option_strings[:1]:
+                if self.taken[name].nargs != 0:
+                    options.append(f"{option}={text}")
+                elif text == "true":
+                    options.append(option)
+        places = [given[name] for name, action in self.taken.items() if not action.option_strings]
+        namespace: argparse.Namespace = self.parser.parse([*options, *(["--", *places] if places else [])])
+        return namespace
 
 
-def report(directory: _Directory, part: _Part = "", run: _Run = None) -> CallToolResult:
-    """Report which pipeline stage is slow, why, what it costs and which layout would be faster, from traces and
-    timelines: the JSON of megaprof report DIR --json. Parts: targets/0/stages (every stage's times),
-    targets/0/stages/pp=3, targets/0/what_if/candidates, targets/0/fleet/stages, ..."""
-    return _answered("report", partial(answers.of_report, directory, run), part, answers.DETAILS)
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(message)
 
 
-def what_if(
-    directory: _Directory,
-    layout: Annotated[str, Field(description="decoder layers of each stage, such as 5,3, or Megatron's layout")] = "",
-    chunks: Annotated[int | None, Field(description="model chunks per stage")] = None,
-    microbatches: Annotated[int | None, Field(description="microbatches per step")] = None,
-    packing: Annotated[str, Field(description=f"how to pack the same sequences: {', '.join(PLANS)}")] = "",
-    p2p_ms: Annotated[float | None, Field(description="milliseconds of one transfer between stages")] = None,
-    same_tokens: Annotated[bool, Field(description="whether other microbatches share the same tokens")] = True,
-    target: Annotated[str | None, Field(description=f"target: {', '.join(TARGETS)} (default: the first)")] = None,
-    role: _Role = None,
-    run: _Run = None,
-) -> CallToolResult:
-    """Predict a change of your choice from a capture: the JSON of megaprof what-if DIR --json. Everything that you do
-    not give stays as it was captured."""
-    values = {"layout": layout, "chunks": chunks, "microbatches": microbatches, "p2p": p2p_ms, "packing": packing}
-    choices = {name: str(value) for name, value in values.items() if value is not None}
-    choices["tokens"] = "same" if same_tokens else "more"
-    return _answered("what-if", partial(answers.of_change, directory, run, choices, target, role), "", answers.DETAILS)
+def _times(text: str) -> _Times:
+    try:
+        return msgspec.json.decode(text, type=_Times)
+    except msgspec.MsgspecError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from None
 
 
-def diff(before: _Directory, after: _Directory, part: _Part = "") -> CallToolResult:
-    """Compare two captures (or the JSON files of two reports) stage by stage, and the prediction with the result: the
-    JSON of megaprof diff A B --json. Parts: targets/0/stages, targets/0/stages/pp=3."""
-    return _answered("diff", partial(answers.of_diff, before, after), part, answers.DETAILS)
+#: The type of an argument in JSON, by what reads it on a command line; for all others, text.
+_TYPES: dict[Any, Any] = {int: int, float: float, _times: _Times}
+_PART: dict[str, dict[str, Any]] = {"part": {"default": "", "help": "a part by its path; empty: the summary"}}
+#: The arguments of `megaprof.simulate`, which no command runs.
+_SIMULATION: dict[str, dict[str, Any]] = {
+    "forward_ms": {
+        **{"type": _times, "required": True},
+        "help": "milliseconds by [stage][chunk]: one number, or one per microbatch",
+    },
+    "microbatches": {"type": int, "required": True, "help": "microbatches per step"},
+    "backward_ms": {"type": _times, "help": "the same for backwards (default: forward only)"},
+    "schedule": {"help": f"{', '.join(SCHEDULES + SPLIT_SCHEDULES)} (default: Megatron's choice)"},
+    "p2p_ms": {"type": float, "default": 0.0, "help": "milliseconds of one transfer between stages"},
+    "microbatch_group_size": {"type": int, "help": "for the interleaved schedule"},
+    "rendezvous": {"action": "store_true", "help": "both ends of an exchange wait for each other"},
+    "weight_ms": {
+        "type": _times,
+        "help": f"for {', '.join(SPLIT_SCHEDULES)}: the half of backwards that computes weight gradients",
+    },
+}
 
 
-def status(directory: _Job, role: _Role = None, part: _Part = "") -> CallToolResult:
-    """Show what a running job is doing, where every rank is, and which rank the others wait for if it appears to hang:
-    the JSON of megaprof status DIR --json. Parts: status (every rank), status/rank=37, status/100:120, culprits."""
-    return _answered("status", partial(answers.of_status, directory, role), part, answers.DETAILS)
+def _parser_of(command: str) -> Parser:
+    """Returns the parser of a command, or of `megaprof.simulate`, with the arguments that only tools have."""
+    text = "replay one step of a pipeline schedule from plain times, in Megatron's own order, as megaprof.simulate does"
+    parser = parser_of(command) if command in COMMANDS else Parser(f"megaprof {command}", text)
+    for name, keywords in (_PART if command in COMMANDS else _SIMULATION | _PART).items():
+        parser.add_argument(f"--{name}", **keywords)
+    parser.error = _refuse  # type: ignore[method-assign]
+    return parser
 
 
-def simulate(
-    forward_ms: _Times,
-    microbatches: Annotated[int, Field(ge=1, description="microbatches per step")],
-    backward_ms: Annotated[_Times | None, Field(description="the same for backwards; null: forward only")] = None,
-    schedule: Annotated[
-        str | None,
-        Field(description=f"{', '.join(SCHEDULES + SPLIT_SCHEDULES)} (default: Megatron's choice)"),
-    ] = None,
-    p2p_ms: Annotated[float, Field(description="milliseconds of one transfer between stages")] = 0.0,
-    microbatch_group_size: Annotated[int | None, Field(description="for the interleaved schedule")] = None,
-    rendezvous: Annotated[bool, Field(description="whether both ends of an exchange wait for each other")] = False,
-    weight_ms: Annotated[
-        _Times | None,
-        Field(description=f"for {', '.join(SPLIT_SCHEDULES)}: the half of backwards that computes weight gradients"),
-    ] = None,
-    part: _Part = "",
-) -> CallToolResult:
-    """Replay one step of a pipeline schedule from plain times, in Megatron's own order: step time, and bubble and
-    compute of every stage (megaprof.simulate). It needs no files. Parts: events, events/0:50."""
-    document = partial(
-        answers.of_simulation,
-        microbatches,
-        forward_ms,
-        backward_ms,
-        schedule=schedule,
-        p2p_ms=p2p_ms,
-        microbatch_group_size=microbatch_group_size,
-        rendezvous=rendezvous,
-        weight_ms=weight_ms,
+def _reading(answer: Callable[[argparse.Namespace], Any]) -> Callable[[Any], CallToolResult]:
+    def read(given: Any) -> CallToolResult:
+        return _text(excerpt(answer(given), given.part, answers.DETAILS))
+
+    return read
+
+
+def ask(context: Context[Any, Any], given: Any) -> Elicit[Consent] | Consent:
+    """Returns the question for the user; the consent itself if the server was started with it. Raises CommandError if
+    the user cannot be asked, and for a wrong request."""
+    if given.allowed:
+        return Consent(capture=True)
+    elicitation = context.client_capabilities.elicitation if context.client_capabilities else None
+    if elicitation is None or (elicitation.form is None and elicitation.url is not None):
+        raise CommandError(CANNOT_ASK)
+    requester = prepare(given)
+    role = "" if given.role is None else f" ({given.role})"
+    steps_text = f"{counted(given.steps, 'step')} of {given.target}{role}"
+    ranks_text = f"{counted(len(requester.ranks), 'rank')} ({given.select})"
+    return Elicit(
+        f"Let the running job in {given.dir} capture {steps_text} on {ranks_text}? These steps take longer than "
+        "others, and their files are written there.",
+        Consent,
     )
-    return _answered("simulate", document, part, answers.DETAILS)
 
 
 async def trigger(
-    context: Context[Any, Any],
-    directory: _Job,
-    target: _Capture,
-    role: _Role = None,
-    steps: _Steps = STEPS,
-    select: _Select = SELECT,
-    timeout: _Timeout = TIMEOUT,
+    context: Context[Any, Any], consent: Annotated[ElicitationResult[Consent], Resolve(ask)], given: Any
 ) -> CallToolResult:
-    """Make a running job capture some steps, wait for the files and list them: the JSON of megaprof trigger DIR --json.
-    The captured steps take longer than others, so the user is asked first, unless the server was started with
-    --allow-trigger. Then read the report."""
-    try:
-        requester = await run_sync(
-            partial(prepare, Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
-        )
-    except Exception as fault:
-        return _failed("trigger", fault)
+    """Captures once the user has agreed, and waits for the files."""
+    if not isinstance(consent, AcceptedElicitation) or not consent.data.capture:
+        raise CommandError(DECLINED)
+    requester = await run_sync(partial(prepare, given))
     looks = 0
     try:
         while (answer := await run_sync(requester.advance)) is None:
@@ -233,86 +266,5 @@ async def trigger(
     return _text(excerpt(asdict(answer)), failed=answer.reason is not None)
 
 
-def ask(
-    context: Context[Any, Any],
-    directory: str,
-    target: str,
-    role: str | None,
-    steps: int,
-    select: str,
-    timeout: float,
-) -> Elicit[Consent] | CallToolResult:
-    """Returns the question for the user, or the tool's answer if the user cannot be asked or the request is wrong."""
-    elicitation = context.client_capabilities.elicitation if context.client_capabilities else None
-    if elicitation is None or (elicitation.form is None and elicitation.url is not None):
-        return _failed("trigger", CommandError(CANNOT_ASK))
-    try:
-        requester = prepare(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
-    except Exception as fault:
-        return _failed("trigger", fault)
-    steps_text = f"{counted(steps, 'step')} of {target}" + ("" if role is None else f" ({role})")
-    ranks_text = f"{counted(len(requester.ranks), 'rank')} ({select})"
-    return Elicit(
-        f"Let the running job in {directory} capture {steps_text} on {ranks_text}? These steps take longer than "
-        "others, and their files are written there.",
-        Consent,
-    )
-
-
-async def trigger_with_consent(
-    context: Context[Any, Any],
-    consent: Annotated[ElicitationResult[Consent], Resolve(ask)],
-    directory: _Job,
-    target: _Capture,
-    role: _Role = None,
-    steps: _Steps = STEPS,
-    select: _Select = SELECT,
-    timeout: _Timeout = TIMEOUT,
-) -> CallToolResult:
-    """Runs `trigger` after the user of the client has agreed."""
-    decision: Any = consent.data if isinstance(consent, AcceptedElicitation) else None
-    if isinstance(decision, CallToolResult):
-        return decision
-    if decision is None or not decision.capture:
-        return _failed("trigger", CommandError(DECLINED))
-    return await trigger(context, directory, target, role, steps, select, timeout)
-
-
-def _answered(command: str, document: Callable[[], Any], part: str, details: Collection[str]) -> CallToolResult:
-    try:
-        return _text(excerpt(document(), part, details))
-    except NoPart as mistake:
-        return _failed(command, CommandError(str(mistake)))
-    except Exception as fault:
-        return _failed(command, fault)
-
-
-def _failed(command: str, fault: Exception) -> CallToolResult:
-    """Returns the line that the command prints for a fault. A fault of megaprof itself is raised again: the SDK logs
-    it, and names only the tool in its answer."""
-    if (line := in_a_line(fault)) is None:
-        raise fault
-    return _text(f"megaprof {command}: {line}"[:MOST], failed=True)
-
-
 def _text(text: str, *, failed: bool = False) -> CallToolResult:
     return CallToolResult(content=[TextContent(type="text", text=text)], is_error=failed)
-
-
-def _description(tool: Callable[..., Any]) -> str:
-    return " ".join((tool.__doc__ or "").split())
-
-
-def _help(command: str) -> str:
-    return _resource(documents.help_of, command)
-
-
-def _schema(command: str) -> str:
-    return _resource(documents.schema_of, command)
-
-
-def _resource(make: Callable[[str], str], command: str) -> str:
-    try:
-        return make(command)
-    except KeyError as unknown:
-        raise ResourceNotFoundError(unknown.args[0]) from None

@@ -31,6 +31,7 @@ from megaprof.cli.files.report import report_on
 from megaprof.cli.jobs import status as job_status
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import RunningJob
+from megaprof.control.requests import STEPS
 from megaprof.metrics.look import View, look_at
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -97,6 +98,7 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
     write_timelines(Path(run), layout, steps=60, slow=[Slow(rank=1, from_step=20, factor=2.0)])
     reports = {each: printed(capsys, "report", each, "--json", "-") for each in (before, run)}
     difference = printed(capsys, "diff", before, after, "--json")
+    change = printed(capsys, "what-if", before, "--layout", "4,4", "--microbatches", "8", "--json")
 
     async def conversation(client: Client) -> None:
         listed = (await client.list_tools()).tools
@@ -105,27 +107,39 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
             "trigger"
         }
         assert all(tool.description for tool in listed)
+        schemas = {tool.name: tool.input_schema for tool in listed}
+        assert schemas["report"]["required"] == ["dir"]
+        assert schemas["report"]["properties"].keys() == {"dir", "part", "run"}
+        assert schemas["trigger"]["properties"]["steps"] == {
+            **{"type": "integer", "default": STEPS},
+            "description": f"number of steps (default: {STEPS})",
+        }
+        assert schemas["simulate"]["properties"]["forward_ms"]["items"]["type"] == "array"
+        assert schemas["simulate"]["properties"]["rendezvous"]["type"] == "boolean"
 
-        summary = await call(client, "report", directory=before)
+        summary = await call(client, "report", dir=before)
         assert summary["headline"][0].startswith("train_actor: layers of stage 0 (")
         (target,), (whole,) = summary["targets"], reports[before]["targets"]
         for name in ("diagnosis", "findings", "slowest_stage", "imbalance", "step_time_ms", "sizes", "warnings"):
             assert target[name] == whole[name]
         assert target["what_if"]["best"] == whole["what_if"]["best"]
         assert target["stages"]["part"] == "targets/0/stages"
-        assert await call(client, "report", directory=before, part="targets/0/stages") == whole["stages"]
-        assert await call(client, "report", directory=before, part="targets/0/stages/pp=1") == whole["stages"][1]
-        assert await call(client, "report", directory=before, part="targets") == reports[before]["targets"]
+        assert await call(client, "report", dir=before, part="targets/0/stages") == whole["stages"]
+        assert await call(client, "report", dir=before, part="targets/0/stages/pp=1") == whole["stages"][1]
+        assert await call(client, "report", dir=before, part="targets") == reports[before]["targets"]
 
-        (target,), (whole,) = (await call(client, "report", directory=run))["targets"], reports[run]["targets"]
-        assert "slow rank 1 (" in (await call(client, "report", directory=run, part="headline"))[0]
+        (target,), (whole,) = (await call(client, "report", dir=run))["targets"], reports[run]["targets"]
+        assert "slow rank 1 (" in (await call(client, "report", dir=run, part="headline"))[0]
         assert target["findings"] == whole["findings"]
         assert target["fleet"]["times"]["step_ms"]["items"] == len(whole["fleet"]["times"]["step_ms"]) == 60
-        asked = await call(client, "report", directory=run, part="targets/0/fleet/stages")
+        asked = await call(client, "report", dir=run, part="targets/0/fleet/stages")
         assert asked == whole["fleet"]["stages"]
 
-        layouts = await call(client, "report", directory=before, part="targets/0/what_if/candidates")
+        layouts = await call(client, "report", dir=before, part="targets/0/what_if/candidates")
         assert layouts == reports[before]["targets"][0]["what_if"]["candidates"]
+
+        changed = await call(client, "what_if", dir=before, layout="4,4", microbatches=8)
+        assert changed["prediction"] == change["prediction"]
 
         compared = await call(client, "diff", before=before, after=after)
         assert compared["targets"][0]["prediction"] == difference["targets"][0]["prediction"]
@@ -155,10 +169,10 @@ def test_a_report_is_read_again_when_a_file_has_changed(tmp_path: Path, monkeypa
     monkeypatch.setattr(answers, "report_on", counted)
     pipeline(tmp_path, [6, 2])
     for _ in range(2):
-        assert len(answers.of_report(str(tmp_path), None)["targets"]) == 1
+        assert len(answers.of_report(tmp_path)["targets"]) == 1
     assert len(reads) == 1
     pipeline(tmp_path, [4, 4], target="train_log_probs")
-    assert len(answers.of_report(str(tmp_path), None)["targets"]) == 2
+    assert len(answers.of_report(tmp_path)["targets"]) == 2
     assert len(reads) == 2
 
 
@@ -185,16 +199,16 @@ def requests(job: Job) -> list[Path]:
 
 def test_status_of_a_job_and_of_one_of_its_ranks(job: Job) -> None:
     async def conversation(client: Client) -> None:
-        summary = await call(client, "status", directory=str(job.directory))
+        summary = await call(client, "status", dir=str(job.directory))
         first, second = summary["headline"]
         assert first.startswith("2 ranks (tp1 pp2 cp1 ep1 dp1 vpp1), running for ")
         assert second == "train_actor: step 4, one every 200 ms (medians)"
         assert (summary["state"], summary["heard"]) == ("runs", [0, 1])
         assert summary["status"]["part"] == "status"
-        assert (await call(client, "status", directory=str(job.directory), part="status/rank=1"))["rank"] == 1
+        assert (await call(client, "status", dir=str(job.directory), part="status/rank=1"))["rank"] == 1
         del summary["headline"]
         for part in ("status", "now"):  # the summary leaves tables out
-            summary[part] = await call(client, "status", directory=str(job.directory), part=part)
+            summary[part] = await call(client, "status", dir=str(job.directory), part=part)
         check("status", summary)
 
     ask(conversation)
@@ -209,7 +223,7 @@ def test_a_capture_is_made_when_the_user_agrees(mode: str, job: Job) -> None:
         return ElicitResult(action="accept", content={"capture": True})
 
     async def conversation(client: Client) -> Any:
-        return await call(client, "trigger", directory=str(job.directory), target="train_actor", timeout=60)
+        return await call(client, "trigger", dir=str(job.directory), target="train_actor", timeout=60)
 
     with answering(job):
         found = ask(conversation, mode=mode, elicitation_callback=agree)
@@ -239,7 +253,7 @@ def test_without_consent_nothing_is_asked_of_the_job(
         return answer
 
     async def conversation(client: Client) -> CallToolResult:
-        return await client.call_tool("trigger", {"directory": str(job.directory), "target": "train_actor"})
+        return await client.call_tool("trigger", {"dir": str(job.directory), "target": "train_actor"})
 
     result = ask(conversation, mode=mode, **({} if answer is None else {"elicitation_callback": reply}))
     assert (result.is_error, text(result)) == (True, f"megaprof trigger: {says}")
@@ -248,7 +262,7 @@ def test_without_consent_nothing_is_asked_of_the_job(
 
 def test_a_server_that_may_capture_asks_nobody_and_says_what_is_missing(job: Job) -> None:
     async def conversation(client: Client) -> CallToolResult:
-        arguments = {"directory": str(job.directory), "target": "train_actor", "timeout": 60}
+        arguments = {"dir": str(job.directory), "target": "train_actor", "timeout": 60}
         return await client.call_tool("trigger", arguments)
 
     with answering(job, last="failed"):
@@ -263,7 +277,7 @@ def test_a_request_is_withdrawn_when_the_client_hangs_up(job: Job, tmp_path: Pat
     async def conversation(client: Client) -> None:
         for rank in (0, 1):
             job.status(rank)  # however long the server took to begin
-        arguments = {"directory": str(job.directory), "target": "train_actor"}
+        arguments = {"dir": str(job.directory), "target": "train_actor"}
         calling = asyncio.create_task(client.call_tool("trigger", arguments))
         until = time.monotonic() + 60
         while not requests(job):
@@ -280,32 +294,36 @@ def test_a_request_is_withdrawn_when_the_client_hangs_up(job: Job, tmp_path: Pat
 
 #: A tool, its arguments, and the command that fails alike; None where only the tool can be asked so.
 FAULTS: list[tuple[str, dict[str, Any], list[str] | None]] = [
-    ("report", {"directory": "nowhere"}, ["report", "nowhere"]),
-    ("report", {"directory": "empty"}, ["report", "empty"]),
-    ("report", {"directory": "/"}, ["report", "/"]),
-    ("report", {"directory": "traces", "part": "stages"}, None),
+    ("report", {"dir": "nowhere"}, ["report", "nowhere"]),
+    ("report", {"dir": "empty"}, ["report", "empty"]),
+    ("report", {"dir": "/"}, ["report", "/"]),
+    ("report", {"dir": "--html=page.html"}, ["report", "--", "--html=page.html"]),
+    ("report", {"dir": "traces", "part": "stages"}, None),
     ("diff", {"before": "traces", "after": "empty"}, ["diff", "traces", "empty"]),
     ("diff", {"before": "traces", "after": "other"}, ["diff", "traces", "other"]),
     ("diff", {"before": "traces", "after": "text.txt"}, ["diff", "traces", "text.txt"]),
-    ("status", {"directory": "nowhere"}, ["status", "nowhere"]),
-    ("trigger", {"directory": "nowhere", "target": "x"}, ["trigger", "nowhere", "--target", "x"]),
-    ("trigger", {"directory": "job", "target": "x"}, ["trigger", "job", "--target", "x"]),
-    ("trigger", {"directory": "job", "target": "evaluate", "steps": 0}, ["trigger", "job", "--target", "evaluate"]),
+    ("status", {"dir": "nowhere"}, ["status", "nowhere"]),
+    ("trigger", {"dir": "nowhere", "target": "x"}, ["trigger", "nowhere", "--target", "x"]),
+    ("trigger", {"dir": "job", "target": "x"}, ["trigger", "job", "--target", "x"]),
+    ("trigger", {"dir": "job", "target": "evaluate", "steps": 0}, ["trigger", "job", "--target", "evaluate"]),
     ("simulate", {"forward_ms": [[1], [1, 2]], "microbatches": 4}, None),
     ("simulate", {"forward_ms": [[1]] * 4, "microbatches": 10**8}, None),
-    ("report", {"dir": "traces"}, None),
-    ("report", {"directory": "traces", "run": "x"}, None),
+    ("report", {"place": "traces"}, None),
+    ("report", {"dir": "traces", "run": "x"}, None),
 ]
 
 
 @pytest.mark.parametrize(
     ("tool", "arguments", "names"),
     [
-        ("report", {"dir": "traces"}, ["dir", "directory (required)", "part"]),
-        ("report", {"directory": "traces", "role": "actor"}, ["role", "directory (required)"]),
+        ("report", {"place": "traces"}, ["place", "dir (required)", "part"]),
+        ("report", {"dir": "traces", "role": "actor"}, ["role", "dir (required)"]),
+        ("report", {"dir": "traces", "html": "page.html"}, ["html", "dir (required)"]),
+        ("trigger", {"dir": "job", "target": "train_actor", "allowed": True}, ["allowed", "target (required)"]),
+        ("trigger", {"given": {"allowed": True}}, ["given", "target (required)"]),
         ("diff", {"before": "a"}, ["after"]),
         ("simulate", {"forward_ms": [[1.0]], "microbatches": 0}, ["microbatches"]),
-        ("trigger", {"directory": "job", "what": "x"}, ["what", "target (required)"]),
+        ("trigger", {"dir": "job", "what": "x"}, ["what", "target (required)"]),
     ],
 )
 def test_a_wrong_argument_is_answered_with_the_right_ones(
@@ -357,10 +375,10 @@ def test_a_fault_of_ours_tells_the_agent_nothing_but_the_tool(monkeypatch: pytes
     def broken(*_: object) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(answers, "of_report", broken)
+    monkeypatch.setattr(answers, "report_on", broken)
 
     async def conversation(client: Client) -> CallToolResult:
-        return await client.call_tool("report", {"directory": "."})
+        return await client.call_tool("report", {"dir": "."})
 
     result = ask(conversation)
     assert (result.is_error, text(result)) == (True, "Error executing tool report")
@@ -396,7 +414,7 @@ def test_nothing_but_the_protocol_is_written_to_standard_output(tmp_path: Path) 
     """A report that starts processes of its own, and a server that ends when its input does."""
     pipeline(tmp_path / "traces", [6, 2])
     about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "0"}}
-    report = {"name": "report", "arguments": {"directory": str(tmp_path / "traces")}}
+    report = {"name": "report", "arguments": {"dir": str(tmp_path / "traces")}}
     sent = [
         {"id": 1, "method": "initialize", "params": about},
         {"method": "notifications/initialized"},
@@ -450,7 +468,7 @@ def test_documents_help_and_schemas_can_be_read() -> None:
 @pytest.mark.slow
 def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> None:
     write(Scenario("many stages", layers=(2,) * 40 + (4,) + (2,) * 23, microbatches=16, gpu=False), tmp_path)
-    found = excerpt(answers.of_report(str(tmp_path), None), details=answers.DETAILS)
+    found = excerpt(answers.of_report(tmp_path), details=answers.DETAILS)
     assert len(found) <= MOST
     summary = json.loads(found)
     (target,) = summary["targets"]
@@ -482,7 +500,7 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
 def test_a_report_on_thousands_of_ranks_fits_and_names_the_slow_one(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(2048, tp=8, pp=16))
     write_timelines(tmp_path, layout, steps=40, slow=[Slow(rank=1700, factor=1.6)])
-    found = excerpt(answers.of_report(str(tmp_path), None), details=answers.DETAILS)
+    found = excerpt(answers.of_report(tmp_path), details=answers.DETAILS)
     assert len(found) <= MOST
     (target,) = json.loads(found)["targets"]
     assert target["fleet"]["coverage"]["ranks"] == 2048
@@ -506,20 +524,20 @@ def test_an_agent_looks_at_a_real_job_captures_and_reports(tmp_path: Path) -> No
         return ElicitResult(action="accept", content={"capture": True})
 
     async def capture(client: Client) -> None:
-        now = await call(client, "status", directory=str(directory))
+        now = await call(client, "status", dir=str(directory))
         assert now["state"] in ("starts", "runs")
-        captured.update(await call(client, "trigger", directory=str(directory), target="train_actor", steps=2))
+        captured.update(await call(client, "trigger", dir=str(directory), target="train_actor", steps=2))
         assert (captured["captured"], len(captured["steps"]), captured["reason"]) == (2, 2, None)
         assert all(Path(file).is_file() for file in captured["files"])
 
     async def read(client: Client) -> None:
-        report = await call(client, "report", directory=str(directory))
+        report = await call(client, "report", dir=str(directory))
         (target,) = report["targets"]
         # Lengths are those of the steps without a profiler.
         assert target["steps"]
         assert not set(target["steps"]) & set(captured["steps"])
         assert target["profiled_step_time_ms"] is not None
-        stages = await call(client, "report", directory=str(directory), part="targets/0/stages")
+        stages = await call(client, "report", dir=str(directory), part="targets/0/stages")
         assert [stage["pp"] for stage in stages] == [0, 1]
 
     with running(directory, ["--profile-tool", "timeline", "--profile-on-demand"], quick=True):

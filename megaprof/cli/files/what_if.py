@@ -22,7 +22,8 @@ EXAMPLES = (
     "megaprof what-if traces --microbatches 16 --packing balanced",
     "megaprof what-if traces --layout 'Et*5|t*3L' --json",
 )
-_HELP = {
+#: The metavar and the help of each change that can be chosen.
+CHOICES = {
     "layout": ("LAYOUT", "decoder layers of each stage, such as 5,3, or Megatron's --pipeline-model-parallel-layout"),
     "chunks": ("N", "model chunks per stage"),
     "microbatches": ("N", "microbatches per step"),
@@ -68,7 +69,7 @@ class WhatIfAnswer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=place, help="directory of captured traces; may be remote (s3://...)")
-    for name, (value, text) in _HELP.items():
+    for name, (value, text) in CHOICES.items():
         parser.add_argument(f"--{name}", metavar=value, default="", help=text)
     parser.add_argument("--target", metavar="NAME", help="target (default: the first that can be changed)")
     parser.add_argument("--role", metavar="NAME", help="role, if several were captured")
@@ -82,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     heed_input_option(arguments)
     report = report_on(arguments.dir, arguments.run)
-    choices = {name: getattr(arguments, name) for name in _HELP}
-    answer = answer_to(report, choices, arguments.target, arguments.role)
+    answer = answer_to(report, {name: getattr(arguments, name) for name in CHOICES}, arguments.target, arguments.role)
     if arguments.json:
         print_json(answer)
     else:

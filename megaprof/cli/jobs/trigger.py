@@ -57,11 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--" + option.name.replace("_", "-"), **keywords)
 
 
-def prepare(directory: Path, target: str, **fields: Any) -> Requester:
-    """Returns a requester for the job in ``directory``, with the fields of `draft`. Requests nothing yet. Raises NoJob
-    if there is no such job, and UsageError for fields that make no sense."""
+def prepare(arguments: argparse.Namespace) -> Requester:
+    """Returns a requester for what the command's arguments ask. Requests nothing yet. Raises NoJob if there is no such
+    job, and UsageError for arguments that make no sense."""
+    fields = {name: getattr(arguments, name) for name in ("role", "steps", "select", "timeout")}
+    options = {name: value for name in ("tool", *OPTIONS) if (value := getattr(arguments, name))}
     try:
-        return requester_for(directory, target, **fields)
+        return requester_for(arguments.dir, arguments.target, options=options, **fields)
     except Refused as mistake:
         raise UsageError(str(mistake).replace("--profile-", "--")) from None  # the command's option, not the job's
 
@@ -69,15 +71,7 @@ def prepare(directory: Path, target: str, **fields: Any) -> Requester:
 def run(arguments: argparse.Namespace) -> int:
     """Requests a capture, waits, and prints the files, one per line. Raises CommandError unless every selected rank
     captured."""
-    requester = prepare(
-        arguments.dir,
-        arguments.target,
-        role=arguments.role,
-        steps=arguments.steps,
-        select=arguments.select,
-        timeout=arguments.timeout,
-        options={name: value for name in ("tool", *OPTIONS) if (value := getattr(arguments, name))},
-    )
+    requester = prepare(arguments)
     # SIGTERM (from timeout, or a batch system) withdraws the request, as Ctrl-C does.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

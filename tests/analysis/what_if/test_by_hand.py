@@ -22,7 +22,7 @@ from megaprof.analysis.what_if.changes import Prediction, resliced
 from megaprof.analysis.what_if.contents import Cost, CostFit
 from megaprof.analysis.what_if.layouts import check_layout, format_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.cli import FAILED, USAGE, main
+from megaprof.cli import FAILED, USAGE, main, parser_of
 from megaprof.ui.what_if import answer
 from tests.analysis.diagnosis.test_diagnose import HEALTHY
 from tests.analysis.scenarios import Scenario, write
@@ -165,7 +165,9 @@ def test_the_command_the_tool_and_the_page_say_the_same(
     printed = json.loads(capsys.readouterr().out)
     check("what-if", printed)
     assert printed["prediction"] == json.loads(msgspec.json.encode(mine))
-    told = answers.of_change(str(directory), None, {"layout": "5,4,4,3", "microbatches": "16"}, None, None)
+    told = answers.of_change(
+        parser_of("what-if").parse([str(directory), "--layout", "5,4,4,3", "--microbatches", "16"])
+    )
     assert {name: value for name, value in told.items() if name != "headline"} == printed
     (target,) = report.targets
     page = answer(known, target.measured, {"layout": "5,4,4,3", "microbatches": "16"})
