@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module
+from itertools import repeat
 from typing import Any
 
 #: The environment variable with the file of the exchanges.
@@ -23,18 +23,15 @@ _SHAPES = (
     "stages tell each other the shapes of their microbatches, which a rank alone cannot know: a rehearsal needs "
     "sequences of one length (no variable_seq_lengths)"
 )
-_STORE = "the program waits for its peers at a store of its own, and in a rehearsal there are none"
 
 
 def arm() -> None:
-    """Changes torch, in a process that has it: it is loaded at once, before anybody has its functions."""
-    if VARIABLE in os.environ:
-        with suppress(ImportError):
-            _change(import_module("torch.distributed"))
-
-
-def _change(dist: Any) -> None:
-    """Gives a program such groups. A program that would wait for peers gets a RuntimeError with the reason."""
+    """Gives a program such groups. A program that would wait for peers gets a RuntimeError with the reason. torch, in
+    a process that has it, is loaded at once, before anybody has its functions."""
+    try:
+        dist: Any = import_module("torch.distributed")
+    except ImportError:
+        return
     import torch
 
     written = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -51,13 +48,21 @@ def _change(dist: Any) -> None:
         initialize(_NAME, store=dist.HashStore(), rank=rank, world_size=world)
 
     def no_store(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(_STORE)
+        raise RuntimeError("the program waits for its peers at a store of its own, and in a rehearsal there are none")
 
     dist.Backend.register_backend(_NAME, created, extended_api=True, devices=["cpu", "cuda"])
     for module in (c10d, dist):
         module.init_process_group, module.TCPStore = init_process_group, no_store
         module.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend=_NAME)
         module.broadcast_object_list = lambda *_, **__: None
+
+
+def _as_it_is(kind: str) -> Callable[..., Any]:
+    return lambda self, tensors, opts=None, *_: self._done(kind, tensors, tensors, opts)
+
+
+def _each(single: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, outputs, inputs, opts=None: [*map(single, repeat(self), outputs, inputs, repeat(opts))][-1]
 
 
 def _group(dist: Any, written: int) -> Callable[..., Any]:
@@ -91,15 +96,9 @@ def _group(dist: Any, written: int) -> Callable[..., Any]:
             future.set_result(result)
             return _create_work_from_future(future)
 
-        def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-            return self._done("all_reduce", tensors, tensors, opts)
-
-        allreduce_coalesced = allreduce
-
-        def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-            return self._done("broadcast", tensors, tensors, opts)
-
-        reduce = broadcast  # as many bytes
+        allreduce = allreduce_coalesced = _as_it_is("all_reduce")
+        broadcast = reduce = _as_it_is("broadcast")  # as many bytes
+        send = _as_it_is("send")
 
         def barrier(self, opts: Any = None) -> Any:
             return self._done("barrier", (), [])
@@ -116,29 +115,15 @@ def _group(dist: Any, written: int) -> Callable[..., Any]:
                     part.copy_(own_input.reshape(-1))
             return self._done("all_gather", (output,), output, opts)
 
-        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-            return [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
-
-        def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-            for output, own_inputs in zip(outputs, inputs, strict=True):
-                output.copy_(own_inputs[self._own])
-            return self._done("reduce_scatter", [each for own in inputs for each in own], outputs, opts)
-
         def reduce_scatter_single(self, output: Any, own_input: Any, opts: Any = None) -> Any:
             output.copy_(own_input.view(self._count, -1)[self._own].view_as(output))
             return self._done("reduce_scatter", (own_input,), output, opts)
-
-        def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-            return [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
         def alltoall_base(self, output: Any, own_input: Any, *splits: Any) -> Any:
             flat, own = output.view(-1), own_input.reshape(-1)
             flat[: len(own)].copy_(own[: len(flat)])
             flat[len(own) :].zero_()
             return self._done("all_to_all", (own_input,), output, splits[-1] if splits else None)
-
-        def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-            return self._done("send", tensors, tensors)
 
         def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
             for tensor in tensors:
@@ -151,6 +136,8 @@ def _group(dist: Any, written: int) -> Callable[..., Any]:
                 tensor.detach().copy_(small_numbers[key])
             return self._done("recv", tensors, tensors)
 
+        all_gather_single_coalesced = _each(all_gather_single)
+        reduce_scatter_single_coalesced = _each(reduce_scatter_single)
         # What some of these are called by other versions of torch.
         _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
         _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced

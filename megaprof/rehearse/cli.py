@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
+from functools import partial
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError, print_json
-from megaprof.cli.inputs import progress, writing
+import msgspec
+
+from megaprof.cli import UsageError
+from megaprof.cli.inputs import writing
 from megaprof.cli.jobs.run import resolve
 from megaprof.formats.files import appearing
 from megaprof.rehearse import links, rehearsal
-from megaprof.tune import trial
-from megaprof.tune.cli import end_what_runs, memory_limit
+from megaprof.tune.cli import end_what_runs
 from megaprof.tune.command import without_saving
 
 DESCRIPTION = """Run the stages of COMMAND one after another on this machine, each as one rank of a job whose other
 ranks are not there, and predict the step, the memory and better layouts of the whole job. COMMAND is what one rank runs
-(python pretrain_gpt.py ...), not a launcher. What ranks would have exchanged is computed from bytes and links; losses
-mean nothing. Checkpoints are not saved."""
+(python pretrain_gpt.py ...), not a launcher. Losses mean nothing. Checkpoints are not saved."""
 
 EXAMPLES = (
     "megaprof rehearse --world 64 -- python pretrain_gpt.py --num-layers 32 --pipeline-model-parallel-size 8 ...",
     "megaprof rehearse --world 64 --links nvlink=400GB/s,5us ib=all_reduce_perf.txt -- python pretrain_gpt.py ...",
     "megaprof rehearse --out rehearsed --against traces",
 )
-_STEPS, _PER_HOST, _TIME_LIMIT = 8, 8, 1800.0
+_STEPS, _PER_HOST, _GIB = 8, 8, 1 << 30
 _LAUNCHERS = {"torchrun", "srun", "mpirun", "mpiexec", "deepspeed", "accelerate", "ray"}
 
 
@@ -49,12 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-host", type=int, default=_PER_HOST, metavar="N", help=f"(default: {_PER_HOST})")
     parser.add_argument("--steps", type=int, default=_STEPS, help=f"steps of a stage to measure (default: {_STEPS})")
     parser.add_argument(
-        "--memory-limit", metavar="SIZE", help="largest allocation of a rank (default: the memory of the GPU here)"
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=_TIME_LIMIT, help=f"seconds for a stage (default: {_TIME_LIMIT:g})"
-    )
-    parser.add_argument(
         "--saving-off", metavar="WORDS", help="words that turn saving in COMMAND off, as for megaprof tune"
     )
     parser.add_argument(
@@ -68,11 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearses the command. Raises UsageError and CommandError."""
+    """Rehearses the command. Raises UsageError and Unanswerable, and OSError if it cannot be started."""
     if args.against is not None:
+        if args.json:
+            raise UsageError("--json: not with --against; valid: megaprof diff A B --json")
         return _compare(args)
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
-    for name in ("world", "steps", "time_limit", "ranks_per_host"):
+    for name in ("world", "steps", "ranks_per_host"):
         if not getattr(args, name) > 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be more than 0")
     if not command:
@@ -88,71 +84,67 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(fault)) from None
     _, run_words = resolve(rehearsal.balanced(without))
     end_what_runs()
-    step_count = args.steps + trial.WARM_UP
-    try:
-        with writing("--out", args.out), progress("steps") as advance:
-            args.out.mkdir(parents=True, exist_ok=True)
-            result = rehearsal.rehearsed(
-                command,
-                run_words,
-                args.out,
-                args.world,
-                steps=args.steps,
-                time_limit=args.time_limit,
-                links=given,
-                per_host=args.ranks_per_host,
-                memory_limit=memory_limit(args.memory_limit),
-                begin=lambda stage, rank: print(f"Stage {stage}: rank {rank}, alone", file=sys.stderr, flush=True),
-                advance=lambda made: advance(min(made, step_count), step_count),
-            )
-    except OSError as fault:
-        raise CommandError(f"{command[0]}: {fault.strerror or fault}") from None
+    with writing("--out", args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
+        result = rehearsal.rehearsed(
+            command, run_words, args.out, args.world, steps=args.steps, links=given, per_host=args.ranks_per_host
+        )
     _show(result, args)
     return 0
 
 
 def _show(result: rehearsal.Rehearsal, args: argparse.Namespace) -> None:
+    """Prints what was predicted, what it rests on, and the report of the predicted pipeline."""
+    from rich.console import Console
+
     from megaprof.analysis.report.html import page
     from megaprof.analysis.report.report import analyze
     from megaprof.analysis.report.terminal import show
+    from megaprof.analysis.report.text import what_if, words
+    from megaprof.tune.words import milliseconds
 
-    report = analyze(args.out / rehearsal.PREDICTED, memory_limit=memory_limit(args.memory_limit))
+    report = analyze(args.out / rehearsal.PREDICTED)
     with writing("--out", args.out), appearing(args.out / "report.html") as file:
         file.write(page(report, report.steps()).encode())
     if args.json:
-        print(result.json.decode())
+        print((args.out / rehearsal.NAME).read_text())
         return
-    from rich.console import Console
-
-    from megaprof.rehearse.words import sentences
-
     console = Console(highlight=False)
-    for line in sentences(result):
-        console.print(line, markup=False)
-    if result.best_command is not None:
-        console.print("  " + shlex.join(result.best_command), markup=False, soft_wrap=True)
+    say, ranks = partial(console.print, markup=False), words.counted(result.sizes.world, "rank")
+    measured = min(result.measured_ms / result.step_ms.value, 1.0)
+    say(
+        f"A step on {ranks} ({result.sizes}) should take {milliseconds(result.step_ms)} ms. {words.percent(measured)} "
+        f"of it was measured here, and {words.percent(1 - measured)} computed from bytes and links."
+    )
+    allocated, allowed = result.what_if.allocated, result.what_if.allowed
+    if allocated is None:
+        say("Whether it fits is not known: no memory of a device was recorded.")
+    elif allowed is not None and result.too_large:
+        needed = (f"stage {at}: {allocated[at] / _GIB:.3g} of {allowed[at] / _GIB:.3g} GiB" for at in result.too_large)
+        say(f"It does not fit on {', '.join(needed)}. " + ("" if result.best else "No other layout is known to fit."))
+    else:
+        say(f"It fits: the largest stage allocates {max(allocated) / _GIB:.3g} GiB.")
+    if result.assumes:
+        say(f"This assumes that {'; '.join(result.assumes)}.")
+    say("The losses of a rehearsal mean nothing: its ranks had no others.")
+    if result.best is not None and result.best_command is not None:
+        best = what_if.name_of(result.best, result.what_if) + (", which fits" if result.too_large else "")
+        say(f"With {best}, a step should take {milliseconds(result.best.step_ms)} ms:")
+        say("  " + shlex.join(result.best_command), soft_wrap=True)
     show(report, console)
     print(f"The predicted pipeline as one HTML file: {args.out / 'report.html'}")
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Prints the rehearsal in ``--out`` beside a real capture, and keeps that capture's links."""
-    from rich.console import Console
-
-    from megaprof.analysis.report.terminal import show_diff
-    from megaprof.cli.files.diff import comparison
+    """Prints whether the step of a real capture is inside the interval of ``--out``, and keeps its links."""
     from megaprof.tune.words import milliseconds
 
     earlier = rehearsal.load(args.out)
     step, kept = rehearsal.measured_links(earlier, args.against)
     with writing("--out", args.out), appearing(args.out / links.NAME) as file:
-        file.write(links.as_json(kept))
-    difference = comparison(args.out / rehearsal.PREDICTED, args.against)
-    if args.json:
-        print_json(difference)
-        return 0
-    show_diff(difference, Console(highlight=False))
+        file.write(msgspec.json.format(msgspec.json.encode(kept), indent=1))
     inside = "inside" if earlier.step_ms.holds(step.mean) else "outside"
     print(f"Predicted: {milliseconds(earlier.step_ms)} ms, measured: {step.mean:.4g} ms, {inside} the interval.")
+    print(f"Stage by stage: megaprof diff {args.out / rehearsal.PREDICTED} {args.against}")
     print(f"The measured links, for the next rehearsal: --links {args.out / links.NAME}")
     return 0

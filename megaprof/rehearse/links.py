@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from megaprof.formats.inputs import read_input
 
-#: What a prediction is made for: what is likely, the best case, and the worst case.
-CASES = 3
+#: What a prediction is made for: what is likely, the best case, the worst case, and exchanges that take no time.
+CASES = 4
 #: The file with links that `megaprof rehearse --against` measured.
 NAME = "links.json"
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -52,7 +52,7 @@ class Link:
         moved = (2.0 if kind == "all_reduce" else 1.0) * ring * size
         likely = 1e3 * (self.latency * max(1, math.ceil(math.log2(ranks))) + moved / self.bandwidth)
         best, worst = _FACTORS[self.known]
-        return likely * np.array([1.0, best, worst])
+        return likely * np.array([1.0, best, worst, 0.0])
 
 
 Cases = npt.NDArray[np.float64]
@@ -70,9 +70,7 @@ def defaults(device: str | None) -> dict[str, Link]:
         return {_CPU.name: _CPU}
     sheet = next((name for name in _SHEETS if name in device), "A100")
     inside, between = (0.8 * bandwidth for bandwidth in _SHEETS[sheet])
-    said = f"80 % of NVIDIA's data sheet of the {sheet}" + (
-        "" if sheet in device else f", because {device} is not known"
-    )
+    said = f"80 % of NVIDIA's data sheet of the {sheet}, for {device}"
     return {"nvlink": Link("nvlink", inside, 5e-6, "assumed", said), "ib": Link("ib", between, 10e-6, "assumed", said)}
 
 
@@ -82,53 +80,36 @@ def given(texts: Iterable[str]) -> dict[str, Link]:
     links: dict[str, Link] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals:
-            links |= _kept(Path(text))
-        elif stated := _STATED.fullmatch(value):
-            bandwidth, unit, latency, scale = stated.groups()
-            seconds = float(latency) * (1e-3 if scale == "ms" else 1e-6)
-            links[name] = Link(name, float(bandwidth) * _UNITS[unit], seconds, "stated", f"--links {text}")
-        else:
-            links[name] = replace(of_nccl_tests(Path(value)), name=name)
+        try:
+            if stated := _STATED.fullmatch(value):
+                bandwidth, unit, latency, scale = stated.groups()
+                seconds = float(latency) * (1e-3 if scale == "ms" else 1e-6)
+                links[name] = Link(name, float(bandwidth) * _UNITS[unit], seconds, "stated", f"--links {text}")
+            elif equals:
+                links[name] = _of_nccl_tests(name, Path(value))
+            else:
+                links |= msgspec.json.decode(read_input(Path(text)), type=dict[str, Link])
+        except (OSError, ValueError) as fault:
+            raise ValueError(
+                f"--links {text}: neither NAME=BANDWIDTH,LATENCY such as nvlink=400GB/s,5us, nor NAME=FILE with the "
+                f"output of nccl-tests, nor a {NAME} of megaprof rehearse ({fault})"
+            ) from None
         if name in links and links[name].bandwidth <= 0:
             raise ValueError(f"--links {text}: the bandwidth must be more than 0")
     return links
 
 
-def of_nccl_tests(path: Path) -> Link:
+def _of_nccl_tests(name: str, path: Path) -> Link:
     """Returns the link that the output of nccl-tests shows: the bus bandwidth of the largest size, and the time of the
-    smallest. Raises ValueError."""
-    rows = [line.split() for line in _text(path).splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    smallest. Raises ValueError and OSError."""
+    rows = [line.split() for line in read_input(path).decode("utf-8", "replace").splitlines()]
     sizes = [(int(row[0]), float(row[5]), float(row[7])) for row in rows if len(row) >= 9 and row[0].isdigit()]
-    if not sizes or max(sizes)[2] <= 0:
-        raise ValueError(
-            f"--links {path}: neither BANDWIDTH,LATENCY such as 400GB/s,5us nor the output of nccl-tests with its "
-            "columns size, count, type, redop, root, time, algbw, busbw"
-        )
-    return Link("", max(sizes)[2] * 1e9, min(sizes)[1] * 1e-6, "measured", f"nccl-tests, {path}")
-
-
-def _kept(path: Path) -> dict[str, Link]:
-    """Returns the links in a file of `as_json`. Raises ValueError."""
-    try:
-        return msgspec.json.decode(_text(path), type=dict[str, Link])
-    except msgspec.MsgspecError:
-        raise ValueError(f"--links {path}: neither NAME=BANDWIDTH,LATENCY nor a {NAME} of megaprof rehearse") from None
-
-
-def as_json(links: Mapping[str, Link]) -> bytes:
-    """Returns the content of a file that `given` reads."""
-    return msgspec.json.format(msgspec.json.encode(links), indent=1)
+    if not sizes:
+        raise ValueError("no line has the columns size, count, type, redop, root, time, algbw, busbw")
+    return Link(name, max(sizes)[2] * 1e9, min(sizes)[1] * 1e-6, "measured", f"nccl-tests, {path}")
 
 
 def between(ranks: Sequence[int], per_host: int, links: Mapping[str, Link]) -> Link:
     """Returns the link that ranks exchange over: the one between hosts (``ib``) if they are on several."""
     inside = next(link for name, link in links.items() if name != "ib")
     return inside if len({rank // per_host for rank in ranks}) == 1 else links.get("ib", inside)
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_input(path).decode("utf-8", "replace")
-    except OSError as fault:
-        raise ValueError(f"--links {path}: {fault.strerror or fault}") from None

@@ -17,12 +17,13 @@ from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.table import Floats
 from megaprof.formats import timeline as format
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.names import artifact_name
 from megaprof.formats.steps import codes
 from megaprof.parallel.schedules import phase_order
 from megaprof.parallel.topology import AXES, WorldLayout
 from megaprof.rehearse.links import CASES, Link, between
-from megaprof.rehearse.stages import Exchange, NotRehearsed, Stage
+from megaprof.rehearse.stages import Exchange, Stage
 
 #: No prediction is more certain than this, as a fraction of the step, besides what two runs of one layout differ by: a
 #: stage alone has its host for itself (`make bench-rehearse`: up to 2.3 %).
@@ -37,7 +38,7 @@ class Pipeline:
     """The pipeline of ``stages``, put together, in milliseconds.
 
     ``starts`` and ``ends`` [t, s, c, k, m] of passes, and ``over`` [t, s], when a stage is through with the step, are
-    of the likely case. ``step`` [case, t] has every case of `links`, and then the step if no exchange took any time.
+    of the likely case. ``step`` [case, t] has every case of `links`.
     """
 
     stages: tuple[Stage, ...]
@@ -53,34 +54,26 @@ class Pipeline:
         measured = Interval.of(likely, hypot(RERUN, _ALONE) * likely / LEVEL, errors_of_mean(self.step[0]))
         return measured + Interval(0.0, best - likely, worst - likely)
 
-    @property
-    def busy_ms(self) -> Floats:
-        """[s, k]: how long each stage runs passes of each kind in an average step."""
-        busy: Floats = (self.ends - self.starts).mean(axis=0).sum(axis=(1, 3))
-        return busy
-
 
 def together(stages: Sequence[Stage], layout: WorldLayout, links: Mapping[str, Link], per_host: int) -> Pipeline:
     """Returns the pipeline of ``stages``. ``layout`` says which ranks exchange, ``per_host`` how many are on a host.
-    Raises NotRehearsed."""
+    Raises Unanswerable."""
     first, schedule = stages[0], stages[0].schedule
     if any(stage.schedule != schedule for stage in stages):
-        raise NotRehearsed("its stages do not run the same schedule")
-    steps = np.arange(min(len(stage.passes) for stage in stages))
-    # Stages that one stands for have its steps in other orders, so that what disturbed it once disturbs one at a time.
-    rows = [np.roll(steps, number if stage.like is not None else 0) for number, stage in enumerate(stages)]
+        raise Unanswerable("its stages do not run the same schedule")
+    count = min(len(stage.passes) for stage in stages)
+    # Each has its steps in another order: what disturbed a stage that stands for several disturbs one at a time.
     passes, before, tail = (
-        np.stack([getattr(stage, name)[row] for stage, row in zip(stages, rows, strict=True)], axis=1)
+        np.stack([np.roll(getattr(each, name)[:count], at, axis=0) for at, each in enumerate(stages)], axis=1)
         for name in ("passes", "before", "tail")
     )
-    inside = np.zeros((CASES + 1, len(stages), len(schedule.kinds)))
-    behind, link = np.zeros((CASES + 1, len(stages))), np.zeros((CASES + 1, len(stages)))
+    inside = np.zeros((CASES, len(stages), len(schedule.kinds)))
+    behind, link = np.zeros((CASES, len(stages))), np.zeros((CASES, len(stages)))
     for number, stage in enumerate(stages):
         for exchange in stage.exchanges:
             sent, place = exchange.kind == "send", _place(exchange, layout)
             ranks = [layout.rank_of(pp=(number + ahead) % len(stages)) for ahead in (0, 1)] if sent else exchange.ranks
             took = between(ranks, per_host, links).ms(exchange.kind, exchange.size, len(ranks))
-            took = np.append(took, 0.0)  # without exchanges
             took = took[0] * _SHOWN if exchange.beside and not sent else took
             if place == "link":
                 link[:, number] = np.maximum(link[:, number], took)
@@ -113,19 +106,14 @@ def _place(exchange: Exchange, layout: WorldLayout) -> str | None:
 def write(pipeline: Pipeline, directory: Path) -> None:
     """Writes the pipeline as the timelines that its ranks would have recorded, which every command reads."""
     directory.mkdir(parents=True, exist_ok=True)
-    schedule, taken_ms = (
-        pipeline.stages[0].schedule,
-        pipeline.step[0] + max(stage.between_ms for stage in pipeline.stages),
-    )
+    schedule, taken_ms = pipeline.stages[0].schedule, pipeline.step[0]
     begins = time.time_ns() + ((np.cumsum(taken_ms) - taken_ms) * 1e6).astype(np.int64)
     for number, stage in enumerate(pipeline.stages):
         order, over = phase_order(schedule, number), pipeline.over[:, number]
         cells = np.array([(each.chunk, schedule.kinds.index(each.kind), each.microbatch) for each in order]).T
-        shape = [codes.phase(_CODES[each.kind], each.microbatch, each.chunk) for each in order]
+        shape = [codes.phase(_CODES[each.kind], each.microbatch, each.chunk) for each in order] + [codes.FINALIZE]
         times = np.stack([each[:, number][(slice(None), *cells)] for each in (pipeline.starts, pipeline.ends)], axis=-1)
-        if not schedule.forward_only:
-            shape.append(codes.FINALIZE)
-            times = np.concatenate([times, np.stack([times[:, -1, 1], over], axis=-1)[:, None]], axis=1)
+        times = np.concatenate([times, np.stack([times[:, -1, 1], over], axis=-1)[:, None]], axis=1)
         rows, kinds = np.rint(times * 1e3).astype(np.int64), np.array(shape) & codes.KIND_MASK
         totals = [over * 1e3, *((rows[..., 1] - rows[..., 0])[:, kinds == kind].sum(axis=1) for kind in codes.KINDS)]
         metadata = replace(stage.metadata, steps=(0, len(rows) - 1), run=f"rehearsed-{number}", pid=number + 1)

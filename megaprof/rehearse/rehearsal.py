@@ -5,7 +5,8 @@ Its result, rehearsal.json, is what the command prints with ``--json``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,26 +15,25 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from megaprof.analysis.diagnosis.stages import Stage as ReportedStage
 from megaprof.analysis.report.document import plain_number
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.cli import say
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
 from megaprof.formats.phrases import json_of
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse.links import Link, between, defaults
-from megaprof.rehearse.pipeline import Pipeline, together, write
-from megaprof.rehearse.stages import NotRehearsed, Stage, alike, differing, record
+from megaprof.rehearse.pipeline import together, write
+from megaprof.rehearse.stages import Stage, alike, record
 from megaprof.tune.command import with_layout
 from megaprof.version import __version__
 
 NAME, PREDICTED, _ALONE = "rehearsal.json", "predicted", "alone"
-#: Megatron-LM's option for another order of ranks, and that order.
-_OTHER_ORDER, _ORDER = "--use-tp-pp-dp-mapping", "tp-cp-ep-pp-dp"
 _EXPERTS, _BALANCED = "--num-experts", "--moe-router-force-load-balancing"
 
 
@@ -53,12 +53,6 @@ class Rehearsal:
     """The links over which each stage sends to the next one."""
     sent_bytes: tuple[int, ...]
     """Bytes that each stage sends for a microbatch."""
-    like: tuple[int | None, ...]
-    """For every stage, the stage that was measured in its place; None if it was measured itself."""
-    stages: tuple[ReportedStage, ...]
-    """The stages of the predicted pipeline."""
-    limited_by: str
-    """What makes the step as long as it is, in a sentence."""
     what_if: WhatIf
     """Memory of the stages, and other layouts of the predicted pipeline, each with its flags."""
     too_large: tuple[int, ...]
@@ -73,11 +67,6 @@ class Rehearsal:
     version: str = field(default=__version__)
     """The version of megaprof."""
 
-    @property
-    def json(self) -> bytes:
-        """The result as JSON."""
-        return msgspec.json.format(json_of(self, plain_number), indent=2)
-
 
 def rehearsed(
     command: Sequence[str],
@@ -86,48 +75,59 @@ def rehearsed(
     world: int,
     *,
     steps: int,
-    time_limit: float,
     links: Mapping[str, Link],
     per_host: int,
-    memory_limit: int | None = None,
-    begin: Callable[[int, int], None] = lambda stage, rank: None,
-    advance: Callable[[int], None] = lambda steps: None,
 ) -> Rehearsal:
     """Runs the stages of ``command`` one after another, and returns what the pipeline would do.
 
     ``run_words``: the words that are run, which save nothing; ``out``: a new directory for all files; ``links``: those
-    that the user gives; ``per_host``: ranks on each host of the job; ``begin(stage, rank)`` is called as a stage
-    starts. Raises NotRehearsed, and OSError if the command cannot be started.
+    that the user gives; ``per_host``: ranks on each host of the job. Says on standard error which stage runs. Raises
+    Unanswerable, and OSError if the command cannot be started.
     """
 
     def measured(stage: int, rank: int) -> Stage:
-        begin(stage, rank)
-        found = record(run_words, out / _ALONE / f"stage{stage}", rank, world, steps, time_limit, advance)
-        if found.metadata.coords.pp != stage:
-            raise NotRehearsed(
-                f"rank {rank} is of stage {found.metadata.coords.pp}, not {stage}: the command numbers its ranks "
-                f"neither in Megatron-Core's order nor in that of {_OTHER_ORDER}"
-            )
+        say(f"Stage {stage}: rank {rank}, alone", sys.stderr)
+        found = record(run_words, out / _ALONE / f"stage{stage}", rank, world, steps)
+        if (own := found.metadata.coords.pp) != stage:
+            raise Unanswerable(f"rank {rank} is of stage {own}, not {stage}: ranks are not in Megatron-Core's order")
         return found
 
     by_stage = {0: measured(0, 0)}
-    sizes, known = by_stage[0].metadata.sizes, defaults(by_stage[0].device)
+    first = by_stage[0].metadata
+    sizes, known, layout = first.sizes, defaults(by_stage[0].device), WorldLayout(first.sizes)
     if unknown := links.keys() - known.keys():
-        raise NotRehearsed(f"--links {min(unknown)}=...: here they are {', '.join(known)}")
-    links = {**known, **links}
-    layout = WorldLayout(sizes, _ORDER) if _OTHER_ORDER in run_words else WorldLayout(sizes)
-    for stage in differing(sizes.pp, run_words):
-        by_stage[stage] = measured(stage, layout.rank_of(pp=stage))
+        raise Unanswerable(f"--links {min(unknown)}=...: here they are {', '.join(known)}")
+    links, ranks = {**known, **links}, [layout.rank_of(pp=stage) for stage in range(sizes.pp)]
+    for stage in sorted({sizes.pp // 2, sizes.pp - 1} - {0}):
+        by_stage[stage] = measured(stage, ranks[stage])
     for stage in range(0 if alike(by_stage) else sizes.pp):
-        by_stage[stage] = by_stage.get(stage) or measured(stage, layout.rank_of(pp=stage))
+        by_stage[stage] = by_stage.get(stage) or measured(stage, ranks[stage])
     stages = [by_stage.get(stage) or _like(by_stage[sizes.pp // 2], stage, layout) for stage in range(sizes.pp)]
     pipeline = together(stages, layout, links, per_host)
     write(pipeline, out / PREDICTED)
-    ranks = [layout.rank_of(pp=stage) for stage in range(sizes.pp)]
-    over = tuple(between(pair, per_host, links) for pair in pairwise(ranks))
-    result = _result(command, pipeline, over, out, memory_limit)
+    (target,) = analyze(out / PREDICTED).targets
+    what_if, over = target.what_if, tuple(between(pair, per_host, links) for pair in pairwise(ranks))
+    memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
+    too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
+    fitting = (each for each in what_if.candidates if each.fits and each.flags)
+    best = max(fitting, key=lambda each: each.speedup.low, default=None) if too_large else what_if.best
+    words = with_layout(command, best.flags, first.framework, first.role, sizes.pp) if best else None
+    sent = (max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in stages)
+    result = Rehearsal(
+        command=tuple(command),
+        sizes=sizes,
+        step_ms=pipeline.step_ms,
+        measured_ms=float(pipeline.step[-1].mean()),
+        links=over,
+        sent_bytes=tuple(sent),
+        what_if=what_if,
+        too_large=too_large,
+        best=best,
+        best_command=None if words is None else tuple(words),
+        assumes=tuple(_assumed(stages, over)),
+    )
     with appearing(out / NAME) as file:
-        file.write(result.json)
+        file.write(msgspec.json.format(json_of(result, plain_number), indent=2))
     return result
 
 
@@ -144,42 +144,12 @@ def _like(middle: Stage, stage: int, layout: WorldLayout) -> Stage:
     return replace(middle, metadata=replace(middle.metadata, coords=coords, chunks=chunks), memory=memory, like=own)
 
 
-def _result(
-    command: Sequence[str], pipeline: Pipeline, links: tuple[Link, ...], out: Path, memory_limit: int | None
-) -> Rehearsal:
-    (target,) = analyze(out / PREDICTED, memory_limit=memory_limit).targets
-    what_if, first = target.what_if, pipeline.stages[0].metadata
-    memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
-    too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
-    fitting = (each for each in what_if.candidates if each.fits and each.flags)
-    best = max(fitting, key=lambda each: each.speedup.low, default=None) if too_large else what_if.best
-    words = with_layout(command, best.flags, first.framework, first.role, first.sizes.pp) if best else None
-    sent = (max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in pipeline.stages)
-    return Rehearsal(
-        command=tuple(command),
-        sizes=first.sizes,
-        step_ms=pipeline.step_ms,
-        measured_ms=float(pipeline.step[-1].mean()),
-        links=links,
-        sent_bytes=tuple(sent),
-        like=tuple(stage.like for stage in pipeline.stages),
-        stages=target.stages,
-        limited_by=target.findings[0].text,
-        what_if=what_if,
-        too_large=too_large,
-        best=best,
-        best_command=None if words is None else tuple(words),
-        assumes=tuple(_assumed(pipeline, links)),
-    )
-
-
-def _assumed(pipeline: Pipeline, links: Sequence[Link]) -> Iterator[str]:
+def _assumed(stages: Sequence[Stage], links: Sequence[Link]) -> Iterator[str]:
     for link in dict.fromkeys(links):
-        speed = f"{link.bandwidth / 1e9:.4g} GB/s after {link.latency * 1e6:.4g} us"
-        yield f"{link.name} moves {speed} ({link.source})"
-    for like in {stage.like for stage in pipeline.stages} - {None}:
+        yield f"{link.name} moves {link.bandwidth / 1e9:.4g} GB/s after {link.latency * 1e6:.4g} us ({link.source})"
+    for like in {stage.like for stage in stages} - {None}:
         yield f"the stages that were not run take as long as stage {like}"
-    if any("moe" in (chunk.kinds or ()) for stage in pipeline.stages for chunk in stage.metadata.chunks):
+    if any("moe" in (chunk.kinds or ()) for stage in stages for chunk in stage.metadata.chunks):
         yield "experts get as many tokens as here, where data mean nothing: uneven routing is not in the interval"
 
 
@@ -190,29 +160,26 @@ def balanced(words: Sequence[str]) -> list[str]:
 
 
 def load(out: Path) -> Rehearsal:
-    """Returns the rehearsal in ``out``. Raises NotRehearsed."""
+    """Returns the rehearsal in ``out``. Raises Unanswerable."""
     try:
         return msgspec.json.decode(read_input(out / NAME), type=Rehearsal)
     except (OSError, msgspec.MsgspecError) as fault:
-        raise NotRehearsed(f"{out}: no rehearsal is there: {fault}") from None
+        raise Unanswerable(f"{out}: no rehearsal is there: {fault}") from None
 
 
 def measured_links(rehearsal: Rehearsal, directory: Path) -> tuple[Spread, dict[str, Link]]:
     """Returns the step of a real capture of the same job in ``directory``, and its links: those of the rehearsal, as
-    much slower or faster as transfers between stages were. Raises NotRehearsed."""
+    much slower or faster as transfers between stages were. Raises Unanswerable."""
     report = analyze(directory)
     for target, run in zip(report.targets, report.by_hand, strict=True):
         if target.sizes == rehearsal.sizes and run is not None and target.step_time_ms is not None:
             break
     else:
-        raise NotRehearsed(f"{directory}: no capture of a job with {rehearsal.sizes} whose passes are known")
-    factors: dict[Link, list[float]] = {}
-    for stage, link in enumerate(rehearsal.links):
-        took = float(np.median(run.baseline.link[..., stage]))
-        factors.setdefault(link, []).append(took / float(link.ms("send", rehearsal.sent_bytes[stage], 2)[0]))
-    kept = {}
-    for link, slower in factors.items():
-        by = max(median(slower), 1e-3)
-        source = f"transfers between stages, {directory}"
+        raise Unanswerable(f"{directory}: no capture of a job with {rehearsal.sizes} whose passes are known")
+    kept, took = {}, np.median(run.baseline.link.reshape(-1, run.baseline.link.shape[-1]), axis=0)
+    expected = [link.ms("send", size, 2)[0] for link, size in zip(rehearsal.links, rehearsal.sent_bytes, strict=False)]
+    for link in dict.fromkeys(rehearsal.links):
+        slower = (took[at] / each for at, each in enumerate(expected) if rehearsal.links[at] == link)
+        by, source = max(float(median(slower)), 1e-3), f"transfers between stages, {directory}"
         kept[link.name] = Link(link.name, link.bandwidth / by, link.latency * by, "measured", source)
     return target.step_time_ms, kept

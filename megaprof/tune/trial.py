@@ -84,22 +84,20 @@ def run(
     alone: Mapping[str, str] | None = None,
 ) -> Ended:
     """Runs ``command`` until every rank has made ``steps`` steps after `WARM_UP`. Its timelines and output go to
-    ``directory``, which is new. ``advance(steps)`` is called as steps are made. ``alone``: further environment of a
-    command that is one rank without its others; the directories in its ``PYTHONPATH`` come first.
+    ``directory``, which is new. ``advance(steps)`` is called as steps are made. ``alone``: further environment of one
+    rank without its others, with the ``PYTHONPATH`` that comes first.
 
     However this function ends, the command ends, too. Raises OSError if it cannot be started.
     """
     env = environment(config_of(directory), os.environ) | apart(directory)
-    steps_made = _steps
     if alone is not None:
         env |= {**alone, "PYTHONPATH": os.pathsep.join((alone["PYTHONPATH"], env["PYTHONPATH"]))}
-        steps_made = _steps_alone
     with (directory / LOG).open("wb") as log:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            made = partial(steps_made, directory)
+            made = partial(_steps if alone is None else _steps_alone, directory)
             ended = _watched(process, made, steps + WARM_UP, time.monotonic() + time_limit, advance)
             return _explained(ended, directory / LOG)  # before `_end`, which may make the command print more
         finally:
@@ -107,18 +105,14 @@ def run(
 
 
 def _watched(
-    process: subprocess.Popen[bytes],
-    made: Callable[[], int],
-    steps: int,
-    deadline: float,
-    advance: Callable[[int], None],
+    process: subprocess.Popen[bytes], made: Callable[[], int], steps: int, until: float, advance: Callable[[int], None]
 ) -> Ended:
     while process.poll() is None:
         steps_made = made()
         advance(steps_made)
         if steps_made >= steps:
             return Ended("enough")
-        if time.monotonic() > deadline:
+        if time.monotonic() > until:
             return Ended("time_limit")
         time.sleep(_LOOK)
     return Ended("exited", process.returncode)
@@ -137,7 +131,7 @@ def _steps(directory: Path) -> int:
 def _steps_alone(directory: Path) -> int:
     """Returns how many steps the only rank has made. It has no record of its job if it is not the first rank."""
     made = 0
-    for file in directory.glob(f"{CONTROL}/{STATUS}/*.json"):
+    for file in directory.glob(f"{CONTROL}/{STATUS}/**/*.json"):
         with suppress(OSError, msgspec.MsgspecError):
             made = max(made, _steps_of(msgspec.json.decode(file.read_bytes(), type=RankStatus)))
     return made

@@ -95,7 +95,6 @@ def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
         out,
         world,
         steps=options.steps,
-        time_limit=TIME_LIMIT,
         links={},
         per_host=world,
     )

@@ -31,6 +31,13 @@ def test_a_link_that_says_nothing_is_refused_by_name(text: str, tmp_path: Path) 
         given([text])
 
 
+def test_a_file_without_links_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "links.json").write_text("# no links\n")
+    for text in (str(tmp_path / "links.json"), f"ib={tmp_path / 'links.json'}"):
+        with pytest.raises(ValueError, match=r"--links.*links\.json"):
+            given([text])
+
+
 def test_an_all_reduce_moves_its_bytes_nearly_twice() -> None:
     (link,) = given(["ib=1GB/s,0us"]).values()
     sent, gathered, reduced = (link.ms(kind, 1_000_000, 4)[0] for kind in ("send", "all_gather", "all_reduce"))
@@ -40,7 +47,7 @@ def test_an_all_reduce_moves_its_bytes_nearly_twice() -> None:
 def test_an_assumed_link_is_less_certain_than_a_measured_one(tmp_path: Path) -> None:
     (tmp_path / "printed").write_text(PRINTED)
     measured, assumed = given([f"ib={tmp_path / 'printed'}"])["ib"], defaults("NVIDIA H100 80GB HBM3")["ib"]
-    widths = [worst / best for _, best, worst in (link.ms("send", 1 << 30, 2) for link in (measured, assumed))]
+    widths = [worst / best for _, best, worst, _ in (link.ms("send", 1 << 30, 2) for link in (measured, assumed))]
     assert widths[0] < widths[1]
 
 

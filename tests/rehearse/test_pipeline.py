@@ -11,13 +11,14 @@ import pytest
 from megaprof import simulate
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.gpu import Peak
+from megaprof.formats.faults import Unanswerable
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse.links import Link
 from megaprof.rehearse.pipeline import Pipeline, together, write
 from megaprof.rehearse.rehearsal import balanced
-from megaprof.rehearse.stages import Exchange, NotRehearsed, Stage, alike, differing
+from megaprof.rehearse.stages import Exchange, Stage, alike
 
 STEPS, MICROBATCHES, GIB = 6, 8, 1 << 30
 #: 1 GB/s: a million bytes are a millisecond.
@@ -50,7 +51,7 @@ def stage(number: int, layers: int, sizes: ParallelSizes, *exchanges: Exchange, 
     )
     passes = np.tile(np.array([10.0, 20.0])[None, None, :, None] * layers, (STEPS, chunks, 1, MICROBATCHES))
     memory = Peak(layers * GIB, 2 * layers * GIB, 80 * GIB)
-    return Stage(metadata, schedule, passes, 0 * passes, np.zeros(STEPS), 1.0, memory, exchanges)
+    return Stage(metadata, schedule, passes, 0 * passes, np.zeros(STEPS), memory, exchanges)
 
 
 def pipeline(sizes: ParallelSizes, layers: tuple[int, ...], *exchanges: Exchange) -> Pipeline:
@@ -99,21 +100,19 @@ def test_every_command_reads_the_predicted_pipeline(tmp_path: Path) -> None:
 
 def test_stages_with_different_schedules_are_no_pipeline() -> None:
     sizes = ParallelSizes(pp=2)
-    with pytest.raises(NotRehearsed, match="same schedule"):
+    with pytest.raises(Unanswerable, match="same schedule"):
         together([stage(0, 2, sizes), stage(1, 2, sizes, chunks=2)], WorldLayout(sizes), LINKS, 8)
 
 
 def test_only_stages_that_differ_are_run() -> None:
-    assert differing(1, []) == []
-    assert differing(2, []) == [1]
-    assert differing(8, ["layouts.py", "--num-layers", "16"]) == [4, 7]
-    assert differing(4, ["--pipeline_model_parallel_layout=Et|t|tt|tL"]) == [1, 2, 3]
     sizes = ParallelSizes(pp=8)
     even = {number: stage(number, 2, sizes) for number in (0, 4, 7)}
     assert alike(even)
     (chunk,) = even[7].metadata.chunks
     later = replace(even[7].metadata, chunks=(replace(chunk, layer_numbers=(16, 17)),))
     assert not alike({**even, 7: replace(even[7], metadata=later)})
+    other = replace(even[7].metadata, chunks=(replace(chunk, kinds=("dense", "moe")),))
+    assert not alike({**even, 7: replace(even[7], metadata=other)})
 
 
 def test_routing_is_balanced_where_megatron_lm_can_do_it() -> None:

@@ -3,6 +3,7 @@ the same command line does then."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ import pytest
 from megaprof import cli
 from megaprof.analysis.samples import Interval
 from megaprof.autoload.arming import environment
+from megaprof.control.directory import CONTROL, STATUS, folder_of, name_of
+from megaprof.formats.names import SHARD_RANKS
 from megaprof.tune import trial, tuning
 from megaprof.tune.state import Trial, Tuning, load, store
 from tests import programs
@@ -221,3 +224,14 @@ def test_a_trial_that_failed_runs_again_once_its_directory_is_deleted(tmp_path: 
     found = tuning.resumed(before, tmp_path)
     assert found.pending == Trial(2, ("python",), "trial-2")
     assert (found.trials[0], found.trials[2]) == (before.trials[0], before.trials[2])
+
+
+def test_steps_of_a_rank_alone_are_found_in_a_job_of_any_size(tmp_path: Path) -> None:
+    calls = [{"target": trial.TARGET, "role": None, "count": 7}]
+    coords = {"pp": 0, "tp": 0, "cp": 0, "ep": 0, "dp": 0}
+    status = {"run": None, "rank": 8, "coords": coords, "host": "host", "name": "host", "pid": 1, "time": 1.0}
+    for at, world in enumerate((8, 2 * SHARD_RANKS)):
+        folder = tmp_path.joinpath(str(at), CONTROL, *folder_of(STATUS, 8, world))
+        folder.mkdir(parents=True)
+        (folder / name_of(8)).write_text(json.dumps(status | {"interval": 1.0, "since": 1.0, "calls": calls}))
+        assert trial._steps_alone(tmp_path / str(at)) == 7

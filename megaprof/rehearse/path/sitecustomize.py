@@ -5,9 +5,7 @@ import os
 import sys
 from importlib import import_module
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-
-sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
 del sys.modules["sitecustomize"]
 import_module("sitecustomize")  # finds megaprof where it is, and stays
 import_module("megaprof.rehearse.alone").arm()
