@@ -13,11 +13,11 @@ import hmac
 import os
 import secrets
 from contextlib import suppress
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -69,49 +69,36 @@ class Guard:
 
         if scope["type"] != "http":
             await PlainTextResponse("not found", 404)(scope, receive, send)
-        elif (reason := self._foreign(scope)) is not None:
+        elif (reason := self._foreign(request := HTTPConnection(scope))) is not None:
             await PlainTextResponse(f"megaprof: {reason}\n", 403)(scope, receive, sending)
-        elif self._enters(scope):
+        elif self._enters(request):
             entered = HTMLResponse(_ENTER)
             entered.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
             await entered(scope, receive, sending)
-        elif not self._known(scope):
+        elif not _same(request.cookies.get(self._cookie, ""), self._token):
             why = "open the address that megaprof ui printed: it has the token of this server in it"
             await PlainTextResponse(f"megaprof: {why}\n", 403)(scope, receive, sending)
         else:
             await self._app(scope, receive, sending)
 
-    def _foreign(self, scope: Scope) -> str | None:
+    def _foreign(self, request: HTTPConnection) -> str | None:
         """Returns why the request does not come from one of our pages; None if it does."""
-        hosts, origins = (_values(scope, name) for name in (b"host", b"origin"))
+        hosts, origins, sites = map(request.headers.getlist, ("host", "origin", "sec-fetch-site"))
         if len(hosts) != 1 or _name_of(hosts[0]) not in NAMES:
             return "this server answers only as 127.0.0.1 or localhost"
-        if scope["method"] not in ("GET", "HEAD") and not origins:
+        if request.scope["method"] not in ("GET", "HEAD") and not origins:
             return "a request that changes something must say which page it comes from"
         if any(origin != f"http://{hosts[0]}" for origin in origins):
             return "the request comes from another page"
-        sites = _values(scope, b"sec-fetch-site")
-        if any(site not in ("same-origin", "none") for site in sites) and not self._enters(scope):
+        if any(site not in ("same-origin", "none") for site in sites) and not self._enters(request):
             return "the request comes from another page"
         return None
 
-    def _enters(self, scope: Scope) -> bool:
+    def _enters(self, request: HTTPConnection) -> bool:
         """Returns whether the request is for the address with the token."""
-        if scope["method"] != "GET" or scope["path"] != "/":
-            return False
-        try:
-            given = parse_qs(scope["query_string"].decode("ascii"), max_num_fields=4).get("token", [])
-        except ValueError:
-            return False
-        return len(given) == 1 and _same(given[0], self._token)
-
-    def _known(self, scope: Scope) -> bool:
-        for line in _values(scope, b"cookie"):
-            with suppress(CookieError):
-                morsel = SimpleCookie(line).get(self._cookie)
-                if morsel is not None and _same(morsel.value, self._token):
-                    return True
-        return False
+        given = request.query_params.getlist("token")
+        address = request.scope["method"], request.scope["path"], len(given)
+        return address == ("GET", "/", 1) and _same(given[0], self._token)
 
 
 def token_of(directory: Path) -> str:
@@ -139,10 +126,6 @@ def _key() -> bytes | None:
         return None
     private = stat.st_uid == os.getuid() and not stat.st_mode & 0o077
     return key if private and len(key) >= _LEAST_KEY else None
-
-
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for given, value in scope["headers"] if given == name]
 
 
 def _name_of(host: str) -> str | None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment
@@ -23,22 +22,6 @@ from megaprof.ui import what_if
 from megaprof.ui.captures import Capture
 from megaprof.ui.live import Now, Point
 from megaprof.ui.places import Place
-
-#: Files that pages load, and their media types.
-STATIC = {
-    "report.css": "text/css",
-    "report.js": "text/javascript",
-    "ui.css": "text/css",
-    "ui.js": "text/javascript",
-}
-
-
-@functools.cache
-def static(name: str) -> str:
-    """Returns the content of one of the files in `STATIC`."""
-    if name.startswith("report"):
-        return html.static(name)
-    return (files("megaprof.ui") / "static" / name).read_text(encoding="utf-8")
 
 
 @functools.cache

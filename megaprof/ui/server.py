@@ -15,10 +15,12 @@ import uvicorn
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from megaprof.analysis.report import html
 from megaprof.analysis.report.compare import NothingToCompare, compare
@@ -44,10 +46,6 @@ _MOST_STEPS = 20
 _REPORT_POLICY = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-class _Missing(Exception):
-    """There is no such page."""
-
-
 class Pages:
     """The handlers of all addresses. ``allow_trigger``: True if captures may be requested from the live page."""
 
@@ -57,7 +55,7 @@ class Pages:
         self._jobs: dict[tuple[Path, str | None], LiveJob] = {}
         self._listing = Kept(lambda: look_below(directory), lambda listing: _LISTED)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[BaseRoute]:
         """Returns every address with its handler."""
         return [
             Route("/", self.home),
@@ -69,19 +67,13 @@ class Pages:
             Route("/live/{id}", self.live),
             Route("/live/{id}/now", self.now),
             Route("/live/{id}/capture", self.trigger, methods=["POST"]),
-            Route("/static/{name}", self.static),
+            Mount("/static", StaticFiles(packages=[("megaprof.ui", "static"), ("megaprof.analysis.report", "static")])),
         ]
 
     async def close(self) -> None:
         """Ends everything that runs behind the pages."""
         self._captures.close()
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
-
-    async def static(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in pages.STATIC:
-            raise _Missing
-        return Response(pages.static(name), media_type=pages.STATIC[name])
 
     async def home(self, request: Request) -> Response:
         listing = await self._list()
@@ -133,7 +125,7 @@ class Pages:
             return JSONResponse({"fault": str(fault)})
         number, target, changeable = _chosen(request, capture.report)
         if target is None or changeable is None:
-            raise _Missing
+            raise HTTPException(404)
 
         def try_it() -> dict[str, object]:
             answered = answer(changeable, target.measured, request.query_params)
@@ -222,7 +214,7 @@ class Pages:
     async def _place(self, request: Request) -> Place:
         place = (await self._list()).find(request.path_params["id"])
         if place is None:
-            raise _Missing
+            raise HTTPException(404)
         return place
 
     async def _read(self, place: Place) -> Capture | Response:
@@ -252,7 +244,7 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
     return Starlette(
         routes=answering.routes(),
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers={_Missing: missing, 404: missing},
+        exception_handlers={404: missing},
         lifespan=lifespan,
     )
 

@@ -94,6 +94,7 @@ def test_no_page_of_ours_has_a_script_or_a_style_in_it(client: TestClient, top: 
         "/brief/%00",
         "/capture/.",
         "/static/page.html",
+        "/static/%00",
     ],
 )
 def test_only_what_is_listed_can_be_asked_for(client: TestClient, path: str) -> None:
