@@ -13,11 +13,13 @@ _IDLE = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
 _COMPUTE = "while os.getppid() == parent:\n    for _ in range(1_000_000): pass"
 
 
-def real_time() -> bool:
-    """Returns whether this process is at real-time priority now, as threads are that start later: ordinary processes
-    do not hold it up."""
+def real_time(wanted: bool = True) -> bool:
+    """Returns whether this process is at real-time priority now, or back at the ordinary one, as threads are that start
+    later: ordinary processes do not hold it up. Not for a rank that computes and never waits: Linux takes 50 ms of each
+    second from it (sched_rt_runtime_us)."""
     try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+        policy, priority = (os.SCHED_FIFO, 10) if wanted else (os.SCHED_OTHER, 0)
+        os.sched_setscheduler(0, policy, os.sched_param(priority))
     except (AttributeError, OSError):
         return False
     return True

@@ -73,7 +73,6 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.update(ENV)
     load, begin = os.getloadavg()[0], time.monotonic()
-    real_time()
     with tempfile.TemporaryDirectory() as temporary, awake():
         out = options.out or Path(temporary)
         found = {name: _case(CASES[name], out / str(at), options) for at, name in enumerate(options.only)}
@@ -89,6 +88,7 @@ def main() -> None:
 
 def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     words, world = case.command, case.stages * case.tp
+    real_time("--compute" not in words)
     made = rehearsed(
         words,
         [sys.executable, *words],
