@@ -294,7 +294,7 @@ def _named(causes: Iterable[Mapping[str, Any]]) -> list[str]:
     where = ("stage", "ranks", "link", "group")
     return [
         " ".join([cause["kind"], *(f"{key}={cause[key]}" for key in where if cause[key] not in (None, ()))])
-        + f" {cause['price']['ms']:.3g} ms"
+        + f" {cause['price']['value']:.3g} ms"
         for cause in causes
     ]
 
