@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import anyio
 import msgspec
@@ -92,14 +92,14 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
     for name, (names, answer, text) in _TOOLS.items():
         parser = _parser_of(name.replace("_", "-"))
         parser.set_defaults(allowed=allow_trigger)
-        tool = _CommandTool.from_function(
+        made = _CommandTool.from_function(
             _reading(answer) if answer else trigger,
             name=name,
             description=f"{parser.prog}: {parser.description}. {text}",
             annotations=_READS if answer else _ASKS,
             structured_output=False,
         )
-        assert isinstance(tool, _CommandTool)
+        tool = cast(_CommandTool, made)
         actions = {action.dest: action for action in parser._actions}
         tool.parser, tool.taken = parser, {name: actions[name] for name in names.split()}
         tool.parameters = tool.accepted()
