@@ -291,7 +291,7 @@ def test_an_agent_is_answered_from_an_environment_without_torch(empty: Path, tra
         "import asyncio, sys; from mcp import Client, StdioServerParameters\n"
         "async def main():\n"
         "    async with Client(StdioServerParameters(command=sys.argv[1], args=['mcp'])) as client:\n"
-        "        print((await client.call_tool('report', {'directory': 'traces'})).content[0].text[:60])\n"
+        "        print((await client.call_tool('report', {'dir': 'traces'})).content[0].text[:60])\n"
         "        for each in (await client.list_resources()).resources:\n"
         "            print((await client.read_resource(str(each.uri))).contents[0].text.splitlines()[0])\n"
         "asyncio.run(main())"

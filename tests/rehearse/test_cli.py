@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaprof.cli import FAILED, USAGE
-from tests.cli.running import ROOT, check, megaprof
+from tests.cli.running import ROOT, as_a_user, check, megaprof
 
 EXAMPLE = ROOT / "docs" / "examples" / "layouts.py"
 
@@ -41,7 +41,7 @@ def test_a_directory_with_files_is_left_alone(tmp_path: Path) -> None:
 def test_a_program_that_fails_alone_says_why(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("import torch.distributed as dist\ndist.TCPStore('localhost', 0, 2, True)\n")
-    ended = megaprof("rehearse", "--world", "2", "--out", tmp_path / "out", "--saving-off", "", "--", program)
+    ended = as_a_user("rehearse", "--world", "2", "--out", tmp_path / "out", "--saving-off", "", "--", program)
     assert ended.returncode == FAILED
     assert "a store of its own" in ended.stderr.splitlines()[-1]
 
@@ -50,7 +50,7 @@ def test_a_program_that_fails_alone_says_why(tmp_path: Path) -> None:
 def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     command = [EXAMPLE, "--num-layers", "4", "--decoder-first-pipeline-num-layers", "3"]
     options = ["--world", "2", "--steps", "3", "--out", tmp_path / "out", "--saving-off", "", "--json"]
-    ended = megaprof("rehearse", *options, "--", *command)
+    ended = as_a_user("rehearse", *options, "--", *command)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     check("rehearse", found)
