@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, Schedule
@@ -16,21 +16,6 @@ from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
     from megaprof.recorders import Recorder
-
-
-class Call(NamedTuple):
-    """A schedule call, or annotated work, that begins now."""
-
-    target: str
-    """A target of a call, or ``annotated``."""
-    role: str | None = None
-    """The role whose work it is; None if no role was given."""
-    number: int | None = None
-    """The host's number for it; None or negative if the host has none."""
-    host_step: int | None = None
-    """The number of the host's step that it is in; None if unknown, negative if the host counts but is in no step."""
-    graph: bool = False
-    """True if it captures a CUDA graph. Then it can have no window, and a schedule does not count it."""
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: every call makes two
@@ -48,6 +33,11 @@ class CountedStep:
     hosts: bool
     """True if `number` is the host's own."""
 
+    @property
+    def outlasts_call(self) -> bool:
+        """True if its window ends with the host's step, or with annotated work, and not with a call."""
+        return self.target in (TRAIN_OVERALL, ANNOTATED)
+
 
 @dataclass(eq=False)
 class Demand:
@@ -56,23 +46,17 @@ class Demand:
 
     All ranks of a job make the same calls in the same order, so the same number is the same step everywhere. A rank
     that hears of the request too late captures nothing, rather than a different step. The background thread makes the
-    demand; afterwards it only reads it and may set ``cancelled``. The training thread does the rest.
+    demand, and then only reads it. To withdraw it, that thread takes it away from the session.
     """
 
     target: str
-    """The target that is captured."""
     role: str | None
     """The role whose calls are counted."""
     first: int
-    """The number of the first call that is captured, from 0 on."""
     steps: int
-    """The number of windows."""
     recorders: Sequence[Recorder]
-    """The recorders of its windows."""
     holding: tuple[str, ...] = ()
     """Options of its tools that make the profiler hold tensors (`megaprof.capture.compat`)."""
-    cancelled: bool = False
-    """True if nobody wants it any more. Set by the background thread."""
     seen: bool = False
     """True once the training thread knew of it when call ``first`` began."""
     taken: list[int] = field(default_factory=list)
@@ -89,73 +73,13 @@ class Demand:
     """Why it opened no window, or no further one; None if nothing went wrong."""
 
     @property
-    def counted(self) -> str:
-        """The target whose calls are counted: a train_overall window begins with a training step."""
-        return TRAIN_ACTOR if self.target == TRAIN_OVERALL else self.target
-
-    @property
-    def goes_on(self) -> bool:
-        """True if it opens a further window."""
-        return not (self.over or self.cancelled) and len(self.taken) < self.steps
-
-    def due(self, upcoming: int, *, own: bool, begins: bool) -> bool:
-        """Returns whether a window opens with the call that begins.
-
-        ``upcoming``: the number of the counted call that begins (``own``), or else of the next one. ``begins``: whether
-        a step of the host's begins with this call. A window of train_overall opens only then.
-        """
-        overall = self.target == TRAIN_OVERALL
-        if self.over or upcoming < self.first or not (own or (overall and begins)):
-            return False
-        if not self.taken and (self.cancelled or (upcoming > self.first and not self.seen)):
-            self.give_up("cancelled" if self.cancelled else "the call came too early")
-            return False
-        self.seen = True
-        if overall:
-            return begins and len(self.taken) < self.steps
-        self.over = upcoming >= self.first + self.steps
-        return not self.over
-
-    def comes(self, step: CountedStep) -> bool:
-        """Returns whether the call after ``step`` should be captured."""
-        counted = (step.target, step.role) == (self.counted, self.role)
-        wanted = self.first <= step.index + 1 < self.first + self.steps
-        return counted and wanted and not (self.over or self.cancelled)
-
-    def closes(self) -> None:
-        """Notes that one of its windows has ended."""
-        self.closed += 1
-        self.over = self.over or len(self.taken) >= self.steps
-
-    def give_up(self, reason: str) -> None:
-        """Ends the demand, so that no further window opens, because of ``reason``."""
-        self.reason = reason
-        self.over = True
+    def counted(self) -> tuple[str, str | None]:
+        """The target and role whose calls are counted. A train_overall window begins with a training step."""
+        return (TRAIN_ACTOR if self.target == TRAIN_OVERALL else self.target), self.role
 
 
-class PlannedWindow(NamedTuple):
-    """A window that is wanted."""
-
-    step: CountedStep
-    """The step that it captures."""
-    demand: Demand | None = None
-    """The request that it is opened for; None if the configuration wants it."""
-
-    @property
-    def outlasts_call(self) -> bool:
-        """True if it ends with the host's step, or with annotated work, and not with a call."""
-        return self.step.target in (TRAIN_OVERALL, ANNOTATED)
-
-
-class Decision(NamedTuple):
-    """What a call that begins means for the windows."""
-
-    steps: tuple[CountedStep, ...]
-    """The steps that begin with the call: the host's step, if one does, and then the call's own."""
-    closes: bool
-    """True if the open window ended before this call."""
-    opens: list[PlannedWindow]
-    """The windows that are wanted. The first that can open does so, and the others are lost (`Agenda.lose`)."""
+Planned = tuple[CountedStep, "Demand | None"]
+"""A step that gets a window, and the request for it; None if the configuration wants it."""
 
 
 @dataclass
@@ -217,27 +141,43 @@ class Agenda:
         self._planned = False  # whether any of them has a plan
         self._host_step: CountedStep | None = None  # the last one that the host numbered
 
-    def begins(self, call: Call, opened: CountedStep | None = None, demand: Demand | None = None) -> Decision:
-        """Counts ``call``, which begins, and plans.
+    def begins(
+        self,
+        target: str,
+        role: str | None = None,
+        number: int | None = None,
+        host_step: int | None = None,
+        *,
+        graph: bool = False,
+        opened: CountedStep | None = None,
+        demand: Demand | None = None,
+    ) -> tuple[tuple[CountedStep, ...], bool, list[Planned]]:
+        """Counts a call, or annotated work, that begins. Returns the steps that begin with it: the host's step, if one
+        does, and then the call's own; whether the open window ended before it; and the windows that are wanted. The
+        first that can open does so, and the others are lost (`lose`).
 
-        ``opened``: the step of the session's open window, if it can be closed now. ``demand``: the capture on demand,
-        if any.
+        ``number``: the host's number for it; None or negative if the host has none. ``host_step``: the number of the
+        host's step that it is in; None if unknown, negative if the host counts but is in no step. ``graph``: whether it
+        captures a CUDA graph. Then it can have no window, and a schedule does not count it. ``opened``: the step of the
+        session's open window, if it can be closed now. ``demand``: the capture on demand, if any.
         """
-        steps = self._number(call)
-        wishes = [self.wish(step.target, step.role) for step in steps]
-        closes = opened is not None and not _stays_open(opened, steps)
-        opens = self._wanted(steps, demand, graph=call.graph) if self._planned or demand is not None else []
-        for wish, step in zip(wishes, steps, strict=True):
-            wish.runs(step.number, graph=call.graph)
-        return Decision(steps, closes, opens)
-
-    def _number(self, call: Call) -> tuple[CountedStep, ...]:
-        target, role, number, host_number, _ = call
         index = self.wish(target, role).ran
         hosts = number is not None and number >= 0
         step = CountedStep(target, role, int(number or 0) if hosts else index, index, hosts)
-        host_step = self._host_step_of(step, host_number)
-        return (step,) if host_step is None else (host_step, step)
+        around = self._host_step_of(step, host_step)
+        steps = (step,) if around is None else (around, step)
+        wishes = [self.wish(step.target, step.role) for step in steps]
+        closes = opened is not None and not _stays_open(opened, steps)
+        opens: list[Planned] = []
+        if demand is not None and (wanted := self._demanded(demand, steps)) is not None:
+            opens.append((wanted, demand))
+        for wish, step in zip(wishes, steps, strict=True):
+            if self._planned and wish.wants(step, graph=graph):
+                wish.handled = step.number
+                wish.captured.add(step.number)
+                opens.append((step, None))
+            wish.runs(step.number, graph=graph)
+        return steps, closes, opens
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
@@ -271,32 +211,26 @@ class Agenda:
         """Returns whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
         return self.wish(TRAIN_OVERALL, role).plan is not None
 
-    def _wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None, *, graph: bool) -> list[PlannedWindow]:
-        """Returns the windows that ``steps`` should get, the one on demand first."""
-        windows: list[PlannedWindow] = []
-        if demand is not None and (step := self._demanded(demand, steps)) is not None:
-            windows.append(PlannedWindow(step, demand))
-        for step in steps:
-            wish = self.wish(step.target, step.role)
-            if wish.wants(step, graph=graph):
-                wish.handled = step.number
-                wish.captured.add(step.number)
-                windows.append(PlannedWindow(step))
-        return windows
-
     def _demanded(self, demand: Demand, steps: tuple[CountedStep, ...]) -> CountedStep | None:
-        step, counted = steps[-1], (demand.counted, demand.role)
-        is_counted = (step.target, step.role) == counted
-        upcoming = step.index if is_counted else self.calls.get(counted, 0)
-        if not demand.due(upcoming, own=is_counted, begins=len(steps) > 1):
+        """Returns which of ``steps``, which begin now, gets a window of ``demand``; None if none does."""
+        step, overall, hosts_begins = steps[-1], demand.target == TRAIN_OVERALL, len(steps) > 1
+        is_counted = (step.target, step.role) == demand.counted
+        upcoming = step.index if is_counted else self.calls.get(demand.counted, 0)
+        if demand.over or upcoming < demand.first or not (is_counted or (overall and hosts_begins)):
             return None
-        return steps[0] if demand.target == TRAIN_OVERALL else step
+        if upcoming > demand.first and not demand.seen:
+            demand.reason, demand.over = "the call came too early", True
+            return None
+        demand.seen = True
+        if overall:
+            return steps[0] if hosts_begins else None
+        demand.over = upcoming >= demand.first + demand.steps
+        return None if demand.over else step
 
-    def lose(self, window: PlannedWindow, reason: str) -> None:
-        """Notes that ``window`` has no files because of ``reason``."""
-        step = window.step
-        if window.demand is not None:
-            window.demand.give_up(reason)
+    def lose(self, step: CountedStep, demand: Demand | None, reason: str) -> None:
+        """Notes that a window of ``step`` has no files because of ``reason``."""
+        if demand is not None:
+            demand.reason, demand.over = reason, True
         else:
             wish = self.wish(step.target, step.role)
             wish.captured.discard(step.number)
@@ -312,8 +246,11 @@ class Agenda:
         wish.handled = None
         return True
 
-    def comes(self, step: CountedStep) -> bool:
-        """Returns whether the step after ``step`` should be captured."""
+    def comes(self, step: CountedStep, demand: Demand | None = None) -> bool:
+        """Returns whether the step after ``step`` should be captured: by the configuration, or for ``demand``."""
+        if demand is not None:
+            counted = (step.target, step.role) == demand.counted and not demand.over
+            return counted and demand.first <= step.index + 1 < demand.first + demand.steps
         wish = self.wish(step.target, step.role)
         return wish.plan is not None and wish.plan.captures(step.number + 1, step.index + 1 - wish.graphs)
 

@@ -6,7 +6,6 @@ It is plain data, and light to import. The functions that change it are in `mega
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +20,7 @@ from megaprof.runtime.isolation import in_full
 from megaprof.runtime.patching import Patches
 
 if TYPE_CHECKING:
-    from megaprof.capture.agenda import PlannedWindow
-    from megaprof.capture.ahead import Prepared
+    from megaprof.capture.agenda import CountedStep, Demand
     from megaprof.recorders import Recorder, Window
     from megaprof.recorders.call import RecordedCall
     from megaprof.recorders.ranges.emit import Range
@@ -37,16 +35,14 @@ class OpenWindow:
     """The session that opened it. Calls of other sessions are recorded in it, too."""
     window: Window
     """Its target, role and step, in the form that the recorders get."""
-    planned: PlannedWindow
-    """Its step, and the request that it was opened for."""
+    step: CountedStep
+    demand: Demand | None
+    """The request that it was opened for; None if the configuration wants it."""
     recorders: Sequence[Recorder]
-    """The recorders that run."""
     overall: Range | None = None
     """The range of the running step, in a window that does not end with a call; else None."""
     call: RecordedCall | None = None
     """Its first call, which the metadata describe; None if no call has begun in it yet."""
-    thread: int = field(default_factory=threading.get_ident)
-    """The thread that opened it, which is the only one that can close it."""
     device: DeviceWait = field(default_factory=DeviceWait)
     """Waits for the device when the window closes. Work that the device has not finished by then is not in the
     window."""
@@ -75,8 +71,11 @@ class Process:
         """The sessions (`megaprof.capture.session.Session`) whose hooks are installed, in the order of installation."""
         self.window: OpenWindow | None = None
         """The open window; None if there is none. Kineto holds one session, so a process has at most one window."""
-        self.prepared: Prepared | None = None
-        """The recorders that were prepared after the last call, for the next one; None if none were."""
+        self.prepared: tuple[object, Sequence[Recorder]] | None = None
+        """The recorders that were prepared after the last call, for the next one, and before them the session that they
+        belong to; None if none were. The next call of the process uses or discards them."""
+        self.thread: int | None = None
+        """The thread that opened the window or prepared the recorders. Only that thread can end them."""
         self.disturbed = False
         """True if a window closed, or prepared recorders were discarded, since the last call that was recorded."""
         self.capturers: list[Any] = []

@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.writer import Writer
-from megaprof.capture.agenda import Agenda, Call, CountedStep, Demand, PlannedWindow
-from megaprof.capture.ahead import Pace, Prepared
+from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
 from megaprof.capture.compat import Offloading
 from megaprof.capture.host_memory import HostMemoryGuard
 from megaprof.capture.messages import note_in_span, say_end, say_window
@@ -45,6 +44,38 @@ if TYPE_CHECKING:
 Numbers = Callable[[str], tuple["int | None", "int | None"]]
 """Gets the target of a call that begins, and returns the host's numbers of the call and of the host's step that it is
 in. A number is None if unknown, and negative if the host has none (`megaprof.capture.agenda.Call`)."""
+
+
+class Pace:
+    """Observes how closely the calls of a session follow each other, to decide whether the profiler is prepared behind
+    a call. Reads the clock once when a call begins.
+
+    Starting a profiler takes milliseconds, the first time up to a second, and a different time on each rank. So the
+    rank enters the captured step late, and its pipeline waits. A profiler that was prepared after the call before, in
+    torch's own warm-up state, only has to be switched on. But prepared Kineto already keeps every kernel, and nobody
+    can end it before the next call: during an RL rollout it would fill the host's memory. So it is prepared only if the
+    next call is expected at once.
+    """
+
+    def __init__(self) -> None:
+        self._before: Sequence[CountedStep] = ()
+        self._began = 0
+        self._between = 0
+
+    def begins(self, steps: Sequence[CountedStep]) -> tuple[CountedStep, ...]:
+        """Returns the ``steps`` of a call that begins whose predecessors began with the call before. For these, the
+        next call is probably the next step, as in a job that only trains. If calls share a number, as RL's mini-batches
+        do, nobody knows which is the last."""
+        now = time.perf_counter_ns()
+        self._between, self._began = now - self._began, now
+        before = [(step.target, step.role, step.number) for step in self._before]
+        self._before = steps
+        return tuple(step for step in steps if (step.target, step.role, step.number - 1) in before)
+
+    def ends(self) -> bool:
+        """Returns whether the next call is expected at once: the call that ends took at least half as long as the time
+        from the beginning of the call before it to its own. If the next gap is like the last one, it is short."""
+        return self._between <= 2 * (time.perf_counter_ns() - self._began)
 
 
 class Session:
@@ -140,23 +171,28 @@ class Session:
                 self._meet(role)
             target = facts.target
             opened = None if process.window is None else self._own_window
-            step = None if opened is None or capturing() else opened.planned.step
-            call = Call(target, role, *self._numbers(target), graph=facts.graph == "capture")
-            decision = self.agenda.begins(call, step, self.demand)
+            steps, closes, opens = self.agenda.begins(
+                target,
+                role,
+                *self._numbers(target),
+                graph=facts.graph == "capture",
+                opened=None if opened is None or capturing() else opened.step,
+                demand=self.demand,
+            )
             windowed = self.recorders or self.demand is not None
-            self._coming = self._needed_next(decision.steps) if windowed else ()
-            if opened is not None or decision.opens or process.prepared is not None:
+            self._coming = self._needed_next(steps) if windowed else ()
+            if opened is not None or opens or process.prepared is not None:
                 with self._termination:
-                    if decision.closes:
+                    if closes:
                         self._close(None)
                     elif opened is not None:
                         self._check_work(opened, facts)
-                    self._open_first(decision.opens, facts)
+                    self._open_first(opens, facts)
                     if facts.graph != "capture":  # nothing may be synchronised while a graph is captured
                         self._leave_prepared()
             elif self._termination.handler is not None:
                 self._termination.settle()  # the last window's files may be written by now
-            return self._record(facts, decision.steps[-1])
+            return self._record(facts, steps[-1])
         except BaseException as fault:
             if not contained("opening a window", self.abandon, fault):
                 raise
@@ -178,11 +214,10 @@ class Session:
             with self._termination:
                 if opened is not None and failed:
                     self._close("the host raised an exception")
-                elif opened is not None and not opened.planned.outlasts_call:
+                elif opened is not None and not opened.step.outlasts_call:
                     self._close(None)
                 if coming and process.window is None:
-                    process.prepared = prepared = Prepared(self, coming)
-                    prepared.prepare()
+                    self._prepare(coming)
         except BaseException as fault:
             if not contained("closing a window", self.abandon, fault):
                 raise
@@ -196,9 +231,9 @@ class Session:
             with Contained("opening a window", self.abandon), self._termination:
                 self._meet(role)
                 graph, before = capturing(), process.window
-                call = Call(ANNOTATED, role, *self._numbers(ANNOTATED), graph=graph)
-                decision = self.agenda.begins(call, None, self.demand)
-                self._open_first(decision.opens, NO_CALL._replace(graph="capture" if graph else None))
+                numbers = self._numbers(ANNOTATED)
+                _, _, opens = self.agenda.begins(ANNOTATED, role, *numbers, graph=graph, demand=self.demand)
+                self._open_first(opens, NO_CALL._replace(graph="capture" if graph else None))
                 opened = process.window is not before
         return opened
 
@@ -212,7 +247,7 @@ class Session:
     @property
     def goes_on(self) -> bool:
         """True if a further window is planned, or requested."""
-        return self.agenda.goes_on or (self.demand is not None and self.demand.goes_on)
+        return self.agenda.goes_on or (self.demand is not None and not self.demand.over)
 
     @property
     def _own_window(self) -> OpenWindow | None:
@@ -224,10 +259,8 @@ class Session:
     def thread(self) -> int | None:
         """The thread that opened this session's window or prepared its recorders. Only that thread can end them. None
         if nothing is open or prepared."""
-        for pending in (process.window, process.prepared):
-            if pending is not None and pending.owner is self:
-                return pending.thread
-        return None
+        prepares = process.prepared is not None and process.prepared[0] is self
+        return process.thread if prepares or self._own_window is not None else None
 
     def end_window(self, reason: str, seconds: float | None = None) -> None:
         """Closes an open window early, and marks it as truncated because of ``reason``. A no-op without a window.
@@ -236,7 +269,7 @@ class Session:
         """
         with Contained("closing the last window", self.abandon), self._termination:
             self._close(reason, seconds, last=True)
-            if process.prepared is not None and process.prepared.owner is self:
+            if process.prepared is not None and process.prepared[0] is self:
                 self._leave_prepared()
 
     def close(self, reason: str, seconds: float) -> None:
@@ -302,7 +335,7 @@ class Session:
             )
         self.demand = None
         self._coming = ()
-        if process.prepared is not None and process.prepared.owner is self:
+        if process.prepared is not None and process.prepared[0] is self:
             process.prepared = None
 
     def _needed_next(self, steps: Sequence[CountedStep]) -> Sequence[Recorder]:
@@ -312,9 +345,24 @@ class Session:
         for step in self._pace.begins(steps):
             if self.agenda.comes(step):
                 return self.recorders
-            if demand is not None and demand.comes(step):
+            if demand is not None and self.agenda.comes(step, demand):
                 return demand.recorders
         return ()
+
+    def _prepare(self, recorders: Sequence[Recorder]) -> None:
+        """Prepares the ``recorders`` that can be prepared, for the next call. A failure is only logged: starting the
+        recorder will report it again."""
+        process.prepared, process.thread = (self, recorders), threading.get_ident()
+        for recorder in reversed(recorders):
+            prepare = getattr(recorder, "prepare", None)
+            try:
+                if prepare is not None:
+                    prepare()
+            except Exception as fault:
+                if from_host(fault):
+                    raise
+                logger.warning("megaprof: the profiler could not be prepared ahead of a step: %r", fault)
+                recorder.discard()
 
     def _leave_prepared(self) -> None:
         """Discards the recorders that were prepared for the call that has begun, unless a window uses them now."""
@@ -322,7 +370,8 @@ class Session:
         if prepared is not None:
             process.disturbed = True
             opened = self._own_window
-            prepared.leave(() if opened is None else opened.recorders)
+            used = () if opened is None else opened.recorders
+            in_full(*(one.discard for one in prepared[1] if all(one is not other for other in used)))
 
     def _meet(self, role: str | None) -> None:
         if role not in self._roles:
@@ -331,35 +380,30 @@ class Session:
 
     def _check_work(self, opened: OpenWindow, facts: CallFacts) -> None:
         """Discards an open window of annotated work whose first call shows a model that must not be in one."""
-        if opened.planned.step.target == ANNOTATED and opened.call is None and not capturing():
+        if opened.step.target == ANNOTATED and opened.call is None and not capturing():
             refusal = self._offloading.refusal(facts.chunks)
             if refusal is not None:
                 logger.error("megaprof: annotated work of %s is not captured: %s", opened.window.role, refusal)
                 in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
-    def _open_first(self, wanted: Sequence[PlannedWindow], facts: CallFacts) -> None:
+    def _open_first(self, wanted: Sequence[Planned], facts: CallFacts) -> None:
         """Opens the first of ``wanted`` that can be opened. The others are lost."""
-        for planned in wanted:
-            window, step, level = process.window, planned.step, logging.INFO
+        for step, demand in wanted:
+            window, level = process.window, logging.INFO
             if facts.graph == "capture":  # nothing may be synchronised while a graph is captured
                 reason = "a CUDA graph was captured in it"
             elif window is not None:
-                reason = f"a window of {window.planned.step.target} was open in it"
+                reason = f"a window of {window.step.target} was open in it"
             else:
-                refusal = self._refusal_of(facts, planned)
+                holding = None if demand is None else demand.holding
+                refusal = self._offloading.refusal(facts.chunks, holding) if step.outlasts_call else None
                 if refusal is None:
-                    self._open(planned)
+                    self._open(step, demand)
                     continue
                 reason, level = refusal, logging.ERROR
-            self.agenda.lose(planned, reason)
-            if planned.demand is None:
+            self.agenda.lose(step, demand, reason)
+            if demand is None:
                 logger.log(level, "megaprof: %s step %d is not captured: %s", step.target, step.number, reason)
-
-    def _refusal_of(self, facts: CallFacts, planned: PlannedWindow) -> str | None:
-        """Returns why ``planned`` must not open, because it would be open between calls; None if it may open."""
-        if not planned.outlasts_call:
-            return None
-        return self._offloading.refusal(facts.chunks, None if planned.demand is None else planned.demand.holding)
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """Returns the record of the call for the open window and the timeline; None if nothing is recorded."""
@@ -388,15 +432,15 @@ class Session:
                 window.call = call
         return call
 
-    def _open(self, planned: PlannedWindow) -> None:
-        """Opens ``planned``. If its recorders cannot start, the window is lost."""
-        step = planned.step
+    def _open(self, step: CountedStep, demand: Demand | None) -> None:
+        """Opens a window of ``step``. If its recorders cannot start, the window is lost."""
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
         window = Window(step.target, role, step.number, self.coords)
         window = replace(window, repeat=next_repeat(process.repeats, self._folder, window))
-        recorders = self.recorders if planned.demand is None else planned.demand.recorders
-        process.window = opened = OpenWindow(self, window, planned, recorders)
+        recorders = self.recorders if demand is None else demand.recorders
+        process.window = opened = OpenWindow(self, window, step, demand, recorders)
+        process.thread = threading.get_ident()
         try:
             self._guard.start()
             for recorder in reversed(recorders):
@@ -406,9 +450,10 @@ class Session:
                 raise
             self._lose(opened, "it could not start", fault)
             return
-        if planned.demand is not None:
-            planned.demand.taken.append(step.number)
-        if planned.outlasts_call:
+        if demand is not None:
+            demand.taken.append(step.number)
+            demand.over = len(demand.taken) >= demand.steps
+        if step.outlasts_call:
             opened.overall = Range(ranges.step_range(step.target, step.number, self.coords))
             opened.overall.__enter__()
 
@@ -428,8 +473,8 @@ class Session:
             for recorder in opened.recorders:
                 recorder.discard()
         self._release()
-        if opened.planned.demand is not None:
-            opened.planned.demand.closes()
+        if opened.demand is not None:
+            opened.demand.closed += 1
 
     def _save(self, opened: OpenWindow, truncated: str | None) -> None:
         """Stops the recorders of a window and has its files written."""
@@ -448,7 +493,7 @@ class Session:
             note_in_span(window)
             if self._speaks:
                 self.writer.run(partial(say_window, self.config, self._folder, window))
-            if (demand := opened.planned.demand) is not None:
+            if (demand := opened.demand) is not None:
                 demand.saved += 1
                 self.writer.run(lambda: demand.written.append(names_of(self._folder, window)))
             self.writer.end_window()
@@ -463,10 +508,9 @@ class Session:
         goes on."""
         in_full(*(recorder.discard for recorder in opened.recorders), self._release)
         reason, kind = f"{why}: {fault}", f"{why}: {type(fault).__name__}"
-        planned = opened.planned
-        self.agenda.lose(planned, reason)
+        self.agenda.lose(opened.step, opened.demand, reason)
         if kind not in self._losses:  # each kind is logged only once, because every window may fail
-            step = f"{planned.step.target} step {planned.step.number}"
+            step = f"{opened.step.target} step {opened.step.number}"
             logger.error("megaprof: %s is not captured, and all else goes on: %s: %r", step, why, fault)
         self._losses.add(kind)
 

@@ -143,7 +143,7 @@ class CaptureTask:
         demand = self._demand
         if demand is None:
             return False
-        return demand.closed < len(demand.taken) or not (demand.over or demand.cancelled)
+        return demand.closed < len(demand.taken) or not demand.over
 
     def look(self, first: int | None) -> None:
         """Brings the answer up to date. `first` is the number of the first call to capture; None while that is not
@@ -170,8 +170,8 @@ class CaptureTask:
         demand = self._demand
         if self.over or (demand is not None and demand.taken):
             return
-        if demand is not None:
-            self._stop(demand)
+        if demand is not None and self._session.demand is demand:
+            self._session.demand = None
         self._answer("failed", reason)
 
     def end(self, reason: str) -> None:
@@ -216,19 +216,14 @@ class CaptureTask:
         demand.first = first
         self._session.demand = demand
         # Only now: a call that began before it was set did not see it.
-        begun = self._session.calls.get((demand.counted, demand.role), 0)
+        begun = self._session.calls.get(demand.counted, 0)
         if begun > first and not demand.seen:
-            self._stop(demand)
-            self._answer("failed", f"call {first} was over when the rank heard of it; {begun} had begun")
-
-    def _stop(self, demand: Demand) -> None:
-        demand.cancelled = True
-        if self._session.demand is demand:
             self._session.demand = None
+            self._answer("failed", f"call {first} was over when the rank heard of it; {begun} had begun")
 
     def _answer(self, state: State, reason: str | None = None) -> None:
         demand, folder = self._demand, shard(self._session.coords)
-        key = None if demand is None else (demand.counted, demand.role)
+        key = None if demand is None else demand.counted
         self.state = CaptureState(
             self.state.request,
             state,

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_commu
 from megaprof import ProfileConfig, add_profile_args, evaluation, install_hooks
 from megaprof.artifacts import writer
 from megaprof.autoload import contract
-from megaprof.capture.ahead import Pace
+from megaprof.capture.session import Pace
 from megaprof.formats.ranges import P2P_OPERATIONS, RangeName, parse
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprof import ProfileConfig
-from megaprof.capture.agenda import Agenda, Call, Demand, PlannedWindow
+from megaprof.capture.agenda import Agenda, Demand, Planned
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 ACTOR, LOG_PROBS, EVALUATE, OVERALL = "train_actor", "train_log_probs", "evaluate", "train_overall"
+
+
+class Call(NamedTuple):
+    """The arguments of `Agenda.begins`."""
+
+    target: str
+    role: str | None = None
+    number: int | None = None
+    host_step: int | None = None
+    graph: bool = False
 
 
 def train(*numbers: int, **given: Any) -> list[Call]:
@@ -28,31 +38,33 @@ def agenda(*targets: str, role: str | None = None, **options: Any) -> Agenda:
     return Agenda(config, WorldLayout(ParallelSizes(dp=2)).coords(1), role)
 
 
-def windows_of(agenda: Agenda, calls: Iterable[Call], demand: Demand | None = None) -> list[PlannedWindow]:
+def windows_of(agenda: Agenda, calls: Iterable[Call], demand: Demand | None = None) -> list[Planned]:
     """Returns the windows of a run with these calls, in order, if every one of them opens: what a session does, without
     recorders. Annotated work is a call that ends at once. A window that is open at the end closes there."""
-    windows: list[PlannedWindow] = []
-    opened: PlannedWindow | None = None
+    windows: list[Planned] = []
+    opened: Planned | None = None
 
     def close() -> None:
         nonlocal opened
-        if opened is not None and opened.demand is not None:
-            opened.demand.closes()
+        if opened is not None and opened[1] is not None:
+            opened[1].closed += 1
         opened = None
 
     for call in calls:
-        decision = agenda.begins(call, None if opened is None else opened.step, demand)
-        if decision.closes:
+        step_open = None if opened is None else opened[0]
+        _, closes, opens = agenda.begins(*call[:4], graph=call.graph, opened=step_open, demand=demand)
+        if closes:
             close()
-        for window in decision.opens:
+        for step, request in opens:
             if opened is not None or call.graph:
-                agenda.lose(window, "a graph" if opened is None else f"a window of {opened.step.target} was open")
+                agenda.lose(step, request, "a graph" if opened is None else f"a window of {opened[0].target} was open")
                 continue
-            opened = window
-            windows.append(window)
-            if window.demand is not None:
-                window.demand.taken.append(window.step.number)
-        if opened is not None and opened.step.target != OVERALL:
+            opened = step, request
+            windows.append(opened)
+            if request is not None:
+                request.taken.append(step.number)
+                request.over = len(request.taken) >= request.steps
+        if opened is not None and opened[0].target != OVERALL:
             close()
     close()
     return windows

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megaprof.capture.agenda import Call, Demand
-from tests.capture.planning import ACTOR, EVALUATE, LOG_PROBS, OVERALL, agenda, rl, train, windows_of
+from megaprof.capture.agenda import Demand
+from tests.capture.planning import ACTOR, EVALUATE, LOG_PROBS, OVERALL, Call, agenda, rl, train, windows_of
 
 
 def in_words(windows: Any) -> list[str]:
     """``target[.role] step`` of each window."""
-    steps = (window.step for window in windows)
+    steps = (step for step, _ in windows)
     return [f"{step.target}{'' if step.role is None else f'.{step.role}'} {step.number}" for step in steps]
 
 
@@ -114,7 +114,6 @@ def test_which_calls_get_a_window(row: str) -> None:
         (Demand(ACTOR, None, 2, 2, []), ["train_actor 12", "train_actor 13"], None),
         (Demand(OVERALL, None, 1, 2, []), ["train_overall 11", "train_overall 12"], None),
         (Demand(LOG_PROBS, None, 9, 1, []), [], None),
-        (Demand(ACTOR, None, 1, 1, [], cancelled=True), [], "cancelled"),
     ],
 )
 def test_windows_on_demand_are_counted_by_calls(demand: Demand, expected: list[str], reason: str | None) -> None:
@@ -126,6 +125,29 @@ def test_a_rank_that_hears_of_it_too_late_captures_nothing() -> None:
     demand = Demand(ACTOR, None, -1, 1, [])
     assert planned(train(10, 11), ACTOR, demand=demand, steps="none") == []
     assert demand.reason == "the call came too early"
+
+
+def test_a_call_of_another_target_is_not_the_one_that_a_rank_waits_for() -> None:
+    demand = Demand(ACTOR, None, 1, 2, [])
+    run = agenda(ACTOR, steps="none")
+    assert windows_of(run, [*train(0), Call(LOG_PROBS)], demand) == []
+    assert (demand.over, demand.seen) == (False, False)
+    assert in_words(windows_of(run, train(1, 2, 3), demand)) == ["train_actor 1", "train_actor 2"]
+    assert demand.over
+
+
+def test_a_window_of_the_hosts_step_on_demand_opens_where_that_step_begins() -> None:
+    """Two mini-batches a step, log-probs first: training call 1 is in the middle of a step, call 2 begins the next
+    one."""
+    demand = Demand(OVERALL, None, 1, 2, [])
+    assert planned(rl(10, 11, 12, 13, mini_batches=2), demand=demand, steps="none") == [
+        "train_overall 11",
+        "train_overall 12",
+    ]
+    assert demand.over
+    late = Demand(OVERALL, None, -1, 2, [])
+    assert planned(rl(10, 11), demand=late, steps="none") == []
+    assert late.over
 
 
 def test_a_step_that_falls_into_a_window_on_demand_is_in_that_one() -> None:

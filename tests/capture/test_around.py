@@ -17,8 +17,8 @@ from megaprof.analysis.trace.runs import runs_in
 from megaprof.autoload.install import Handle, install_without_pipeline
 from megaprof.capture import profiler
 from megaprof.capture.agenda import Demand
-from megaprof.capture.ahead import Pace
 from megaprof.capture.process import process
+from megaprof.capture.session import Pace
 from megaprof.formats.timeline import DISTURBED, Timeline, read_timeline
 from megaprof.hooks.plain import PlainSteps
 from megaprof.recorders import build_recorders

@@ -11,9 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.capture.agenda import Call
 from megaprof.capture.messages import never_came
-from tests.capture.planning import ACTOR, EVALUATE, LOG_PROBS, OVERALL, agenda, rl, train, windows_of
+from tests.capture.planning import ACTOR, EVALUATE, LOG_PROBS, OVERALL, Call, agenda, rl, train, windows_of
 
 STEPS = train(*range(6)), (ACTOR,)
 SIX = "steps 0-5 ran"

@@ -19,7 +19,6 @@ from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.autoload import megatron_lm
 from megaprof.capture import profiler
-from megaprof.capture.agenda import Call
 from megaprof.capture.process import process
 from tests.analysis.synthetic import kinds
 
@@ -248,8 +247,8 @@ def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: P
         session = other._session
         assert session is not None
         one_rank.log_probs_pass()
-        (planned,) = session.agenda.begins(Call("train_log_probs")).opens
-        session._open(planned)
+        _, _, ((step, demand),) = session.agenda.begins("train_log_probs")
+        session._open(step, demand)
         assert process.window is not None
         assert process.window.window.repeat == 2
         session.end_window("no call came")

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.capture.agenda import Demand, Wish
+from megaprof.capture.agenda import Wish
 from megaprof.capture.process import process
 from megaprof.config import tools
 from megaprof.control.blame import Blame, WaitedFor
@@ -169,34 +169,6 @@ def test_too_late_is_no_capture_at_all(job: Job, tmp_path: Path) -> None:
     job.step(3)
     assert traces(tmp_path) == []
     assert job.handle.active
-
-
-def test_an_order_that_the_training_thread_did_not_see_in_time() -> None:
-    demand = Demand("train_actor", None, 5, 2, [])
-    assert not demand.due(4, own=True, begins=True)
-    assert not demand.due(5, own=False, begins=True), "a call of another target or role"
-    assert not demand.over
-    assert not demand.due(6, own=True, begins=True)
-    assert demand.over
-    assert not demand.due(5, own=True, begins=True)
-
-
-def test_a_window_of_the_hosts_step_opens_where_that_step_begins() -> None:
-    """Two mini-batches a step, log-probs first: call 5 is in the middle of a step, call 6 begins the next one."""
-    demand = Demand("train_overall", None, 5, 2, [])
-    assert not demand.due(5, own=True, begins=False)
-    assert demand.due(6, own=False, begins=True), "the log-probs before call 6 begin the step"
-    demand.taken.append(3)
-    assert not demand.due(6, own=True, begins=False)
-    assert not demand.due(7, own=True, begins=False)
-    demand.closes()
-    assert demand.due(8, own=False, begins=True)
-    demand.taken.append(4)
-    demand.closes()
-    assert demand.over
-    late = Demand("train_overall", None, 5, 2, [])
-    assert not late.due(6, own=True, begins=True)
-    assert late.over
 
 
 @pytest.mark.parametrize("target", ["train_log_probs", "train_overall", "evaluate"])
@@ -529,7 +501,7 @@ def test_a_window_of_the_jobs_own_that_fails_is_all_that_is_lost(
 def test_what_turns_a_rank_off_is_in_its_status(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.step()
 
-    def broken(*call: Any) -> Any:
+    def broken(*call: Any, **options: Any) -> Any:
         raise RuntimeError("the agenda is unwell")
 
     (session,) = process.sessions

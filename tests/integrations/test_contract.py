@@ -17,7 +17,7 @@ from megaprof.autoload import contract, megatron_bridge, megatron_lm, ms_swift, 
 from megaprof.autoload import slime as slime_entry
 from megaprof.autoload.contract import Facts, Hook
 from megaprof.capture import profiler, roles
-from megaprof.capture.agenda import Agenda, Call
+from megaprof.capture.agenda import Agenda
 from megaprof.capture.roles import evaluating
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders.parts import Parts
@@ -110,7 +110,7 @@ def test_all_calls_of_a_hosts_step_know_its_number() -> None:
     agenda = Agenda(config, coords)
 
     def begun(target: str) -> int | None:
-        host_step, *own = agenda.begins(Call(target, None, *registry.numbers(target))).steps
+        host_step, *own = agenda.begins(target, None, *registry.numbers(target))[0]
         return host_step.number if own else None
 
     assert begun("evaluate") is None

@@ -12,10 +12,11 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.reading import find_timelines
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.capture import ahead, profiler
+from megaprof.capture import profiler
+from megaprof.capture import session as sessions
 from megaprof.capture.agenda import CountedStep, Demand
-from megaprof.capture.ahead import Pace
 from megaprof.capture.process import process
+from megaprof.capture.session import Pace
 from megaprof.formats.timeline import DISTURBED, read_timeline
 from megaprof.recorders import build_recorders
 from megaprof.recorders.torch_profiler import TorchRecorder
@@ -28,7 +29,7 @@ def step(number: int, target: str = "train_actor", role: str | None = None) -> C
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     now = [0]
-    monkeypatch.setattr(ahead.time, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(sessions.time, "perf_counter_ns", lambda: now[0])
     return now
 
 
