@@ -12,9 +12,9 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
 from megaprof.analysis.samples import Interval
+from megaprof.analysis.what_if.candidates import half_as_deep
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.depth import half_as_deep
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.tune import trial as runs
 from megaprof.tune.between import between_ms

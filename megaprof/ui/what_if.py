@@ -59,9 +59,7 @@ class WhatIfPage:
     @property
     def severity(self) -> str:
         """``fine`` if the step surely gets quicker, ``slow`` if it surely gets slower, otherwise empty."""
-        if self.now.prediction.speedup.holds(1.0):
-            return ""
-        return "fine" if self.change < 0 else "slow"
+        return "" if self.now.prediction.speedup.holds(1.0) else "fine" if self.change < 0 else "slow"
 
     @property
     def chunks(self) -> int:
@@ -81,17 +79,19 @@ class WhatIfPage:
     @property
     def rows(self) -> list[StageRow]:
         """The rows of all stages."""
-        longest = max((stage.compute_ms or 0.0 for stage in self.after.stages), default=0.0) or 1.0
+        longest = max((ms or 0.0 for ms in self.after.compute_ms), default=0.0) or 1.0
         return [
             StageRow(
                 stage.pp,
                 range(stage.pp, len(self.now.setting.pieces), self.known.stages),
-                after.compute_ms,
-                100 * (after.compute_ms or 0.0) / longest,
-                after.bubble,
+                compute_ms,
+                100 * (compute_ms or 0.0) / longest,
+                bubble,
                 (self.now.prediction.in_flight or ())[stage.pp],
             )
-            for stage, after in zip(self.measured.stages, self.after.stages, strict=True)
+            for stage, compute_ms, bubble in zip(
+                self.measured.stages, self.after.compute_ms, self.after.bubbles, strict=True
+            )
         ]
 
     def stage_of(self, place: int) -> str | None:

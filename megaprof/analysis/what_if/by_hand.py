@@ -29,25 +29,18 @@ def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
 
 
 @dataclass(frozen=True)
-class StageAfter:
-    """A stage with a chosen change. Without a change, its numbers are those of the report's table."""
-
-    compute_ms: float | None
-    """Milliseconds of computation in the average step; None if not measured."""
-    bubble: float | None
-    """Its bubble as a fraction of the step; None if not measured."""
-
-
-@dataclass(frozen=True)
 class StagesAfter:
-    """All stages with a chosen change, averaged over the steps of the report's tables."""
+    """All stages with a chosen change, averaged over the steps of the report's tables; without a change, their numbers.
+    What was not measured is None.
 
-    stages: tuple[StageAfter, ...]
-    """The stages, by pipeline rank."""
+    By pipeline rank: the milliseconds that a stage computes in a step, and its bubble as a fraction of the step. In
+    all: the average ``bubble``, and the ``imbalance``, compute of the slowest stage / of the average one.
+    """
+
+    compute_ms: tuple[float | None, ...]
+    bubbles: tuple[float | None, ...]
     bubble: float | None
-    """Bubble as a fraction of the step, averaged over stages; None if not measured."""
     imbalance: float | None
-    """Compute of the slowest stage / of the average stage; None if the report has none."""
 
 
 def stages_after(measured: TargetStages, run: Changeable, effect: Tried) -> StagesAfter:
@@ -56,31 +49,21 @@ def stages_after(measured: TargetStages, run: Changeable, effect: Tried) -> Stag
     What a stage computes changes in proportion to its replayed passes. Its bubble grows by as much as the stage idles
     longer in the replay, and shrinks in proportion: the tables and the replay need not agree on how long it idles.
     """
-    step = effect.prediction.step_ms.value / run.measured_ms
-    idle_now, idle_then = (
-        [ms / run.measured_ms for ms in tried_setting.idle_ms] for tried_setting in (run.as_captured, effect)
-    )
-    stages = tuple(
-        StageAfter(
-            None if stage.compute_ms is None else stage.compute_ms.mean * effect.longer[stage.pp],
-            None
-            if stage.bubble_fraction is None
-            else _bubble(stage.bubble_fraction, idle_now[stage.pp], idle_then[stage.pp]) / step,
-        )
-        for stage in measured.stages
-    )
-    compute = [stage.compute_ms for stage in stages if stage.compute_ms is not None]
-    bubbles = [stage.bubble for stage in stages if stage.bubble is not None]
+    measured_ms = run.baseline.measured_ms
+    step = effect.prediction.step_ms.value / measured_ms
+    compute, bubbles = list[float | None](), list[float | None]()
+    for stage in measured.stages:
+        now, then = (each.idle_ms[stage.pp] / measured_ms for each in (run.as_captured, effect))
+        before = stage.bubble_fraction
+        compute.append(None if stage.compute_ms is None else stage.compute_ms.mean * effect.longer[stage.pp])
+        bubbles.append(None if before is None else (before + then - now if then >= now else before * then / now) / step)
+    known, computed = ([each for each in values if each is not None] for values in (bubbles, compute))
     return StagesAfter(
-        stages,
-        statistics.fmean(bubbles) if bubbles else None,
-        None if measured.imbalance is None else max(compute) / statistics.fmean(compute),
+        tuple(compute),
+        tuple(bubbles),
+        statistics.fmean(known) if known else None,
+        None if measured.imbalance is None else max(computed) / statistics.fmean(computed),
     )
-
-
-def _bubble(bubble: float, idle_now: float, idle_then: float) -> float:
-    """Returns the bubble of a stage that idles for another time. All are fractions of the captured step."""
-    return bubble + idle_then - idle_now if idle_then >= idle_now else bubble * idle_then / idle_now
 
 
 def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:
@@ -163,7 +146,7 @@ def moved(pieces: Layout, source: int, target: int, letter: str = "t") -> Layout
         raise ValueError(f"piece {source} has no {'decoder' if letter == 't' else 'MTP'} layer to give away")
     changed = list(pieces)
     changed[source] = changed[source].replace(letter, "", count)
-    changed[target] = _in_order(changed[target] + letter * count)
+    changed[target] = "".join(each * (changed[target] + letter * count).count(each) for each in "EtmL")
     return tuple(changed)
 
 
@@ -179,7 +162,3 @@ def split(pieces: Layout, stages: int, chunks: int) -> Layout:
     made[0] = "E" + made[0]
     made[-1] += "m" * mtp + "L"
     return tuple(made)
-
-
-def _in_order(piece: str) -> str:
-    return "".join(letter * piece.count(letter) for letter in "EtmL")

@@ -16,7 +16,7 @@ from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import rescheduled
 from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction, Priced, baseline, priced
+from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction, baseline, priced
 from megaprof.analysis.what_if.contents import Costs, Held, split
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, layers_per_stage, to_flags
 from megaprof.analysis.what_if.memory import Memory, in_flight_layers
@@ -36,38 +36,30 @@ class NotCaptured(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """The choices that can be made for a run."""
+    """The choices that can be made for a run: the layout, the microbatches of a step, the milliseconds of every
+    transfer between stages (None: as captured), and one of `packing.PLANS` (None: as captured). If ``same_tokens``,
+    another number of microbatches shares the tokens of the captured step; otherwise each keeps its size."""
 
     pieces: Layout
-    """The layers of every model chunk, in the order in which a microbatch passes them."""
     microbatches: int
-    """Microbatches of a step."""
     p2p_ms: float | None = None
-    """Milliseconds of every transfer between stages; None if each takes as long as in the captured run."""
     same_tokens: bool = True
-    """True if a different number of microbatches shares the tokens of the captured step. Otherwise each microbatch
-    keeps its size."""
     packing: str | None = None
-    """How the sequences of the step are packed into microbatches, one of `packing.PLANS`. None keeps the captured
-    packing."""
 
 
 @dataclass(frozen=True)
 class Changeable:
-    """A captured run whose chunks have known contents."""
+    """A captured run whose chunks have known contents: its unchanged steps, its layout, and the memory that its stages
+    had allocated (None: not measured). ``slower`` [s] is how many times as long as its peers the slowest rank of each
+    stage takes. Its ``sequences`` are None if they are not known, or if all microbatches are ``alike``: equally many
+    tokens in equally long sequences."""
 
     baseline: Baseline
-    """Its unchanged steps."""
     held: Held
-    """Its layout."""
     memory: Memory | None
-    """Memory that the stages had allocated; None if not measured."""
     slower: Floats | float = 1.0
-    """[s]: how many times as long as its peers the slowest rank of each stage takes; 1 if none is slow."""
     sequences: Sequences | None = None
-    """Its sequences; None if they are not known, or if all microbatches are alike."""
     alike: bool = False
-    """True if all its microbatches have equally many tokens in equally long sequences."""
 
     @property
     def pieces(self) -> Layout:
@@ -83,11 +75,6 @@ class Changeable:
     def microbatches(self) -> int:
         """The number of microbatches in a step."""
         return self.baseline.replay.schedule.microbatches
-
-    @property
-    def measured_ms(self) -> float:
-        """The measured step, in milliseconds."""
-        return self.baseline.measured_ms
 
     @property
     def captured(self) -> Setting:
@@ -128,30 +115,28 @@ class Changeable:
 
 @dataclass(frozen=True)
 class Tried:
-    """The effect of a setting."""
+    """The effect of a setting. ``simulation`` is the replayed pipeline of a captured step of about average length. The
+    passes of each stage take ``longer`` times as long in the average step, and it runs no pass for ``idle_ms``."""
 
     setting: Setting
-    """The setting."""
     prediction: Prediction
-    """The step with its uncertainty, flags, and memory."""
     simulation: Simulation
-    """The replayed pipeline of a captured step of about average length, with the setting."""
     longer: tuple[float, ...]
-    """How many times as long the passes of each stage take in a step, averaged over all steps."""
     idle_ms: tuple[float, ...]
-    """Milliseconds of the replayed step in which each stage runs no pass, averaged over all steps."""
 
 
-def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
-    """Predicts a setting with the captured packing. Raises ValueError if Megatron has no such schedule."""
+def predicted(run: Changeable, kind: Kind, setting: Setting) -> tuple[Prediction, Floats]:
+    """Predicts a setting with the captured packing, as `priced` does. Raises ValueError if Megatron has no such
+    schedule."""
     pieces, change, captured = setting.pieces, run.change(setting), run.baseline.replay.schedule
     unsure = OTHER_CHUNKS * (len(pieces) != len(run.pieces))
     estimated, sure, free = (costs.of(pieces) for costs in (run.costs, run.sure, run.free))
-    outcome = priced(run.baseline, kind, estimated, sure, free, change, unsure)
+    prediction, gains = priced(run.baseline, kind, estimated, sure, free, change, unsure)
     schedule = change.replay.schedule
-    fit = None if run.memory is None or change.tokens != 1.0 else run.memory.fit(pieces, schedule)
+    memory = run.memory if change.tokens == 1.0 else None
+    fits, needed = (None, None) if memory is None else memory.fit(pieces, schedule)
     prediction = replace(
-        outcome.prediction,
+        prediction,
         layout=format_layout(pieces),
         layers=layers_per_stage(pieces, run.stages),
         chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
@@ -160,10 +145,10 @@ def predicted(run: Changeable, kind: Kind, setting: Setting) -> Priced:
         activations=1.0 if schedule.forward_only else change.tokens,
         flags=() if pieces == run.pieces else flags_of(run.held, pieces),
         in_flight=tuple(in_flight_layers(pieces, schedule)),
-        fits=None if fit is None else fit.fits,
-        needed=None if fit is None else fit.needed,
+        fits=fits,
+        needed=needed,
     )
-    return replace(outcome, prediction=prediction)
+    return prediction, gains
 
 
 def tried(run: Changeable, wanted: Setting) -> Tried:
@@ -176,16 +161,17 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
         run, laid = _repacked(run, wanted)
         wanted = replace(wanted, microbatches=run.microbatches)
     _check(run, wanted)
-    prediction = predicted(run, "by_hand", wanted).prediction
+    prediction, _ = predicted(run, "by_hand", wanted)
     change = run.change(wanted)
     if wanted.packing is not None:
         both = laid.step_ms
         if (wanted.pieces, change) != (run.pieces, run.baseline.as_is):  # predicted on top of what was laid
             both = prediction.step_ms + laid.step_ms + Interval.of(-laid.step_ms.value)
-        took = Prediction.of("by_hand", asked.measured_ms, both)
+        took = Prediction.of("by_hand", asked.baseline.measured_ms, both)
         prediction = replace(prediction, step_ms=took.step_ms, speedup=took.speedup)
     if not wanted.same_tokens:
-        prediction = prediction.of_tokens(wanted.microbatches / run.microbatches)
+        times = wanted.microbatches / run.microbatches
+        prediction = replace(prediction, speedup=prediction.speedup * times, step_tokens=times)
     prediction = replace(
         prediction,
         microbatches=None if wanted.microbatches == asked.microbatches else wanted.microbatches,

@@ -78,10 +78,6 @@ class Prediction:
         step_ms = step_ms.clipped(0.01 * measured_ms)
         return cls(kind, step_ms, Interval.of(measured_ms).over(step_ms), more_steps=more_steps)
 
-    def of_tokens(self, times: float) -> Prediction:
-        """Returns the same prediction for a step with ``times`` as many tokens as the captured one."""
-        return replace(self, speedup=self.speedup * times, step_tokens=times)
-
     def exceeds(self, held: Sequence[int] | None) -> bool:
         """Returns whether some stage holds more activations at once than any stage ``held``, unless memory was measured
         and is enough."""
@@ -92,47 +88,43 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a step, apart from the contents of its chunks."""
+    """A change of a step, apart from the contents of its chunks.
+
+    ``replay`` has the changed schedule; with half as many stages, each holds what two neighbours held (`halved`).
+    ``tokens`` are those of a microbatch / those of a captured one. Every exchange takes ``p2p_ms`` milliseconds, or
+    ``exchanges`` times as long as before for None. ``reductions`` is the factor of what comes after the pipeline.
+    """
 
     replay: Replay
-    """The changed schedule. With half as many stages, each holds what two neighbours held (see `halved`)."""
     tokens: float = 1.0
-    """Tokens of a microbatch / tokens of a captured microbatch."""
     p2p_ms: float | None = None
-    """Milliseconds of every exchange; None if each takes as long as before, times ``exchanges``."""
     exchanges: float = 1.0
-    """Factor of every exchange."""
     reductions: float = 1.0
-    """Factor of the gradient reduction after the pipeline."""
 
 
 @dataclass(frozen=True)
 class Baseline:
     """The captured steps that changes are compared with: ``n`` steps, each with the ``r`` pipelines that may be its
-    longest. Times are in milliseconds."""
+    longest. Times are in milliseconds.
+
+    A pass takes ``passes`` for its content and ``beside`` for the rest [n, r, s, c, k, m]. Each stage enters a step at
+    ``entry``, and exchanges with the next one in ``link`` [n, r, s]. ``length`` [n] is the measured step, ``tail`` [n]
+    its part after the pipeline, ``replayed_ms`` the average step, replayed. ``content`` [s, c, k] is the time of chunks
+    in the quicker passes, their lower quartile, ``drawn`` [draw, s, c, k] the same in every draw, and ``rows`` [draw]
+    the step that each draw is from.
+    """
 
     replay: Replay
-    """Its schedule."""
     passes: Floats
-    """[n, r, s, c, k, m]: the part of every pass that is for its content."""
     beside: Floats
-    """[n, r, s, c, k, m]: the rest of every pass."""
     entry: Floats
-    """[n, r, s]: when each stage enters the step."""
     link: Floats
-    """[n, r, s]: time of an exchange with the next stage."""
     length: Floats
-    """[n]: the measured step."""
     tail: Floats
-    """[n]: the part of the step after the pipeline."""
     replayed_ms: float
-    """The average step, replayed."""
     content: Floats
-    """[s, c, k]: time of chunks in the quicker passes, their lower quartile."""
     drawn: Floats
-    """[draw, s, c, k]: the same time in every draw."""
     rows: npt.NDArray[np.intp]
-    """[draw]: the step that each draw is from."""
 
     @property
     def measured_ms(self) -> float:
@@ -173,14 +165,8 @@ class Baseline:
         took = self._longest(rows, content / _positive(self.content, content), change)
         return before - took - (change.reductions - 1.0) * self.tail[rows]
 
-    def error_of_steps(self, gains: Floats, content: Floats, change: Change) -> float:
-        """Returns the standard error of the average of ``gains``, the gains of all steps, from how steps differ."""
-        n = len(gains)
-        several = gains if n > 1 else self._as_several.gain(content, change)
-        return float(several.std(ddof=1) / math.sqrt(n))
-
     @cached_property
-    def _as_several(self) -> Baseline:
+    def as_several(self) -> Baseline:
         """A single step as several that might as well have run: with other blocks of its microbatches. They are blocks
         because what disturbs one microbatch disturbs its neighbours, too."""
         chosen = blocks(len(self.rows), self.passes.shape[-1], np.random.default_rng(0))
@@ -254,6 +240,12 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
     shorter = before.max(axis=1) - took.max(axis=1)
     chosen = np.sort(np.argsort(-took, axis=1, kind="stable")[:, :_LONGEST], axis=1)
 
+    # The factor of work [draw, s] that a stage might have had with other microbatches by chance.
+    own_work, random = np.moveaxis(run.model.own.mean(axis=1), 1, 2), np.random.default_rng(0)  # [t, m, s]
+    steps = drawn_steps(len(own_work), random)
+    microbatches = random.integers(0, own_work.shape[1], (len(steps), own_work.shape[1]))
+    luck = own_work[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
+
     def of_chosen(values: Floats) -> Floats:
         return np.take_along_axis(values, chosen.reshape(*chosen.shape, *(1,) * (values.ndim - 2)), axis=1)
 
@@ -267,19 +259,9 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
         tail=state.tail,
         replayed_ms=run.replayed_ms - float(shorter.mean()),
         content=run.view.now[0],
-        drawn=run.model.draws.whole * _luck(run)[..., None, None],
+        drawn=run.model.draws.whole * luck[..., None, None],
         rows=run.rows,
     )
-
-
-def _luck(run: Examined) -> Floats:
-    """Returns [draw, s]: the factor of work that a stage might have had with other microbatches by chance."""
-    own_work = np.moveaxis(run.model.own.mean(axis=1), 1, 2)  # [t, m, s]
-    random = np.random.default_rng(0)
-    steps = drawn_steps(len(own_work), random)
-    microbatches = random.integers(0, own_work.shape[1], (len(steps), own_work.shape[1]))
-    luck: Floats = own_work[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
-    return luck
 
 
 def _positive(before: Floats, after: Floats) -> Floats:
@@ -323,15 +305,6 @@ def resliced(times: Floats, count: int, larger: float) -> Floats:
     return np.diff(until(np.where(np.abs(cuts - np.rint(cuts)) < 1e-9, np.rint(cuts), cuts)), axis=-1)
 
 
-@dataclass(frozen=True)
-class Priced:
-    """A prediction, and the draws that it is based on."""
-
-    prediction: Prediction
-    gains: Floats
-    """[draw]: milliseconds by which a step gets shorter."""
-
-
 def priced(
     run: Baseline,
     kind: Kind,
@@ -340,10 +313,11 @@ def priced(
     free: Floats,
     change: Change | None = None,
     unsure: float = 0.0,
-) -> Priced:
-    """Returns what a run gains by a change, with other contents of chunks [s, c, k]: as estimated (``content``), in
-    every draw of steps and microbatches (``sure``), and in draws that also vary what the data leave open (``free``).
-    ``unsure``: any further uncertainty besides `policy.RERUN`, as a fraction of the step."""
+) -> tuple[Prediction, Floats]:
+    """Returns what a run gains by a change, and the milliseconds of that in every draw [draw]. The contents of chunks
+    [s, c, k] are given as estimated (``content``), in every draw of steps and microbatches (``sure``), and in draws
+    that also vary what the data leave open (``free``). ``unsure``: any further uncertainty besides `policy.RERUN`, as a
+    fraction of the step."""
     change = change or run.as_is
     gains = run.gain(content, change)
     of_same_step = gains[run.rows]
@@ -352,16 +326,9 @@ def priced(
         # The data do not say how much of an exchange is in proportion to its size, so it is anything from none to all.
         in_proportion = float((run.gain(content, replace(change, exchanges=change.tokens)) - gains).mean())
         drawn = drawn + in_proportion * np.random.default_rng(0).uniform(size=len(free))
-    return gained(
-        kind,
-        run.measured_ms,
-        gains,
-        run.error_of_steps(gains, content, change),
-        run.gain_drawn(sure, change) - of_same_step,
-        drawn,
-        run.missed,
-        unsure,
-    )
+    several = gains if len(gains) > 1 else run.as_several.gain(content, change)
+    of_steps, surely = float(several.std(ddof=1) / math.sqrt(len(gains))), run.gain_drawn(sure, change) - of_same_step
+    return gained(kind, run.measured_ms, gains, of_steps, surely, drawn, run.missed, unsure)
 
 
 def gained(
@@ -373,9 +340,9 @@ def gained(
     free: Floats,
     missed: float,
     unsure: float = 0.0,
-) -> Priced:
-    """Returns the prediction of a step of ``measured_ms`` that gets shorter by ``gains`` [n], and the interval around
-    it.
+) -> tuple[Prediction, Floats]:
+    """Returns the prediction of a step of ``measured_ms`` that gets shorter by ``gains`` [n], and by how much it does
+    in every draw [draw].
 
     ``of_steps`` is the standard error of their average. ``sure`` and ``free`` [draw] are how much more a draw gains
     than the estimate does in the same step: ``sure`` has the uncertainty that more steps would remove, ``free`` all.
@@ -387,7 +354,7 @@ def gained(
     gain = Interval.of(mean, math.hypot(of_steps, lasting, REPLAYED * mean), free)
     noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(sure**2))))
     more = _more(len(gains), gain, noise, LEAST * measured_ms)
-    return Priced(Prediction.of(kind, measured_ms, Interval.of(measured_ms) + gain * -1.0, more), mean + free)
+    return Prediction.of(kind, measured_ms, Interval.of(measured_ms) + gain * -1.0, more), mean + free
 
 
 def _more(n: int, gain: Interval, noise: float, least: float) -> int:
@@ -399,8 +366,8 @@ def _more(n: int, gain: Interval, noise: float, least: float) -> int:
     return more_steps(n, noise, math.sqrt(max((gain.value - least) ** 2 - lasting, 0.0)))
 
 
-def apart(one: Priced, other: Priced) -> bool:
-    """Returns whether the draws show which of two changes gains more."""
-    gained_more = one.gains - other.gains
+def apart(one: Floats, other: Floats) -> bool:
+    """Returns whether the draws of two gains [draw] show which one is larger."""
+    gained_more = one - other
     middle = float(np.median(gained_more))
     return not Interval.of(middle, draws=gained_more - middle).holds(0.0)

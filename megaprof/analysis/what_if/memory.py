@@ -25,34 +25,16 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class MemoryFit:
-    """The memory that a layout needs."""
-
-    needed: tuple[int, ...]
-    """Bytes that each stage would allocate at its peak."""
-    allowed: tuple[int, ...]
-    """Bytes that each stage may allocate."""
-
-    @property
-    def fits(self) -> bool:
-        """True if no stage needs more than it may allocate."""
-        return all(needed <= allowed for needed, allowed in zip(self.needed, self.allowed, strict=True))
-
-
-@dataclass(frozen=True)
 class Memory:
-    """The memory of the captured run, by stage."""
+    """The memory of the captured run, by stage: the ``layers`` that it holds, including MTP layers, the most layers
+    times microbatches in flight (``held``), the fewest bytes that it had allocated (``least``), the most that any of
+    its ranks had (``most``), and those that it may allocate (``allowed``): its smallest device's, or less."""
 
     layers: tuple[int, ...]
-    """Layers that each stage holds, including MTP layers."""
     held: tuple[int, ...]
-    """The most layers times microbatches that each stage has in flight."""
     least: tuple[int, ...]
-    """The fewest bytes that each stage had allocated."""
     most: tuple[int, ...]
-    """The most bytes that any rank of each stage had allocated."""
     allowed: tuple[int, ...]
-    """Bytes that each stage may allocate: the memory of its smallest device, or less."""
 
     @cached_property
     def per_layer(self) -> float:
@@ -77,22 +59,19 @@ class Memory:
         part: Floats = self.needed(stages, layers, schedule) / np.take(self.allowed, stages)
         return part
 
-    def fit(self, pieces: Layout, schedule: PipelineSchedule) -> MemoryFit:
-        """Returns what a layout needs."""
+    def fit(self, pieces: Layout, schedule: PipelineSchedule) -> tuple[bool, tuple[int, ...]]:
+        """Returns whether a layout fits, and the bytes that each stage would allocate at its peak."""
         needed = self.needed(np.arange(schedule.stages), _layers(pieces, schedule.stages), schedule)
-        return MemoryFit(tuple(map(int, needed.tolist())), self.allowed)
+        return bool((needed <= self.allowed).all()), tuple(map(int, needed.tolist()))
 
-    def halved(self, needs: Sequence[int]) -> MemoryFit:
-        """Returns the need of half as many stages, with ``needs`` layers times microbatches in flight. Each holds the
+    def halved(self, needs: Sequence[int]) -> tuple[bool, tuple[int, ...]]:
+        """Returns the same of half as many stages, with ``needs`` layers times microbatches in flight. Each holds the
         parameters, gradients and optimizer of two neighbours. An optimizer whose states are divided among replicas
         needs less."""
-        activations = [(m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True)]
-        needed, allowed = [], []
-        for stage, need in enumerate(needs):
-            both = slice(2 * stage, 2 * stage + 2)
-            needed.append(round(sum(self.least[both]) + need * max(activations[both])))
-            allowed.append(min(self.allowed[both]))
-        return MemoryFit(tuple(needed), tuple(allowed))
+        activations = (np.array(self.most) - self.least) / self.held
+        both, allowed = (np.reshape(values, (-1, 2)) for values in (self.least, self.allowed))
+        needed = np.rint(both.sum(axis=1) + np.array(needs) * activations.reshape(-1, 2).max(axis=1))
+        return bool((needed <= allowed.min(axis=1)).all()), tuple(map(int, needed.tolist()))
 
 
 def peaks(stages: Sequence[Peak | None]) -> tuple[int, ...] | None:

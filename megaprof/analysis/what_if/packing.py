@@ -53,18 +53,14 @@ Step = list[list[Microbatch]]
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a run, and the time of passes by them."""
+    """The sequences of each step of a run, and the time of passes by them. ``work`` [t, d, m, 3] has the tokens,
+    sequences and squares of its microbatches; ``padding`` is tokens of a microbatch / tokens of its sequences."""
 
     run: Examined
-    """Its steps."""
     costs: Fit
-    """The time of passes by tokens and squares."""
     work: Floats
-    """[t, d, m, 3]: tokens, sequences and squares of its microbatches."""
     steps: tuple[Step, ...]
-    """The sequences of each step."""
     padding: float
-    """Tokens of a microbatch / tokens of its sequences."""
 
     @property
     def most(self) -> int:
@@ -93,16 +89,13 @@ def sequences_of(run: Examined) -> Sequences | None:
 
 @dataclass(frozen=True)
 class Laid:
-    """A run with its sequences packed in another way."""
+    """A run with its sequences packed in another way: the prediction of its step, the milliseconds of every pass
+    [t, d, s, c, k, m], its schedule, and the sequences of each step."""
 
     prediction: Prediction
-    """Its step."""
     passes: Floats
-    """[t, d, s, c, k, m]: milliseconds of every pass."""
     replay: Replay
-    """Its schedule."""
     steps: tuple[Step, ...]
-    """The sequences of each step."""
 
 
 def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> Laid | None:
@@ -146,13 +139,10 @@ def plans(sequences: Sequences) -> list[Prediction]:
     several = sequences.work.shape[1] > 1
     possible = [plan(sequences, name) for name in PLANS if several or name != POOLED]
     predictions = [laid.prediction for laid in possible if laid is not None]
-    return [*sorted(predictions, key=lambda prediction: prediction.step_ms.value), _even(sequences)]
-
-
-def _even(sequences: Sequences) -> Prediction:
-    """Returns the lower bound: all microbatches of a step take equally long."""
+    # The bound: all microbatches of a step take equally long.
     mean = np.broadcast_to(sequences.work.mean(axis=(1, 2), keepdims=True), sequences.work.shape)
-    return _predicted(sequences, "even_packing", mean, sequences.run.replay)[0]
+    even, _ = _predicted(sequences, "even_packing", mean, sequences.run.replay)
+    return [*sorted(predictions, key=lambda prediction: prediction.step_ms.value), even]
 
 
 def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Floats]:
@@ -183,8 +173,8 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     drawn = zip(costs.drawn, run.rows, strict=True)
     of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(float(gains.mean()))
-    outcome = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
-    return outcome.prediction, passes(costs.cost, every)
+    prediction, _ = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
+    return prediction, passes(costs.cost, every)
 
 
 def _work(sequences: Sequences, steps: Sequence[Step]) -> Floats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
 from megaprof.analysis.what_if.changeable import Changeable
-from megaprof.analysis.what_if.changes import Prediction, Priced, apart, baseline
+from megaprof.analysis.what_if.changes import Prediction, apart, baseline
 from megaprof.analysis.what_if.contents import CostFit, Held, fitted
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
 from megaprof.analysis.what_if.memory import in_flight_layers, peaks
@@ -118,7 +118,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
     if slow:
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
-    others = [candidate.prediction for candidate in (balanced(steps), *microbatch_counts(steps))]
+    others = [balanced(steps), *microbatch_counts(steps)]
     if isinstance(held, Note):
         return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
@@ -127,19 +127,20 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
     compared = layouts(changeable)
     best = _best(compared, changeable.in_flight)
-    advised = None if best is None else best.prediction
+    advised = None if best is None else best[0]
     alike = () if best is None else _alike(best, compared)
-    quicker = [candidate.prediction for candidate in compared if candidate.prediction.speedup.value > 1.0]
+    quicker = [prediction for prediction, _ in compared if prediction.speedup.value > 1.0]
+    first = compared[0][0] if compared else None
     more = quicker[0].more_steps if best is None and quicker else 0
     predictions = replace(
         replayed,
         warnings=tuple(warnings),
         costs=fitted(changeable.costs),
-        candidates=(*quicker, *others, *(candidate.prediction for candidate in chunk_counts(changeable))),
+        candidates=(*quicker, *others, *chunk_counts(changeable)),
         best=advised,
         host_options=options_of(table.framework, table.role, advised.flags, changeable.stages) if advised else None,
-        quickest=compared[0].prediction if compared else None,
-        advice=_advice(compared[0].prediction if compared else None, advised, more),
+        quickest=first,
+        advice=_advice(first, advised, more),
         in_flight=tuple(changeable.in_flight),
         allowed=None if memory is None else memory.allowed,
         alike=alike,
@@ -211,26 +212,22 @@ def _held(table: Table) -> Held | Note:
     return Held(tuple(pieces), tuple(kinds), schedule.stages, measured(table))
 
 
-def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:
+_Priced: TypeAlias = tuple[Prediction, Floats]
+
+
+def _best(compared: Sequence[_Priced], held: Sequence[int]) -> _Priced | None:
     """Returns the fastest layout that certainly gains enough; of those that cannot be told apart from it, one that
     needs no more activations than stages were seen to hold."""
-    gaining = [
-        each for each in compared if each.prediction.speedup.low > 1.0 + LEAST and each.prediction.fits is not False
-    ]
-    if not gaining:
-        return None
-    first = gaining[0]
-    return next(
-        (candidate for candidate in gaining if not candidate.prediction.exceeds(held) and not apart(first, candidate)),
-        first,
-    )
+    gaining = [each for each in compared if each[0].speedup.low > 1.0 + LEAST and each[0].fits is not False]
+    modest = (each for each in gaining if not each[0].exceeds(held) and not apart(gaining[0][1], each[1]))
+    return next(modest, gaining[0]) if gaining else None
 
 
-def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
+def _alike(best: _Priced, compared: Sequence[_Priced]) -> tuple[str, ...]:
     return tuple(
-        candidate.prediction.layout or ""
-        for candidate in compared
-        if candidate is not best and candidate.prediction.fits is not False and not apart(best, candidate)
+        each.layout or ""
+        for each, gains in compared
+        if each is not best[0] and each.fits is not False and not apart(best[1], gains)
     )
 
 

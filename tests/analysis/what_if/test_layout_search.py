@@ -101,7 +101,7 @@ def test_a_layout_is_found_within_a_tight_bound_on_many_stages(pp, vpp, microbat
     cost = CostModel(Cost(1.0, 2.0), Cost(0.2, 0.3), Cost(1.3, 2.5), p2p_ms=0.05)
     found = searched(cost, pp, vpp, layers, microbatches, needs=partial(memory.part, schedule=schedule))
     assert found
-    assert all(memory.fit(pieces, schedule).fits for pieces in found)
+    assert all(memory.fit(pieces, schedule)[0] for pieces in found)
 
 
 @given(st.data(), st.integers(2, 5), st.integers(1, 3), st.integers(0, 2))
@@ -116,7 +116,7 @@ def test_where_a_layout_keeps_the_bound_one_is_found(data, pp, vpp, mtp_layers):
     beside = data.draw(st.lists(st.integers(0, 9000), min_size=pp, max_size=pp))
     least, activations = tuple(1000 + more for more in beside), data.draw(st.sampled_from([250, 1000, 4000]))
     memory = Memory((1,) * pp, (1,) * pp, least, tuple(each + activations for each in least), (1,) * pp)
-    memory = replace(memory, allowed=tuple(each + 1 for each in memory.fit(drawn, schedule).needed))
+    memory = replace(memory, allowed=tuple(each + 1 for each in memory.fit(drawn, schedule)[1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_search, "_FEWEST", 0)
         patch.setattr(layout_search, "_MOST", 0)  # all moves are ruled by memory
@@ -124,7 +124,7 @@ def test_where_a_layout_keeps_the_bound_one_is_found(data, pp, vpp, mtp_layers):
         needs = partial(memory.part, schedule=schedule)
         found = searched(cost, pp, vpp, layers, schedule.microbatches, mtp_layers=mtp_layers, needs=needs)
     assert found
-    assert all(memory.fit(pieces, schedule).fits for pieces in found)
+    assert all(memory.fit(pieces, schedule)[0] for pieces in found)
 
 
 def test_a_large_search_is_valid_deterministic_and_better_than_the_balanced_split():
