@@ -24,7 +24,7 @@ from megaprof.analysis.report.document import Document
 from megaprof.cli.files.merge import MergeAnswer
 from megaprof.cli.files.what_if import WhatIfAnswer
 from megaprof.cli.jobs.status import StatusAnswer
-from megaprof.control.requester import Outcome
+from megaprof.control.request import Outcome
 from megaprof.export.cli import ExportAnswer
 from megaprof.rehearse.rehearsal import Rehearsal
 from megaprof.tune.state import Tuning

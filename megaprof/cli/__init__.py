@@ -8,14 +8,15 @@ exit codes mean.
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import TextIO
+from typing import NoReturn, TextIO
 
-from megaprof.cli.parsers import Parser, meant
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.phrases import printable
 from megaprof.formats.remote import Unreachable
@@ -87,7 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a name that this terminal cannot show is no reason to fail
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     if command not in COMMANDS:
-        return _without_command(arguments, command)
+        parser = _overview()
+        if command is not None and not arguments[0].startswith("-"):
+            parser.error(f"there is no command {printable(command)!r}{meant(command, COMMANDS)}")
+        parser.parse(arguments)
+        parser.print_help()
+        return 0
     position = arguments.index(command)
     if position:
         _overview().parse(arguments[:position])  # --help, --version, or an error: all of them exit
@@ -141,6 +147,46 @@ def in_a_line(fault: Exception) -> str | None:
     return None if text is None else printable(text)
 
 
+class _Formatter(argparse.HelpFormatter):
+    """A formatter that fills paragraphs, except for those with indented lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = re.split(r"\n\s*\n", text.strip())
+        return "\n\n".join(
+            paragraph if "\n  " in paragraph else super(_Formatter, self)._fill_text(paragraph, width, indent)
+            for paragraph in paragraphs
+        )
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of one command's arguments. Its help keeps the lines of examples as they are written."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description=description, formatter_class=_Formatter)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parses all arguments. If one is unknown, prints this command's usage and the option that was probably meant,
+        and exits with code 2."""
+        parsed, unknown = self.parse_known_args(arguments)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            option = next((argument for argument in unknown if argument.startswith("-")), unknown[0]).partition("=")[0]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(option, options)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits. For a mistyped choice, adds the one that was probably meant."""
+        if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
+            message += meant(match[1], [choice.strip(" '") for choice in match[2].split(",")])
+        super().error(message)
+
+
+def meant(typed: str, candidates: Iterable[str]) -> str:
+    """Returns ``; did you mean ...?``, or an empty string if none of ``candidates`` is similar."""
+    matches = difflib.get_close_matches(typed, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
 def parser_of(command: str) -> Parser:
     """Returns the parser of one command, with all its arguments."""
     module_name, text = COMMANDS[command]
@@ -161,12 +207,3 @@ def _overview() -> Parser:
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
     return parser
-
-
-def _without_command(arguments: Sequence[str], typed: str | None) -> int:
-    parser = _overview()
-    if typed is not None and not arguments[0].startswith("-"):
-        parser.error(f"there is no command {printable(typed)!r}{meant(typed, COMMANDS)}")
-    parser.parse(arguments)
-    parser.print_help()
-    return 0

@@ -7,6 +7,7 @@ ValueError naming option, value and what would be valid.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ from megaprof.config.memory import parse_limit
 from megaprof.config.per_role import parse_per_role
 from megaprof.config.tools import known_tools
 from megaprof.config.windows import NONE
-from megaprof.runtime.ray import in_ray_worker
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -48,10 +48,10 @@ def file(name: str, value: Any) -> str:
 
 
 def _absolute(name: str, path: str, valid: str) -> str:
-    if in_ray_worker() and not os.path.isabs(path):
+    worker = getattr(sys.modules.get("ray._private.worker"), "global_worker", None)
+    if worker is not None and worker.mode == 1 and not os.path.isabs(path):  # ray.WORKER_MODE
         raise ValueError(
-            f"{name}: {path!r} is not valid in a worker of Ray's, which has a working directory of its own; valid: "
-            f"{valid}"
+            f"{name}: {path!r} is not valid in a worker of Ray's, which has its own working directory; valid: {valid}"
         )
     return os.path.abspath(path)
 

@@ -12,9 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megaprof.formats import ranges
-from megaprof.formats.job.records import RunRecord, dead
-from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, limit
-from megaprof.formats.job.status import Position, RankStatus
+from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Position, RankStatus, RunRecord, dead, limit
 from megaprof.parallel.schedules import RECEIVES, SENDS, Placement
 from megaprof.parallel.topology import WorldLayout
 from megaprof.parallel.waits import Waits

@@ -1,4 +1,4 @@
-"""The control directory of a save directory, and the names of its files.
+"""The control directory of a save directory: the way in, its files, and the job that is found there.
 
 Only the user of the job can enter it. A rank opens it without following links, and uses it only if it belongs to that
 user and is closed to others. So nobody else can have written what lies in it, and that is the whole defence.
@@ -6,31 +6,145 @@ user and is closed to others. So nobody else can have written what lies in it, a
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import stat
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from megaprof.formats.files import Directory, Unsafe
-from megaprof.formats.job import records
+import msgspec
+
+from megaprof.formats.faults import Unanswerable
+from megaprof.formats.files import SAFE, appearing
+from megaprof.formats.flight import Flight
+from megaprof.formats.job import (
+    COLLECTIVES,
+    CONTROL,
+    LATE_INTERVALS,
+    LATE_SECONDS,
+    RUN,
+    STATUS,
+    BadRecord,
+    InFlight,
+    R,
+    RankStatus,
+    Record,
+    RunRecord,
+    dead,
+    decode,
+)
 from megaprof.formats.names import sanitise, shard_of
+from megaprof.formats.phrases import ago
 
-CONTROL, STATUS, COLLECTIVES = "control", "status", "collectives"
-_ROLE = "role-"
-_MOST_ROLES = 256
+#: Bytes of the longest record; a longer file is not read.
+LONGEST = 256 << 10
+#: How often an old status is read again before the job counts as silent: clocks of hosts differ.
+_LOOKS = 3
+#: Threads that read statuses: a network file system takes milliseconds for each, and serves many at once.
+_READERS = 16
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o700
+_ROLE = "role-"
+#: A record that each rank writes, with its `run` and `rank`.
+OfRank = TypeVar("OfRank", RankStatus, InFlight)
 
 
-def part(role: str | None) -> str | None:
-    """Returns the name of a role's directory inside the control directory; None without a role. Models of several roles
-    (actor, critic) may share a save directory, and each has a rank 0."""
-    return None if role is None else _ROLE + sanitise(role)
+class Unsafe(Exception):
+    """Another user could plant or change files there; the message says where and why."""
 
 
-def path_of(directory: Path, part: str | None) -> Path:
-    """Returns the path of a control directory, for messages."""
-    root = directory / CONTROL
-    return root if part is None else root / part
+class ControlDirectory:
+    """``control/`` in a save directory, or the directory of one role in it."""
+
+    def __init__(self, directory: Path, role: str | None, *, own: bool = False) -> None:
+        """``own``: for a rank of the job, which makes the directory, and refuses one that others could write to. A
+        command opens it whoever it belongs to."""
+        self._top = directory / CONTROL
+        self._names: tuple[str, ...] = () if role is None else (_ROLE + sanitise(role),)
+        self._own = own
+        self._checked: tuple[int, int] | None = None
+        self.path = self._top.joinpath(*self._names)
+
+    @contextmanager
+    def open(self, *below: str, create: bool = False) -> Iterator[int]:
+        """Yields a descriptor of it, or of the directory that the names ``below`` lead to from there, which ``create``
+        makes.
+
+        It stays that directory, whatever its path leads to meanwhile. Raises OSError, and `Unsafe` for a symbolic link
+        and anything else that is no directory, for one that is closed to the user of a command, and for one of a
+        rank's that others could write to.
+        """
+        with ExitStack() as stack:
+            path, descriptor = self._top, self._entered(self._top, None, create=self._own)
+            stack.callback(os.close, descriptor)
+            if self._own:
+                self._check(descriptor)
+            for name in (*self._names, *below):
+                path = path / name
+                descriptor = self._entered(path, descriptor, create=create or (self._own and name in self._names))
+                stack.callback(os.close, descriptor)
+            if not below:
+                ask_again(descriptor)
+            yield descriptor
+
+    def _entered(self, path: Path, parent: int | None, *, create: bool) -> int:
+        name = path if parent is None else path.name
+        try:
+            return os.open(name, _DIRECTORY, dir_fd=parent)
+        except FileNotFoundError:
+            if not create:
+                raise
+        except PermissionError:
+            if self._own:
+                raise
+            raise Unsafe(f"{path} is closed to you: only the user whose job it is may look and ask") from None
+        except OSError as fault:
+            if fault.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            link = stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+            raise Unsafe(f"{path} is {'a symbolic link' if link else 'no directory'}") from None
+        if parent is None:
+            os.makedirs(path.parent, exist_ok=True)  # somebody has cleaned up
+        with suppress(FileExistsError):
+            os.mkdir(name, _MODE, dir_fd=parent)
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+
+    def _check(self, descriptor: int) -> None:
+        """Raises Unsafe if others could write to it: once, and again if another directory has taken its place.
+
+        It is compared with a file that we make there: on some file systems, neither the owner nor the mode of our files
+        is what we ask for.
+        """
+        here = os.fstat(descriptor)
+        if self._checked == (here.st_dev, here.st_ino):
+            return
+        name = f".{secrets.token_hex(8)}"
+        try:
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o644, dir_fd=descriptor)
+        except PermissionError:
+            if here.st_uid == os.geteuid():
+                raise
+            uid, mode = os.geteuid(), 0
+        else:
+            try:
+                uid, mode = os.fstat(file).st_uid, os.fstat(file).st_mode
+            finally:
+                os.close(file)
+                os.unlink(name, dir_fd=descriptor)
+        if here.st_uid != uid:
+            raise Unsafe(f"{self._top} belongs to user {here.st_uid}, and the job to user {uid}")
+        if here.st_mode & 0o022 & ~mode:
+            raise Unsafe(f"{self._top} can be written by others than its owner")
+        if stat.S_IMODE(here.st_mode) != _MODE:  # made by hand
+            with suppress(OSError):
+                os.fchmod(descriptor, _MODE)
+        self._checked = here.st_dev, here.st_ino
 
 
 def folder_of(what: str, rank: int, world: int) -> tuple[str, ...]:
@@ -44,80 +158,173 @@ def name_of(rank: int) -> str:
     return f"rank{rank:05d}.json"
 
 
-def open_any(directory: Path, part: str | None) -> Directory:
-    """Opens the control directory of a save directory for a command, whoever it belongs to.
+def write(directory: int, name: str, record: Record) -> None:
+    """Replaces the file `name` by `record`, as a whole. Raises OSError; then nothing has changed."""
+    with appearing(Path(name), mode=0o600, sync=False, directory=directory) as file:
+        file.write(msgspec.json.encode(record))
 
-    Raises OSError, and `Unsafe` if it is a link, or no directory, or closed to this user.
-    """
+
+def read(directory: int, name: str, kind: type[R]) -> R | None:
+    """Returns the record in the file `name`; None if there is none, or none of this kind."""
+    with suppress(FileNotFoundError, BadRecord):
+        return load(directory, name, kind)
+    return None
+
+
+def load(directory: int, name: str, kind: type[R]) -> R:
+    """Returns the record in the file `name`, whatever lies there, within a bounded time. Raises FileNotFoundError, and
+    BadRecord."""
     try:
-        root = Directory.inside(directory, CONTROL)
-        return _fresh(root if part is None else below(root, part))
-    except PermissionError:
-        path = path_of(directory, part)
-        raise Unsafe(f"{path} is closed to you: only the user whose job it is may look and ask") from None
+        descriptor = os.open(name, os.O_RDONLY | SAFE, dir_fd=directory)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadRecord("is no regular file")
+            if status.st_size > LONGEST:
+                raise BadRecord(f"has {status.st_size} bytes, more than {LONGEST}")
+            return decode(os.read(descriptor, LONGEST + 1), kind)
+        finally:
+            os.close(descriptor)
+    except OSError as fault:
+        if fault.errno in (errno.ENOENT, errno.ESTALE):
+            raise FileNotFoundError from None
+        reason = "is a symbolic link" if fault.errno == errno.ELOOP else f"cannot be read: {fault.strerror}"
+        raise BadRecord(reason) from None
 
 
-def open_own(directory: Path, part: str | None, probed: os.stat_result | None) -> tuple[Directory, os.stat_result]:
-    """Opens it for a rank of the job, and makes it if it does not exist. Also returns what files of ours get there
-    (`Directory.probe`), which is `probed` at the next call.
+def ask_again(directory: int) -> None:
+    """Has a network file system ask its server for what it knows of a directory: it does where that is listed."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        next(entries, None)
 
-    Raises OSError, and `Unsafe` if anybody else could write to it.
-    """
-    root = _made(directory)
+
+class NoJob(Unanswerable):
+    """There is no job to look at or to ask. The message says why."""
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """One run in a save directory."""
+
+    directory: Path
+    role: str | None
+    """The role whose directory it is; None for a job without roles."""
+    run: RunRecord
+
+    @property
+    def control(self) -> ControlDirectory:
+        return ControlDirectory(self.directory, self.role)
+
+    def leader(self) -> RankStatus | None:
+        """Returns the status of the lowest rank; None if it cannot be read."""
+        return self.statuses([self.run.leader]).get(self.run.leader)
+
+    def statuses(self, ranks: Iterable[int] | None = None) -> dict[int, RankStatus]:
+        """Returns the statuses of `ranks`, or of all ranks, by rank: those that exist and belong to this run."""
+        sizes = self.run.sizes
+        return {
+            rank: status
+            for rank, status in self._read(STATUS, range(self.run.world) if ranks is None else ranks, RankStatus)
+            if all(place < getattr(sizes, axis) for axis, place in status.coords.items())
+        }
+
+    def in_flight(self) -> dict[int, Flight]:
+        """Returns what the ranks that stand still have in flight, by rank, as far as they wrote it."""
+        written = self._read(COLLECTIVES, range(self.run.world), InFlight)
+        return {rank: Flight(record.version, record.entries, record.pg_config) for rank, record in written}
+
+    def _read(self, what: str, ranks: Iterable[int], kind: type[OfRank]) -> Iterator[tuple[int, OfRank]]:
+        """Yields the records of `ranks` below the directory `what`, as far as they are written and of this run."""
+        by_folder: dict[tuple[str, ...], list[int]] = {}
+        for rank in ranks:
+            by_folder.setdefault(folder_of(what, rank, self.run.world), []).append(rank)
+        for names, members in by_folder.items():
+            with suppress(OSError, Unsafe), self.control.open(*names) as folder:
+                ask_again(folder)
+                files = [name_of(rank) for rank in members]
+                if len(members) <= _READERS:
+                    records = [read(folder, name, kind) for name in files]
+                else:
+                    with ThreadPoolExecutor(_READERS) as readers:
+                        records = list(readers.map(lambda name: read(folder, name, kind), files))
+                for rank, record in zip(members, records, strict=True):
+                    if record is not None and (record.run, record.rank) == (self.run.run, rank):
+                        yield rank, record
+
+    def now(self, statuses: dict[int, RankStatus], silence: str | None) -> float:
+        """Returns the time in seconds by the clocks of the job's hosts, which may differ from the clock here. While the
+        job lives (`silence` is None), some rank wrote its status less than an interval ago."""
+        here = time.time()
+        if silence is not None or not statuses:
+            return here
+        latest = max(status.time for status in statuses.values())
+        return min(max(here, latest), latest + self.run.interval)
+
+    def silence(self) -> str | None:
+        """Returns why the job will not answer any more; None while it lives. May take a few of its intervals."""
+        run = self.run
+        if run.ended is not None:
+            return f"the job has ended, {ago(time.time() - run.ended)} ago"
+        if dead(run.host, run.pid):
+            return f"the job is gone: process {run.pid} of rank {run.leader} does not exist any more"
+        first = self.leader()
+        if first is not None and not first.late(time.time()):
+            return None
+        for _ in range(_LOOKS):
+            time.sleep(run.interval)
+            last = self.leader()
+            if last is not None and (first is None or last.time != first.time):
+                return None
+        heard = "never" if first is None else f"{ago(time.time() - first.time)} ago"
+        name = run.host if first is None else first.name
+        return f"the job does not answer: rank {run.leader} ({name}, process {run.pid}) was last heard of {heard}"
+
+    def starting(self, statuses: dict[int, RankStatus]) -> bool:
+        """Returns whether ranks without a status may just not have started yet."""
+        since = time.time() - self.run.started
+        return len(statuses) < self.run.world and since < max(LATE_SECONDS, LATE_INTERVALS * self.run.interval)
+
+
+def roles_with_a_run(directory: Path) -> list[str | None]:
+    """Returns the roles of a save directory whose control directory holds a run; None stands for a run without a role.
+    Raises Unsafe."""
     try:
-        ours = root.probe() if probed is None else probed
-        root.check(ours.st_uid, ours.st_mode)
-        if stat.S_IMODE(root.stat().st_mode) != _MODE:  # made by hand
-            with suppress(OSError):
-                root.chmod(_MODE)
-    except BaseException:
-        root.close()
-        raise
-    return _fresh(root if part is None else below(root, part, create=_MODE)), ours
-
-
-def below(directory: Directory, *names: str, create: int | None = None) -> Directory:
-    """Opens the directory that `names` lead to, and closes `directory`. Raises OSError and Unsafe."""
-    for name in names:
-        with directory:
-            directory = directory.child(name, create=create)
-    return directory
-
-
-def folder(control: Directory, *names: str, create: bool = False) -> Directory:
-    """Opens a directory inside the control directory; with `create`, makes it. Raises OSError and Unsafe."""
-    return below(
-        control.child(names[0], create=_MODE if create else None), *names[1:], create=_MODE if create else None
-    )
-
-
-def parts_with_a_run(directory: Path) -> list[str | None]:
-    """Returns the parts of a save directory's control directory that hold a run: None for the directory itself, and the
-    directories of roles. Raises Unsafe.
-    """
-    try:
-        with open_any(directory, None) as control:
-            parts: list[str | None] = [None] if control.exists(records.RUN) else []
-            for name in sorted(name for name in control.names(_MOST_ROLES) if name.startswith(_ROLE)):
-                with suppress(OSError, Unsafe), control.child(name) as of_role:
-                    parts += [name] if of_role.exists(records.RUN) else []
-            return parts
+        with ControlDirectory(directory, None).open() as control:
+            names = os.listdir(control)
+            roles = [name.removeprefix(_ROLE) for name in sorted(names) if name.startswith(_ROLE)]
+            found: list[str | None] = [None] if RUN in names else []
     except OSError:
         return []
+    for role in roles:
+        with suppress(OSError, Unsafe), ControlDirectory(directory, role).open() as control:
+            found += [role] if RUN in os.listdir(control) else []
+    return found
 
 
-def _made(directory: Path) -> Directory:
+def find_job(directory: Path, role: str | None = None) -> RunningJob:
+    """Returns the job that writes to `directory`, or a role's part of it. Raises NoJob."""
+    if not directory.is_dir():
+        raise NoJob(f"{directory} is not a directory")
     try:
-        return Directory.inside(directory, CONTROL)
-    except FileNotFoundError:
-        if not directory.exists():  # somebody has cleaned up
-            os.makedirs(directory, exist_ok=True)
-        with Directory.open(directory) as top:
-            return top.child(CONTROL, create=_MODE)
-
-
-def _fresh(directory: Directory) -> Directory:
-    """Lists it, which makes a network file system ask its server for what it had cached."""
-    with suppress(OSError):
-        directory.names(1)
-    return directory
+        roles = roles_with_a_run(directory)
+    except Unsafe as fault:
+        raise NoJob(f"no job in {directory}: {fault}") from None
+    if not roles:
+        raise NoJob(
+            f"no job in {directory}: {CONTROL}/run.json does not exist there; a job writes it with its first step, "
+            "if it has --profile-on-demand or --profile-tool timeline"
+        )
+    wanted = None if role is None else sanitise(role)
+    chosen = wanted if wanted in roles else None if None in roles else roles[0]
+    if chosen not in (wanted, None) and (role is not None or len(roles) > 1):
+        raise NoJob(f"the job in {directory} has the roles {', '.join(map(str, roles))}: name one with --role")
+    control = ControlDirectory(directory, chosen)
+    try:
+        with control.open() as opened:
+            return RunningJob(directory, chosen, load(opened, RUN, RunRecord))
+    except OSError:
+        raise NoJob(f"no job in {directory} any more") from None
+    except BadRecord as fault:
+        raise NoJob(f"{control.path / RUN} {fault}") from None
+    except Unsafe as fault:
+        raise NoJob(f"no job in {directory}: {fault}") from None

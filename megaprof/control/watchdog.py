@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
-from megaprof.control.requester import Requester
-from megaprof.control.requests import STEPS, new_request
-from megaprof.formats.job.records import Refused
+from megaprof.control.request import STEPS, Requester, new_request
+from megaprof.formats.job import Refused
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:

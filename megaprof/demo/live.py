@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megaprof.cli import TERMINATED, CommandError
-from megaprof.control.job import NoJob, find_job
+from megaprof.control.directory import NoJob, find_job
 from megaprof.demo import faults
 
 if TYPE_CHECKING:

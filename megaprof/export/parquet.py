@@ -23,7 +23,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
-from megaprof.formats.job.records import BadRecord, RunRecord, decode
+from megaprof.formats.job import BadRecord, RunRecord, decode
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.timeline import Timeline, UnreadableTimeline, read_timeline
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megaprof.formats.job.records import RunRecord
-from megaprof.formats.job.status import RankStatus
+from megaprof.formats.job import RankStatus, RunRecord
 from megaprof.parallel.comparing import of_others
 
 #: A rank is slow from this factor over its peers on, and a stage from this one over the average stage.

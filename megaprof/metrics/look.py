@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from megaprof.control.blame import Blame, WaitedFor, find_culprits
-from megaprof.control.directory import parts_with_a_run
-from megaprof.control.job import NoJob, RunningJob, find_job
-from megaprof.formats.files import Unsafe
-from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
-from megaprof.formats.job.status import RankStatus
+from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
+from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill
 from megaprof.formats.phrases import ago, counted
 from megaprof.metrics.figures import HostBound, SlowRanks, host_bound, slow_ranks, waiting_ranks
 from megaprof.metrics.since import host_bound_since, slow_since
@@ -118,14 +115,14 @@ def last_stand(directory: Path) -> tuple[Standstill, float] | None:
     """Returns the standstill of the job in a save directory, of the first role that has one, and when its ranks were
     last heard of, in wall-clock seconds; None without one. May take a few seconds, like `RunningJob.silence`."""
     try:
-        parts = parts_with_a_run(directory)
+        roles = roles_with_a_run(directory)
     except Unsafe:
         return None
-    for part in parts:
+    for role in roles:
         with suppress(NoJob):
-            view = look_at(find_job(directory, part and part.removeprefix("role-")), patient=False)
+            view = look_at(find_job(directory, role), patient=False)
             # Of several roles, some are idle while another one works.
-            if view.standstill is not None and (view.standstill.inside or len(parts) == 1):
+            if view.standstill is not None and (view.standstill.inside or len(roles) == 1):
                 return view.standstill, max(status.time for status in view.statuses.values())
     return None
 

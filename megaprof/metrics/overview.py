@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
-from megaprof.formats.job.records import RunRecord
+from megaprof.formats.job import RunRecord
 from megaprof.metrics import sinks
 from megaprof.metrics.figures import summarise
 from megaprof.parallel.topology import RankCoords

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.formats import timeline as format
-from megaprof.formats.job.records import RunRecord
+from megaprof.formats.job import RunRecord
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 from megaprof.metrics.figures import HostBound, SlowRanks

@@ -23,9 +23,8 @@ import msgspec
 
 from megaprof.autoload.arming import environment
 from megaprof.config.options import ProfileConfig, variable
-from megaprof.control.directory import CONTROL, STATUS
-from megaprof.control.job import NoJob, find_job
-from megaprof.formats.job.status import RankStatus
+from megaprof.control.directory import NoJob, find_job
+from megaprof.formats.job import CONTROL, STATUS, RankStatus
 
 #: The captured target. Timelines need no profiler, so recording them does not change what is measured.
 TARGET = "train_actor"

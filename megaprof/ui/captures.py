@@ -21,7 +21,7 @@ from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.formats import inputs
 from megaprof.formats.faults import Unanswerable
-from megaprof.formats.job.standstill import Standstill
+from megaprof.formats.job import Standstill
 from megaprof.formats.remote import Unreachable
 from megaprof.metrics.look import last_stand
 from megaprof.ui.places import Place

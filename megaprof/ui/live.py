@@ -16,9 +16,9 @@ from starlette.concurrency import run_in_threadpool
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.config.windows import TARGETS
 from megaprof.control.blame import find_culprits
-from megaprof.control.job import NoJob, find_job
-from megaprof.control.requester import Outcome, Requester, requester_for
-from megaprof.formats.job.records import Refused
+from megaprof.control.directory import NoJob, find_job
+from megaprof.control.request import Outcome, Requester, requester_for
+from megaprof.formats.job import Refused
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import SlowRanks, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waiting_clauses

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
-from megaprof.control.directory import CONTROL
-from megaprof.formats.job.records import RUN
+from megaprof.formats.job import CONTROL, RUN
 from megaprof.formats.names import is_shard, parse_artifact_name
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 

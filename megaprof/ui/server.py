@@ -26,9 +26,8 @@ from megaprof.analysis.report import html
 from megaprof.analysis.report.compare import NothingToCompare, compare
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.what_if.changeable import Changeable
-from megaprof.control.directory import parts_with_a_run
-from megaprof.formats.files import Unsafe
-from megaprof.formats.job.records import Refused
+from megaprof.control.directory import Unsafe, roles_with_a_run
+from megaprof.formats.job import Refused
 from megaprof.ui import pages
 from megaprof.ui.captures import Capture, KeptCaptures, Unreadable
 from megaprof.ui.guard import Guard
@@ -316,10 +315,9 @@ def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None,
 def _roles(directory: Path) -> list[str]:
     """Returns the roles of a job that have their own part of its directory."""
     try:
-        parts = parts_with_a_run(directory)
+        return [role for role in roles_with_a_run(directory) if role is not None]
     except Unsafe:
         return []
-    return [part.removeprefix("role-") for part in parts if part is not None]
 
 
 def _role(request: Request, roles: list[str]) -> str | None:

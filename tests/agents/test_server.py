@@ -30,8 +30,8 @@ from megaprof.cli import FAILED, main
 from megaprof.cli.files.report import report_on
 from megaprof.cli.jobs import status as job_status
 from megaprof.control.blame import find_culprits
-from megaprof.control.job import RunningJob
-from megaprof.control.requests import STEPS
+from megaprof.control.directory import RunningJob
+from megaprof.control.request import STEPS
 from megaprof.metrics.look import View, look_at
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines

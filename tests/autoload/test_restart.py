@@ -11,7 +11,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.autoload import arming
 from megaprof.capture import profiler
 from megaprof.capture.process import process
-from megaprof.formats.job.status import RankStatus
+from megaprof.formats.job import RankStatus
 from megaprof.parallel.process_groups import coords_from_parallel_state
 from megaprof.runtime.armed import armed
 from tests.control import places

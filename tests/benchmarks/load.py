@@ -29,7 +29,7 @@ from typing import Any
 
 from megaprof import ProfileConfig
 from megaprof.config.options import options
-from megaprof.formats.job.records import interval
+from megaprof.formats.job import interval
 from megaprof.formats.names import SHARD_RANKS, shard
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders.timeline.files import FILES

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from megaprof.control.requests import new_request
-from megaprof.formats.job.records import RunRecord
+from megaprof.control.request import new_request
+from megaprof.formats.job import RunRecord
 from tests.control import places
 
 

@@ -17,16 +17,15 @@ import msgspec
 
 from megaprof import ProfileConfig
 from megaprof.artifacts.writer import Writer
-from megaprof.control import directory as places
+from megaprof.control import directory as within
+from megaprof.control.directory import ControlDirectory
 from megaprof.control.listener import Listener
-from megaprof.formats.files import Directory
-from megaprof.formats.job import records
-from megaprof.formats.job.records import Request, RunRecord
-from megaprof.formats.job.status import CaptureState, RankStatus
+from megaprof.formats.files import appearing
+from megaprof.formats.job import CAPTURE, RUN, STATUS, Answer, RankStatus, Record, Request, RunRecord
 from megaprof.formats.names import host
 from megaprof.parallel.topology import WorldLayout
 
-R = TypeVar("R", bound=records.Record)
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -38,40 +37,41 @@ class Paths:
 
     @classmethod
     def of(cls, directory: Path, role: str | None, world: int) -> Paths:
-        return cls(places.path_of(directory, places.part(role)), world)
+        return cls(ControlDirectory(directory, role).path, world)
 
     @property
     def run(self) -> Path:
-        return self.root / records.RUN
+        return self.root / RUN
 
     @property
     def capture(self) -> Path:
-        return self.root / records.CAPTURE
+        return self.root / CAPTURE
 
     def status(self, rank: int) -> Path:
-        return self.root.joinpath(*places.folder_of(places.STATUS, rank, self.world), places.name_of(rank))
+        return self.root.joinpath(*within.folder_of(STATUS, rank, self.world), within.name_of(rank))
 
     def request(self) -> Request:
         return read(self.capture, Request)
 
-    def says(self, rank: int) -> CaptureState | None:
+    def says(self, rank: int) -> Answer | None:
         """What a rank says to the request."""
         return read(self.status(rank), RankStatus).capture
 
 
-def write(path: Path, record: records.Record | dict[str, Any]) -> None:
+def write(path: Path, record: Record | dict[str, Any]) -> None:
     """As a rank or a command writes it, and also what none of them would write."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with Directory.open(path.parent) as directory, directory.appearing(path.name) as file:
+    with appearing(path) as file:
         file.write(json.dumps(record).encode() if isinstance(record, dict) else msgspec.json.encode(record))
 
 
 def read(path: Path, kind: type[R]) -> R:
+    """Raises FileNotFoundError and BadRecord."""
+    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        with Directory.open(path.parent) as directory:
-            return records.read(directory, path.name, kind)
-    except FileNotFoundError:
-        raise records.Absent from None
+        return within.load(directory, path.name, kind)
+    finally:
+        os.close(directory)
 
 
 def status(run: RunRecord, layout: WorldLayout, rank: int, **other: Any) -> RankStatus:
@@ -112,7 +112,7 @@ def answering(
         while not ended.wait(0.02):
             for rank in () if for_first else ranks:
                 say(rank)
-            with suppress(records.Absent):
+            with suppress(FileNotFoundError):
                 request = paths.request()
                 if request.first is not None or not for_first:
                     return request

@@ -11,9 +11,8 @@ import pytest
 
 from megaprof.cli import main
 from megaprof.control.blame import find_culprits
-from megaprof.control.job import RunningJob
-from megaprof.formats.job.records import RunRecord
-from megaprof.formats.job.status import RankStatus
+from megaprof.control.directory import RunningJob
+from megaprof.formats.job import RankStatus, RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaprof.control.blame import find_culprits
-from megaprof.control.job import find_job
+from megaprof.control.directory import find_job
 from tests.cli.running import as_a_user
 from tests.control.control_jobs import Slow, running
 

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 
 from megaprof.cli import main
 from megaprof.control.blame import find_culprits
-from megaprof.control.job import RunningJob
-from megaprof.control.requests import check, new_request, selected_ranks
-from megaprof.formats.job import records
-from megaprof.formats.job.records import MOST_RANKS, Refused, Request, RunRecord
-from megaprof.formats.job.status import RankStatus
+from megaprof.control.directory import RunningJob
+from megaprof.control.request import check, new_request, selected_ranks
+from megaprof.formats import job as records
+from megaprof.formats.job import MOST_RANKS, RankStatus, Refused, Request, RunRecord
 from megaprof.metrics.figures import summarise
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
@@ -242,7 +241,7 @@ def test_no_record_of_many_ends_the_background_thread(
 def test_no_record_makes_a_command_fail_with_more_than_a_line(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    monkeypatch.setattr("megaprof.control.job.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("megaprof.control.directory.time.sleep", lambda seconds: None)
     monkeypatch.setattr(RunningJob, "starting", lambda self, statuses: False)
     directory = tmp_path_factory.mktemp("job")
     paths = places.Paths.of(directory, None, 4)

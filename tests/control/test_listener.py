@@ -21,13 +21,10 @@ from megaprof.capture.agenda import Wish
 from megaprof.capture.process import process
 from megaprof.config import tools
 from megaprof.control.blame import Blame, WaitedFor
-from megaprof.control.job import RunningJob
+from megaprof.control.directory import RunningJob
 from megaprof.control.listener import Listener
-from megaprof.control.requests import new_request
-from megaprof.formats.files import Directory
-from megaprof.formats.job import records
-from megaprof.formats.job.records import MOST_STEPS, Request, RunRecord
-from megaprof.formats.job.status import CaptureState, Position, RankStatus, Recent
+from megaprof.control.request import new_request
+from megaprof.formats.job import MOST_STEPS, Answer, Position, RankStatus, Recent, Request, RunRecord
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
@@ -69,7 +66,7 @@ class Job:
         places.write(self.paths.capture, replace(request, first=first))
         self.listener.look()
 
-    def answer(self, request: Request) -> CaptureState:
+    def answer(self, request: Request) -> Answer:
         said = self.paths.says(0)
         assert said is not None
         assert said.request == request.id
@@ -78,7 +75,7 @@ class Job:
     def status(self) -> RankStatus | None:
         return RunningJob(self.paths.root.parent, None, self.run).leader()
 
-    def finish(self, request: Request) -> CaptureState:
+    def finish(self, request: Request) -> Answer:
         assert self.handle.flush()
         self.listener.look()
         answer = self.answer(request)
@@ -247,11 +244,11 @@ def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: p
 def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of thousands of characters, also ones that no file can hold, and a file for each step and tool."""
     request = job.order(steps=MOST_STEPS)
-    task = job.listener._captures.task
-    assert task is not None
+    capture = job.listener._capture
+    assert capture is not None
     name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
-    monkeypatch.setattr(task._demand, "written", [[name] * 3] * MOST_STEPS)
-    task._answer("failed", "原因\udcff\x1b" * 4000)
+    monkeypatch.setattr(capture._demand, "written", [[name] * 3] * MOST_STEPS)
+    capture._say("failed", "原因\udcff\x1b" * 4000)
     monkeypatch.setattr(job.handle._session, "off", "\udcff" * 4000)
     job.listener.look()
     said = job.answer(request)
@@ -371,7 +368,7 @@ def test_a_directory_that_does_not_answer_at_first(
         listener = handle._listener
         with monkeypatch.context() as failing:
             fault = OSError(5, "Input/output error")
-            failing.setattr(Directory, "appearing", lambda *given, **options: (_ for _ in ()).throw(fault))
+            failing.setattr("megaprof.control.listener.write", lambda *given: (_ for _ in ()).throw(fault))
             listener.look()
         assert "does not answer: Input/output error" in caplog.text
         paths = places.Paths(listener.path)
@@ -413,7 +410,7 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
         released.wait(60)
 
     monkeypatch.setattr("megaprof.control.listener._END_SECONDS", 0.1)
-    monkeypatch.setattr(records, "write", hang)
+    monkeypatch.setattr("megaprof.control.listener.write", hang)
     rank.start(background)
     assert hangs.wait(60)
     rank.close()

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from megaprof.analysis.trace.traces import read_trace
-from megaprof.control.job import find_job
-from megaprof.control.requester import Outcome, Requester
-from megaprof.control.requests import new_request
+from megaprof.control.directory import find_job
+from megaprof.control.request import Outcome, Requester, new_request
 from megaprof.testing import run_ranks
 from tests.cli.running import as_a_user
 from tests.control.control_jobs import SMALL, Running, running, train

@@ -30,10 +30,10 @@ def _train(fault: str, directory: str, stop: str) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megaprof import ProfileConfig, install_hooks
-    from megaprof.control import listener, standstills
+    from megaprof.control import listener
 
     listener.interval = lambda world: 0.1  # type: ignore[assignment]
-    standstills.is_stuck = lambda status, now: status.past_first_step and status.stuck(now) > 2.0  # type: ignore[assignment]
+    listener.is_stuck = lambda status, now: status.past_first_step and status.stuck(now) > 2.0  # type: ignore[assignment]
     rank, _ = init_distributed(timeout=180)
 
     def end() -> None:  # also of a rank that waits in a collective

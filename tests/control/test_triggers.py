@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.control.job import find_job
+from megaprof.control.directory import find_job
 from tests.control.control_jobs import running
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,7 @@ import pytest
 from megaprof.export import parquet as exporting
 from megaprof.export.parquet import NothingToExport, export
 from megaprof.formats import timeline as format
-from megaprof.formats.files import Directory
-from megaprof.formats.job import records
-from megaprof.formats.job.records import RunRecord
+from megaprof.formats.job import RunRecord
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.diagnosis.test_averages import timeless
@@ -107,8 +105,7 @@ def test_the_run_is_what_the_job_says_from_its_start_on(tmp_path: Path, place: s
     layout = WorldLayout(ParallelSizes.of(2))
     record = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
     record = msgspec.structs.replace(record, run="77aa", started=START_NS / 1e9 + 3600)
-    with Directory.open(job / place) as directory:
-        records.write(directory, records.RUN, record)
+    (job / place / "run.json").write_bytes(msgspec.json.encode(record))
     write_timelines(job, layout, steps=3)
     write_timelines(job, layout, steps=3, first_step=3, start_ns=START_NS + 3_700 * 10**9)
     assert export(job, tmp_path / "out").rows == 12

@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.autoload import registry
-from megaprof.formats.job.records import RunRecord
-from megaprof.formats.job.status import RankStatus
+from megaprof.formats.job import RankStatus, RunRecord
 from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise

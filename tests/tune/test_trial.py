@@ -18,7 +18,8 @@ import pytest
 from megaprof import cli
 from megaprof.analysis.samples import Interval
 from megaprof.autoload.arming import environment
-from megaprof.control.directory import CONTROL, STATUS, folder_of, name_of
+from megaprof.control.directory import folder_of, name_of
+from megaprof.formats.job import CONTROL, STATUS
 from megaprof.formats.names import SHARD_RANKS
 from megaprof.tune import trial, tuning
 from megaprof.tune.state import Trial, Tuning, load, store

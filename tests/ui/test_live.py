@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from starlette.testclient import TestClient
 
 from megaprof.control.blame import Blame
-from megaprof.control.job import RunningJob
-from megaprof.formats.job.records import RunRecord
-from megaprof.formats.job.status import Calls, RankStatus, Recent
+from megaprof.control.directory import RunningJob
+from megaprof.formats.job import Calls, RankStatus, Recent, RunRecord
 from megaprof.metrics.figures import summarise
 from megaprof.metrics.look import View, verdict
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

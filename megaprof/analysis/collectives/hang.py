@@ -26,7 +26,7 @@ from typing import Literal
 from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation, dump_of, rank_of, read_dump
 from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
-from megaprof.formats.job.standstill import Standing, Standstill
+from megaprof.formats.job import Standing, Standstill
 from megaprof.parallel.waits import Waits
 
 #: Collectives that have the same size on all ranks. In an all-to-all, a gather or a scatter, sizes may differ.

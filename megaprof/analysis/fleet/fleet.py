@@ -35,7 +35,7 @@ from megaprof.analysis.fleet.trends import (
 from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.pool import Workers
 from megaprof.analysis.trace.reading import find_timelines
-from megaprof.formats.job.standstill import Standstill
+from megaprof.formats.job import Standstill
 from megaprof.parallel.topology import ParallelSizes
 
 Group = tuple[int, int]  # pp and tp of the ranks that synchronise gradients with each other

@@ -23,7 +23,7 @@ from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processe
 from megaprof.analysis.trace.reading import Timelines
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.formats import timeline as format
-from megaprof.formats.job.standstill import STUCK_SECONDS
+from megaprof.formats.job import STUCK_SECONDS
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords

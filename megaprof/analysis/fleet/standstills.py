@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.trace.passes import Pass
 from megaprof.formats import timeline as format
-from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, Standing, Standstill, limit
+from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Standing, Standstill, limit
 from megaprof.parallel.topology import RankCoords
 
 #: At most this many ranks have their files opened again, to see where they stood still.

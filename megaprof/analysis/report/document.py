@@ -28,7 +28,7 @@ from megaprof.analysis.report.text.notes import with_text, with_texts
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.job.standstill import Standstill, completed
+from megaprof.formats.job import Standstill, completed
 from megaprof.formats.phrases import json_of, of_several
 from megaprof.version import __version__
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaprof.cli import UNWELL, CommandError, print_json, say
-from megaprof.control.directory import CONTROL
-from megaprof.control.job import find_job
+from megaprof.control.directory import find_job
+from megaprof.formats.job import CONTROL
 
 if TYPE_CHECKING:
     from megaprof.analysis.collectives.hang import Hang

@@ -22,9 +22,8 @@ from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.report.text.words import number, percent, ranks, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.blame import WaitedFor
-from megaprof.control.job import NoJob, RunningJob, find_job
-from megaprof.formats.job.standstill import STUCK_SECONDS, Standstill, completed
-from megaprof.formats.job.status import FINAL, RankStatus
+from megaprof.control.directory import NoJob, RunningJob, find_job
+from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standstill, completed
 from megaprof.formats.phrases import ago, counted, printable
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage, summarise
 from megaprof.metrics.look import State, View, look_at, standings, verdict, waiting_clauses
@@ -233,7 +232,7 @@ def _headline(view: View) -> Iterator[str]:
     if not any(status.calls for status in statuses.values()):
         yield "no step has begun yet"
     capture = next((status.capture for status in statuses.values() if status.capture is not None), None)
-    if capture is not None and capture.state not in FINAL:
+    if capture is not None and not capture.final:
         yield f"capture {capture.request}: {capture.state}"
     off = {status.rank: status.why for status in statuses.values() if status.off}
     if off:

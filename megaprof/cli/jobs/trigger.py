@@ -15,9 +15,8 @@ from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
-from megaprof.control.requester import Requester, requester_for
-from megaprof.control.requests import OPTIONS, SELECT, STEPS, TIMEOUT
-from megaprof.formats.job.records import Refused
+from megaprof.control.request import OPTIONS, SELECT, STEPS, TIMEOUT, Requester, requester_for
+from megaprof.formats.job import Refused
 from megaprof.formats.phrases import counted
 
 EXAMPLES = (

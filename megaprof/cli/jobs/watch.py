@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 from megaprof.analysis.report.live import ratio, stages_now
@@ -15,9 +14,8 @@ from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text.words import number, percent
 from megaprof.analysis.report.views import iterations_table
-from megaprof.cli import UsageError
 from megaprof.cli.jobs.status import silence
-from megaprof.control.job import NoJob, find_job
+from megaprof.control.directory import NoJob, find_job
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import summarise
 from megaprof.metrics.look import View, look_at, verdict, waiting_clauses
@@ -38,15 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
     parser.add_argument("--role", help="role, if several share the --profile-dir")
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
-    parser.add_argument(
-        "--every", type=float, metavar="S", help="seconds between two updates (default: the job's own interval)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the table until the job ends or Ctrl-C is pressed."""
-    if arguments.every is not None and not 0 < arguments.every <= TIMEOUT_MAX:
-        raise UsageError(f"--every {arguments.every:g} is not a valid number of seconds")
     from rich.console import Console
     from rich.live import Live
 
@@ -71,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
                     live.update(_table(view, *so_far, console), refresh=True)
                 if arguments.once:
                     return 0
-                time.sleep(max(0.2, arguments.every or view.job.run.interval))
+                time.sleep(max(0.2, view.job.run.interval))
                 view = _look(arguments)
         if view.state != "ended":
             raise NoJob(silence(view))

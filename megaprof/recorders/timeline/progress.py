@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from megaprof.formats.job.standstill import limit
-from megaprof.formats.job.status import Recent
+from megaprof.formats.job import Recent, limit
 from megaprof.formats.timeline import Waited
 
 #: The recent figures are of this many steps. As many readings of waits are kept, at most one a second and one a step.

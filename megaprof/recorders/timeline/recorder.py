@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import timeline as format
-from megaprof.formats.job.status import BETWEEN, Position
+from megaprof.formats.job import BETWEEN, Position
 from megaprof.formats.ranges import GARBAGE
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.between import pack_between

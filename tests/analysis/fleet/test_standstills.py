@@ -14,7 +14,7 @@ from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.causes import in_brief
 from megaprof.analysis.trace.reading import find_timelines
-from megaprof.formats.job.standstill import Standing, Standstill
+from megaprof.formats.job import Standing, Standstill
 from megaprof.formats.timeline import FAILED
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines

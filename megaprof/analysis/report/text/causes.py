@@ -14,7 +14,7 @@ from megaprof.analysis.report.text.evidence import costs_only_there, evidence, n
 from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
 from megaprof.analysis.report.text.words import both, capital, counted, milliseconds, number, percent, steps
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.job.standstill import Standstill
+from megaprof.formats.job import Standstill
 from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import Selector
 

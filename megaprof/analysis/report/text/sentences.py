@@ -13,7 +13,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, number, percent, spans, steps
-from megaprof.formats.job.standstill import Standing, Standstill
+from megaprof.formats.job import Standing, Standstill
 
 #: A report on more targets than this begins with a table of them.
 FEW_TARGETS = 3

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.formats.job import records
-from megaprof.formats.job.records import Absent, BadRecord, Record
+from megaprof.formats.job import BadRecord, Count, Record, decode
 from tests.control import places
 
 
 class Text(Record, frozen=True):
-    number: records.Count
+    number: Count
     text: str = ""
 
 
@@ -24,22 +23,22 @@ def test_a_record_is_read_as_it_was_written_and_no_part_of_it_is_taken_for_whole
     number: int, text: str, data: st.DataObject
 ) -> None:
     content = msgspec.json.encode(Text(number, text))
-    assert records.decode(content, Text) == Text(number, text)
+    assert decode(content, Text) == Text(number, text)
     with pytest.raises(BadRecord):
-        records.decode(content[: data.draw(st.integers(0, len(content) - 1))], Text)
+        decode(content[: data.draw(st.integers(0, len(content) - 1))], Text)
 
 
 @given(st.binary(max_size=300))
 def test_anything_else_is_refused(content: bytes) -> None:
     with pytest.raises(BadRecord):
-        records.decode(content, Text)
+        decode(content, Text)
 
 
 @pytest.mark.parametrize("other", [b'{"number":1,"version":1}', b'{"crc32":"00000000","data":{"number":1}}'])
 def test_a_record_of_another_version_is_refused_and_a_field_more_is_not(other: bytes) -> None:
     with pytest.raises(BadRecord, match="another version of megaprof"):
-        records.decode(other, Text)
-    assert records.decode(b'{"number":1,"version":2,"more":[]}', Text) == Text(1)
+        decode(other, Text)
+    assert decode(b'{"number":1,"version":2,"more":[]}', Text) == Text(1)
 
 
 def test_a_reader_sees_one_record_or_another_whatever_is_written_meanwhile(tmp_path: Path) -> None:
@@ -59,12 +58,6 @@ def test_a_reader_sees_one_record_or_another_whatever_is_written_meanwhile(tmp_p
         seen.append(places.read(path, Text).number)
     writer.join()
     assert seen == sorted(seen)
-
-
-def test_absent_is_no_fault(tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path / "none" / "below"):
-        with pytest.raises(Absent):
-            places.read(path, Text)
 
 
 def test_a_directory_that_cannot_hold_it_leaves_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The asking side: it carries one request through, from `capture.json` to the files, and never waits.
+"""A request to capture: its rules, which the command that asks and the ranks that are asked share, and the side that
+asks. That carries a request through, from `capture.json` to the files, and never waits.
 
 First every selected rank says in its status how far its calls have come. Then the command chooses one call number that
 lies ahead of all of them, and writes it into the request. So every rank starts with the same step, and none waits for
@@ -8,30 +9,107 @@ another.
 from __future__ import annotations
 
 import math
+import os
+import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from msgspec.structs import replace
 
+from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
+from megaprof.config.tools import TIMELINE
+from megaprof.config.windows import TARGETS
 from megaprof.control.blame import is_stuck
-from megaprof.control.directory import path_of
-from megaprof.control.job import NoJob, RunningJob, find_job, read_statuses
-from megaprof.control.requests import address, draft, selected_ranks
-from megaprof.formats.files import Directory, Unsafe
-from megaprof.formats.job import records
-from megaprof.formats.job.records import CAPTURE, Absent, BadRecord, Refused, Request, RunRecord
-from megaprof.formats.job.status import FINAL, CaptureState
+from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, read, write
+from megaprof.formats.job import CAPTURE, LONGEST_TIMEOUT, MOST_STEPS, RUN, Answer, Refused, Request, RunRecord
 from megaprof.formats.phrases import ago, counted
 
+#: The defaults of a request: how many steps, which ranks, and seconds until nobody waits for it any more.
+STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
+#: Options that a request may set, besides the tool.
+OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
 #: The first step comes this many times later than the estimate says.
 _SAFETY = 1.5
 #: Seconds for which a job that is just beginning is given the time to show how long a step takes.
 _PATIENCE = 30.0
 #: Seconds from one look at the answers to the next, and statuses that are read a second at most.
 _LOOK_SECONDS, _LOOK_RATE = 0.2, 5000
+
+
+def new_request(
+    run: RunRecord | None,
+    target: str,
+    *,
+    role: str | None = None,
+    steps: int = STEPS,
+    select: str = SELECT,
+    options: dict[str, Any] | None = None,
+    timeout: float = TIMEOUT,
+    by: str = "megaprof trigger",
+) -> Request:
+    """Returns a request to the ranks of `run`. Raises Refused as they would; without a run, for what no job could carry
+    out."""
+    if not 1 <= steps <= MOST_STEPS:
+        raise Refused(f"--steps {steps} is not a whole number from 1 to {MOST_STEPS}")
+    if not 1 <= timeout <= LONGEST_TIMEOUT:
+        raise Refused(f"--timeout {timeout:g} is not a number of seconds from 1 to {LONGEST_TIMEOUT:g}")
+    fields = {
+        "id": time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4),
+        "run": "-" if run is None else run.run,
+        "timeout": timeout,
+        "target": target,
+        "role": role,
+        "steps": steps,
+        "select": select,
+        "options": options or {"tool": ["torch"]},
+        "by": by,
+    }
+    try:
+        request = msgspec.json.decode(msgspec.json.encode(fields), type=Request)
+    except ValueError as mistake:
+        raise Refused(str(mistake)) from None
+    check(request, run)
+    return request
+
+
+def check(request: Request, run: RunRecord | None) -> None:
+    """Raises Refused unless ranks of `run` could carry it out; without a run, unless any job could."""
+    try:
+        if request.target not in TARGETS:
+            raise ValueError(f"{flag('target')}: unknown target {request.target!r}; known: {', '.join(TARGETS)}")
+        selector = request.selector
+        recorder_config(request, ".")
+        if run is not None:
+            selector.check(run.sizes, run.layout)
+    except ValueError as mistake:
+        raise Refused(str(mistake)) from None
+
+
+def recorder_config(request: Request, directory: str) -> ProfileConfig:
+    """Returns the configuration of the recorders of a request: its own options, and nothing of the job's. Raises
+    ValueError."""
+    unknown = sorted(set(request.options) - {"tool", *OPTIONS})
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}; known: tool, {', '.join(OPTIONS)}")
+    options: dict[str, Any] = dict(request.options)
+    config = ProfileConfig(target=(request.target,), dir=directory, **options)
+    if TIMELINE in config.tool:
+        raise ValueError(f"{flag('tool')} {TIMELINE} records all the time or not at all")
+    return config
+
+
+def selected_ranks(run: RunRecord, request: Request) -> list[int]:
+    """Returns the ranks of `run` that a request selects. Raises Refused if they cannot be known."""
+    selector = request.selector
+    if selector.rank_spans is not None:
+        return [rank for first, last in selector.rank_spans for rank in range(first, last + 1)]
+    if run.layout is None:
+        raise Refused(f"--select {request.select}: this job's rank order is not a plain one; name ranks instead")
+    return selector.ranks(run.layout)
 
 
 @dataclass(frozen=True)
@@ -84,15 +162,31 @@ class Requester:
         self.still = 0.0
         """Seconds since any rank that has not finished moved; 0 while one moves."""
         self._job = job
-        self._answers: dict[int, CaptureState] = {}
+        self._answers: dict[int, Answer] = {}
         self._submitted_at: float | None = None
         self._latency: float | None = None
 
     def submit(self) -> None:
-        """Asks, where that is not done yet. Raises Refused."""
-        if self._submitted_at is None:
-            _submit(self._job, self.request)
-            self._submitted_at = time.monotonic()
+        """Asks, where that is not done yet, in the place of a request that no rank looks at any more. Raises
+        Refused."""
+        if self._submitted_at is not None:
+            return
+        path = self._job.control.path
+        try:
+            with self._job.control.open() as control:
+                other = read(control, CAPTURE, Request)
+                if other is not None and other.run == self.request.run and other.id != self.request.id:
+                    raise Refused(_busy(other))
+                write(control, CAPTURE, self.request)
+        except FileNotFoundError:
+            raise Refused("the job takes no requests: its control directory is gone") from None
+        except PermissionError:
+            raise Refused(f"{path} cannot be written by you: only the user whose job it is may ask") from None
+        except OSError as fault:
+            raise Refused(f"{path} cannot be written: {fault.strerror}") from None
+        except Unsafe as fault:
+            raise Refused(str(fault)) from None
+        self._submitted_at = time.monotonic()
 
     @property
     def pause(self) -> float:
@@ -141,7 +235,7 @@ class Requester:
         """Looks once at what the ranks answer; the first look asks. Returns the outcome when there is one."""
         try:
             self.submit()
-            with self._job.control() as control:
+            with self._job.control.open() as control:
                 outcome = self._advance(control)
         except (OSError, Unsafe) as fault:
             outcome = self._outcome(f"the job's control directory does not answer: {fault}")
@@ -153,9 +247,10 @@ class Requester:
 
     def withdraw(self) -> None:
         """Removes the request. Windows that are open are finished, and no other one opens."""
-        with suppress(OSError, Unsafe, Absent, BadRecord), self._job.control() as control:
-            if records.read(control, CAPTURE, Request).id == self.request.id:
-                control.unlink(CAPTURE)
+        with suppress(OSError, Unsafe), self._job.control.open() as control:
+            written = read(control, CAPTURE, Request)
+            if written is not None and written.id == self.request.id:
+                os.unlink(CAPTURE, dir_fd=control)
 
     @property
     def _recording(self) -> int:
@@ -165,22 +260,21 @@ class Requester:
     @property
     def _unfinished(self) -> list[int]:
         """The ranks whose last answer is still to come."""
-        final = {rank for rank, answer in self._answers.items() if answer.state in FINAL}
-        return [rank for rank in self.ranks if rank not in final]
+        return [rank for rank in self.ranks if rank not in self._answers or not self._answers[rank].final]
 
     @property
     def _seconds(self) -> float | None:
         """Seconds from one call to the next on the quickest rank; None where no rank knows."""
         return min((answer.seconds for answer in self._answers.values() if answer.seconds is not None), default=None)
 
-    def _advance(self, control: Directory) -> Outcome | None:
-        self._read_answers(control)
+    def _advance(self, control: int) -> Outcome | None:
+        self._read_answers()
         if self._unfinished:
             self._check_that_it_stands(control)
         if self.request.first is None:
-            failed = next(((rank, state) for rank, state in self._answers.items() if state.state in FINAL), None)
-            if failed is not None:
-                raise Refused(f"rank {failed[0]}: {failed[1].reason}")
+            for rank, answer in self._answers.items():
+                if answer.final:
+                    raise Refused(f"rank {rank}: {answer.reason}")
             if not self.missing:
                 self._choose_first(control)
         elif not self._unfinished:
@@ -196,23 +290,20 @@ class Requester:
         """Seconds since it asked."""
         return 0.0 if self._submitted_at is None else time.monotonic() - self._submitted_at
 
-    def _check_that_it_stands(self, control: Directory) -> None:
+    def _check_that_it_stands(self, control: int) -> None:
         """Raises Refused where the ranks cannot see the request any more."""
-        with suppress(Absent, BadRecord):
-            run = records.read(control, records.RUN, RunRecord)
-            if run.run != self._job.run.run:
-                raise Refused("the job was started again meanwhile")
-            if run.ended is not None:
-                raise Refused("the job has ended meanwhile")
-        try:
-            other = records.read(control, CAPTURE, Request)
-        except (Absent, BadRecord):
-            raise Refused("somebody removed the request") from None
-        if other.id != self.request.id:
-            raise Refused(_busy(other))
+        run, request = read(control, RUN, RunRecord), read(control, CAPTURE, Request)
+        if run is not None and run.run != self._job.run.run:
+            raise Refused("the job was started again meanwhile")
+        if run is not None and run.ended is not None:
+            raise Refused("the job has ended meanwhile")
+        if request is None:
+            raise Refused("somebody removed the request")
+        if request.id != self.request.id:
+            raise Refused(_busy(request))
 
-    def _read_answers(self, control: Directory) -> None:
-        statuses = read_statuses(control, self._job.run, self._unfinished)
+    def _read_answers(self) -> None:
+        statuses = self._job.statuses(self._unfinished)
         now = self._job.now(statuses, None)
         stuck = [status.stuck(now) for status in statuses.values() if is_stuck(status, now)]
         self.still = min(stuck) if stuck and len(stuck) == len(statuses) else 0.0
@@ -222,7 +313,7 @@ class Requester:
         if self._latency is None and not self.missing:
             self._latency = self._waited
 
-    def _choose_first(self, control: Directory) -> None:
+    def _choose_first(self, control: int) -> None:
         """Writes the first call to capture into the request."""
         latency = self._latency or 0.0
         unknown = any(answer.seconds is None for answer in self._answers.values())
@@ -232,7 +323,7 @@ class Requester:
         first = first_call(calls, self._seconds, latency, self._job.run.interval)
         chosen = replace(self.request, first=first)
         try:
-            records.write(control, CAPTURE, chosen)
+            write(control, CAPTURE, chosen)
         except OSError as fault:
             raise Refused(f"the request cannot be written: {fault.strerror}") from None
         self.request = chosen
@@ -276,35 +367,15 @@ class Requester:
 
 
 def requester_for(directory: Path, target: str, *, role: str | None = None, **fields: Any) -> Requester:
-    """Returns a requester to the job that writes to `directory`, with the fields of `draft`. Nothing is asked yet.
-    Raises NoJob, and Refused for a request that makes no sense."""
-    request = draft(target, role=role, **fields)  # before the job is looked for: what no job would take needs none
+    """Returns a requester to the job that writes to `directory`, with the fields of `new_request`. Nothing is asked
+    yet. Raises NoJob, and Refused for a request that makes no sense."""
+    new_request(None, target, role=role, **fields)  # what no job would take needs none
     job = find_job(directory, role)
     if (silence := job.silence()) is not None:
         raise NoJob(silence)
     if role is not None and job.run.role is not None:
-        request = replace(request, role=job.run.role)  # a directory's name has it sanitised
-    return Requester(job, address(request, job.run))
-
-
-def _submit(job: RunningJob, request: Request) -> None:
-    """Writes the request, in the place of one that no rank looks at any more. Raises Refused."""
-    path = path_of(job.directory, job.part)
-    try:
-        with job.control() as control:
-            with suppress(Absent, BadRecord):
-                other = records.read(control, CAPTURE, Request)
-                if other.run == request.run and other.id != request.id:
-                    raise Refused(_busy(other))
-            records.write(control, CAPTURE, request)
-    except FileNotFoundError:
-        raise Refused("the job takes no requests: its control directory is gone") from None
-    except PermissionError:
-        raise Refused(f"{path} cannot be written by you: only the user whose job it is may ask") from None
-    except OSError as fault:
-        raise Refused(f"{path} cannot be written: {fault.strerror}") from None
-    except Unsafe as fault:
-        raise Refused(str(fault)) from None
+        role = job.run.role  # a directory's name has it sanitised
+    return Requester(job, new_request(job.run, target, role=role, **fields))
 
 
 def _busy(other: Request) -> str:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megaprof.cli import main
-from megaprof.control.job import RunningJob
-from megaprof.control.requester import Requester, first_call
-from megaprof.control.requests import new_request
-from megaprof.formats.job.records import RunRecord
+from megaprof.control.directory import RunningJob
+from megaprof.control.request import Requester, first_call, new_request
+from megaprof.formats.job import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.cli.running import check
 from tests.control import places

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from megaprof.control.listener import Listener
-from megaprof.control.requester import Requester
-from megaprof.control.requests import new_request
-from megaprof.formats.job.records import Refused
+from megaprof.control.request import Requester, new_request
+from megaprof.formats.job import Refused
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 from tests.control.malformed import REFUSED, UNREADABLE
@@ -102,8 +101,8 @@ def test_whoever_asked_and_died_does_not_keep_others_out(
     leader: Listener, paths: places.Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked(leader)
-    later = leader._captures._until + 1
-    monkeypatch.setattr("megaprof.control.captures.time.monotonic", lambda: later)
+    later = leader._obsolete_at + 1
+    monkeypatch.setattr("megaprof.control.listener.time.monotonic", lambda: later)
     leader.look()
     assert not paths.capture.exists()
     leader.look()
