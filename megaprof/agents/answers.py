@@ -13,7 +13,7 @@ import msgspec
 
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text import sentences
-from megaprof.analysis.report.text.words import milliseconds, title
+from megaprof.analysis.report.text.words import milliseconds, ratio, title
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
@@ -86,15 +86,9 @@ def of_simulation(given: Namespace) -> dict[str, Any]:
 
 def _in_brief(target: TargetReport) -> str:
     """Returns a line about a target, with the content of its row in the table that begins a report on many targets."""
-    brief = target.in_brief().text
-    imbalance, step_ms = target.shown_imbalance, target.step_ms or None
-    return "; ".join(
-        (
-            f"{title(*target.key)}: {brief}",
-            *([] if imbalance is None else [f"imbalance {imbalance}"]),
-            *([] if step_ms is None else [f"a step takes {milliseconds(step_ms)}"]),
-        )
-    )
+    imbalance = "" if target.imbalance is None else f"; imbalance {ratio(target.imbalance)}"
+    step = f"; a step takes {milliseconds(target.step_ms)}" if target.step_ms else ""
+    return f"{title(*target.key)}: {target.in_brief().text}{imbalance}{step}"
 
 
 def _report(directory: Path, run: int | None) -> Report:

@@ -133,7 +133,7 @@ def _steps_needed(report: Report) -> int:
     would."""
     from megaprof.analysis.report.text.causes import more_steps
 
-    train_targets = [target for target in report.targets if target.measured.target == TRAIN_ACTOR and target.diagnosis]
+    train_targets = [target for target in report.targets if target.target == TRAIN_ACTOR and target.diagnosis]
     return max(
         (more_steps(target.diagnosis, target.what_if) for target in train_targets if target.diagnosis), default=0
     )

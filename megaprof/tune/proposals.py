@@ -33,30 +33,30 @@ def as_measured(
     except NothingToReport as fault:
         return replace(trial, outcome="failed", why=str(fault))
     pairs = zip(report.targets, report.by_hand, strict=True)
-    target, changeable = next((pair for pair in pairs if pair[0].measured.target == runs.TARGET), (None, None))
+    target, changeable = next((pair for pair in pairs if pair[0].target == runs.TARGET), (None, None))
     if target is None:
         return replace(trial, outcome="failed", why="no training step was recorded whole")
-    spread = target.measured.step_time_ms
+    spread = target.step_time_ms
     if spread is None:
         return replace(trial, outcome="failed", why=target.withheld.text if target.withheld else "it has no step time")
     layout, ms_between = target.what_if.layout, between_ms(directory, runs.TARGET)
     more_between = 0.0
-    if first_trial is not None and first_trial.stages not in (None, target.measured.sizes.pp):
+    if first_trial is not None and first_trial.stages not in (None, target.sizes.pp):
         more_between = (ms_between or 0.0) - (first_trial.between_ms or 0.0)
     measured = replace(
         trial,
         layout=layout,
-        stages=target.measured.sizes.pp,
+        stages=target.sizes.pp,
         step_ms=Interval.of(spread.mean, spread.error).clipped(1e-9) + Interval.of(more_between),
         between_ms=ms_between,
         steps=spread.count,
         memory=target.what_if.allocated,
-        framework=target.measured.framework,
-        role=target.measured.role,
+        framework=target.framework,
+        role=target.role,
         verdict=target.findings[0].text,
         says=target.advice.text if target.advice else "; ".join(note.text for note in target.what_if.warnings) or None,
     )
-    mismatch = trial.proposal and _mismatch(trial.proposal, layout, target.measured.microbatches)
+    mismatch = trial.proposal and _mismatch(trial.proposal, layout, target.microbatches)
     if mismatch:
         return replace(measured, outcome="not_as_asked", why=mismatch, step_ms=None)
     make_proposal = partial(_proposal, target.what_if, measured, spread.mean, more_between)

@@ -47,9 +47,7 @@ class Brief:
     verdict: str
     step_ms: float | None
     """Milliseconds of an average step that the verdict is about; None if unknown."""
-    imbalance: str | None
-    """The slowest stage's compute divided by the average stage's, with its steps if the verdict is about other ones;
-    None if unknown."""
+    imbalance: float | None
     stood_still: tuple[str, ...]
 
 
@@ -95,7 +93,7 @@ def _brief(target: TargetReport, standstill: Standstill | None) -> Brief:
         verdict.severity,
         verdict.text,
         target.step_ms or None,
-        target.shown_imbalance,
+        target.imbalance,
         tuple(finding.text for finding in stood_still),
     )
 

@@ -12,10 +12,10 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from megaprof.analysis.report import html, live
-from megaprof.analysis.report.charts import HEIGHT, WIDTH, polylines
+from megaprof.analysis.report import compare as differences
+from megaprof.analysis.report import html
 from megaprof.analysis.report.diff import Diff
-from megaprof.analysis.report.text import diff as differences
+from megaprof.analysis.report.drawn import polylines
 from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import ago
 from megaprof.ui import what_if
@@ -27,8 +27,7 @@ from megaprof.ui.places import Place
 @functools.cache
 def _environment() -> Environment:
     made = html.environment("megaprof.ui", "megaprof.analysis.report")
-    made.globals |= {"ago": ago, "differences": differences, "live": live, "date": _date, "size": _size}
-    made.globals |= {"what_if": what_if, "WIDTH": WIDTH, "HEIGHT": HEIGHT}
+    made.globals |= {"ago": ago, "differences": differences, "what_if": what_if, "date": _date, "size": _size}
     return made
 
 

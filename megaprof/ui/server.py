@@ -111,7 +111,7 @@ class Pages:
         shared: dict[str, Any] = {"place": place, "targets": targets, "number": number, "target": target}
         if target is None or changeable is None:
             return _page("what_if.html", **shared, answer=None, data=None)
-        answered = await run_in_threadpool(answer, changeable, target.measured, request.query_params)
+        answered = await run_in_threadpool(answer, changeable, target, request.query_params)
         options = host_options(target, answered.now.prediction)
         return _page("what_if.html", **shared, answer=answered, options=options, data=pages.data_of([answered.boxes]))
 
@@ -127,7 +127,7 @@ class Pages:
             raise HTTPException(404)
 
         def try_it() -> dict[str, object]:
-            answered = answer(changeable, target.measured, request.query_params)
+            answered = answer(changeable, target, request.query_params)
             if answered.fault is not None:
                 return {"fault": answered.fault}
             shown = pages.render(

@@ -147,7 +147,7 @@ def answer(changeable: Changeable, measured: TargetStages, query: Mapping[str, s
 
 def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...] | None:
     """Returns the flags in the syntax of the host that trained; None if that host takes Megatron's own flags."""
-    return options_of(target.measured.framework, target.measured.role, prediction.flags, len(prediction.layers))
+    return options_of(target.framework, target.role, prediction.flags, len(prediction.layers))
 
 
 def _moved(setting: Setting, move: str) -> tuple[str, ...]:

@@ -68,9 +68,9 @@ def test_starts_and_ends_by_iteration_are_read(tmp_path: Path) -> None:
             }
         (tmp_path / f"pp_rank_{stage}.json").write_text(json.dumps({str(number): times for number in (1, 2, 3)}))
     target = reported(tmp_path, tmp_path / "out")
-    assert (target.measured.steps, target.measured.microbatches) == ((1, 2, 3), 4)
-    assert target.measured.step_time_ms is not None
-    assert target.measured.step_time_ms.mean == pytest.approx(run.step_ms)
+    assert (target.steps, target.microbatches) == ((1, 2, 3), 4)
+    assert target.step_time_ms is not None
+    assert target.step_time_ms.mean == pytest.approx(run.step_ms)
     assert target.slowest_stage == 1
 
 
@@ -84,7 +84,7 @@ def test_a_trace_of_several_chunks_is_read(tmp_path: Path) -> None:
             events.append({"name": each.phase, "ph": ph, "ts": round(1000 * ms), "pid": each.stage, "args": args})
     (tmp_path / "some-aggregated-iter10.json").write_text(json.dumps(events))
     target = reported(tmp_path, tmp_path / "out")
-    assert (target.measured.sizes.pp, target.measured.sizes.vpp, target.measured.schedule) == (4, 2, "interleaved")
+    assert (target.sizes.pp, target.sizes.vpp, target.schedule) == (4, 2, "interleaved")
     assert target.what_if.replay_error is not None
     assert abs(target.what_if.replay_error.mean) < 0.001
 

@@ -53,7 +53,7 @@ print(json.dumps({{"seconds": seconds, "cpu": user + system, "user": user, "page
 """
 OURS = (
     "from megaprof.analysis.report.report import analyze",
-    "report = analyze(path)\nassert report.targets[0].measured.stages",
+    "report = analyze(path)\nassert report.targets[0].stages",
 )
 ALL_OURS = (
     "import os\nfrom megaprof.analysis.report.report import analyze",

@@ -280,7 +280,7 @@ def _of_scenario(scenario: Scenario) -> WhatIf:
 
 
 def _what_if(directory: Path) -> WhatIf:
-    return next(t.what_if for t in analyze(directory).targets if t.measured.target == "train_actor")
+    return next(t.what_if for t in analyze(directory).targets if t.target == "train_actor")
 
 
 def _suggestion(found: WhatIf) -> Prediction | None:

@@ -107,7 +107,7 @@ def test_train_overall_is_the_hosts_step_with_all_its_mini_batches(one_rank: Any
     (trace,) = files(tmp_path).values()
     assert steps(trace) == ["train_overall 7", "train_log_probs 1", *["train_actor 7"] * 3]
     assert (trace.metadata.truncated, trace.metadata.steps) == (False, (7, 7))
-    assert {t.measured.target for t in analyze(tmp_path).targets} >= {"train_actor"}
+    assert {t.target for t in analyze(tmp_path).targets} >= {"train_actor"}
 
 
 def test_a_training_step_that_runs_forward_only_is_no_log_prob_pass(one_rank: Any, tmp_path: Path) -> None:
@@ -146,11 +146,10 @@ def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Pat
             one_rank.train_step()
     assert all(trace.metadata.microbatches is None for trace in files(tmp_path).values())
     (target,) = analyze(tmp_path).targets
-    measured = target.measured
-    forwards = measured.stages[0].forward_ms
+    forwards = target.stages[0].forward_ms
     assert forwards is not None
-    assert forwards.count == len(measured.steps)
-    assert "left_out" not in kinds(measured.warnings)
+    assert forwards.count == len(target.steps)
+    assert "left_out" not in kinds(target.warnings)
     assert target.diagnosis is None
     assert target.withheld is not None
     assert target.withheld.kind == "schedule_unknown"
@@ -236,7 +235,7 @@ def test_a_restart_in_the_same_directory_replaces_nothing(one_rank: Any, tmp_pat
     runs = {each["run"] for each in metadata(tmp_path).values()}
     assert len(runs) == 1, "one process"
     (target,) = analyze(tmp_path).targets
-    assert target.measured.steps == (0,)
+    assert target.steps == (0,)
     assert "twice" in kinds(target.warnings), "the report says that it chose"
     merge(tmp_path, tmp_path / "merged.json.gz")
 

@@ -31,7 +31,7 @@ def said(directory: Path) -> Said:
         return Said(f"{type(error).__name__}: {error}")
     step, error_of_replay, exposed = (
         None if each is None else each.mean
-        for each in (target.measured.step_time_ms, target.what_if.replay_error, target.stages[0].exposed_ms["tp"])
+        for each in (target.step_time_ms, target.what_if.replay_error, target.stages[0].exposed_ms["tp"])
     )
     causes = () if target.diagnosis is None else tuple(map(asdict, target.diagnosis.causes))
     return Said(None, step, error_of_replay, exposed, causes)

@@ -96,13 +96,12 @@ def test_the_report_says_what_was_built(
     run_ranks(models.train, many, model, sizes, str(tmp_path), timeout=300)
 
     (target,) = analyze(tmp_path).targets
-    told = target.measured
-    assert (told.microbatches, told.sizes.pp, told.sizes.cp) == (
+    assert (target.microbatches, target.sizes.pp, target.sizes.cp) == (
         models.MICROBATCHES,
         len(stages),
         sizes.get("context_parallel_size", 1),
     )
-    assert [stage.pp for stage in told.stages] == list(range(len(stages)))
+    assert [stage.pp for stage in target.stages] == list(range(len(stages)))
     traces = [read_trace(path) for path in find_traces(tmp_path)]
     assert {trace.metadata.coords.rank for trace in traces} == set(range(many))
     for trace in traces:
@@ -144,8 +143,7 @@ def test_microbatches_that_change_by_step_and_replica(tmp_path: Path) -> None:
         passes = Counter(each.name.label for each in trace.ranges)
         assert (trace.metadata.microbatches, passes["forward"], passes["backward"]) == (count, count, count)
     (target,) = analyze(tmp_path).targets
-    told = target.measured
-    assert [stage.pp for stage in told.stages] == [0, 1]
+    assert [stage.pp for stage in target.stages] == [0, 1]
     # Steps with other numbers are left out, and on a busy machine those that were pulled apart between the ranks.
-    assert all(told.microbatches in {of_replica[step] for of_replica in COUNTS} for step in told.steps)
-    assert "not_comparable" not in kinds(told.warnings)
+    assert all(target.microbatches in {of_replica[step] for of_replica in COUNTS} for step in target.steps)
+    assert "not_comparable" not in kinds(target.warnings)

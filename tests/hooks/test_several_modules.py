@@ -29,6 +29,5 @@ def test_modules_that_follow_each_other_are_stages_of_one_pipeline(tmp_path: Pat
         exchanges = {each.name.fields["mb"] for each in trace.ranges if each.name.is_p2p and "mb" in each.name.fields}
         assert exchanges >= set(range(MICROBATCHES)), "those between the modules, too, and each knows what it carries"
     (target,) = analyze(tmp_path).targets
-    measured = target.measured
-    assert [stage.pp for stage in measured.stages] == list(range(stages))
-    assert measured.microbatches == MICROBATCHES
+    assert [stage.pp for stage in target.stages] == list(range(stages))
+    assert target.microbatches == MICROBATCHES

@@ -77,7 +77,7 @@ def test_discrete_is_a_file_per_role(one_rank: Any, tmp_path: Path) -> None:
     }
     assert not any(trace.metadata.truncated for trace in found.values())
     assert found["annotated.actor.step000001"].metadata.schedule == "no_pipelining"
-    assert {"train_actor", "train_log_probs"} <= {target.measured.target for target in analyze(tmp_path).targets}
+    assert {"train_actor", "train_log_probs"} <= {target.target for target in analyze(tmp_path).targets}
 
 
 def test_otherwise_one_file_a_step_with_all_roles_in_it(one_rank: Any, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_otherwise_one_file_a_step_with_all_roles_in_it(one_rank: Any, tmp_path:
         *("train_overall", "role/actor", "train_actor"),  # entered before the window opened
         *("role/rollout/generate", "train_log_probs", "role/ref", "train_log_probs", "role/actor/update"),
     ]
-    targets = {each.key: each.measured for each in analyze(tmp_path).targets}
+    targets = {each.key: each for each in analyze(tmp_path).targets}
     assert list(targets) == [
         *(("train_overall", None), ("train_actor", "actor")),
         *(("train_log_probs", "ref"), ("train_log_probs", "rollout")),

@@ -152,7 +152,7 @@ def test_a_window_per_step_is_a_file_per_step(tmp_path: Path) -> None:
         assert "trained" in text, text
     assert len(list(tmp_path.glob("*.nsys-rep"))) == 4
     (target,) = analyze(tmp_path).targets
-    assert target.measured.steps == (2, 4)
+    assert target.steps == (2, 4)
 
 
 def test_a_killed_rank_leaves_a_truncated_window(tmp_path: Path) -> None:

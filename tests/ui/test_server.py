@@ -14,9 +14,8 @@ from urllib.parse import parse_qs
 import pytest
 from starlette.testclient import TestClient
 
-from megaprof.analysis.report.compare import compare
+from megaprof.analysis.report.compare import compare, prediction_clause
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.text.diff import prediction_clause
 from megaprof.formats.names import artifact_name, shard
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import captures, server

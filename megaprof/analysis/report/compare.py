@@ -1,4 +1,4 @@
-"""Compares two captures, stage by stage: what changed, and whether it changed by more than it usually varies.
+"""Compares two captures, stage by stage, and says in sentences what changed: by more than it usually varies, or not.
 
 A change is *beyond the spread* when the 90 % interval of the difference of both means is above or below 0. The samples
 are steps. If fewer than `FEWEST` steps were captured, the samples are microbatches, for the quantities that
@@ -13,8 +13,8 @@ the error of the prediction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
-from dataclasses import replace
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import asdict, replace
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
@@ -31,6 +31,7 @@ from megaprof.analysis.report.diff import (
 )
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text import words
+from megaprof.analysis.report.text.sentences import BASES
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.layouts import format_layout
@@ -51,8 +52,6 @@ _OF_MACHINE = frozenset(
         "host_bound",
     ]
 )
-
-
 _Key = tuple[str, str | None]
 
 
@@ -82,27 +81,19 @@ def _by_key(report: Document) -> dict[_Key, TargetReport]:
 
 
 def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
-    first, second = before.measured, after.measured
-    old = {stage.pp: stage for stage in first.stages}
-    new = {stage.pp: stage for stage in second.stages}
-    alike = first.microbatches is not None and first.microbatches == second.microbatches
-    one_model = same_layers(_layers_by_kind(first), _layers_by_kind(second))
+    old = {stage.pp: stage for stage in before.stages}
+    new = {stage.pp: stage for stage in after.stages}
+    alike = before.microbatches is not None and before.microbatches == after.microbatches
+    one_model = same_layers(_layers_by_kind(before), _layers_by_kind(after))
     layer = _layer(before, after) if one_model else None
-    predicted = one_model and alike and replace(first.sizes, vpp=1) == replace(second.sizes, vpp=1)
-    step_time = _difference(first.step_time_ms, second.step_time_ms, [], [])
-    stages = tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys()))
+    predicted = one_model and alike and replace(before.sizes, vpp=1) == replace(after.sizes, vpp=1)
     return TargetDiff(
-        target=first.target,
-        role=first.role,
+        target=before.target,
+        role=before.role,
         before=_target_side(before, after),
         after=_target_side(after, before),
-        step_time=step_time if one_model else _incomparable(step_time),
-        stages=tuple(
-            stage
-            if one_model
-            else replace(stage, changes={name: _incomparable(times) for name, times in stage.changes.items()})
-            for stage in stages
-        ),
+        step_time=_difference(before.step_time_ms, after.step_time_ms, one_model),
+        stages=tuple(_stage(pp, old.get(pp), new.get(pp), one_model, alike) for pp in sorted(old.keys() | new.keys())),
         layer=layer,
         prediction=_kept(before, after, layer) if predicted else None,
         causes=_causes(before.diagnosis, after.diagnosis) if one_model else {},
@@ -122,16 +113,12 @@ def _layers_by_kind(measured: TargetStages) -> dict[str, int] | None:
     return dict(sorted(kinds.items()))
 
 
-def _incomparable(times: Difference) -> Difference:
-    return replace(times, change=None, beyond_spread=None, low=None, high=None)
-
-
 def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
     return TargetSide(
         verdict=target.in_brief(surely_in=other.diagnosis).text,
         schedule=target.schedule,
         microbatches=target.microbatches,
-        layers=_layers_by_kind(target.measured),
+        layers=_layers_by_kind(target),
         sizes=target.sizes,
         step_time_basis=target.step_time_basis,
         withheld=target.withheld,
@@ -154,8 +141,8 @@ def _layer(before: TargetReport, after: TargetReport) -> Difference | None:
 def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
     """Returns what the first capture predicted for the layout of the second one, and how that compares with the
     measurement; None if there is no such prediction."""
-    pieces, old, new = layout_of(after.measured), before.diagnosis, after.diagnosis
-    if pieces is None or pieces == layout_of(before.measured) or old is None or new is None:
+    pieces, old, new = layout_of(after), before.diagnosis, after.diagnosis
+    if pieces is None or pieces == layout_of(before) or old is None or new is None:
         return None
     if not old.step_ms or not new.step_ms:  # a report that was read from JSON may have none
         return None
@@ -196,7 +183,7 @@ def _expected(step_ms: Interval, old: Diagnosis, new: Diagnosis, layer: Differen
     return ((step_ms + first * -1.0) * (layer.after / layer.before) + second).clipped(0.0)
 
 
-def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> StageDiff:
+def _stage(pp: int, before: Stage | None, after: Stage | None, one_model: bool, alike: bool) -> StageDiff:
     """Compares one stage. ``alike``: both captures have equally many microbatches per step, so a change of the
     microbatches is a change of the step."""
     return StageDiff(
@@ -207,6 +194,7 @@ def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> S
             quantity: _difference(
                 getattr(before, quantity, None),
                 getattr(after, quantity, None),
+                one_model,
                 _microbatches(before, quantity) if alike else [],
                 _microbatches(after, quantity) if alike else [],
             )
@@ -215,9 +203,15 @@ def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> S
     )
 
 
-def _difference(before: Spread | None, after: Spread | None, old: list[Spread], new: list[Spread]) -> Difference:
+def _difference(
+    before: Spread | None,
+    after: Spread | None,
+    one_model: bool,
+    old: Sequence[Spread] = (),
+    new: Sequence[Spread] = (),
+) -> Difference:
     """Compares one quantity. ``old`` and ``new``: the samples of microbatches, used if there are too few steps."""
-    if before is None or after is None:
+    if before is None or after is None or not one_model:
         return Difference(before.mean if before else None, after.mean if after else None, None, None)
     fraction = after.mean / before.mean - 1 if before.mean else None
     more = _grown([before], [after])
@@ -229,7 +223,7 @@ def _difference(before: Spread | None, after: Spread | None, old: list[Spread], 
     return Difference(before.mean, after.mean, fraction, not more.holds(0.0), low, high)
 
 
-def _grown(before: list[Spread], after: list[Spread]) -> Interval | None:
+def _grown(before: Sequence[Spread], after: Sequence[Spread]) -> Interval | None:
     """Returns the difference of two sums of means; None if one of the means has too few samples."""
     if any(spread.count < FEWEST for spread in (*before, *after)):
         return None
@@ -258,3 +252,116 @@ def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:
     forward, backward = stage.forward_per_microbatch_ms, stage.backward_per_microbatch_ms
     spreads = {"forward_ms": [forward], "backward_ms": [backward], "compute_ms": [forward, backward]}.get(quantity, [])
     return [spread for spread in spreads if spread is not None]
+
+
+def causes_clause(target: TargetDiff) -> str:
+    """Returns a clause that says what costs most before and after."""
+    return f"causes: {target.before.verdict} → {target.after.verdict}"
+
+
+def machine_clause(target: TargetDiff) -> str:
+    """Returns a clause that says whether the machine is the same, from the time of a layer in the quicker passes."""
+    layer = target.layer
+    if not target.same_model:
+        return "whether the machine changed is not known: the captures are of different models"
+    if layer is None:
+        missing = "at least one capture does not show how long a layer takes in the quicker passes"
+        return f"whether the machine changed is not known: {missing}"
+    took = f"{words.number(layer.before)} → {words.number(layer.after)} ms"
+    return (
+        f"in the quicker passes, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}); the "
+        "machine, its load or a setting can change that, but not the layout"
+    )
+
+
+def bound_clause(target: TargetDiff, bound: float) -> str:
+    """Returns a clause that says whether a step is slower by more than ``bound``, how sure that is, and what moved."""
+    step, more = target.step_time, f"more than {words.percent(bound)} slower"
+    if not target.comparable:
+        return f"whether a step is {more} is not known: the steps of both captures do not do the same work"
+    if step.low is None or step.high is None:
+        return f"whether a step is {more} is not certain: it takes three steps in each capture"
+    ends = f"{words.percent(step.change, sign=True)}, between {words.percent(step.low, sign=True)} and "
+    ends += words.percent(step.high, sign=True)
+    slower = target.slower_by(bound)
+    if not slower:
+        return (
+            f"a step is not {more} ({ends})" if slower is False else f"whether a step is {more} is not certain ({ends})"
+        )
+    grown = {
+        kind: (cause.after or 0.0) - (cause.before or 0.0)
+        for kind, cause in target.causes.items()
+        if cause.beyond_spread
+    }
+    kind = max(grown, key=lambda kind: grown[kind], default=None)
+    if kind is None or grown[kind] <= 0.0:
+        return f"a step is surely {more} ({ends}): no cause explains it; {machine_clause(target)}"
+    cause, mostly = target.causes[kind], 2.0 * grown[kind] > (step.after or 0.0) - (step.before or 0.0)
+    moved = f"{kind} cost {words.number(cause.before)} ms and costs {words.number(cause.after)} ms"
+    moved += ", most of the difference" if mostly else ", a part of the difference"
+    return f"a step is surely {more} ({ends}): {moved}"
+
+
+def prediction_clause(kept: Kept) -> str:
+    """Returns a clause with what was predicted for a layout, what was measured, and whether the two agree."""
+    predicted = f"{words.speedup(kept.predicted)} times as fast"
+    measured = f"measured {kept.measured:.2f} times as fast ({words.number(kept.measured_ms)} ms)"
+    steps = f"{words.number(kept.before_ms)} → {words.number(kept.predicted_ms)} ms"
+    text = f"{kept.what}: predicted {predicted} ({steps}), {measured}"
+    if kept.expected_ms is None or kept.error is None:
+        return f"{text}; what of that the machine changed is not known"
+    text += "; with layers as quick and steps as disturbed as in the second capture, the prediction is "
+    off = f"{words.percent(abs(kept.error))} {'above' if kept.error > 0 else 'below'} the measured step"
+    text += f"{words.within(kept.expected_ms)} ms, {off}"
+    if kept.inside is None:
+        return f"{text}, and too uncertain to be proved right or wrong"
+    return f"{text}, {'inside' if kept.inside else 'outside'} its interval"
+
+
+def notes(target: TargetDiff) -> Iterator[str]:
+    """Yields clauses: how the captures of a target differ apart from the times, and the warnings of their reports."""
+    old, new = target.before.withheld, target.after.withheld
+    if old is not None and old == new:
+        yield f"no cause of lost time is named: {old.text}"
+    else:
+        for where, reason in (("first", old), ("second", new)):
+            if reason is not None:
+                yield f"no cause of lost time is named in the {where} capture: {reason.text}"
+    yield from _settings(target)
+    first, second = ([warning.text for warning in side.warnings] for side in (target.before, target.after))
+    yield from (f"both captures: {note}" for note in first if note in second)
+    for where, notes_of_side, other in (("first", first, second), ("second", second, first)):
+        yield from (f"{where} capture: {note}" for note in notes_of_side if note not in other)
+
+
+def warnings(diff: Diff) -> Iterator[str]:
+    """Yields clauses: the targets that only one capture has, and the warnings of each report as a whole."""
+    sides = (("first", diff.before), ("second", diff.after))
+    for where, side in sides:
+        if side.unpaired:
+            names = ", ".join(words.title(*key) for key in side.unpaired)
+            yield f"{names} only in the {where} capture: not compared"
+    for where, side in sides:
+        if side.of_several is not None:
+            yield f"{where} capture: {side.of_several}"
+        yield from (f"{where} capture: {warning.text}" for warning in side.warnings)
+
+
+def _settings(target: TargetDiff) -> Iterator[str]:
+    before, after = (
+        {"schedule": side.schedule, "microbatches": side.microbatches, **asdict(side.sizes)}
+        for side in (target.before, target.after)
+    )
+    if not target.same_model:
+        old, new = (
+            " + ".join(f"{count} {kind}" for kind, count in (side.layers or {}).items()) or "none"
+            for side in (target.before, target.after)
+        )
+        yield f"layers {old} -> {new}: another model, so no time is compared with that of the other capture"
+    for name in before:
+        if before[name] != after[name]:
+            old, new = (words.ABSENT if settings[name] is None else str(settings[name]) for settings in (before, after))
+            yield f"{name} {old} -> {new}: stages and steps do not do the same work"
+    if target.before.step_time_basis != target.after.step_time_basis:
+        old, new = (BASES[side.step_time_basis] for side in (target.before, target.after))
+        yield f"step times are not measured alike: {old}; {new}"

@@ -116,11 +116,6 @@ class TargetReport(TargetStages):
         return self.target, self.role
 
     @property
-    def measured(self) -> TargetStages:
-        """Returns the stages of the target."""
-        return self
-
-    @property
     def causes(self) -> tuple[Cause, ...]:
         """Returns the causes that the diagnosis names; empty if there is no diagnosis."""
         return self.diagnosis.causes if self.diagnosis is not None else ()
@@ -133,11 +128,6 @@ class TargetReport(TargetStages):
         if any(set(slow_rank.ranks) & set(first.ranks) for slow_rank in self.slow_ranks):
             return row in self.slow_ranks and bool(set(row.ranks) & set(first.ranks))
         return row.pp in (first.stages or first.link or (first.stage,)) and row in self.stages
-
-    @property
-    def shown_imbalance(self) -> str | None:
-        """Returns the imbalance with two decimals; None if it is not known."""
-        return None if self.imbalance is None else f"{self.imbalance:.2f}"
 
     def in_brief(self, standstill: Standstill | None = None, surely_in: Diagnosis | None = None) -> sentences.Finding:
         """Returns the verdict in a few words. ``standstill``: the step in which the job stands still or was

@@ -23,7 +23,8 @@ from importlib.resources import files
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from megaprof.analysis.report import charts, views
+from megaprof.analysis.report import drawn as drawings
+from megaprof.analysis.report import views
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import StepTimeline, boxes
 from megaprof.analysis.report.text import causes, sentences, what_if, words
@@ -74,8 +75,8 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    made.globals |= {"causes": causes, "charts": charts, "predictions": what_if, "sentences": sentences, "words": words}
-    made.globals |= {"shell": shlex.join, "light": light, "views": views}
+    made.globals |= {"causes": causes, "drawings": drawings, "light": light, "predictions": what_if}
+    made.globals |= {"sentences": sentences, "shell": shlex.join, "views": views, "words": words}
     return made
 
 

@@ -164,8 +164,10 @@ def _files(path: Path) -> tuple[list[Source], Timelines]:
     if not traces and not timelines.paths:
         if wrote := [file.name for file in files_below(path, _OF_ROCPROF)]:
             raise NothingToReport(f"{path} holds {listed(sorted(wrote), 5)}: {_ROCPROF}")
+        names = sorted(entry.name for entry in path.iterdir())
+        what = f"it holds {listed(names, 5)}" if names else "it is empty"
         kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE}, *{REPORT}) and no timeline (*{SUFFIX}"
-        raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}; {_TO_HAVE_ONE}")
+        raise NothingToReport(f"{path} holds no trace ({kinds}): {what}; {_TO_HAVE_ONE}")
     return traces, timelines
 
 
@@ -261,8 +263,3 @@ def _others(directory: Path) -> list[Path]:
     paths = sorted(files_below(directory, (".json", ".json.gz")), key=lambda path: (not _TRACE.search(path.name), path))
     named = sum(_TRACE.search(path.name) is not None for path in paths)
     return paths[: named + _MOST_OTHERS]
-
-
-def _contents(directory: Path) -> str:
-    names = sorted(entry.name for entry in directory.iterdir())
-    return f"it holds {listed(names, 5)}" if names else "it is empty"

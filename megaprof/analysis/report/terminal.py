@@ -6,12 +6,12 @@ import shlex
 
 from rich.console import Console
 
+from megaprof.analysis.report import compare as differences
 from megaprof.analysis.report import views
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.printing import STYLES, heading, show_finding, show_table, show_warnings, text
 from megaprof.analysis.report.text import causes, sentences, what_if
-from megaprof.analysis.report.text import diff as differences
 from megaprof.analysis.report.text.words import counted, sentence, title, with_spread
 from megaprof.analysis.trace.nsys.files import is_nsys
 

@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     bound: float | None = arguments.fail_above
     if bound is None:
         return 0
+    from megaprof.analysis.report.compare import bound_clause
     from megaprof.analysis.report.text import words
-    from megaprof.analysis.report.text.diff import bound_clause
 
     for target in diff.targets:
         say(f"megaprof diff: {words.title(target.target, target.role)}: {bound_clause(target, bound)}", sys.stderr)

@@ -109,7 +109,7 @@ def answer_to(
         raise CommandError(str(missing)) from None
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
-    after = stages_after(target_report.measured, changeable, choice)
+    after = stages_after(target_report, changeable, choice)
     return WhatIfAnswer(
         *target_report.key,
         what=name_of(choice.prediction, target_report.what_if),
@@ -119,7 +119,7 @@ def answer_to(
         bubble=after.bubble,
         imbalance=after.imbalance,
         host_options=options_of(
-            target_report.measured.framework, target_report.measured.role, choice.prediction.flags, changeable.stages
+            target_report.framework, target_report.role, choice.prediction.flags, changeable.stages
         ),
         caveats=(
             *notes_on(choice.prediction, target_report.what_if),

@@ -9,11 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.analysis.report.live import ratio, stages_now
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.tables import TableView
-from megaprof.analysis.report.text.words import number, percent
-from megaprof.analysis.report.views import iterations_table
+from megaprof.analysis.report.text.words import number, percent, ratio
+from megaprof.analysis.report.views import iterations_table, stages_now
 from megaprof.cli.jobs.status import silence
 from megaprof.control.directory import NoJob, find_job
 from megaprof.formats.phrases import counted

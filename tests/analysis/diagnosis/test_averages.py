@@ -30,27 +30,26 @@ def report_of(directory: Path, layout: WorldLayout = LAYOUT, **options: Any) -> 
 
 def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> None:
     target = report_of(tmp_path, forward_ms=[10, 10, 20, 10], backward_ms=[20, 20, 40, 20], chunk_layers=[4, 4, 8, 4])
-    measured = target.measured
     # The steps that its causes are priced in, and the same time of a step.
-    assert measured.steps == tuple(range(40))
+    assert target.steps == tuple(range(40))
     assert target.diagnosis is not None
-    assert measured.step_ms == pytest.approx(target.diagnosis.step_ms)
-    assert [stage.ranks for stage in measured.stages] == [(0,), (1,), (2,), (3,)]
-    assert [round(stage.forward_ms.mean) for stage in measured.stages if stage.forward_ms] == [80, 80, 160, 80]
-    assert [round(stage.backward_ms.mean) for stage in measured.stages if stage.backward_ms] == [160, 160, 320, 160]
-    assert measured.step_time_ms is not None
-    for stage in measured.stages:
+    assert target.step_ms == pytest.approx(target.diagnosis.step_ms)
+    assert [stage.ranks for stage in target.stages] == [(0,), (1,), (2,), (3,)]
+    assert [round(stage.forward_ms.mean) for stage in target.stages if stage.forward_ms] == [80, 80, 160, 80]
+    assert [round(stage.backward_ms.mean) for stage in target.stages if stage.backward_ms] == [160, 160, 320, 160]
+    assert target.step_time_ms is not None
+    for stage in target.stages:
         assert stage.compute_ms is not None
         assert stage.bubble_ms is not None
         assert stage.gradients_ms is not None
-        beside = measured.step_time_ms.mean - stage.compute_ms.mean - stage.gradients_ms.mean
+        beside = target.step_time_ms.mean - stage.compute_ms.mean - stage.gradients_ms.mean
         assert stage.bubble_ms.mean == pytest.approx(beside, abs=1)
         split = [part.mean for part in stage.bubble_split.values() if part is not None]
         assert sum(split) == pytest.approx(stage.bubble_ms.mean)
         assert split[0] == pytest.approx(WARM_UP_MS[stage.pp], abs=1.5)
     assert target.slowest_stage == 2
     assert [cause.kind for cause in target.causes][:1] == ["layers"]
-    assert measured.imbalance == pytest.approx(60 / 37.5, rel=0.01)
+    assert target.imbalance == pytest.approx(60 / 37.5, rel=0.01)
     assert target.what_if.replay_error is not None
     assert abs(target.what_if.replay_error.mean) < 0.05
 
@@ -58,14 +57,14 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
 def test_interleaved_chunks(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(2, pp=2, vpp=2))
     target = report_of(tmp_path, layout, microbatches=4, chunk_layers=[2, 2])
-    assert [len(stage.chunks) for stage in target.measured.stages] == [2, 2]
-    assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([120] * 2)
+    assert [len(stage.chunks) for stage in target.stages] == [2, 2]
+    assert [stage.compute_ms.mean for stage in target.stages if stage.compute_ms] == pytest.approx([120] * 2)
 
 
 def test_clocks_of_different_hosts_are_aligned(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(32, tp=8, pp=4))
-    skewed = report_of(tmp_path / "skewed", layout, skew_ms=500.0).measured
-    exact = report_of(tmp_path / "exact", layout).measured
+    skewed = report_of(tmp_path / "skewed", layout, skew_ms=500.0)
+    exact = report_of(tmp_path / "exact", layout)
     assert [stage.ranks for stage in skewed.stages] == [(0,), (8,), (16,), (24,)]
     assert skewed.step_time_basis == exact.step_time_basis == "one_clock"
     assert skewed.step_time_ms is not None
@@ -76,7 +75,7 @@ def test_clocks_of_different_hosts_are_aligned(tmp_path: Path) -> None:
 
 def test_what_a_timeline_does_not_tell_is_null(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(16, tp=2, pp=2, cp=2, ep=2))
-    measured = report_of(tmp_path, layout).measured
+    measured = report_of(tmp_path, layout)
     for stage in measured.stages:
         missing = [axis for axis, exposed in stage.exposed_ms.items() if exposed is None]
         assert missing == ["tp", "ep", "cp", "pp", "unknown"]
@@ -88,7 +87,7 @@ def test_what_a_timeline_does_not_tell_is_null(tmp_path: Path) -> None:
 
 def test_on_the_devices_clock_exchanges_are_used_as_on_the_hosts(tmp_path: Path) -> None:
     target = report_of(tmp_path / "device", device_clock=True)
-    assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([240] * 4)
+    assert [stage.compute_ms.mean for stage in target.stages if stage.compute_ms] == pytest.approx([240] * 4)
     assert ("pp",) in [note.names for note in target.warnings]
     assert target.fleet is not None
     assert target.fleet.clock == "device"
@@ -144,16 +143,16 @@ def timeless(path: Path) -> None:
 
 def test_without_times_of_events_the_step_is_known(tmp_path: Path) -> None:
     target = report_of(tmp_path, events=False)
-    assert target.measured.step_time_ms is not None
+    assert target.step_time_ms is not None
     assert target.microbatches == 8
     assert [stage.compute_ms.mean for stage in target.stages if stage.compute_ms] == pytest.approx([240] * 4, rel=0.02)
     assert [chunk.holds is not None for stage in target.stages for chunk in stage.chunks] == [True] * 4
-    assert target.measured.imbalance is None
+    assert target.imbalance is None
     assert "no_step" in kinds(target.warnings)
 
 
 def test_only_steps_that_every_stage_has(tmp_path: Path) -> None:
-    measured = report_of(tmp_path, last_step={2: 30}).measured
+    measured = report_of(tmp_path, last_step={2: 30})
     assert measured.steps == tuple(range(31))
 
 
@@ -162,7 +161,7 @@ def test_first_steps_are_left_out_only_if_they_are_longer(
     tmp_path: Path, cold: int | None, left_out: list[tuple[int, ...]]
 ) -> None:
     slow = [] if cold is None else [Slow(until_step=cold, factor=1.5)]
-    measured = report_of(tmp_path, steps=8, noise=0.05, slow=slow).measured
+    measured = report_of(tmp_path, steps=8, noise=0.05, slow=slow)
     assert [each.steps for each in measured.warnings if each.kind == "first_steps"] == left_out
     assert measured.steps == tuple(range(0 if cold is None else cold + 1, 8))
 
@@ -170,7 +169,7 @@ def test_first_steps_are_left_out_only_if_they_are_longer(
 def test_the_pipeline_without_the_slow_rank_is_shown_and_the_slow_rank_is_a_cause(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(8, pp=4))
     target = report_of(tmp_path, layout, noise=0.01, slow=[Slow(rank=4, from_step=10, factor=1.5)])
-    assert [stage.ranks for stage in target.measured.stages] == [(1,), (3,), (5,), (7,)]
+    assert [stage.ranks for stage in target.stages] == [(1,), (3,), (5,), (7,)]
     assert target.slowest_stage is None
     (cause,) = (cause for cause in target.causes if cause.kind == "slow_rank")
     assert (cause.stage, cause.ranks) == (2, (4,))
@@ -233,8 +232,8 @@ def test_a_step_that_ran_again_counts_as_it_ran_last(tmp_path: Path) -> None:
 
 def test_steps_that_the_gpu_began_late_are_aligned_by_their_phases(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(32, tp=8, pp=4))
-    late = report_of(tmp_path / "late", layout, skew_ms=50.0, device_clock=True).measured
-    exact = report_of(tmp_path / "exact", layout).measured
+    late = report_of(tmp_path / "late", layout, skew_ms=50.0, device_clock=True)
+    exact = report_of(tmp_path / "exact", layout)
     assert late.step_time_ms is not None
     assert exact.step_time_ms is not None
     assert late.step_time_ms.mean == pytest.approx(exact.step_time_ms.mean, rel=0.01)
@@ -252,7 +251,7 @@ def test_waiting_is_no_communication_where_peers_have_no_timeline_either(tmp_pat
     write_timelines(tmp_path, layout, steps=40, microbatches=8, slow=slow, ranks=seen)
     (target,) = analyze(tmp_path).targets
     assert not any(ms for ms in target.fleet.synchronisation.synchronisation_ms)
-    assert all(stage.exposed_ms["dp"] is None for stage in target.measured.stages)
+    assert all(stage.exposed_ms["dp"] is None for stage in target.stages)
     assert "communication" not in {cause.kind for cause in target.causes}
 
 
@@ -263,7 +262,7 @@ def test_a_slow_rank_costs_what_the_step_takes_longer_than_without_it(tmp_path: 
     job: dict[str, Any] = {"steps": 60, "noise": 0.01}
     slow = report_of(tmp_path / "slow", layout, slow=[Slow(rank=rank, factor=1.6)], **job)
     healthy = report_of(tmp_path / "healthy", layout, **job)
-    assert all(rank not in stage.ranks for stage in slow.measured.stages)
+    assert all(rank not in stage.ranks for stage in slow.stages)
     (cause,) = (cause for cause in slow.causes if cause.kind == "slow_rank")
     assert cause.ranks == (rank,)
     assert slow.diagnosis is not None

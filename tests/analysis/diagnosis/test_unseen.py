@@ -38,14 +38,14 @@ def says_nothing(target: TargetReport) -> bool:
 def test_every_kernel_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = reported(UNEVEN, tmp_path, monkeypatch, **ON_GPU)
     assert target.slowest_stage == 0
-    assert not target.measured.warnings
+    assert not target.warnings
 
 
 def test_launches_without_any_kernel_are_no_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a file that does not say where its model was."""
     target = reported(UNEVEN, tmp_path, monkeypatch, lambda trace, event: not is_kernel(event))
     assert says_nothing(target)
-    assert len(target.measured.warnings) == 1
+    assert len(target.warnings) == 1
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_a_model_on_a_gpu_without_gpu_activity(
 ) -> None:
     target = reported(UNEVEN, tmp_path, monkeypatch, lambda trace, event: not is_cuda(event), top, **metadata)
     assert says_nothing(target)
-    assert len(target.measured.warnings) == 1
-    assert target.withheld == target.measured.warnings[0]
+    assert len(target.warnings) == 1
+    assert target.withheld == target.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_step_that_lost_kernels_leaves_the_others(
         return not (is_kernel(event) and trace.step == 5 and event["ts"] < second)
 
     target = reported(scenario, tmp_path, monkeypatch, kept, **ON_GPU)
-    assert target.measured.steps == (6,)
+    assert target.steps == (6,)
     assert target.slowest_stage == 0
     assert [w.steps for w in target.warnings if w.kind == "left_out"] == [(5,)] * 4
 
@@ -127,4 +127,4 @@ def test_of_two_tools_the_one_that_saw_the_gpu_counts(tmp_path: Path, monkeypatc
     reported(UNEVEN, tmp_path / "another", monkeypatch, **ON_GPU)
     (target,) = analyze(tmp_path).targets
     assert target.slowest_stage == 0
-    assert not target.measured.warnings
+    assert not target.warnings

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from megaprof.analysis.report import compare as text
 from megaprof.analysis.report.compare import NothingToCompare, compare
 from megaprof.analysis.report.document import Document, NotAReport
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show_diff
-from megaprof.analysis.report.text import diff as text
 from megaprof.analysis.report.text import words
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
@@ -309,7 +309,7 @@ def test_a_prediction_is_compared_with_steps_of_its_own_kind(tmp_path):
     before, after = found
     plain = only(compare(before, after)).prediction
     (target,) = before.targets
-    spread = target.measured.step_time_ms
+    spread = target.step_time_ms
     longer = replace(target, step_time_ms=replace(spread, mean=spread.mean + 300.0))
     closing = replace(before, targets=(longer,))
     kept = only(compare(closing, after)).prediction

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from megaprof.analysis.report.document import Document
@@ -41,10 +40,8 @@ def test_a_step_in_brief_is_that_of_the_tables(tmp_path: Path) -> None:
     pipeline(tmp_path, [6, 2])
     report = analyze(tmp_path)
     (target,) = report.targets
-    assert target.shown_imbalance == "1.50"
     assert target.profiled
     assert milliseconds(target.step_ms) in page(report, {})
-    assert replace(target, imbalance=None).shown_imbalance is None
 
 
 def test_a_path_that_is_not_utf_8_is_written_with_question_marks(tmp_path: Path) -> None:

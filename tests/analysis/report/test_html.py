@@ -179,7 +179,7 @@ def test_the_captured_step_nearest_to_the_average_is_drawn(tmp_path):
     last = {1: (2, "forward", 3)}
     scenarios.write(scenarios.Scenario("last", layers=(4, 4), hiccups=last, noise=0.0, steps=3), tmp_path)
     report = analyze(tmp_path)
-    assert report.targets[0].measured.steps == (5, 6, 7)
+    assert report.targets[0].steps == (5, 6, 7)
     (drawn,) = report.steps().values()
     assert drawn.step == 6, "not the last, which is longer than the numbers say"
 
@@ -202,7 +202,7 @@ def test_the_last_of_several_steps_in_one_trace_is_drawn(tmp_path):
             trace.call(100 * number + 10 * pp, 90, step=step)
         trace.write(tmp_path)
     report = analyze(tmp_path)
-    assert report.targets[0].measured.steps == (5, 6, 7)
+    assert report.targets[0].steps == (5, 6, 7)
     (drawn,) = report.steps().values()
     assert (drawn.step, [row.stage for row in drawn.rows]) == (7, [0, 1])
 

@@ -83,7 +83,7 @@ def test_one_file_can_be_reported_on(tmp_path):
 
 def test_renamed_traces_are_found_when_nothing_else_is_there(tmp_path):
     plain_stage(0, 1, 10, 20).write(tmp_path, "renamed.json")
-    assert analyze(tmp_path).targets[0].measured.target == "train_actor"
+    assert analyze(tmp_path).targets[0].target == "train_actor"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
         Prediction("chunks", Interval.of(9.0), Interval(1.2, 1.1, 1.3), chunks=n, layers=(4, 4)) for n in (2, 4)
     )
     found = WhatIf(candidates=(replace(two, in_flight=(22, 8)), four, BEST), in_flight=(16, 8))
-    both, more = what_if.caveats(found)
+    both, more = what_if.remarks(found)
     names = "2 model chunks per stage, 4+4 layers / 4 model chunks per stage, 4+4 layers"
     assert both.startswith(f"{names}: on the assumption that ")
     assert more.startswith("2 model chunks per stage, 4+4 layers: ")

@@ -32,7 +32,7 @@ def test_no_digit_that_the_error_makes_meaningless(ms: float | None, error: floa
     [(216.94, 1.21, "217 ±1"), (39.88, 0.34, "39.9 ±0.3"), (5.0, 0.0, "5.00 ±0.00"), (1096.7, 13.0, "1097 ±13")],
 )
 def test_a_time_and_its_error_have_the_same_digits(ms: float, error: float, text: str) -> None:
-    assert words.with_error(ms, error) == text
+    assert words.with_spread(Spread(ms, ms, ms, ms, error, 2)) == text
 
 
 def test_a_single_sample_has_no_spread() -> None:

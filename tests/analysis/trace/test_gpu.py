@@ -151,7 +151,7 @@ def test_without_operators_of_the_cpu_exposed_communication_stays_in_sight(tmp_p
         directory = tmp_path / str(operators)
         write(Scenario("exposed tp", exposed={"tp": 0.3}, dp=2, tail=20.0, operators=operators), directory)
         (found[operators],) = analyze(directory).targets
-    named, unnamed = (found[operators].measured for operators in (True, False))
+    named, unnamed = (found[operators] for operators in (True, False))
     for known, unknown in zip(named.stages, unnamed.stages, strict=True):
         assert (unknown.exposed_ms["tp"], unknown.exposed_ms["dp"], unknown.dp_tail_ms) == (None, None, None)
         exposed = known.exposed_ms["tp"].mean + known.exposed_ms["dp"].mean
@@ -371,7 +371,7 @@ class TestWaiting:
         for gpu in (first, second):
             gpu.trace.write(directory)
         (target,) = analyze(directory).targets
-        return target.measured.stages[1]
+        return target.stages[1]
 
     def test_a_late_neighbour_is_no_slow_network(self, tmp_path):
         stage = self.exchange(tmp_path, late=20, transfer=1)
@@ -385,13 +385,13 @@ class TestWaiting:
         self.exchange(tmp_path, late=20, transfer=1)
         next(tmp_path.glob("*pp0*")).unlink()
         (target,) = analyze(tmp_path).targets
-        assert (target.measured.stages[0].exposed_ms["pp"], target.measured.stages[0].pp_waiting_ms) == (None, None)
+        assert (target.stages[0].exposed_ms["pp"], target.stages[0].pp_waiting_ms) == (None, None)
         assert ("pp",) in [note.names for note in target.warnings if note.kind == "exposed_unknown"]
 
     def test_clocks_of_several_hosts_are_aligned_by_the_exchanges(self, tmp_path):
         for apart in (False, True):
             write(Scenario("same", apart=apart), tmp_path / str(apart))
-        one, many = (analyze(tmp_path / str(apart)).targets[0].measured for apart in (False, True))
+        one, many = (analyze(tmp_path / str(apart)).targets[0] for apart in (False, True))
         assert many.step_time_ms.mean == pytest.approx(one.step_time_ms.mean, rel=0.005)
         for ours, theirs in zip(many.stages, one.stages, strict=True):
             assert ours.bubble_ms.mean == pytest.approx(theirs.bubble_ms.mean, rel=0.02, abs=0.5)
@@ -400,7 +400,7 @@ class TestWaiting:
     def test_the_bubble_of_a_balanced_pipeline_is_what_filling_and_draining_take(self, tmp_path):
         write(Scenario("exact", noise=0.0, transfer=0.0), tmp_path)
         (target,) = analyze(tmp_path).targets
-        first, *_, last = target.measured.stages
+        first, *_, last = target.stages
         # (p-1)(f+b) of 3 x 60 ms; the last stage waits for the first forwards, the first for the last backwards.
         assert first.bubble_ms.mean == pytest.approx(180, rel=0.01)
         assert last.bubble_split["warmup_ms"].mean == pytest.approx(60, rel=0.01)
@@ -413,7 +413,7 @@ def test_a_pipeline_on_gpu_and_cpu_traces_gives_the_same_answer(tmp_path):
         write(Scenario("both", layers=(6, 4, 3, 3), gpu=gpu), tmp_path / str(gpu))
     on_gpu, on_cpu = (analyze(tmp_path / str(gpu)).targets[0] for gpu in (True, False))
     assert on_gpu.slowest_stage == on_cpu.slowest_stage == 0
-    for left, right in zip(on_gpu.measured.stages, on_cpu.measured.stages, strict=True):
+    for left, right in zip(on_gpu.stages, on_cpu.stages, strict=True):
         assert left.compute_ms.mean == pytest.approx(right.compute_ms.mean, rel=0.01)
 
 
@@ -427,7 +427,7 @@ def test_interleaved_chunks_meet_round_the_corner(tmp_path):
     corner = {(each.kind, each.microbatch) for each in sent if (each.stage, each.chunk) == (0, 1)}
     assert corner >= {("forward", microbatch) for microbatch in range(6)}
     (target,) = analyze(tmp_path).targets
-    assert [c.holds.layers for c in target.measured.stages[0].chunks] == [2, 2]
+    assert [c.holds.layers for c in target.stages[0].chunks] == [2, 2]
 
 
 def test_traces_whose_kernels_nobody_launched_are_host_time(tmp_path):

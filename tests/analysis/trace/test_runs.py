@@ -142,7 +142,7 @@ def test_traces_of_two_runs_are_never_pooled(tmp_path: Path) -> None:
         report = analyze(tmp_path, run=number)
         (target,) = report.targets
         assert not kinds(target.warnings) & {"twice", "other_sizes", "not_comparable"}
-        seen[number] = report.run, [stage.chunks[0].holds.layers for stage in target.measured.stages]
+        seen[number] = report.run, [stage.chunks[0].holds.layers for stage in target.stages]
         assert {path.name[0] for path in report.traces} == {"abc"[report.run - 1]}
     assert seen == {None: (3, [2, 2, 2, 2]), 1: (1, [6, 2]), 2: (2, [4, 4]), 3: (3, [2, 2, 2, 2])}
     sink = io.StringIO()

@@ -65,7 +65,7 @@ def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: Changea
 
 
 def test_as_captured_the_stages_are_those_of_the_report(report: Report, known: Changeable) -> None:
-    measured = report.targets[0].measured
+    measured = report.targets[0]
     after = stages_after(measured, known, known.as_captured)
     for stage, *row in zip(measured.stages, after.compute_ms, after.bubbles, strict=True):
         assert stage.compute_ms is not None
@@ -76,9 +76,9 @@ def test_as_captured_the_stages_are_those_of_the_report(report: Report, known: C
 def test_the_stages_of_another_layout_are_those_of_a_run_with_it(
     tmp_path: Path, report: Report, known: Changeable
 ) -> None:
-    after = stages_after(report.targets[0].measured, known, chosen(known, {"layout": "4,4,4,4"}))
+    after = stages_after(report.targets[0], known, chosen(known, {"layout": "4,4,4,4"}))
     write(Scenario("ran", layers=(4, 4, 4, 4), loss=4.0, microbatches=8, noise=0.005, steps=3), tmp_path)
-    ran = analyze(tmp_path).targets[0].measured
+    ran = analyze(tmp_path).targets[0]
     for stage, compute_ms, bubble in zip(ran.stages, after.compute_ms, after.bubbles, strict=True):
         assert stage.compute_ms is not None
         assert compute_ms == pytest.approx(stage.compute_ms.mean, rel=0.03)
@@ -170,7 +170,7 @@ def test_the_command_the_tool_and_the_page_say_the_same(
     )
     assert {name: value for name, value in told.items() if name != "headline"} == printed
     (target,) = report.targets
-    page = answer(known, target.measured, {"layout": "5,4,4,3", "microbatches": "16"})
+    page = answer(known, target, {"layout": "5,4,4,3", "microbatches": "16"})
     assert page.now.prediction == mine
     assert (page.after.bubble, page.after.imbalance) == (printed["bubble"], printed["imbalance"])
     # Half as large, 16 microbatches in flight hold what 8 did: what is told is in layers of captured ones.
@@ -220,7 +220,7 @@ def test_steps_of_other_tokens_are_compared_by_token(
     )
     # Fewer microbatches fill the pipeline less well, though their step is shorter.
     assert (found.speedup.value > 1.0, whole > 1.0) == (better, better)
-    page = answer(known, report.targets[0].measured, {"microbatches": str(count), "tokens": "more"})
+    page = answer(known, report.targets[0], {"microbatches": str(count), "tokens": "more"})
     assert page.change == pytest.approx(1 / found.speedup.value - 1)
 
 
@@ -316,10 +316,10 @@ def test_the_bubble_without_exchanges_is_about_that_of_a_run_without_them(tmp_pa
     scenario = Scenario("slow exchanges", layers=(4, 4), transfer=15.0, microbatches=8, noise=0.005, steps=3)
     write(scenario, tmp_path / "slow")
     write(replace(scenario, transfer=0.0), tmp_path / "quick")
-    report, ran = analyze(tmp_path / "slow"), analyze(tmp_path / "quick").targets[0].measured
+    report, ran = analyze(tmp_path / "slow"), analyze(tmp_path / "quick").targets[0]
     (run,) = report.by_hand
     assert run is not None
-    after = stages_after(report.targets[0].measured, run, chosen(run, {"p2p": "0"}))
+    after = stages_after(report.targets[0], run, chosen(run, {"p2p": "0"}))
     for stage, bubble in zip(ran.stages, after.bubbles, strict=True):
         assert bubble == pytest.approx(stage.bubble_fraction, abs=0.06)
 

@@ -55,7 +55,7 @@ def test_it_takes_what_such_a_job_takes(
     (known,) = analyze(tmp_path / "before").by_hand
     assert known is not None
     found = half_as_deep(known)
-    took = analyze(tmp_path / "after").targets[0].measured.step_time_ms
+    took = analyze(tmp_path / "after").targets[0].step_time_ms
     assert took is not None
     assert found.step_ms.value == pytest.approx(took.mean, rel=0.01)
     assert found.step_ms.holds(took.mean)

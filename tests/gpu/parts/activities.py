@@ -43,7 +43,7 @@ def _look(found: Found, cpu: bool, name: str, directory: Path) -> None:
     found.expect(f"{name}: recorded activities in the metadata", sorted(map(list, recorded)), [list(_MODES[name])])
     calls = [call for trace in traces for call in steps_of(trace)]
     (target,) = analyze(directory).targets
-    stage = target.measured.stages[0]
+    stage = target.stages[0]
     known: dict[str, Any] = {
         "compute": stage.compute_ms is not None,
         "bubble": stage.bubble_ms is not None,

@@ -154,7 +154,7 @@ def _ends() -> Iterator[list[float]]:
 
 def _reported(found: Found, cpu: bool, directory: Path, plain: list[float]) -> None:
     (target,) = analyze(directory).targets
-    stage, step = target.measured.stages[0], target.measured.step_time_ms
+    stage, step = target.stages[0], target.step_time_ms
     found.figures["plain_by_events_ms"] = statistics.median(plain)
     found.figures["compute_ms"] = stage.compute_ms.mean if stage.compute_ms else None
     found.figures["host_bound_ms"] = stage.host_bound_ms.mean if stage.host_bound_ms else None

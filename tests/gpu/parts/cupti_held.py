@@ -56,7 +56,7 @@ def run(work: Path, cpu: bool) -> Found:
         about = [line for line in said.lines if "kernel" in line]
         found.expect("the log says so when the window closes", about, "a line about kernels", bool(about))
         (target,) = analyze(work / "traces").targets
-        found.expect("the report knows a bubble", target.measured.stages[0].bubble_ms is not None, False)
+        found.expect("the report knows a bubble", target.stages[0].bubble_ms is not None, False)
         found.expect("the report names causes", len(target.causes), 0)
     return found
 

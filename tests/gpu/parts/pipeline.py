@@ -48,20 +48,20 @@ def compare(work: Path, cpu: bool, built: tuple[int, ...], even: tuple[int, ...]
     )
     (target,) = analyze(work / str(built)).targets
     (target_even,) = analyze(work / str(even)).targets
-    step, error = target.measured.step_time_ms, target.what_if.replay_error
+    step, error = target.step_time_ms, target.what_if.replay_error
     found = Found(
         {
             "plain_ms": plain,
             "in_windows_ms": captured,
             "even_plain_ms": plain_even,
             "even_in_windows_ms": captured_even,
-            "imbalance": target.measured.imbalance,
+            "imbalance": target.imbalance,
             "replay_error": error.mean if error else None,
         }
     )
     found.within(cpu, "the report's step (ms) is that of plain steps", step.mean if step else None, plain, 0.05)
     found.on_a_gpu(cpu, "the slow stage is the one with six layers", target.slowest_stage, 0)
-    found.within(cpu, "the imbalance of the even pipeline", target_even.measured.imbalance, 1.0, 0.1)
+    found.within(cpu, "the imbalance of the even pipeline", target_even.imbalance, 1.0, 0.1)
     other = next((each for each in target.what_if.candidates if each.layers == (4, 4)), None)
     found.on_a_gpu(
         cpu,

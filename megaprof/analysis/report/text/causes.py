@@ -57,7 +57,12 @@ def findings(
         if not diagnosis.sure and not diagnosis.perhaps:
             text += " The steps differ too much to rule one out." if diagnosis.clocks else _NO_CLOCKS
         statements.append(Finding("no_cause", "fine" if diagnosis.sure else "open", text))
-    statements += [_perhaps(cause, diagnosis) for cause in diagnosis.perhaps]
+    for cause in diagnosis.perhaps:
+        text = f"Perhaps {name_of(cause)}: {price(cause, diagnosis.causes, diagnosis, 'may cost')}"
+        # It is not known here whether the job still runs, so the sentence holds for any run like it.
+        if _is_worth_steps(cause, diagnosis):
+            text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
+        statements.append(Finding("perhaps", "open", f"{text}."))
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
         lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
         text = f"Single passes that took longer than usual, each at another place, cost {lost}."
@@ -147,15 +152,6 @@ def _finding(place: int, measured: TargetStages, diagnosis: Diagnosis, job: Path
         text += " On its host, while no job has the GPUs, this says whether one of them is slow (Megatron-LM 0.18 on):"
         command = _TEST_GPU
     return Finding(cause.kind, "slow", text, command)
-
-
-def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
-    """Returns a possible cause, with the number of steps that would show whether it is real, if they are worth it."""
-    text = f"Perhaps {name_of(cause)}: {price(cause, diagnosis.causes, diagnosis, 'may cost')}"
-    # It is not known here whether the job still runs, so the sentence holds for any run like it.
-    if _is_worth_steps(cause, diagnosis):
-        text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
-    return Finding("perhaps", "open", f"{text}.")
 
 
 def _is_worth_steps(perhaps: Cause, diagnosis: Diagnosis) -> bool:

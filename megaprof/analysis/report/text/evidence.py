@@ -166,12 +166,6 @@ def _contents(measured: TargetStages, stage: int | None = None) -> Iterable[Mode
     return (chunk.holds for each in measured.stages if stage in (None, each.pp) for chunk in each.chunks)
 
 
-def _unexplained(cause: Cause, measured: TargetStages) -> str:
-    if of_steps(cause):
-        return "Stage {stage} takes longer than in its quicker steps{when}."
-    return "Stage {stage} is slow{when}: it takes {excess} longer for each microbatch than its layers need."
-
-
 def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
@@ -215,10 +209,6 @@ def _unequal(cause: Cause, measured: TargetStages) -> str:
     if measured.forward_only:
         wait = "the step lasts until the slowest one is done"
     return f"Some replicas take longer than others{{when}}, and {wait}. {_because(cause, measured)}"
-
-
-def _evenly(cause: Cause, measured: TargetStages) -> str:
-    return "" if cause.reason == "machine" else _OVER_REPLICAS.get(measured.framework or "", _OVER_REPLICAS[""])
 
 
 def _because(cause: Cause, measured: TargetStages) -> str:
@@ -274,11 +264,6 @@ def _workers(cause: Cause, measured: TargetStages) -> str:
     return f"{look}give the data loader more workers{option}, or let it prefetch more."
 
 
-def _few_microbatches(cause: Cause, measured: TargetStages) -> str:
-    few = f"{counted(measured.microbatches or 0, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}"
-    return f"{few}: filling and draining the pipeline takes long."
-
-
 _LONGER = "longer for each microbatch than its layers need"
 #: Every kind of cause that a diagnosis names.
 WORDS: dict[str, Words] = {
@@ -291,7 +276,15 @@ WORDS: dict[str, Words] = {
     ),
     "slow_forward": Words("slow forward{of}", f"The forwards of stage {{stage}} take {{forward_ms}} {_LONGER}."),
     "slow_backward": Words("slow backward{of}", f"The backwards of stage {{stage}} take {{backward_ms}} {_LONGER}."),
-    "unexplained": Words("slow {stages}", _unexplained, _why_slow),
+    "unexplained": Words(
+        "slow {stages}",
+        lambda cause, measured: (
+            "Stage {stage} takes longer than in its quicker steps{when}."
+            if of_steps(cause)
+            else f"Stage {{stage}} is slow{{when}}: it takes {{excess}} {_LONGER}."
+        ),
+        _why_slow,
+    ),
     "slow_chunk": Words(
         "slow chunk {chunk}{of}",
         "Chunk {chunk} of stage {stage} takes {excess} longer for each microbatch than other chunks with as many "
@@ -310,7 +303,13 @@ WORDS: dict[str, Words] = {
     ),
     "data_wait": Words("data wait{of_ranks}", _data, _workers),
     "uneven_microbatches": Words("uneven microbatches{of}", _uneven),
-    "unequal_replicas": Words("unequal replicas{of}", _unequal, _evenly),
+    "unequal_replicas": Words(
+        "unequal replicas{of}",
+        _unequal,
+        lambda cause, measured: (
+            "" if cause.reason == "machine" else _OVER_REPLICAS.get(measured.framework or "", _OVER_REPLICAS[""])
+        ),
+    ),
     "communication": Words("{exchanges}", _communication),
     "host_bound": Words(
         "host bound{of}",
@@ -332,5 +331,11 @@ WORDS: dict[str, Words] = {
         "between them.",
         _CORES,
     ),
-    "few_microbatches": Words("few microbatches{of}", _few_microbatches),
+    "few_microbatches": Words(
+        "few microbatches{of}",
+        lambda cause, measured: (
+            f"{counted(measured.microbatches or 0, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: "
+            "filling and draining the pipeline takes long."
+        ),
+    ),
 }

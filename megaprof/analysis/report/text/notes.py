@@ -69,20 +69,12 @@ def _files(note: Note) -> str:
     return f"{note.count} files ({', '.join(note.files)}, ...) were" if note.count > 1 else f"{note.files[0]} was"
 
 
-def _of_file(note: Note) -> str:
-    return f"{note.files[0]}: " if note.files else ""
-
-
 def _why(note: Note) -> str:
     return "no reason given" if note.why is None else clause(note.why)
 
 
-def _joined(note: Note) -> str:
-    return ", ".join(note.names)
-
-
 def _exposed_unknown(note: Note) -> str:
-    what = f"exposed {_joined(note)}" if note.names else "exposed communication"
+    what = f"exposed {', '.join(note.names)}" if note.names else "exposed communication"
     some = f"{note.count} of {note.of}" if note.of else "no"
     why = note.said or f"collectives of microbatches were recorded in {some} steps, so compute contains it"
     return f"{what} {'are' if len(note.names) > 1 else 'is'} not known: {why}"
@@ -90,7 +82,7 @@ def _exposed_unknown(note: Note) -> str:
 
 def _modules(note: Note) -> str:
     layers = f" ({'layer' if len(note.layers) == 1 else 'layers'} {spans(note.layers, 8)})" if note.layers else ""
-    return f"no range for {_joined(note)}{layers}: {note.said}"
+    return f"no range for {', '.join(note.names)}{layers}: {note.said}"
 
 
 def _order(note: Note) -> str:
@@ -106,11 +98,11 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "skipped": lambda n: f"{_files(n)} skipped: {n.said}",
     "cut": lambda n: f"{_files(n)} read as far as possible: {n.said}",
     "events_left_out": lambda n: (
-        f"{_of_file(n)}{counted(n.count, 'event') if n.count else 'some'} left out: "
+        f"{n.files[0] + ': ' if n.files else ''}{counted(n.count, 'event') if n.count else 'some'} left out: "
         f"{n.said or 'their time, type or place cannot be true'}"
     ),
     "without_sidecar": lambda n: (
-        f"{_of_file(n)}no .nsys.json of process {n.count} lies beside it for {steps(n.steps)}: microbatches, layers "
+        f"{n.files[0]}: no .nsys.json of process {n.count} lies beside it for {steps(n.steps)}: microbatches, layers "
         "and sizes are what its ranges show"
     ),
     # kernels and passes of a call that are missing
@@ -126,8 +118,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "exposed_unknown": _exposed_unknown,
     "groups_unnamed": lambda n: n.said,
     "groups_with_waiting": lambda n: (
-        f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
-        "even while something computed; other exchanges count as compute"
+        f"exposed {', '.join(n.names)} is all of the time in which torch's collectives ran, with waiting for slower "
+        "peers, even while something computed; other exchanges count as compute"
     ),
     "replicas_missing": lambda n: (
         f"{n.count} of {n.of} data-parallel replicas {'was' if n.count == 1 else 'were'} captured: the tables do not "

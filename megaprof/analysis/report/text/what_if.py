@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
@@ -40,62 +40,43 @@ _ASSUMED: dict[Assumption, str] = {
 
 def name_of(change: Prediction, predictions: WhatIf) -> str:
     """Returns a change of the run in a few words: ``5+3 layers``."""
-    return _NAMES[change.kind](change, predictions)
+    layers = f"{'+'.join(map(str, change.layers))} layers"
+    if change.kind == "by_hand":
+        return _by_hand(change, predictions, layers)
+    names = {
+        "layout": layers,
+        "chunks": f"{counted(change.chunks or 1, 'model chunk')} per stage, {layers}",
+        "depth": f"{counted(len(change.layers), 'stage')}, {layers}",
+        "balanced": "the measured work spread evenly over the stages",
+        "microbatches": f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size",
+        "packing": _packing(change),
+        "even_packing": "all microbatches and replicas take equally long",
+    }
+    return names[change.kind]
 
 
-def _layers(change: Prediction, predictions: WhatIf) -> str:
-    return f"{'+'.join(map(str, change.layers))} layers"
-
-
-def _chunks(change: Prediction, predictions: WhatIf) -> str:
-    return f"{counted(change.chunks or 1, 'model chunk')} per stage, {_layers(change, predictions)}"
-
-
-def _depth(change: Prediction, predictions: WhatIf) -> str:
-    return f"{counted(len(change.layers), 'stage')}, {_layers(change, predictions)}"
-
-
-def _microbatches(change: Prediction, predictions: WhatIf) -> str:
-    return f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size"
-
-
-def _packing(change: Prediction, predictions: WhatIf) -> str:
+def _packing(change: Prediction) -> str:
     fewer = "the same sequences" + (f" in {counted(change.microbatches, 'microbatch')}" if change.microbatches else "")
     return _PACKINGS.get(change.packing or "", fewer)
 
 
-def _by_hand(change: Prediction, predictions: WhatIf) -> str:
+def _by_hand(change: Prediction, predictions: WhatIf, layers: str) -> str:
     other = change.packing in _PACKINGS or change.packing is None  # else the packing names them
-    layout = change.layout or ""
     # For stages with one chunk each, the numbers of layers say everything, unless there are MTP layers somewhere.
-    now = _chunks_of(predictions.layout or "", len(change.layers))
-    plain = "m" not in layout and (not layout or _chunks_of(layout, len(change.layers)) == 1)
+    then, now = (
+        len(parse_layout(layout, len(change.layers))) // len(change.layers) if layout else 1
+        for layout in (change.layout, predictions.layout)
+    )
+    plain = "m" not in (change.layout or "") and then == 1
     parts = (
-        (_layers(change, predictions) if plain else layout) if change.layout != predictions.layout else None,
+        (layers if plain else change.layout) if change.layout != predictions.layout else None,
         f"{counted(change.chunks, 'model chunk')} per stage instead of {now}" if change.chunks else None,
         counted(change.microbatches, "microbatch") if change.microbatches and other else None,
         f"{_times(change.step_tokens)} the tokens in a step" if change.step_tokens != 1.0 else None,
         f"transfers of {change.p2p_ms:.3g} ms" if change.p2p_ms is not None else None,
-        _packing(change, predictions) if change.packing else None,
+        _packing(change) if change.packing else None,
     )
     return ", ".join(filter(None, parts)) or AS_CAPTURED
-
-
-def _chunks_of(layout: str, stages: int) -> int:
-    """Returns the number of model chunks per stage in a layout."""
-    return len(parse_layout(layout, stages)) // stages
-
-
-_NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {
-    "layout": _layers,
-    "chunks": _chunks,
-    "depth": _depth,
-    "balanced": lambda change, predictions: "the measured work spread evenly over the stages",
-    "microbatches": _microbatches,
-    "packing": _packing,
-    "even_packing": lambda change, predictions: "all microbatches and replicas take equally long",
-    "by_hand": _by_hand,
-}
 
 
 def _times(factor: float) -> str:
@@ -255,12 +236,7 @@ def packing_advice(predictions: WhatIf, framework: str | None = None, context: i
 
 def times_as_fast(change: Prediction) -> str:
     """Returns a speedup: ``1.13 (1.08 to 1.18) times as fast``. It is ``per token`` if the number of tokens changes."""
-    return f"{speedup(change.speedup)} times as fast{per_token(change)}"
-
-
-def per_token(change: Prediction) -> str:
-    """Returns `` per token`` if the number of tokens in a step changes; otherwise nothing."""
-    return " per token" if change.step_tokens != 1.0 else ""
+    return f"{speedup(change.speedup)} times as fast{' per token' * (change.step_tokens != 1.0)}"
 
 
 def worth_showing(predictions: WhatIf) -> list[Prediction]:
@@ -270,12 +246,8 @@ def worth_showing(predictions: WhatIf) -> list[Prediction]:
 
 
 def remarks(predictions: WhatIf) -> list[str]:
-    """Returns what is said below the shown predictions: what they assume and need, and what layers cost."""
-    return [*caveats(predictions), *([costs_line(predictions.costs)] if predictions.costs else [])]
-
-
-def caveats(predictions: WhatIf) -> list[str]:
-    """Returns what the shown predictions assume and need. Each caveat appears once, with its predictions."""
+    """Returns what is said below the shown predictions: what they assume and need, each with its predictions, and what
+    layers cost."""
     about: dict[str, list[str]] = {}
     for change in (shown := worth_showing(predictions)):
         for caveat in (
@@ -285,7 +257,8 @@ def caveats(predictions: WhatIf) -> list[str]:
             if caveat is not None:
                 about.setdefault(caveat, []).append(name_of(change, predictions))
     letters = any("|" in flag for change in shown for flag in change.flags)
-    return [*(f"{' / '.join(names)}: {caveat}." for caveat, names in about.items()), *([LETTERS] if letters else [])]
+    lines = [f"{' / '.join(names)}: {caveat}." for caveat, names in about.items()]
+    return [*lines, *[LETTERS] * letters, *([costs_line(predictions.costs)] if predictions.costs else [])]
 
 
 def notes_on(change: Prediction, predictions: WhatIf) -> list[str]:

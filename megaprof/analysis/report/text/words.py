@@ -29,12 +29,6 @@ def number(ms: float | None, error: float = 0.0) -> str:
     return f"{round(ms, digits) + 0.0:.{digits}f}"  # adding zero makes -0.00 0.00
 
 
-def with_error(ms: float, error: float) -> str:
-    """Returns milliseconds and their error, both with the digits that the error allows: ``39.9 ±0.3``."""
-    digits = _digits(error)
-    return f"{ms:.{digits}f} ±{error:.{digits}f}"
-
-
 def speedup(factor: Interval) -> str:
     """Returns a factor and its interval: ``1.13 (1.08 to 1.18)``."""
     return f"{factor.value:.2f} ({factor.low:.2f} to {factor.high:.2f})"
@@ -45,16 +39,23 @@ def within(ms: Interval) -> str:
     return f"{number(ms.value)} ({number(ms.low)} to {number(ms.high)})"
 
 
+def ratio(value: float | None) -> str:
+    """Returns a ratio with two decimals; ``-`` for None."""
+    return ABSENT if value is None else f"{value:.2f}"
+
+
 def mean(spread: Spread | None) -> str:
     """Returns the mean, such as ``216``; ``-`` for None."""
     return number(spread.mean) if spread else ABSENT
 
 
 def with_spread(spread: Spread | None) -> str:
-    """Returns mean and standard deviation: ``39.9 ±0.3``. A single sample has the mean only; None gives ``-``."""
+    """Returns mean and standard deviation, both with the digits that the latter allows: ``39.9 ±0.3``. A single sample
+    has the mean only; None gives ``-``."""
     if spread is None or spread.count == 1:
         return mean(spread)
-    return with_error(spread.mean, spread.stdev)
+    digits = _digits(spread.stdev)
+    return f"{spread.mean:.{digits}f} ±{spread.stdev:.{digits}f}"
 
 
 def reach(spread: Spread | None) -> str:
