@@ -1,4 +1,5 @@
-"""The answers of the tools: the JSON of the commands, made by the same functions, with a headline in front."""
+"""What the server answers. Tools: the JSON of the commands, made by the same functions, with a headline in front.
+Documents for readers of that: pages of the documentation, a command's help, and the schema of its JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from mcp.server.mcpserver.exceptions import ResourceNotFoundError
 
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text import sentences
@@ -17,7 +19,7 @@ from megaprof.analysis.report.text.words import milliseconds, ratio, title
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
-from megaprof.cli import UsageError
+from megaprof.cli import COMMANDS, UsageError, parser_of
 from megaprof.cli.files.report import report_on
 from megaprof.cli.files.what_if import CHOICES, answer_to, in_words
 from megaprof.cli.jobs import status as job_status
@@ -26,6 +28,15 @@ from megaprof.formats.remote import RemotePath, files_below
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
+#: Pages of docs/ and what they are about. setup.py puts the same pages into the installed package.
+PAGES = {
+    "agents": "these tools: how to ask for parts, limits, what the user is asked before a capture",
+    "exit-codes": "exit codes of the commands, and which of them print JSON",
+    "on-demand": "a running job: status, captures on demand",
+    "options": "every option of a job, with its variable and default",
+    "report": "how to read a report: words, causes, what-if; how it measures, and why a number may be missing",
+    "timeline": "the timeline that every rank can keep",
+}
 #: Fields that a summary leaves out of every document: tables, and series over the steps of a run.
 _TABLES = "candidates costs events replay_error single stages status"
 _SERIES = "buckets step_ms synchronisation_ms"
@@ -112,3 +123,29 @@ def _stamp(path: Path) -> Hashable:
         return frozenset((str(file), status.st_size, status.st_mtime_ns) for file in files if (status := file.stat()))
     except OSError:
         return None
+
+
+def page(name: str) -> str:
+    """Returns the text of one of `PAGES`."""
+    return (_docs() / f"{name}.md").read_text(encoding="utf-8")
+
+
+def help_of(command: str) -> str:
+    """Returns the text that ``megaprof COMMAND --help`` prints. Raises ResourceNotFoundError."""
+    if command not in COMMANDS:
+        raise ResourceNotFoundError(f"there is no command {command}; there are {', '.join(COMMANDS)}")
+    return parser_of(command).format_help()
+
+
+def schema_of(command: str) -> str:
+    """Returns the JSON Schema of the output of ``megaprof COMMAND --json``. Raises ResourceNotFoundError."""
+    schemas = {path.stem: path for path in sorted((_docs() / "schemas").glob("*.json"))}
+    if command not in schemas:
+        raise ResourceNotFoundError(f"there is no schema {command}; there are {', '.join(schemas)}")
+    return schemas[command].read_text(encoding="utf-8")
+
+
+def _docs() -> Path:
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "docs"
+    return installed if installed.is_dir() else package.parent / "docs"

@@ -18,7 +18,7 @@ from mcp.server.mcpserver.tools import Tool
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field
 
-from megaprof.agents import answers, documents
+from megaprof.agents import answers
 from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.cli import COMMANDS, CommandError, Parser, UsageError, in_a_line, parser_of
 from megaprof.cli.files.diff import comparison
@@ -89,8 +89,12 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
     """Returns the server with all its tools and documents."""
     tools: list[Tool] = []
     for name, (names, answer, text) in _TOOLS.items():
-        parser = _parser_of(name.replace("_", "-"))
+        command = name.replace("_", "-")
+        parser = parser_of(command) if command in COMMANDS else Parser(f"megaprof {command}", _SIMULATE)
+        for argument, keywords in (_PART if command in COMMANDS else _SIMULATION | _PART).items():
+            parser.add_argument(f"--{argument}", **keywords)
         parser.set_defaults(allowed=allow_trigger)
+        parser.error = _refuse  # type: ignore[method-assign]
         made = _CommandTool.from_function(
             _reading(answer) if answer else trigger,
             name=name,
@@ -106,19 +110,17 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
     mcp_server: MCPServer[Any] = MCPServer(
         "megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING"
     )
-    for name, description in documents.PAGES.items():
-        page = partial(documents.page, name)
+    for name, description in answers.PAGES.items():
+        page = partial(answers.page, name)
         mcp_server.resource(f"megaprof://docs/{name}", name=name, description=description, mime_type="text/markdown")(
             page
         )
-    mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(
-        documents.help_of
-    )
+    mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(answers.help_of)
     mcp_server.resource(
         "megaprof://schemas/{command}",
         description="the JSON Schema of megaprof COMMAND --json: report, diff, status, trigger",
         mime_type="application/json",
-    )(documents.schema_of)
+    )(answers.schema_of)
     return mcp_server
 
 
@@ -158,11 +160,12 @@ class _CommandTool(Tool):
 
     def given(self, arguments: dict[str, Any]) -> argparse.Namespace:
         """Returns what the command itself would be given. Raises UsageError."""
-        given = {
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in arguments.items()
-            if value is not None
-        }
+        given = {}
+        for name, value in arguments.items():
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # 2.0 is an integer in JSON
+            if value is not None:
+                given[name] = value if isinstance(value, str) else json.dumps(value)
         if given.keys() - self.taken or set(self.required) - given.keys():
             taken = ", ".join(f"{name} (required)" if name in self.required else name for name in self.taken)
             raise UsageError(f"it takes {taken}; given: {', '.join(given) or 'nothing'}")
@@ -192,7 +195,10 @@ def _times(text: str) -> _Times:
 #: The type of an argument in JSON, by what reads it on a command line; for all others, text.
 _TYPES: dict[Any, Any] = {int: int, float: float, _times: _Times}
 _PART: dict[str, dict[str, Any]] = {"part": {"default": "", "help": "a part by its path; empty: the summary"}}
-#: The arguments of `megaprof.simulate`, which no command runs.
+#: `megaprof.simulate`, which no command runs, and its arguments.
+_SIMULATE = (
+    "replay one step of a pipeline schedule from plain times, in Megatron's own order, as megaprof.simulate does"
+)
 _SIMULATION: dict[str, dict[str, Any]] = {
     "forward_ms": {
         **{"type": _times, "required": True},
@@ -211,21 +217,8 @@ _SIMULATION: dict[str, dict[str, Any]] = {
 }
 
 
-def _parser_of(command: str) -> Parser:
-    """Returns the parser of a command, or of `megaprof.simulate`, with the arguments that only tools have."""
-    text = "replay one step of a pipeline schedule from plain times, in Megatron's own order, as megaprof.simulate does"
-    parser = parser_of(command) if command in COMMANDS else Parser(f"megaprof {command}", text)
-    for name, keywords in (_PART if command in COMMANDS else _SIMULATION | _PART).items():
-        parser.add_argument(f"--{name}", **keywords)
-    parser.error = _refuse  # type: ignore[method-assign]
-    return parser
-
-
 def _reading(answer: Callable[[argparse.Namespace], Any]) -> Callable[[Any], CallToolResult]:
-    def read(given: Any) -> CallToolResult:
-        return _text(excerpt(answer(given), given.part, answers.DETAILS))
-
-    return read
+    return lambda given: _text(excerpt(answer(given), given.part, answers.DETAILS))
 
 
 def ask(context: Context[Any, Any], given: Any) -> Elicit[Consent] | Consent:

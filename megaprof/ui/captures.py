@@ -1,36 +1,171 @@
-"""Reads captures in separate processes: no page waits for the traces of another page, and no trace ends the server."""
+"""Finds the captures and running jobs below a directory, and reads captures in separate processes.
+
+A browser names a place by an id, never by a path. No page waits for the traces of another page, and no trace ends the
+server.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import signal
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
+from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
+from megaprof.analysis.trace.traces import TRACE_SUFFIXES
 from megaprof.formats import inputs
 from megaprof.formats.faults import Unanswerable
-from megaprof.formats.job import Standstill
+from megaprof.formats.job import CONTROL, RUN, Standstill
+from megaprof.formats.names import is_shard, parse_artifact_name
 from megaprof.formats.remote import Unreachable
+from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import last_stand
-from megaprof.ui.places import Place
 
+_KINDS = {
+    TIMELINE: "timeline",
+    SQLITE: "file of nsys",
+    REPORT: "file of nsys",
+    **dict.fromkeys(TRACE_SUFFIXES, "trace"),
+}
+#: The endings of all files that are read, whether megaprof wrote them or not.
+_READ = (".json", ".gz", *_KINDS)
+#: The most directory entries that are looked at, and the most places that are shown.
+MOST_ENTRIES = 300_000
+MOST_PLACES = 500
 #: The most captures that are kept.
 MOST_KEPT = 16
 _PROCESSES = 2
 
 _Key = tuple[str, str | None]
+
+
+@dataclass
+class Place:
+    """One directory with captures, or with a job."""
+
+    path: Path
+    name: str
+    """Its path from the directory that is served, or the name of that directory itself."""
+    files: dict[str, int] = field(default_factory=dict)
+    """The number of files of each kind in it and in its shards."""
+    targets: set[str] = field(default_factory=set)
+    """The targets in the names of its files, with their roles. A timeline's name has none."""
+    steps: tuple[int, int] | None = None
+    """The first and the last step in the names of its files. Timelines do not count: their names have only the first
+    step."""
+    newest: float = 0.0
+    """When the last file was written, in wall-clock seconds; 0 without a file."""
+    bytes: int = 0
+    job: bool = False
+    """True if a job writes, or wrote, its status there."""
+    outside: str | None = None
+    """The name of a file in it that is a link out of the directory that is served; such a place is not read."""
+    _seen: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @cached_property
+    def id(self) -> str:
+        """Its id in addresses."""
+        return hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of its files: it changes when one of them does."""
+        return hashlib.sha256(
+            repr((str(self.path), sorted(set(self._seen)))).encode("utf-8", "surrogatepass")
+        ).hexdigest()
+
+    def add(self, entry: os.DirEntry[str], top: Path) -> None:
+        """Counts a file, if it is of a kind that is read."""
+        if entry.is_symlink() and entry.name.endswith(_READ):
+            if not Path(os.path.realpath(entry.path)).is_relative_to(top):
+                self.outside = entry.name
+            return
+        kind = next((kind for suffix, kind in _KINDS.items() if entry.name.endswith(suffix)), None)
+        if kind is None or entry.name.startswith("."):
+            return
+        try:
+            stat = entry.stat(follow_symlinks=False)
+        except OSError:
+            return
+        self.files[kind] = self.files.get(kind, 0) + 1
+        self.newest = max(self.newest, stat.st_mtime)
+        self.bytes += stat.st_size
+        self._seen.append((entry.path, stat.st_size, stat.st_mtime_ns))
+        if kind != _KINDS[TIMELINE] and (named := parse_artifact_name(entry.name)) is not None:
+            self.targets.add(named.target if named.role is None else f"{named.target} ({named.role})")
+            first, last = self.steps or (named.step, named.step)
+            self.steps = min(first, named.step), max(last, named.step)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The places below a directory."""
+
+    places: tuple[Place, ...]
+    more: bool
+    """True if there are more places than are listed."""
+
+    def find(self, identity: str) -> Place | None:
+        """Returns the place with this id; None if there is none."""
+        return next((place for place in self.places if place.id == identity), None)
+
+
+def look_below(top: Path) -> Listing:
+    """Returns every place at or below ``top``. No link to a directory is followed."""
+    top = top.resolve()
+    places: dict[Path, Place] = {}
+    left, waiting = MOST_ENTRIES, [(top, top)]
+    while waiting and left > 0:
+        folder, owner = waiting.pop()
+        place = places.setdefault(
+            owner, Place(owner, str(owner.relative_to(top)) if owner != top else top.name or str(top))
+        )
+        for entry in _entries(folder):
+            if (left := left - 1) <= 0:
+                break
+            if entry.is_dir(follow_symlinks=False):
+                below = Path(entry.path)
+                if entry.name == CONTROL and folder == owner:  # a run is in it, or in the part of a role
+                    parts = [below, *(Path(each) for each in _entries(below) if each.is_dir(follow_symlinks=False))]
+                    place.job = place.job or any((part / RUN).is_file() for part in parts)
+                part_of_it = entry.name == CONTROL or entry.name.startswith(".") or is_shard(entry.name)
+                waiting.append((below, owner if part_of_it else below))
+            else:
+                place.add(entry, top)
+    listed = [place for place in places.values() if place.files or place.job]
+    for place, seen, outside in [(place, tuple(place._seen), place.outside) for place in places.values()]:
+        for above in place.path.parents:  # reading a place also reads everything below it
+            if above in places:
+                places[above]._seen += seen
+                places[above].outside = places[above].outside or outside
+    listed.sort(key=lambda place: (-place.newest, place.name))
+    shown = tuple(listed[:MOST_PLACES])
+    for place in shown:
+        _ = place.id, place.identity  # computed and kept here, where no one waits for it
+    return Listing(shown, left <= 0 or len(listed) > MOST_PLACES)
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except OSError:
+        return
 
 
 class Unreadable(Exception):
@@ -74,8 +209,13 @@ def read(path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill,
     steps = report.steps()
     drawn = {key: boxes(step) for key, step in steps.items()}
     shown = page(report, steps, links)
-    briefs = tuple(_brief(target, report.standstill) for target in report.targets)
-    return Capture(replace(report, drawn={}), shown, drawn, briefs)
+    briefs = []
+    for target in report.targets:
+        verdict, fleet = target.in_brief(report.standstill), target.fleet
+        stood_still = tuple(finding.text for finding in standstill_findings(fleet.standstills if fleet else ()))
+        about = words.title(*target.key), verdict.severity, verdict.text
+        briefs.append(Brief(*about, target.step_ms or None, target.imbalance, stood_still))
+    return Capture(replace(report, drawn={}), shown, drawn, tuple(briefs))
 
 
 def _begin(most_bytes: int | None) -> None:
@@ -83,19 +223,6 @@ def _begin(most_bytes: int | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     inputs.allow(most_bytes)
-
-
-def _brief(target: TargetReport, standstill: Standstill | None) -> Brief:
-    verdict = target.in_brief(standstill)
-    stood_still = standstill_findings(target.fleet.standstills if target.fleet is not None else ())
-    return Brief(
-        words.title(*target.key),
-        verdict.severity,
-        verdict.text,
-        target.step_ms or None,
-        target.imbalance,
-        tuple(finding.text for finding in stood_still),
-    )
 
 
 class KeptCaptures:

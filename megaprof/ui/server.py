@@ -1,38 +1,50 @@
-"""The server of `megaprof ui`, and the handlers of its addresses."""
+"""The server of `megaprof ui`: the handlers of its addresses, and the pages, from Jinja2 templates with the rules of
+the report: all text is escaped."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import uvicorn
+from jinja2 import Environment
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from megaprof.analysis.report import compare as differences
 from megaprof.analysis.report import html
 from megaprof.analysis.report.compare import NothingToCompare, compare
+from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.drawn import polylines
+from megaprof.analysis.report.text import words
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.control.directory import Unsafe, roles_with_a_run
 from megaprof.formats.job import Refused
-from megaprof.ui import pages
-from megaprof.ui.captures import Capture, KeptCaptures, Unreadable
-from megaprof.ui.guard import Guard
-from megaprof.ui.live import Kept, LiveJob, state_of
-from megaprof.ui.places import Listing, Place, look_below
+from megaprof.formats.phrases import ago
+from megaprof.ui import what_if
+from megaprof.ui.captures import Capture, KeptCaptures, Listing, Place, Unreadable, look_below
+from megaprof.ui.guard import NAMES, guard
+from megaprof.ui.live import Kept, LiveJob, Now, Point, state_of
 from megaprof.ui.what_if import answer, host_options
 
 #: Seconds for which a listing is reused, after which a waiting page is shown, and after which that page asks again.
@@ -54,21 +66,6 @@ class Pages:
         self._jobs: dict[tuple[Path, str | None], LiveJob] = {}
         self._listing = Kept(lambda: look_below(directory), lambda listing: _LISTED)
 
-    def routes(self) -> list[BaseRoute]:
-        """Returns every address with its handler."""
-        return [
-            Route("/", self.home),
-            Route("/brief/{id}", self.brief),
-            Route("/capture/{id}", self.capture),
-            Route("/capture/{id}/what-if", self.what_if),
-            Route("/capture/{id}/what-if.json", self.tried),
-            Route("/compare", self.compare),
-            Route("/live/{id}", self.live),
-            Route("/live/{id}/now", self.now),
-            Route("/live/{id}/capture", self.trigger, methods=["POST"]),
-            Mount("/static", StaticFiles(packages=[("megaprof.ui", "static"), ("megaprof.analysis.report", "static")])),
-        ]
-
     async def close(self) -> None:
         """Ends everything that runs behind the pages."""
         self._captures.close()
@@ -87,12 +84,10 @@ class Pages:
         which the job stood still, for the live page of a job that has ended."""
         place = await self._place(request)
         try:
-            briefs: object = (await self._captures.get(place, pages.links_of(place))).briefs
+            briefs: object = (await self._captures.get(place, links_of(place))).briefs
         except Unreadable as fault:
             briefs = str(fault)
-        return HTMLResponse(
-            pages.render("brief.html", place=place, briefs=briefs, whole="whole" in request.query_params)
-        )
+        return HTMLResponse(render("brief.html", place=place, briefs=briefs, whole="whole" in request.query_params))
 
     async def capture(self, request: Request) -> Response:
         place = await self._place(request)
@@ -113,13 +108,13 @@ class Pages:
             return _page("what_if.html", **shared, answer=None, data=None)
         answered = await run_in_threadpool(answer, changeable, target, request.query_params)
         options = host_options(target, answered.now.prediction)
-        return _page("what_if.html", **shared, answer=answered, options=options, data=pages.data_of([answered.boxes]))
+        return _page("what_if.html", **shared, answer=answered, options=options, data=data_of([answered.boxes]))
 
     async def tried(self, request: Request) -> Response:
         """Answers the script with the parts of the page that change."""
         place = await self._place(request)
         try:
-            capture = await self._captures.get(place, pages.links_of(place))
+            capture = await self._captures.get(place, links_of(place))
         except Unreadable as fault:
             return JSONResponse({"fault": str(fault)})
         number, target, changeable = _chosen(request, capture.report)
@@ -130,7 +125,7 @@ class Pages:
             answered = answer(changeable, target, request.query_params)
             if answered.fault is not None:
                 return {"fault": answered.fault}
-            shown = pages.render(
+            shown = render(
                 "tried.html",
                 place=place,
                 number=number,
@@ -159,16 +154,15 @@ class Pages:
             diff = await run_in_threadpool(compare, captures[0].report, captures[1].report)
         except NothingToCompare as fault:
             return _page("compare.html", **values, diff=None, fault=str(fault), data=None)
-        drawn, drawings = pages.side_by_side(diff, captures)
-        data = pages.data_of(drawings) if drawings else None
+        drawn, drawings = side_by_side(diff, captures)
+        data = data_of(drawings) if drawings else None
         return _page("compare.html", **values, diff=diff, drawn=drawn, fault=None, data=data)
 
     async def live(self, request: Request) -> Response:
         place = await self._place(request)
-        roles = await run_in_threadpool(_roles, place.path)
-        role = _role(request, roles)
+        roles, role = await run_in_threadpool(_roles, request, place)
         now = await self._job(place, role).now()
-        shown = Markup(pages.now_html(now, place))
+        shown = Markup(now_html(now, place))
         return _page(
             "live.html", place=place, now=now, shown=shown, roles=roles, role=role, allowed=self._allow_trigger
         )
@@ -176,16 +170,16 @@ class Pages:
     async def now(self, request: Request) -> Response:
         """Answers the script with the part of the page that changes, and the seconds until it should ask again."""
         place = await self._place(request)
-        role = _role(request, await run_in_threadpool(_roles, place.path))
+        _, role = await run_in_threadpool(_roles, request, place)
         now = await self._job(place, role).now()
-        shown = await run_in_threadpool(pages.now_html, now, place)
+        shown = await run_in_threadpool(now_html, now, place)
         return JSONResponse({"html": shown, "state": now.state, "captures": now.captures, "every": now.every})
 
     async def trigger(self, request: Request) -> Response:
         if not self._allow_trigger:
             return _refused("captures are not asked for from here: megaprof ui was started without --allow-trigger")
         place = await self._place(request)
-        role = _role(request, await run_in_threadpool(_roles, place.path))
+        _, role = await run_in_threadpool(_roles, request, place)
         form = await _form(request)
         if form is None:
             return _refused("this is no form of the live page", 400)
@@ -219,7 +213,7 @@ class Pages:
     async def _read(self, place: Place) -> Capture | Response:
         """Returns the capture, or a page that says that it is being read, or why it cannot be read."""
         try:
-            return await asyncio.wait_for(self._captures.get(place, pages.links_of(place)), _PATIENCE)
+            return await asyncio.wait_for(self._captures.get(place, links_of(place)), _PATIENCE)
         except asyncio.TimeoutError:
             return _page("reading.html", place=place, refresh=_AGAIN)
         except Unreadable as fault:
@@ -235,14 +229,27 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
         yield
         await answering.close()
 
-    answering = Pages(directory, allow_trigger)
-
     def missing(request: Request, fault: Exception) -> Response:
         return _page("message.html", 404, title="Not found", message="There is no such page, or not any more.")
 
+    answering = Pages(directory, allow_trigger)
     return Starlette(
-        routes=answering.routes(),
-        middleware=[Middleware(Guard, token=token)],
+        routes=[
+            Route("/", answering.home),
+            Route("/brief/{id}", answering.brief),
+            Route("/capture/{id}", answering.capture),
+            Route("/capture/{id}/what-if", answering.what_if),
+            Route("/capture/{id}/what-if.json", answering.tried),
+            Route("/compare", answering.compare),
+            Route("/live/{id}", answering.live),
+            Route("/live/{id}/now", answering.now),
+            Route("/live/{id}/capture", answering.trigger, methods=["POST"]),
+            Mount("/static", StaticFiles(packages=[("megaprof.ui", "static"), ("megaprof.analysis.report", "static")])),
+        ],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False),
+            Middleware(BaseHTTPMiddleware, dispatch=guard(token)),
+        ],
         exception_handlers={404: missing},
         lifespan=lifespan,
     )
@@ -295,7 +302,7 @@ def serve(pages_of: Starlette, opened: socket.socket, ready: Callable[[], None])
 
 
 def _page(template: str, status: int = 200, /, **values: Any) -> HTMLResponse:
-    return HTMLResponse(pages.render(template, **({"refresh": None} | values)), status)
+    return HTMLResponse(render(template, **({"refresh": None} | values)), status)
 
 
 def _refused(message: str, status: int = 403) -> Response:
@@ -312,18 +319,15 @@ def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None,
     return (number, report.targets[number], report.by_hand[number]) if count else (number, None, None)
 
 
-def _roles(directory: Path) -> list[str]:
-    """Returns the roles of a job that have their own part of its directory."""
+def _roles(request: Request, place: Place) -> tuple[list[str], str | None]:
+    """Returns the roles of a job that have their own part of its directory, and one of them: the one in the query or
+    else the first; None without roles."""
     try:
-        return [role for role in roles_with_a_run(directory) if role is not None]
+        roles = [role for role in roles_with_a_run(place.path) if role is not None]
     except Unsafe:
-        return []
-
-
-def _role(request: Request, roles: list[str]) -> str | None:
-    """Returns the role in the query if the job has it, else the job's first role; None without roles."""
+        roles = []
     role = request.query_params.get("role")
-    return role if role in roles else roles[0] if roles else None
+    return roles, role if role in roles else roles[0] if roles else None
 
 
 async def _form(request: Request) -> dict[str, str] | None:
@@ -339,3 +343,104 @@ async def _form(request: Request) -> dict[str, str] | None:
         return {name: values[0] for name, values in parse_qs(content.decode("ascii"), max_num_fields=16).items()}
     except ValueError:
         return None
+
+
+@functools.cache
+def _environment() -> Environment:
+    made = html.environment("megaprof.ui", "megaprof.analysis.report")
+    made.globals |= {"ago": ago, "differences": differences, "what_if": what_if, "date": _date, "size": _size}
+    return made
+
+
+def render(template: str, **values: Any) -> str:
+    """Returns a page, or a part of one, as HTML."""
+    return _environment().get_template(template).render(**values)
+
+
+def data_of(drawn: Sequence[Mapping[str, Any] | None]) -> Markup:
+    """Returns drawings for the script, as JSON that cannot end the element around it."""
+    return Markup(json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def links_of(place: Place) -> tuple[tuple[str, str], ...]:
+    """Returns the addresses and names of the pages that a capture links to."""
+    links = [("/", "All captures"), (f"/capture/{place.id}/what-if", "What if"), (f"/compare?a={place.id}", "Compare")]
+    return (*links, *([(f"/live/{place.id}", "Live")] if place.job else []))
+
+
+def side_by_side(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
+    """Returns two lists: for each target, the places of its two drawings in the second list (None without drawings),
+    and the drawings of all targets. Both of a target are on an axis as long as the longer one."""
+    places: list[list[int] | None] = []
+    drawings: list[dict[str, Any]] = []
+    for target in diff.targets:
+        drawn = [capture.drawn.get((target.target, target.role)) for capture in captures]
+        steps = [step for step in drawn if step is not None]
+        if len(steps) < len(drawn):
+            places.append(None)
+            continue
+        end = max(row["span"][1] for step in steps for row in step["rows"])
+        places.append([len(drawings), len(drawings) + 1])
+        drawings += [step | {"end": end} for step in steps]
+    return places, drawings
+
+
+@dataclass(frozen=True)
+class Track:
+    """A curve: a quantity over time."""
+
+    name: str
+    unit: str
+    """The unit of its numbers; empty for a ratio."""
+    lines: tuple[str, ...]
+    """The points of an SVG polyline, for each stretch without a gap."""
+    top: float
+    bottom: float
+    last: float
+    seconds: float
+    """Seconds from the first to the last point."""
+
+    def shown(self, value: float) -> str:
+        """Returns a value with its unit; a ratio gets two decimals."""
+        if not self.unit:
+            return f"{value:.2f}"
+        return f"{words.number(value) if value else 0} {self.unit}"
+
+
+def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:
+    """Returns the curve of a field of ``points``; None if fewer than two values are known, or none is above
+    ``bottom``."""
+    numbers = [value for point in points if (value := getattr(point, field)) is not None]
+    if len(numbers) < 2 or max(numbers) <= bottom:
+        return None
+    top, begin = max(numbers), points[0].at
+    span = max(points[-1].at - begin, 1e-3)
+    drawn: list[tuple[float, float | None]] = []
+    for before, point in zip((points[0], *points), points, strict=False):
+        value = getattr(point, field)
+        if point.run != before.run:
+            drawn.append((0.0, None))
+        drawn.append(((point.at - begin) / span, None if value is None else (value - bottom) / (top - bottom)))
+    return Track(name, unit, polylines(drawn), top, bottom, numbers[-1], span)
+
+
+def now_html(now: Now, place: Place) -> str:
+    """Returns the part of a live page that each look at the job of ``place`` changes."""
+    tracks = [
+        track("step time", "ms", now.history, "step_ms"),
+        track("imbalance", "", now.history, "imbalance", bottom=1.0),
+    ]
+    return render("now.html", now=now, place=place, tracks=[curve for curve in tracks if curve is not None])
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return "at an unknown time"
+
+
+def _size(count: int) -> str:
+    if count < 1e5:
+        return f"{count / 1e3:.0f} kB"
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"

@@ -23,7 +23,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CallToolResult, ElicitResult, TextContent
 from msgspec.structs import replace
 
-from megaprof.agents import answers, documents
+from megaprof.agents import answers
 from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.agents.server import CANNOT_ASK, DECLINED, server
 from megaprof.cli import FAILED, main
@@ -148,7 +148,7 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
             == (difference["targets"][0]["stages"])
         )
 
-        replayed = await call(client, "simulate", forward_ms=[[1.0]] * 2, backward_ms=[[2.0]] * 2, microbatches=4)
+        replayed = await call(client, "simulate", forward_ms=[[1.0]] * 2, backward_ms=[[2.0]] * 2, microbatches=4.0)
         assert (replayed["step_ms"], replayed["schedule"]["name"]) == (15.0, "1f1b")
         arguments = {"forward_ms": [[[1, 2]], [1]], "microbatches": 2, "part": "events/3"}
         assert await call(client, "simulate", **arguments) == {
@@ -448,8 +448,8 @@ def test_documents_help_and_schemas_can_be_read() -> None:
             return found
 
         listed = {str(each.uri) for each in (await client.list_resources()).resources}
-        assert listed == {f"megaprof://docs/{name}" for name in documents.PAGES}
-        for name in documents.PAGES:
+        assert listed == {f"megaprof://docs/{name}" for name in answers.PAGES}
+        for name in answers.PAGES:
             assert await read(f"megaprof://docs/{name}") == (ROOT / "docs" / f"{name}.md").read_text()
         assert "--allow-trigger" in await read("megaprof://help/mcp")
         for name in ("report", "diff", "status", "trigger"):

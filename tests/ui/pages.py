@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from megaprof.ui.places import look_below
+from megaprof.ui.captures import look_below
 from megaprof.ui.server import app, server_of
 from tests.analysis.synthetic import pipeline
 

@@ -21,9 +21,9 @@ from megaprof.metrics.figures import summarise
 from megaprof.metrics.look import View, verdict
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import live
+from megaprof.ui.captures import Place
 from megaprof.ui.live import Now, Point
-from megaprof.ui.pages import now_html, track
-from megaprof.ui.places import Place
+from megaprof.ui.server import now_html, track
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
 from tests.cli.jobs.test_status import Job

@@ -54,13 +54,11 @@ class Chosen:
     """The files of one captured step."""
 
     name: StepName
-    """The name of the step."""
     files: tuple[Source, ...]
-    """Its files."""
     others: tuple[StepName, ...]
     """The other captured steps of the same run."""
     left_out: int
-    """The number of captured ranks that are not among ``files``."""
+    """How many captured ranks are not among ``files``."""
     runs: Runs
     """The runs that have traces in the directory. The step belongs to the chosen run."""
 
@@ -109,7 +107,7 @@ def choose(
         raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
     chosen_step = min(
         matching_steps,
-        key=lambda step_name: (_preference(step_name.target), step_name.target, -step_name.step, step_name.role),
+        key=lambda each: ((*_PREFERRED, each.target).index(each.target), each.target, -each.step, each.role),
     )
     files = captures.pop(chosen_step)
     captured_ranks = {coords.rank for _, coords in files}
@@ -160,7 +158,3 @@ def _named(source: Source) -> list[tuple[StepName, Place]]:
     """Returns the step and place in a trace's name; nothing for a file that may hold several of them."""
     name = None if isinstance(source, NsysFile) else parse_artifact_name(source.name)
     return [(StepName(name.target, name.role or "", name.step), name.place)] if name else []
-
-
-def _preference(target: str) -> int:
-    return _PREFERRED.index(target) if target in _PREFERRED else len(_PREFERRED)

@@ -57,30 +57,19 @@ _OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge."""
+    """The result of a merge; `MergeAnswer` says what the fields mean."""
 
     out: Path
-    """The merged timeline."""
     name: StepName
-    """The step."""
     ranks: tuple[int, ...]
-    """The merged ranks, ordered by stage."""
     events: int
-    """The number of events in the file."""
     arrows: int
-    """The number of arrows from sends to receives."""
     alignment: Alignment
-    """The alignment of the ranks' clocks."""
     others: tuple[StepName, ...]
-    """Captured steps that were not merged."""
     left_out: int
-    """The number of captured ranks of this step that were not merged."""
     warnings: tuple[Note, ...]
-    """Warnings about the result."""
     run: int
-    """The number of the run that the step belongs to, from 1, the oldest."""
     runs: int
-    """The number of runs that have traces in the directory."""
 
 
 @dataclass(frozen=True)

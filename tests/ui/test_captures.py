@@ -10,8 +10,8 @@ import pytest
 from megaprof.formats.names import artifact_name, shard
 from megaprof.formats.timeline import SUFFIX
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from megaprof.ui import places
-from megaprof.ui.places import look_below
+from megaprof.ui import captures
+from megaprof.ui.captures import look_below
 from tests.analysis.synthetic import pipeline
 from tests.ui.pages import HOSTILE
 
@@ -97,8 +97,8 @@ def test_a_directory_that_is_a_link_itself_is_served(tmp_path: Path) -> None:
 def test_there_is_an_end_to_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in range(6):
         pipeline(tmp_path / str(place), [1, 1])
-    monkeypatch.setattr(places, "MOST_PLACES", 3)
+    monkeypatch.setattr(captures, "MOST_PLACES", 3)
     listing = look_below(tmp_path)
     assert (len(listing.places), listing.more) == (3, True)
-    monkeypatch.setattr(places, "MOST_ENTRIES", 8)
+    monkeypatch.setattr(captures, "MOST_ENTRIES", 8)
     assert look_below(tmp_path).more
