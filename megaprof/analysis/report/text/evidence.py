@@ -193,7 +193,7 @@ def _why_slow(cause: Cause, measured: TargetStages) -> str:
     got = f"In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
     if cause.reason == "machine":
         return f"{got}: that explains at most {percent(cause.parts['explained'])} of it, and the rest is the machine."
-    return f"{got}: it is expert load, and even experts gain what it costs. {_EXPERTS}"
+    return f"{got}: the reason is expert load, and the price is what even experts would gain. {_EXPERTS}"
 
 
 def _uneven(cause: Cause, measured: TargetStages) -> str:
@@ -224,7 +224,7 @@ def _because(cause: Cause, measured: TargetStages) -> str:
     if high == 0.0:
         return f"The lengths of their sequences explain nothing of it, so the reason is {why}."
     if cause.reason is None:
-        return f"{share}: whether it is the data is not sure."
+        return f"{share}: whether it is the data is not certain."
     return f"{share}: it is the data." if cause.reason == "data" else f"{share}: it is not the data, but {why}."
 
 
