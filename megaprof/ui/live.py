@@ -13,11 +13,12 @@ from typing import Generic, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
+from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.config.windows import TARGETS
 from megaprof.control.blame import find_culprits
 from megaprof.control.directory import NoJob, find_job
-from megaprof.control.request import Outcome, Requester, requester_for
+from megaprof.control.request import Requester, requester_for
 from megaprof.formats.job import Refused
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import SlowRanks, Summary, summarise
@@ -184,7 +185,9 @@ class LiveJob:
             while (outcome := await run_in_threadpool(requester.advance)) is None:
                 self._capture = CaptureProgress(f"{what}: {requester.state}", "open")
                 await asyncio.sleep(requester.pause)
-            self._capture = _ended(what, outcome)
+            done = f"captured {words.steps(outcome.steps)} on {counted(outcome.captured, 'rank')}"
+            severity = "fine" if outcome.reason is None else "slow"
+            self._capture = CaptureProgress(f"{what}: {outcome.reason or done}", severity, outcome.files)
         finally:
             requester.withdraw()
 
@@ -193,13 +196,6 @@ class LiveJob:
         if self._capturing is not None:
             self._capturing.cancel()
             await asyncio.gather(self._capturing, return_exceptions=True)
-
-
-def _ended(target: str, outcome: Outcome) -> CaptureProgress:
-    if outcome.reason is not None:
-        return CaptureProgress(f"{target}: {outcome.reason}", "slow", outcome.files)
-    steps = f"step{'' if len(outcome.steps) == 1 else 's'} {', '.join(map(str, outcome.steps))}"
-    return CaptureProgress(f"{target}: captured {steps} on {counted(outcome.captured, 'rank')}", "fine", outcome.files)
 
 
 def state_of(directory: Path) -> str | None:

@@ -303,9 +303,9 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
         parts["waited_ms"] = float(table.waited.mean(axis=0).max())
     if kind == DATA and DATA in table.held:
         waits = run.view.held[DATA][there, :, term.stage, :, 0]  # [step, d, c, m]
-        parts["longest_ms"] = float(waits.max())
+        waits = waits[:, waits.sum(axis=(0, 2, 3)).argmax()]  # of the replica that waits longest
         parts["waited_ms"] = float(np.nan_to_num(table.spent[DATA][there, :, term.stage]).mean(axis=0).max())
-        parts["spread"] = float(waits.sum() ** 2 / (waits.size * (waits**2).sum()))
+        parts |= {"longest_ms": float(waits.max()), "spread": float(waits.mean() ** 2 / (waits**2).mean())}
     since = int(table.steps[begins]) if begins else None
     doubt, most = term.doubt_ms(price.value), price.value - LEAST * run.step_ms
     names = {int(rank): table.hosts[i][j][n] for (i, j, n), rank in np.ndenumerate(table.ranks) if rank in term.ranks}

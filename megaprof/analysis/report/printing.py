@@ -47,31 +47,26 @@ def show_table(console: Console, view: TableView, most: int | None = None) -> No
         console.print(f"and {len(view.rows) - most} more", style="dim")
 
 
-def tables(view: TableView, console: Console, most: int | None = None) -> Iterator[Table]:
-    """Yields a table as wide as the terminal at most; the columns that do not fit follow in others, which begin with
-    the same keys."""
+def tables(view: TableView, console: Console, most: int | None = None) -> Iterator[Table | Text]:
+    """Yields a table as wide as the terminal at most, below its title; the columns that do not fit follow in others,
+    which begin with the same keys."""
     shown = [place for place, column in enumerate(view.columns) if column.kind != "bars"]
     keys, rest = shown[: view.keys], shown[view.keys :]
     unbounded = console.options.update(max_width=10_000)
     title = view.title
     while rest:
         for count in range(len(rest), 0, -1):
-            made = _table(view, title, keys + rest[:count], most)
+            made = _table(view, keys + rest[:count], most)
             if console.measure(made, options=unbounded).minimum <= console.width:
                 break
+        if title:
+            yield text(title, "dim")
         yield made
         title, rest = f"{view.title.partition(' (')[0]}, continued", rest[count:]
 
 
-def _table(view: TableView, title: str, places: Sequence[int], most: int | None) -> Table:
-    made = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="dim",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+def _table(view: TableView, places: Sequence[int], most: int | None) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for place in places:
         column = view.columns[place]
         cells = [text(line.cells[place].text) for line in view.rows[:most]]

@@ -139,6 +139,13 @@ def test_one_fault_is_named_alone_with_its_place_and_its_price(pipeline, fault, 
     assert price.value == pytest.approx(Priced(pipeline).price(fault).mean(), rel=0.1)
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_loader_is_late_for_the_microbatches_of_the_replica_that_waits(every, tmp_path):
+    pipeline = replace(REPLICAS, faults=(Fault("loader", 30.0, stage=0, replica=1, every=every),))
+    (cause,) = diagnosis_of(pipeline, tmp_path).causes
+    assert cause.parts["spread"] == pytest.approx(1 / every, rel=0.1)
+
+
 SHARED = Fault("processor_wait", 1.6, stage=2, replica=1)
 
 

@@ -240,9 +240,15 @@ def times_as_fast(change: Prediction) -> str:
 
 
 def worth_showing(predictions: WhatIf) -> list[Prediction]:
-    """Returns the predictions that certainly gain something, and the best one. The JSON has all predictions."""
-    least = 1.0 + LEAST
-    return [change for change in predictions.candidates if change == predictions.best or change.speedup.low > least]
+    """Returns the predictions that certainly gain something, and the best one; of several with one name, the fastest.
+    The JSON has all predictions."""
+    shown: dict[str, Prediction] = {}
+    for change in predictions.candidates:
+        if change == predictions.best or change.speedup.low > 1.0 + LEAST:
+            other = shown.setdefault(name_of(change, predictions), change)
+            if other != predictions.best and change.speedup.value > other.speedup.value:
+                shown[name_of(change, predictions)] = change
+    return list(shown.values())
 
 
 def remarks(predictions: WhatIf) -> list[str]:
@@ -250,10 +256,8 @@ def remarks(predictions: WhatIf) -> list[str]:
     layers cost."""
     about: dict[str, list[str]] = {}
     for change in (shown := worth_showing(predictions)):
-        for caveat in (
-            *(f"on the assumption that {clause}" for clause in assumptions(change)),
-            memory(change, predictions),
-        ):
+        assumed = " and that ".join(assumptions(change))
+        for caveat in (f"on the assumption that {assumed}" if assumed else None, memory(change, predictions)):
             if caveat is not None:
                 about.setdefault(caveat, []).append(name_of(change, predictions))
     letters = any("|" in flag for change in shown for flag in change.flags)
