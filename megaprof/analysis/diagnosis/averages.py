@@ -19,7 +19,7 @@ from megaprof.analysis.diagnosis.stages import (
     imbalance,
     without_ranges,
 )
-from megaprof.analysis.fleet.reading import CALLS, Series
+from megaprof.analysis.fleet.reading import Series
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.table.jobs import Job
@@ -76,7 +76,7 @@ def of_series(series: Series, why: Note) -> TargetStages:
             pp=pp,
             ranks=tuple(rank.coords.rank for rank in ranks[pp]),
             chunks=_chunks(series.metadata[pp], None, None),
-            compute_ms=Spread.of([rank.mean_ms for rank in ranks[pp] if len(rank.counts)]),
+            compute_ms=Spread.of([rank.mean_ms for rank in ranks[pp] if rank.steps]),
         )
         for pp in sorted(ranks)
     )
@@ -87,8 +87,8 @@ def of_series(series: Series, why: Note) -> TargetStages:
         schedule=first.schedule,
         forward_only=first.forward_only,
         microbatches=first.microbatches,
-        steps=tuple(np.unique(series.steps >> CALLS).tolist()),
-        step_time_ms=Spread.of(series.longest.tolist()),
+        steps=tuple(np.unique(series.calls.steps).tolist()),
+        step_time_ms=Spread.of(series.calls.longest.tolist()),
         step_time_basis=LONGEST,
         stages=tuple(stages),
         unjudgeable=why,

@@ -7,38 +7,36 @@ communication inside a microbatch (tensor-, expert- and context-parallel), which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from megaprof.analysis.fleet.events import longest_pass
-from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankSeries, Series, bucketed, read_fleet
-from megaprof.analysis.fleet.shifts import Buckets, noise_of, relative_shifts
-from megaprof.analysis.fleet.standstills import standstills
-from megaprof.analysis.fleet.trends import (
+from megaprof.analysis.fleet.levels import (
     EXCESS,
+    Buckets,
     Floats,
     Percentiles,
     Shift,
     SingleSteps,
     drift,
-    lasting,
-    levels,
     low_median,
+    noise_of,
+    relative_shifts,
     shifts,
     single_steps,
 )
+from megaprof.analysis.fleet.reading import FleetReading, Key, RankRow, Series, bucketed, call_of, read_fleet, stacked
+from megaprof.analysis.fleet.standstills import standstills
 from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.pool import Workers
-from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.trace.reading import Timelines, find_timelines
+from megaprof.formats import ranges
 from megaprof.formats.job import Standstill
+from megaprof.parallel.comparing import misfits
 from megaprof.parallel.topology import ParallelSizes
-
-Group = tuple[int, int]  # pp and tp of the ranks that synchronise gradients with each other
 
 #: This fraction of a step is added to synchronisation times before they are compared. So a change counts from 1 % of a
 #: step on.
@@ -184,7 +182,7 @@ class Fleet:
 def survey(reading: FleetReading) -> list[Fleet]:
     """Returns one `Fleet` for each target, role and set of sizes whose timelines are of the whole run."""
     return [
-        _fleet(key, series, reading.width.get(key[:2], 1), partial(longest_pass, reading, key))
+        _fleet(key, series, reading.timelines)
         for key, series in reading.series.items()
         if series.ranks and not any(metadata.around_windows for metadata in series.metadata.values())
     ]
@@ -200,22 +198,29 @@ def stood_still_in(directory: Path, role: str | None, workers: Workers = 1) -> t
     )
 
 
-def _fleet(key: Key, series: Series, width: int, longest_pass_of: Callable[[int, int], Pass[int] | None]) -> Fleet:
-    ranks = sorted(series.ranks, key=lambda rank: rank.coords.rank)
-    step_ms, buckets = _buckets(series, ranks, width)
-    times = _times(series, step_ms, buckets, width)
-    compute = _matrix(ranks, buckets)
-    at_stage = {
-        pp: [row for row, rank in enumerate(ranks) if rank.coords.pp == pp]
-        for pp in sorted({rank.coords.pp for rank in ranks})
-    }
-    stage_ms = np.array([low_median(compute[rows]) for rows in at_stage.values()])
-    shifts_of = dict(zip(at_stage, relative_shifts(stage_ms, buckets), strict=True))
+def _fleet(key: Key, series: Series, timelines: Timelines) -> Fleet:
+    calls, width, ranks = series.calls, series.width, sorted(series.ranks, key=lambda row: row.coords.rank)
+    begin, medians = bucketed(calls.steps, calls.longest[None], width)
+    (step_ms,) = medians
+    starts = np.arange(begin, begin + len(step_ms)) * width
+    counts = np.bincount(np.minimum(calls.steps // width - begin, len(step_ms) - 1), minlength=len(step_ms))
+    first_step = min(rank.first_step for rank in ranks)
+    buckets = Buckets(np.maximum(starts, first_step), starts + width - 1, counts, step_ms * counts / 1e3)
+    compute_ms, stage_of = stacked(series.compute, begin, len(step_ms)), [rank.coords.pp for rank in series.ranks]
+    stages = sorted({*stage_of})
+    stage_ms = np.array([low_median(compute_ms[np.equal(stage_of, pp)]) for pp in stages])
+    times = _times(series, step_ms, buckets)
     synchronisation = Synchronisation((None,) * len(step_ms))
     if key.sizes.dp * key.sizes.cp > 1 and series.synchronising:
-        groups, rows = _by_group(series.synchronising, buckets)
+        rows = stacked(series.synchronising.values(), begin, len(step_ms))
         floor_ms = OF_STEP * times.step.p50 if times.step else 0.0
-        synchronisation = _synchronisation(groups, rows, buckets, floor_ms)
+        synchronisation = _synchronisation([pp for pp, _ in series.synchronising], rows, buckets, floor_ms)
+    files = {rank.coords.rank: rank.files for rank in ranks}
+
+    def longest_pass(rank: int, step: int) -> Pass[int] | None:
+        passes = (each for each in call_of(timelines, files, key, rank, step, 0) if each.kind in ranges.PASSES)
+        return max(passes, key=lambda each: each.end - each.start, default=None)
+
     return Fleet(
         target=key.target,
         role=key.role,
@@ -225,76 +230,35 @@ def _fleet(key: Key, series: Series, width: int, longest_pass_of: Callable[[int,
         buckets=tuple(buckets.first.tolist()),
         times=times,
         stages=tuple(
-            StageFleet(pp, len(at_stage[pp]), _percentiles(series, pp), _plain(compute_ms), shifts_of[pp])
-            for pp, compute_ms in zip(at_stage, stage_ms, strict=True)
+            StageFleet(pp, stage_of.count(pp), series.percentiles(pp), _plain(ms), changes)
+            for pp, ms, changes in zip(stages, stage_ms, relative_shifts(stage_ms, buckets), strict=True)
         ),
         synchronisation=synchronisation,
         clock="device" if any(rank.device_clock for rank in ranks) else "host",
-        standstills=standstills(series.stood, max(rank.last_step for rank in ranks), longest_pass_of),
+        standstills=standstills(series.stood, max(rank.last_step for rank in ranks), longest_pass),
     )
 
 
-def _matrix(ranks: Sequence[RankSeries], buckets: Buckets) -> Floats:
-    """Returns the compute of every rank in milliseconds per step, [rank, bucket]; NaN if it has no steps there."""
-    matrix = np.full((len(ranks), len(buckets.first)), np.nan)
-    for row, rank in zip(matrix, ranks, strict=True):
-        begin = rank.first - buckets.begin
-        row[begin : begin + len(rank.counts)] = rank.compute
-    return matrix
+def _times(series: Series, step_ms: Floats, buckets: Buckets) -> StepTimes:
+    steps, longest = series.calls.steps, series.calls.longest
 
+    def exact(shift: Shift) -> Shift:
+        """Returns the shift with its exact step, within its bucket or the bucket before. Single steps before this step
+        are closer to the old level, and steps from it on are closer to the new level."""
+        nearby = (steps >= shift.step - series.width) & (steps < shift.step + series.width)
+        costs = misfits(*(np.abs(longest[nearby] - ms) for ms in (shift.before_ms, shift.after_ms)))
+        return replace(shift, step=int(steps[nearby][np.argmin(costs[:-1])]))
 
-def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[Floats, Buckets]:
-    """Returns the milliseconds of each bucket's median step (a step takes as long as on its slowest rank), and the
-    buckets."""
-    with_steps = _with_steps(ranks)
-    begin = min(rank.first for rank in with_steps)
-    count = max(rank.first + len(rank.counts) for rank in with_steps) - begin
-    steps = np.zeros(count, dtype=np.int64)
-    for rank in with_steps:
-        part = steps[rank.first - begin : rank.first - begin + len(rank.counts)]
-        np.maximum(part, rank.counts, out=part)
-    first, medians, _ = bucketed(series.steps >> CALLS, series.longest, width)
-    step_ms = np.full(count, np.nan)
-    step_ms[first - begin : first - begin + len(medians)] = medians
-    starts = np.arange(begin, begin + count, dtype=np.int64) * width
-    return step_ms, Buckets(
-        begin=begin,
-        first=np.maximum(starts, min(rank.first_step for rank in ranks)),
-        last=starts + width - 1,
-        steps=steps,
-        seconds=step_ms * steps / 1e3,
-    )
-
-
-def _with_steps(ranks: Sequence[RankSeries]) -> Sequence[RankSeries]:
-    return [rank for rank in ranks if len(rank.counts)] or ranks
-
-
-def _times(series: Series, step_ms: Floats, buckets: Buckets, width: int) -> StepTimes:
-    stretches = lasting(levels(step_ms, buckets.steps, noise_of(step_ms[None])), buckets.seconds)
     return StepTimes(
-        step=Percentiles.of(series.longest) if len(series.longest) else None,
+        step=Percentiles.of(longest) if len(longest) else None,
         step_ms=_plain(step_ms),
-        step_shifts=tuple(
-            _to_the_step(shift, series, width) for shift in shifts(stretches, buckets.first, buckets.last)
-        ),
+        step_shifts=tuple(map(exact, shifts(step_ms, step_ms, buckets, noise_of(step_ms[None])))),
         drift=drift(step_ms),
-        single=single_steps(series.steps >> CALLS, series.longest),
+        single=single_steps(steps, longest),
     )
 
 
-def _to_the_step(shift: Shift, series: Series, width: int) -> Shift:
-    """Returns the shift with its exact step, within its bucket or the bucket before. Single steps before this step are
-    closer to the old level, and steps from it on are closer to the new level."""
-    steps = series.steps >> CALLS
-    nearby = (steps >= shift.step - width) & (steps < shift.step + width)
-    nearby_ms = series.longest[nearby]
-    cumulated_ms = np.cumsum(np.abs(nearby_ms - shift.before_ms) - np.abs(nearby_ms - shift.after_ms))
-    steps_before = int(np.argmin(np.append(0.0, cumulated_ms[:-1])))
-    return replace(shift, step=int(steps[nearby][steps_before]))
-
-
-def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Percentiles | None) -> Coverage:
+def _coverage(key: Key, series: Series, ranks: Sequence[RankRow], step: Percentiles | None) -> Coverage:
     last_step, end_ns = max(rank.last_step for rank in ranks), max(rank.ended for rank in ranks)
     patience_ns = LACKS_TIME * (step.p50 if step else 0.0) * 1e6
     return Coverage(
@@ -306,51 +270,29 @@ def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Perce
             if rank.last_step + LACKS_STEPS <= last_step and end_ns - rank.ended > patience_ns
         ),
         steps=(min(rank.first_step for rank in ranks), last_step),
-        calls=len(series.steps),
+        calls=len(series.calls.numbers),
         left_out=max(rank.left_out for rank in ranks),
         again=max(rank.again for rank in ranks),
     )
 
 
-def _by_group(times: Mapping[tuple[int, int], tuple[int, Floats]], buckets: Buckets) -> tuple[list[Group], Floats]:
-    """Returns every group that synchronises gradients, and the milliseconds that this took its quickest rank,
-    [group, bucket]."""
-    groups = sorted(times)
-    rows = np.full((len(groups), len(buckets.first)), np.nan)
-    for row, group in zip(rows, groups, strict=True):
-        first, values = times[group]
-        row_part = row[first - buckets.begin :]
-        values_inside = values[: len(row_part)]
-        row_part[: len(values_inside)] = values_inside
-    return groups, rows
-
-
-def _synchronisation(groups: list[Group], rows: Floats, buckets: Buckets, floor_ms: float) -> Synchronisation:
-    median_ms = low_median(rows)
-    stages = sorted({pp for pp, _ in groups})
-    stage_shifts: list[tuple[int, Shift]] = []
-    if len(stages) > 1:
-        stage_ms = [low_median(rows[[row for row, group in enumerate(groups) if group[0] == pp]]) for pp in stages]
-        shifts_by_stage = relative_shifts(np.array(stage_ms), buckets, floor_ms)
-        stage_shifts = [
-            (pp, shift) for pp, changes in zip(stages, shifts_by_stage, strict=True) for shift in _upwards(changes)
-        ]
+def _synchronisation(stage_of: Sequence[int], rows: Floats, buckets: Buckets, floor_ms: float) -> Synchronisation:
+    """Returns what ``rows``, [group, bucket], show: the milliseconds that synchronising gradients took the quickest
+    rank of each group. ``stage_of``: the stage of each."""
+    median_ms, stages = low_median(rows), sorted({*stage_of})
+    stage_ms = np.array([low_median(rows[np.equal(stage_of, pp)]) for pp in stages])
+    of_stages = relative_shifts(stage_ms, buckets, floor_ms) if len(stages) > 1 else []
     return Synchronisation(
         synchronisation_ms=_plain(median_ms),
-        synchronisation_shifts=_upwards(relative_shifts(median_ms[None], buckets, floor_ms)[0]),
-        stage_synchronisation=tuple(stage_shifts),
+        synchronisation_shifts=tuple(_upwards(relative_shifts(median_ms[None], buckets, floor_ms)[0])),
+        stage_synchronisation=tuple(
+            (pp, shift) for pp, changes in zip(stages, of_stages, strict=False) for shift in _upwards(changes)
+        ),
     )
 
 
-def _upwards(changes: Iterable[Shift]) -> tuple[Shift, ...]:
-    return tuple(shift for shift in changes if shift.change > EXCESS)
-
-
-def _percentiles(series: Series, pp: int) -> Percentiles | None:
-    histogram = series.histograms[pp]
-    if not histogram.counts.any():
-        return None
-    return Percentiles(*(histogram.percentile_ms(fraction) for fraction in (0.5, 0.95, 0.99, 1.0)))
+def _upwards(changes: Iterable[Shift]) -> Iterable[Shift]:
+    return (shift for shift in changes if shift.change > EXCESS)
 
 
 def _plain(values: Floats) -> tuple[float | None, ...]:

@@ -1,5 +1,5 @@
-"""Reads the timelines of a whole job once. Each becomes a few numbers per bucket of steps, so that memory does not grow
-with the number of steps.
+"""Reads the timelines of a whole job once: what every call took, and how long each rank computed in a step, as medians
+over buckets of steps, so that memory does not grow with ranks times steps.
 
 A work item holds the files of the ranks that synchronise gradients with each other (data- and context-parallel peers),
 because the quickest of these ranks shows how long a step's synchronisation takes.
@@ -7,18 +7,20 @@ because the quickest of these ranks shows how long a step's synchronisation take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.fleet.levels import Floats, Integers, Percentiles, low_median
 from megaprof.analysis.fleet.standstills import StoodStill, stood_or_failed, stood_still
-from megaprof.analysis.fleet.trends import Floats, Integers
 from megaprof.analysis.notes import Note
+from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes
 from megaprof.analysis.trace.reading import Timelines
 from megaprof.analysis.trace.runs import Runs, runs_in
@@ -26,16 +28,16 @@ from megaprof.formats import timeline as format
 from megaprof.formats.job import STUCK_SECONDS
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.steps import codes
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: About the largest number of buckets.
 MOST_BUCKETS = 200
-#: Width of a histogram bin, as a fraction of its time. Bins begin at one microsecond.
-BIN = 0.005
+#: Compute is counted in bins, each wider than the one before it by this fraction. They begin at one microsecond.
+BIN = 0.002
 _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
 #: About the number of steps, of several ranks, that are in memory at once.
 _STEPS_AT_ONCE = 1 << 16
-_MOST_NOTES = 5
 #: Bits that tell the calls of one step apart: a step's number is above them.
 CALLS = 16
 _BYTES = np.dtype((np.void, format.STEP_TYPE.itemsize))
@@ -49,174 +51,158 @@ class Key(NamedTuple):
     sizes: ParallelSizes
 
 
-Widths = dict[tuple[str, str | None], int]
-
-
-@dataclass(frozen=True)
-class RankSeries:
-    """One rank, with medians over buckets of steps in milliseconds, NaN for buckets without steps."""
+class RankRow(NamedTuple):
+    """One rank over the whole run. Only steps that count are timed: no window was open, none failed, and the rank did
+    not stand still in them."""
 
     coords: RankCoords
-    """Coordinates of the rank."""
     host: str | None
-    """Host of the rank; None if it is not known."""
-    first: int
-    """Number of the rank's first bucket."""
-    compute: npt.NDArray[np.float32]
-    """Milliseconds of forward, backward and combined passes per step, by bucket."""
-    counts: npt.NDArray[np.int32]
-    """Number of steps, by bucket."""
+    files: tuple[Path, ...]
+    steps: int
+    """Number of steps that count."""
     mean_ms: float
-    """Milliseconds of its passes in an average step; NaN without steps."""
+    """Milliseconds of forward, backward and combined passes in an average step; NaN without steps."""
     left_out: int
-    """Number of steps that do not count, because a window was open or they failed. Does not include those in which the
-    rank stood still."""
+    """Number of steps that do not count. Does not include those in which the rank stood still."""
     again: int
     """Number of steps that it has twice; the later one counts."""
     first_step: int
-    """First step of the rank."""
     last_step: int
-    """Last step of the rank."""
     ended: int
     """End of its last step, in nanoseconds on the wall clock."""
     device_clock: bool
     """True if its times are the GPU's."""
 
 
+CallOf = Callable[[int, int, int], list[Pass[int]]]
+"""Reads one call of a rank, a step, and an index among the calls of this step (`call_of`)."""
+Rows = tuple[int, Floats]
+"""Medians over buckets of steps, [row, bucket], NaN for buckets without steps, behind the number of the first bucket
+(step // width)."""
+
+
 @dataclass(frozen=True)
-class Histogram:
-    """Many times, counted in bins of `BIN`."""
+class Calls:
+    """What single calls took on several ranks, [call], in order."""
 
-    counts: Integers
-    """[bin]"""
-    longest_us: Integers
-    """[bin]: the longest of these times in microseconds."""
+    numbers: Integers = field(default_factory=lambda: np.empty(0, np.int64))
+    """As `numbers_of` numbers them."""
+    longest: Floats = field(default_factory=lambda: np.empty(0))
+    """Milliseconds on the slowest rank."""
+    quickest: Floats = field(default_factory=lambda: np.empty(0))
+    """Milliseconds of gradient synchronisation on the quickest rank."""
+    ranks: Integers = field(default_factory=lambda: np.empty(0, np.int64))
+    """Number of ranks that have it."""
 
-    @classmethod
-    def of(cls, times_us: Integers) -> Histogram:
-        """Counts times in microseconds."""
-        bins = np.minimum(np.log(np.maximum(times_us, 1)) / np.log1p(BIN), _BINS - 1).astype(np.int64)
-        longest_us = np.zeros(_BINS, dtype=np.int64)
-        np.maximum.at(longest_us, bins, times_us)
-        return cls(np.bincount(bins, minlength=_BINS), longest_us)
+    @property
+    def steps(self) -> Integers:
+        """The step of each."""
+        return self.numbers >> CALLS
 
-    def joined(self, other: Histogram) -> Histogram:
-        """Returns both together."""
-        return Histogram(self.counts + other.counts, np.maximum(self.longest_us, other.longest_us))
-
-    def percentile_ms(self, fraction: float) -> float:
-        """Returns the milliseconds that this fraction of the times does not exceed. It is one of the times: the longest
-        in its bin."""
-        at = int(np.searchsorted(np.cumsum(self.counts), fraction * int(self.counts.sum())))
-        return float(self.longest_us[at]) / 1e3
+    def joined(self, other: Calls) -> Calls:
+        """Returns these calls on the ranks of both."""
+        numbers, place = np.unique(np.concatenate((self.numbers, other.numbers)), return_inverse=True)
+        longest, quickest = np.zeros(len(numbers)), np.full(len(numbers), np.inf)
+        np.maximum.at(longest, place, np.concatenate((self.longest, other.longest)))
+        np.minimum.at(quickest, place, np.concatenate((self.quickest, other.quickest)))
+        ranks = np.bincount(place, np.concatenate((self.ranks, other.ranks)), len(numbers))
+        return Calls(numbers, longest, quickest, ranks.astype(np.int64))
 
 
 @dataclass
 class Series:
-    """The numbers of one key, for some or all of its ranks."""
+    """One target over the whole run, on some or all of its ranks."""
 
-    ranks: list[RankSeries] = field(default_factory=list)
-    """The ranks, in the order in which they were read."""
-    steps: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """All calls, as `numbers_of` numbers them, ascending."""
-    longest: Floats = field(default_factory=lambda: np.empty(0))
-    """Milliseconds of each call on its slowest rank."""
-    synchronising: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
-    """For each group (pp and tp): the number of its first bucket, and by bucket the milliseconds per step that its
-    quickest rank spent on gradient synchronisation. Only steps that all ranks of the group have count."""
-    histograms: dict[int, Histogram] = field(default_factory=dict)
-    """The compute per step, by stage."""
+    width: int
+    """Steps per bucket."""
+    ranks: list[RankRow] = field(default_factory=list)
+    compute: list[Rows] = field(default_factory=list)
+    """Milliseconds of the passes of a step; together one row for each of ``ranks``."""
+    synchronising: dict[tuple[int, int], Rows] = field(default_factory=dict)
+    """By group (pp and tp), one row: the milliseconds of a step that its quickest rank spent on gradient
+    synchronisation. Only steps that all ranks of the group have count."""
+    calls: Calls = field(default_factory=Calls)
+    times: dict[int, Integers] = field(default_factory=dict)
+    """By stage, how many steps of its ranks computed for how long, [bin] (`BIN`)."""
     metadata: dict[int, Metadata] = field(default_factory=dict)
     """Metadata in the files of one rank, by stage."""
     stood: list[StoodStill] = field(default_factory=list)
     """Ranks with a step in which they stood still, or that an exception ended."""
 
     def add(self, other: Series) -> None:
-        """Adds other ranks of the same key."""
+        """Adds other ranks of the same target."""
         self.ranks += other.ranks
+        self.compute += other.compute
+        self.synchronising |= other.synchronising
+        self.calls = self.calls.joined(other.calls)
+        self.times |= {pp: self.times.get(pp, 0) + counts for pp, counts in other.times.items()}
+        self.metadata |= other.metadata
         self.stood += other.stood
-        self.metadata.update(other.metadata)
-        self.steps, self.longest = _merge(self.steps, self.longest, other.steps, other.longest, np.maximum)
-        self.synchronising.update(other.synchronising)
-        for pp, histogram in other.histograms.items():
-            self.count(pp, histogram)
 
-    def count(self, pp: int, compute: Histogram) -> None:
-        """Adds the compute of steps on stage ``pp``."""
-        self.histograms[pp] = self.histograms[pp].joined(compute) if pp in self.histograms else compute
+    def percentiles(self, pp: int) -> Percentiles | None:
+        """Returns the compute per step over all steps of a stage's ranks, to a tenth of a percent; None without any."""
+        behind = np.cumsum(self.times[pp])
+        if not behind[-1]:
+            return None
+        bins = np.searchsorted(behind, np.array((0.5, 0.95, 0.99, 1.0)) * behind[-1])
+        return Percentiles(*((1 + BIN) ** (bins + 0.5) / 1e3).tolist())
 
 
 @dataclass
 class FleetReading:
-    """The numbers in many timelines."""
+    """The timelines of one run."""
 
     timelines: Timelines = field(default_factory=Timelines)
-    """All files."""
-    runs: Runs = field(default_factory=Runs)
-    """All runs that were found; only the chosen one was read."""
-    width: Widths = field(default_factory=dict)
-    """Steps per bucket, by target and role."""
+    """All files, also of other runs."""
     series: dict[Key, Series] = field(default_factory=dict)
-    """Numbers, by key."""
-    files: dict[Key, dict[int, tuple[Path, ...]]] = field(default_factory=dict)
-    """Files of every rank, by key and rank."""
     read: list[Path] = field(default_factory=list)
-    """All files that hold steps."""
+    """All files that hold steps of the run."""
     warnings: list[Note] = field(default_factory=list)
     """Notes about single files."""
 
-    def only(self, key: Key, ranks: Iterable[int]) -> FleetReading:
-        """Returns only what opens the timelines of some ranks, so that the others need not be kept any longer."""
-        files = {rank: self.files[key][rank] for rank in ranks}
+    def calls_of(self, key: Key, ranks: Collection[int]) -> CallOf:
+        """Returns what reads single calls of some ranks, so that other timelines need not be kept any longer."""
+        files = {row.coords.rank: row.files for row in self.series[key].ranks if row.coords.rank in ranks}
         timelines = self.timelines.only(path for paths in files.values() for path in paths)
-        return FleetReading(timelines, files={key: files})
-
-    def add(self, other: FleetReading) -> None:
-        """Adds another reading of the same runs."""
-        for key, part in other.series.items():
-            self.series.setdefault(key, Series()).add(part)
-        for key, by_rank in other.files.items():
-            self.files.setdefault(key, {}).update(by_rank)
-        self.read += other.read
-        self.warnings += (note for note in other.warnings if note not in self.warnings)
+        return partial(call_of, timelines, files, key)
 
 
 def read_fleet(
     timelines: Timelines, workers: Workers = 1, progress: Progress | None = None, runs: Runs | None = None
 ) -> FleetReading:
-    """Reads every file once, and returns the numbers of one run.
+    """Reads every file once, and returns the numbers of one run: the chosen one of ``runs``, by default the newest.
 
     ``workers`` is as for `reading.read_all`. ``progress`` is called with the number of files done, and of all files.
-    Reads the chosen run of ``runs``, by default the newest.
     """
-    items = _items(timelines.paths)
+    groups: dict[tuple[str | int | None, ...], dict[int, list[Path]]] = {}
+    for path in timelines.paths:
+        name = parse_artifact_name(path.name)
+        # A renamed file is read on its own: its contents say what it is.
+        group = (name.target, name.role, name.place.pp, name.place.tp) if name else (str(path),)
+        groups.setdefault(group, {}).setdefault(name.place.rank if name else -1, []).append(path)
+    items = [list(by_rank.values()) for by_rank in groups.values()]
     runs = runs or runs_in((), timelines)
-    reading = FleetReading(timelines, runs, _width(runs))
-    done = 0
+    read_item = partial(_read_item, timelines, runs, _widths(runs))
+    reading, done = FleetReading(timelines), 0
     workers = at_most(workers, timelines.useful_processes(len(items)))
-    read_item = partial(_read_item, timelines, runs, reading.width)
-    for item, item_reading in zip(items, in_processes(read_item, items, workers), strict=True):
-        reading.add(item_reading)
+    for item, part in zip(items, in_processes(read_item, items, workers), strict=True):
+        for key, series in part.series.items():
+            if key in reading.series:
+                reading.series[key].add(series)
+            else:
+                reading.series[key] = series
+        reading.read += part.read
+        reading.warnings += (note for note in part.warnings if note not in reading.warnings)
         done += sum(map(len, item))
         if progress is not None:
             progress(done, len(timelines.paths))
     return reading
 
 
-_Item = list[list[Path]]  # the files of every rank of a group
+_Widths = dict[tuple[str, str | None], int]
 
 
-def _items(paths: Sequence[Path]) -> list[_Item]:
-    groups: dict[tuple[str | int | None, ...], dict[int, list[Path]]] = {}
-    for path in paths:
-        name = parse_artifact_name(path.name)
-        # A renamed file is read on its own: its contents say what it is.
-        group = (name.target, name.role, name.place.pp, name.place.tp) if name else (str(path),)
-        groups.setdefault(group, {}).setdefault(name.place.rank if name else -1, []).append(path)
-    return [list(by_rank.values()) for by_rank in groups.values()]
-
-
-def _width(runs: Runs) -> Widths:
+def _widths(runs: Runs) -> _Widths:
     """Returns the steps per bucket, by target and role, from the timelines that were sampled for ``runs``."""
     bounds: dict[tuple[str, str | None], tuple[int, int]] = {}
     for piece in runs.pieces:
@@ -225,52 +211,69 @@ def _width(runs: Runs) -> Widths:
     return {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
 
 
-def _read_item(timelines: Timelines, runs: Runs, width: Widths, item: _Item) -> FleetReading:
-    reading = FleetReading(timelines, runs, width)
-    groups: dict[tuple[Key, int, int], _Group] = {}
-    waiting_ranks: dict[tuple[Key, int, int], list[list[_Steps]]] = {}
+class _Steps(NamedTuple):
+    """The steps of one metadata record of a file."""
+
+    path: Path
+    metadata: Metadata
+    steps: npt.NDArray[Any]
+
+
+def _read_item(timelines: Timelines, runs: Runs, widths: _Widths, item: Sequence[Sequence[Path]]) -> FleetReading:
+    reading = FleetReading()
+    groups: dict[tuple[Key, int, int], Calls] = {}
+    waiting: dict[tuple[Key, int, int], list[list[_Steps]]] = {}
     steps_waiting = 0
     for number, paths in enumerate(item, 1):
         by_rank: dict[tuple[Key, int], list[_Steps]] = {}
-        for part in _steps_in(paths, reading):
-            by_rank.setdefault((part.key, part.metadata.coords.rank), []).append(part)
-        for (key, rank), parts in by_rank.items():
+        for part in _steps_in(paths, timelines, runs, reading):
+            key = Key(part.metadata.target, part.metadata.role, part.metadata.sizes)
+            by_rank.setdefault((key, part.metadata.coords.rank), []).append(part)
+        for (key, _), parts in by_rank.items():
             coords = parts[-1].metadata.coords
-            reading.files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
-            waiting_ranks.setdefault((key, coords.pp, coords.tp), []).append(parts)
+            waiting.setdefault((key, coords.pp, coords.tp), []).append(parts)
             steps_waiting += sum(len(part.steps) for part in parts)
         if steps_waiting >= _STEPS_AT_ONCE or number == len(item):
-            for group_key, ranks in waiting_ranks.items():
-                series = reading.series.setdefault(group_key[0], Series())
-                counted_calls = _add_ranks(series, ranks, width.get(group_key[0][:2], 1))
-                groups.setdefault(group_key, _Group()).add(counted_calls)
-            waiting_ranks, steps_waiting = {}, 0
-    for (key, pp, tp), group in groups.items():
-        size, series = key.sizes.dp * key.sizes.cp, reading.series[key]
-        steps, times = group.of(size)
-        if len(steps):
-            first, medians, _ = bucketed(steps, times, width.get(key[:2], 1))
-            series.synchronising[pp, tp] = first, medians
+            for group, ranks in waiting.items():
+                series = reading.series.setdefault(group[0], Series(widths.get(group[0][:2], 1)))
+                groups[group] = groups.get(group, Calls()).joined(_add_ranks(series, ranks))
+            waiting, steps_waiting = {}, 0
+    for (key, pp, tp), calls in groups.items():
+        series = reading.series[key]
+        series.calls = series.calls.joined(calls)
+        # In other steps, the ranks may have waited for a rank that is missing.
+        complete = calls.ranks >= key.sizes.dp * key.sizes.cp
+        if complete.any():
+            rows = bucketed(calls.steps[complete], calls.quickest[None, complete], series.width)
+            series.synchronising[pp, tp] = rows
     return reading
 
 
-class _Group:
-    """The gradient synchronisation of ranks that take part in it together."""
-
-    def __init__(self) -> None:
-        self._ranks = np.empty(0, dtype=np.int64), np.empty(0)
-        self._quickest = self._ranks
-
-    def add(self, calls: npt.NDArray[Any]) -> None:
-        numbers = numbers_of(calls)
-        self._ranks = _merge(*self._ranks, numbers, np.ones(len(numbers)), np.add)
-        self._quickest = _merge(*self._quickest, numbers, calls["finalize"] / 1e3, np.minimum)
-
-    def of(self, size: int) -> tuple[Integers, Floats]:
-        """Returns the steps that at least ``size`` ranks have, and the milliseconds of the quickest rank. Other steps
-        do not count, because the ranks may have waited for a rank that is missing."""
-        complete = self._ranks[1] >= size
-        return self._quickest[0][complete] >> CALLS, self._quickest[1][complete]
+def _steps_in(paths: Iterable[Path], timelines: Timelines, runs: Runs, reading: FleetReading) -> Iterator[_Steps]:
+    """Yields the steps in the files of the chosen run. Adds the files that were read, and what is wrong with them, to
+    ``reading``."""
+    for path in paths:
+        try:
+            timeline = timelines.read(path, events=False)
+        except format.UnreadableTimeline as fault:
+            reading.warnings.append(Note("skipped", files=(path.name,), said=fault.reason))
+            continue
+        if len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
+            continue
+        if timeline.damage is not None:
+            reading.warnings.append(Note("cut", files=(path.name,), said=timeline.damage))
+        if len(timeline.steps):
+            reading.read.append(path)
+        for metadata, steps in timeline.by_metadata():
+            if (reason := (metadata.timeline or {}).get("reason")) is not None:
+                said = f"its times, on the host's clock, do not show when the device worked: {reason}"
+            elif not (steps["duration"] > 0).any():
+                said = "it holds no times: the GPU was not done in time, or used streams out of step"
+            else:
+                yield _Steps(path, metadata, steps)
+                continue
+            unusable = Note("skipped", files=(path.name,), said=said)
+            reading.warnings += [unusable] * (unusable not in reading.warnings)
 
 
 def numbers_of(calls: npt.NDArray[Any]) -> Integers:
@@ -279,170 +282,111 @@ def numbers_of(calls: npt.NDArray[Any]) -> Integers:
     return numbers
 
 
-class _Steps(NamedTuple):
-    """The steps of one metadata record of a file."""
-
-    path: Path
-    key: Key
-    metadata: Metadata
-    steps: npt.NDArray[Any]
-
-
-def _steps_in(paths: Iterable[Path], reading: FleetReading) -> Iterator[_Steps]:
-    """Yields the steps in the files of the chosen run. Adds the files that were read, and what is wrong with them, to
-    ``reading``."""
-    for path in paths:
-        try:
-            timeline = reading.timelines.read(path, events=False)
-        except format.UnreadableTimeline as fault:
-            reading.warnings.append(Note("skipped", files=(path.name,), said=fault.reason))
-            continue
-        if len(timeline.steps) and not reading.runs.has(int(timeline.steps["start_ns"][0])):
-            continue
-        if timeline.damage is not None:
-            reading.warnings.append(Note("cut", files=(path.name,), said=timeline.damage))
-        if len(timeline.steps):
-            reading.read.append(path)
-        for metadata, steps in timeline.by_metadata():
-            unusable = _unusable(path, metadata, steps)
-            if unusable is None:
-                yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
-            elif unusable not in reading.warnings:
-                reading.warnings.append(unusable)
-
-
-def _unusable(path: Path, metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
-    """Returns why the times of these steps cannot be used; None if they can."""
-    if (reason := (metadata.timeline or {}).get("reason")) is not None:
-        said = f"its times, on the host's clock, do not show when the device worked: {reason}"
-        return Note("skipped", files=(path.name,), said=said)
-    if not (steps["duration"] > 0).any():
-        said = "it holds no times: the GPU was not done in time, or used streams out of step"
-        return Note("skipped", files=(path.name,), said=said)
-    return None
-
-
-def _latest(calls: npt.NDArray[Any], rank_of_call: Integers) -> tuple[npt.NDArray[Any], Integers]:
-    """Returns the calls of all ranks in order, and the rank of each call. If a rank has the same call of a step twice
-    (the job continued from a checkpoint), the later one counts."""
-    numbers = numbers_of(calls)
-    if ((np.diff(numbers) > 0) | (np.diff(rank_of_call) > 0)).all():
-        return calls, rank_of_call
-    order = np.lexsort((calls["start_ns"], numbers, rank_of_call))
-    numbers, rank_of_call = numbers[order], rank_of_call[order]
-    is_last = np.append((np.diff(numbers) != 0) | (np.diff(rank_of_call) != 0), True)
-    return calls[order[is_last]], rank_of_call[is_last]
-
-
-def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) -> npt.NDArray[Any]:
-    """Adds ranks of one stage to their series. Returns those of their calls that count."""
-    read_counts = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
+def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]]) -> Calls:
+    """Adds ranks of one stage, each with its steps, to their series. Returns those of their calls that count."""
+    read = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
     # Joins the steps as bytes; otherwise numpy looks at every field of every file.
     pieces = [np.ascontiguousarray(part.steps).view(_BYTES) for parts in ranks for part in parts]
     all_calls = np.concatenate(pieces).view(format.STEP_TYPE)
-    calls, rank_of_call = _latest(all_calls, np.repeat(np.arange(len(ranks)), read_counts))
-    metadata = [parts[-1].metadata for parts in ranks]
-    call_counts = np.bincount(rank_of_call)
-    ends = np.cumsum(call_counts)
-    first_calls, last_calls = calls[ends - call_counts], calls[ends - 1]
-    compute = _compute(calls)
-    stood = np.zeros(len(calls), dtype=np.bool_)
-    is_long = np.maximum(calls["duration"], compute) > STUCK_SECONDS * 1e6
-    for rank in sorted(
-        {*rank_of_call[is_long].tolist(), *np.flatnonzero(last_calls["flags"] & format.FAILED).tolist()}
-    ):
-        rank_rows = slice(ends[rank] - call_counts[rank], ends[rank])
-        stood[rank_rows] = stood_still(calls[rank_rows], compute[rank_rows])
-        series.stood += stood_or_failed(calls[rank_rows], compute[rank_rows], stood[rank_rows], metadata[rank].coords)
+    numbers, column = np.unique(numbers_of(all_calls), return_inverse=True)
+    place = np.full((len(ranks), len(numbers)), -1)
+    # If the job continued from a checkpoint, a rank has a call twice. The later one counts, as it is assigned last.
+    order = np.argsort(all_calls["start_ns"], kind="stable")
+    place[np.repeat(np.arange(len(ranks)), read)[order], column[order]] = order
+    calls, there = all_calls[place], place >= 0  # [rank, call]
+    duration = calls["duration"].astype(np.int64)
+    compute = calls["forward"].astype(np.int64) + calls["backward"] + calls["combined"]
+    last = len(numbers) - 1 - np.argmax(there[:, ::-1], axis=1)
+    ends = calls[np.arange(len(ranks)), last]
+    stood = np.zeros_like(there)
+    is_long = there & (np.maximum(duration, compute) > STUCK_SECONDS * 1e6)
+    for rank in np.flatnonzero(is_long.any(axis=1) | (ends["flags"] & format.FAILED > 0)).tolist():
+        own = there[rank]
+        stood[rank, own] = stood_still(calls[rank, own], compute[rank, own])
+        coords = ranks[rank][-1].metadata.coords
+        series.stood += stood_or_failed(calls[rank, own], compute[rank, own], stood[rank, own], coords)
     # A step that the GPU did not finish in time was written without times.
-    is_timed = (calls["flags"] & (format.FAILED | format.DISTURBED) == 0) & (calls["duration"] > 0) & ~stood
-    counted_calls: npt.NDArray[Any] = calls[is_timed]
-    compute, rank_of_call = compute[is_timed], rank_of_call[is_timed]
-
-    def sum_by_rank(weights: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        return np.bincount(rank_of_call, weights, minlength=len(ranks))
-
+    counts = there & (calls["flags"] & (format.FAILED | format.DISTURBED) == 0) & (duration > 0) & ~stood
+    steps = counts.sum(axis=1)
     with np.errstate(invalid="ignore"):
-        mean_ms = (sum_by_rank(compute) / sum_by_rank() / 1e3).tolist()
-    left_out = (call_counts - sum_by_rank() - np.add.reduceat(stood, ends - call_counts, dtype=np.int64)).tolist()
-    again, first_step, last_step = (
-        (read_counts - call_counts).tolist(),
-        first_calls["step"].tolist(),
-        last_calls["step"].tolist(),
+        mean_ms = np.where(counts, compute, 0).sum(axis=1) / steps / 1e3
+    columns = (
+        steps,
+        mean_ms,
+        (there & ~counts & ~stood).sum(axis=1),
+        read - there.sum(axis=1),
+        numbers[np.argmax(there, axis=1)] >> CALLS,
+        numbers[last] >> CALLS,
+        ends["start_ns"].astype(np.int64) + 1000 * ends["duration"].astype(np.int64),
+        (counts & (calls["flags"] & format.DEVICE_CLOCK > 0)).any(axis=1),
     )
-    ended = (last_calls["start_ns"] + 1000 * last_calls["duration"].astype(np.int64)).tolist()
-    on_device = sum_by_rank(counted_calls["flags"] & format.DEVICE_CLOCK > 0).tolist()
-    begins, bounds, medians, counts = _bucketed(rank_of_call, counted_calls["step"], compute / 1e3, width, len(ranks))
-    for rank, rank_metadata in enumerate(metadata):
-        buckets = slice(bounds[rank], bounds[rank + 1])
-        series.ranks.append(
-            RankSeries(
-                coords=rank_metadata.coords,
-                host=rank_metadata.host,
-                first=begins[rank],
-                compute=medians[buckets].astype(np.float32),
-                counts=counts[buckets].astype(np.int32),
-                mean_ms=mean_ms[rank],
-                left_out=left_out[rank],
-                again=again[rank],
-                first_step=first_step[rank],
-                last_step=last_step[rank],
-                ended=ended[rank],
-                device_clock=on_device[rank] > 0,
-            )
-        )
-    series.count(metadata[0].coords.pp, Histogram.of(compute))
-    series.metadata[metadata[0].coords.pp] = metadata[0]
-    longest = counted_calls["duration"] / 1e3
-    series.steps, series.longest = _merge(series.steps, series.longest, numbers_of(counted_calls), longest, np.maximum)
-    return counted_calls
+    for parts, *facts in zip(ranks, *(column.tolist() for column in columns), strict=True):
+        metadata, files = parts[-1].metadata, tuple(dict.fromkeys(part.path for part in parts))
+        series.ranks.append(RankRow(metadata.coords, metadata.host, files, *facts))
+    pp = metadata.coords.pp
+    bins = np.log(np.maximum(compute[counts], 1)) / np.log1p(BIN)
+    times = np.bincount(np.minimum(bins, _BINS - 1).astype(np.int64), minlength=_BINS)
+    series.times[pp] = series.times.get(pp, 0) + times
+    series.metadata[pp] = metadata
+    kept = counts.any(axis=0)
+    numbers, counts = numbers[kept], counts[:, kept]
+    compute_ms = np.where(counts, compute[:, kept] / 1e3, np.nan)
+    first, medians = bucketed(numbers >> CALLS, compute_ms, series.width)
+    series.compute.append((first, medians.astype(np.float32)))
+    longest = np.where(counts, duration[:, kept], 0).max(axis=0) / 1e3
+    quickest = np.where(counts, calls["finalize"][:, kept], np.inf).min(axis=0) / 1e3
+    return Calls(numbers, longest, quickest, counts.sum(axis=0))
 
 
-def _compute(calls: npt.NDArray[Any]) -> Integers:
-    compute_us: Integers = calls["forward"].astype(np.int64) + calls["backward"] + calls["combined"]
-    return compute_us
-
-
-def bucketed(steps: Integers, values: Floats, width: int) -> tuple[int, Floats, Integers]:
-    """Returns the number of the first bucket (step // width), and the median and number of steps of each bucket.
-    ``steps`` must ascend."""
-    begins, _, medians, counts = _bucketed(np.zeros(len(steps), dtype=np.int64), steps, values, width, 1)
-    return begins[0], medians, counts
-
-
-def _bucketed(
-    rows: Integers, steps: Integers, values: Floats, width: int, count: int
-) -> tuple[list[int], list[int], Floats, Integers]:
-    """Returns, for rows of ascending steps: the number of each row's first bucket; the bounds of each row's buckets
-    among the buckets of all rows; and the median and number of steps of each bucket."""
-    row_counts = np.bincount(rows, minlength=count)
-    ends = np.cumsum(row_counts)
-    buckets = steps // width
-    first, sizes = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    nonempty_rows = row_counts > 0
-    first[nonempty_rows] = buckets[(ends - row_counts)[nonempty_rows]]
+def bucketed(steps: Integers, values: Floats, width: int) -> Rows:
+    """Returns the medians over buckets of steps of ``values``, [row, call], NaN for none. ``steps``, [call], must
+    ascend."""
+    if not len(steps):
+        return 0, np.empty((len(values), 0))
+    first = int(steps[0]) // width
     # Far more buckets than the sampled ranks have; all later steps share the last one.
-    positions = np.minimum(buckets - first[rows], 4 * MOST_BUCKETS - 1)
-    sizes[nonempty_rows] = positions[(ends - 1)[nonempty_rows]] + 1
-    bounds = np.concatenate(([0], np.cumsum(sizes)))
-    positions += bounds[rows]
-    counts = np.bincount(positions, minlength=bounds[-1])
-    medians = np.full(len(counts), np.nan)
-    nonempty = counts > 0
-    ends = np.cumsum(counts)[nonempty]
-    begins = ends - counts[nonempty]
-    ordered = values[np.lexsort((values, positions))]
-    medians[nonempty] = (ordered[(begins + ends - 1) // 2] + ordered[(begins + ends) // 2]) / 2
-    return first.tolist(), bounds.tolist(), medians, counts
+    buckets = np.minimum(steps // width - first, 4 * MOST_BUCKETS - 1)
+    medians = np.full((len(values), int(buckets[-1]) + 1), np.nan)
+    bounds = np.searchsorted(buckets, np.arange(medians.shape[1] + 1))
+    for bucket, (begin, end) in enumerate(pairwise(bounds.tolist())):
+        if end - begin == 1:
+            medians[:, bucket] = values[:, begin]
+        elif end > begin:
+            part = values[:, begin:end].T
+            medians[:, bucket] = (low_median(part) - low_median(-part)) / 2
+    return first, medians
 
 
-def _merge(
-    numbers: Integers, values: Floats, other_numbers: Integers, other_values: Floats, combine: np.ufunc
-) -> tuple[Integers, Floats]:
-    """Returns both sets of values by ascending number, and combines values that have the same number. ``numbers`` and
-    ``other_numbers`` may be in any order."""
-    all_numbers = np.concatenate((numbers, other_numbers))
-    order = np.argsort(all_numbers, kind="stable")
-    all_numbers = all_numbers[order]
-    begins = np.flatnonzero(np.append(True, np.diff(all_numbers) > 0)) if len(all_numbers) else order
-    return all_numbers[begins], combine.reduceat(np.concatenate((values, other_values))[order], begins)
+def stacked(blocks: Iterable[Rows], begin: int, count: int) -> Floats:
+    """Returns the rows of all blocks with the same buckets: ``count`` of them, from the bucket ``begin`` on."""
+    parts = [np.empty((0, count))]
+    for first, rows in blocks:
+        part = np.full((len(rows), count), np.nan)
+        inside = part[:, first - begin :][:, : rows.shape[1]]
+        inside[:] = rows[:, : inside.shape[1]]
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def call_of(
+    timelines: Timelines, files: Mapping[int, Sequence[Path]], key: Key, rank: int, step: int, index: int
+) -> list[Pass[int]]:
+    """Returns one call of a rank, as a pass named after its target, followed by everything in it in order; an empty
+    list if its files do not have it. If the step ran more than once, the last run counts. ``files``: by rank."""
+    latest: list[Pass[int]] = []
+    for timeline, rows in timelines.steps_of(files[rank], key):
+        steps = timeline.steps[rows]
+        for row in rows[(steps["step"] == step) & (steps["index"] == index)].tolist():
+            fixed, events = timeline.steps[row], timeline.events(row)
+            begin_ns, coords = int(fixed["start_ns"]), timeline.metadata[fixed["metadata"]].coords
+            if events is None or (latest and latest[0].start >= begin_ns):
+                continue
+            end_ns = begin_ns + 1000 * int(fixed["duration"])
+            latest = [Pass(key.target, coords.pp, None, None, begin_ns, end_ns, coords.rank)]
+            spans = (events.start.tolist(), events.end.tolist())
+            for code, start, end in zip(events.code.tolist(), *spans, strict=True):
+                if (name := codes.name(code)) is not None:
+                    chunk, microbatch = name.fields.get("chunk"), name.fields.get("mb")
+                    times = begin_ns + 1000 * start, begin_ns + 1000 * end
+                    latest.append(Pass(name.label, coords.pp, chunk, microbatch, times[0], times[1], coords.rank))
+    return latest

@@ -16,8 +16,8 @@ from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose, slow_ranks
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import CALLS, Series, read_fleet
-from megaprof.analysis.fleet.trends import EXCESS
+from megaprof.analysis.fleet.levels import EXCESS
+from megaprof.analysis.fleet.reading import Series, read_fleet
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.notes import Note, of_files
@@ -126,8 +126,8 @@ def analyze(
                 measured = replace(measured, warnings=(*measured.warnings, note))
         draw: Callable[[], drawn.StepTimeline] | None = None
         if isinstance(table, Table) and not (of_key is not None and table.profiled):
-            shown = fleet_reading.only(key, [row.ranks[0] for row in measured.shown])
-            draw = partial(drawn.of_table, table, measured, key, shown)
+            call_of = fleet_reading.calls_of(key, [row.ranks[0] for row in measured.shown])
+            draw = partial(drawn.of_table, table, measured, call_of)
         elif of_key is not None:
             draw = partial(drawn.of_steps, of_key.steps, measured, table)
         report, by_hand = _reported(measured, diagnosed[key], by_key.get(key), job, memory_limit)
@@ -232,8 +232,8 @@ def _not_recovered(captured: Job, series: Series | None) -> Note | None:
     profiler = captured.steps[-1].metadata.profiler
     if series is None or profiler is None or "cuda" not in profiler.recorded:
         return None
-    steps, numbers = series.steps >> CALLS, [step.step for step in captured.steps]
-    before_ms, behind_ms = series.longest[steps < min(numbers)], series.longest[steps > max(numbers)]
+    calls, numbers = series.calls, [step.step for step in captured.steps]
+    before_ms, behind_ms = calls.longest[calls.steps < min(numbers)], calls.longest[calls.steps > max(numbers)]
     before_ms = before_ms[warming_up(before_ms.tolist()) :] if len(before_ms) else before_ms
     if min(len(before_ms), len(behind_ms)) < _FEWEST_STEPS:
         return None

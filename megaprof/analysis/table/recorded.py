@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankSeries, Series, numbers_of
+from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankRow, Series, numbers_of
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.job import forward_share, place_of, schedule_of
@@ -91,12 +91,12 @@ class _Rank(NamedTuple):
 
 
 def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[int], workers: Workers) -> Table:
-    timelines, files = reading.timelines, reading.files.get(key, {})
+    timelines = reading.timelines
     replicas = _replicas(series.ranks)
     fullest_rank = max(
-        (rank for stages in replicas.values() for peers in stages for rank in peers), key=lambda rank: rank.counts.sum()
+        (rank for stages in replicas.values() for peers in stages for rank in peers), key=lambda rank: rank.steps
     )
-    plan = _plan(timelines, key, files[fullest_rank.coords.rank], {rank_step.step for rank_step in series.stood})
+    plan = _plan(timelines, key, fullest_rank.files, {rank_step.step for rank_step in series.stood})
     schedule = plan.schedule
     passes_per_rank = schedule.chunks * len(schedule.kinds) * schedule.microbatches
     most_replica_steps = max(1, _MOST_PASSES // (schedule.stages * passes_per_rank))
@@ -112,7 +112,7 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     one_peer = step_count * sum(map(len, peer_groups)) * passes_per_rank > _MOST_PASSES
     items = [
         _Rank(
-            files[peer.coords.rank],
+            peer.files,
             tuple((rank.coords.rank, rank.host) for rank in represented),
             *place_of(peer.coords),
         )
@@ -145,12 +145,12 @@ def _warnings(table: Table, sizes: ParallelSizes, in_compute: Note) -> Iterator[
         yield Note("groups_with_waiting", names=tuple(shown_axes))
 
 
-def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
+def _replicas(ranks: Sequence[RankRow]) -> dict[int, list[list[RankRow]]]:
     """Returns the peers of every stage by replica, for the replicas with the most stages. Raises Unfit if there are
     none."""
-    by_replica: dict[int, dict[int, list[RankSeries]]] = defaultdict(lambda: defaultdict(list))
+    by_replica: dict[int, dict[int, list[RankRow]]] = defaultdict(lambda: defaultdict(list))
     for rank in sorted(ranks, key=lambda rank: rank.coords.rank):
-        if len(rank.counts):
+        if rank.steps:
             by_replica[place_of(rank.coords)[0]][rank.coords.pp].append(rank)
     if not by_replica:
         raise Unfit(Note("no_step", said="every step failed, stood still, or was disturbed by a window"))
@@ -162,7 +162,7 @@ def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
     }
 
 
-def _chosen(replicas: Mapping[int, list[list[RankSeries]]], limit: int) -> list[int]:
+def _chosen(replicas: Mapping[int, list[list[RankRow]]], limit: int) -> list[int]:
     """Returns at most this many replicas. Half of them hold the slowest ranks, which make the step as long as it is;
     the others are evenly spread, to show what is usual."""
     if len(replicas) <= limit:

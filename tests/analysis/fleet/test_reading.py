@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaprof.analysis.fleet.fleet import survey
-from megaprof.analysis.fleet.reading import BIN, bucketed, read_fleet
+from megaprof.analysis.fleet.levels import Percentiles
+from megaprof.analysis.fleet.reading import BIN, bucketed, read_fleet, stacked
 from megaprof.analysis.notes import of_files
 from megaprof.analysis.trace.reading import Timelines, find_timelines
 from megaprof.formats import timeline as format
@@ -28,11 +30,19 @@ def write(directory: Path, **options: object) -> list[Path]:
 
 def test_medians_of_buckets() -> None:
     steps = np.array([10, 11, 12, 13, 20, 21, 22])
-    first, medians, counts = bucketed(steps, np.array([1.0, 9.0, 2.0, 8.0, 5.0, 6.0, 7.0]), 5)
-    assert (first, counts.tolist()) == (2, [4, 0, 3])
-    assert medians[[0, 2]].tolist() == [5.0, 6.0]
-    assert np.isnan(medians[1])
-    assert bucketed(steps[:0], np.empty(0), 5)[2].size == 0
+    values = np.array([[1.0, 9.0, 2.0, 8.0, 5.0, 6.0, 7.0], [np.nan, 9.0, 2.0, np.nan, 5.0, np.nan, np.nan]])
+    first, medians = bucketed(steps, values, 5)
+    assert first == 2
+    assert medians[:, [0, 2]].tolist() == [[5.0, 6.0], [5.5, 5.0]]
+    assert np.isnan(medians[:, 1]).all()
+    assert bucketed(steps[:0], np.empty((1, 0)), 5)[1].size == 0
+
+
+def test_rows_of_several_files_share_their_buckets() -> None:
+    rows = stacked([(3, np.array([[1.0, 2.0]])), (5, np.array([[3.0, 4.0]])), (7, np.array([[5.0]]))], 3, 3)
+    assert rows[:, 0].tolist()[:1] == [1.0]
+    assert np.array_equal(np.isnan(rows), [[False, False, True], [True, True, False], [True, True, True]])
+    assert rows[1, 2] == 3.0, "what is behind the last bucket is left out"
 
 
 def test_a_rank_is_read_to_what_stands_in_its_file(tmp_path: Path) -> None:
@@ -42,18 +52,21 @@ def test_a_rank_is_read_to_what_stands_in_its_file(tmp_path: Path) -> None:
     assert (key.target, key.role, key.sizes.pp) == ("train_actor", None, 2)
     assert sorted(r.coords.rank for r in series.ranks) == [0, 1, 2, 3]
     everything = {path: format.read_timeline(path).steps for path in paths}
-    for rank in series.ranks:
+    for rank, row in zip(series.ranks, stacked(series.compute, 0, 30), strict=True):
+        assert rank.files == (paths[rank.coords.rank],)
         steps = everything[paths[rank.coords.rank]]
         compute = (steps["forward"].astype(np.int64) + steps["backward"] + steps["combined"]) / 1000
-        assert np.allclose(rank.compute, compute)
-        assert (rank.counts.sum(), rank.first_step, rank.last_step) == (30, 0, 29)
+        assert np.allclose(row, compute)
+        assert rank.mean_ms == pytest.approx(compute.mean())
+        assert (rank.steps, rank.first_step, rank.last_step) == (30, 0, 29)
     longest = np.max([steps["duration"] for steps in everything.values()], axis=0) / 1000
-    assert np.allclose(series.longest, longest)
+    assert np.allclose(series.calls.longest, longest)
     least = np.minimum(everything[paths[0]]["finalize"], everything[paths[1]]["finalize"]) / 1000
     assert np.allclose(series.synchronising[0, 0][1], least)
-    own = np.sort([(everything[p]["forward"] + everything[p]["backward"]) / 1000 for p in paths[:2]], axis=None)
-    assert series.histograms[0].percentile_ms(0.5) == pytest.approx(float(np.median(own)), rel=2 * BIN)
-    assert series.histograms[0].percentile_ms(1.0) == own[-1]
+    own = [(everything[p]["forward"] + everything[p]["backward"]) / 1000 for p in paths[:2]]
+    exact, counted = Percentiles.of(np.concatenate(own)), series.percentiles(0)
+    assert counted is not None
+    assert astuple(counted) == pytest.approx(astuple(exact), rel=BIN)
 
 
 def test_rotated_files_are_one_rank_and_a_restart_counts_as_it_ran_last(tmp_path: Path) -> None:
@@ -64,9 +77,9 @@ def test_rotated_files_are_one_rank_and_a_restart_counts_as_it_ran_last(tmp_path
     reading = read_fleet(find_timelines(tmp_path))
     (series,) = reading.series.values()
     assert len(series.ranks) == 4
-    for rank in series.ranks:
-        assert (rank.counts.sum(), rank.again, rank.last_step) == (40, 10, 39)
-        assert rank.compute[30:].min() > 1.5 * rank.compute[:30].max()
+    for rank, row in zip(series.ranks, stacked(series.compute, 0, 40), strict=True):
+        assert (rank.steps, rank.again, rank.last_step) == (40, 10, 39)
+        assert row[30:].min() > 1.5 * row[:30].max()
     (fleet,) = survey(reading)
     assert any("10 steps of a rank ran twice" in note for note in notes(fleet))
     assert set(later) < set(reading.read)
@@ -77,7 +90,7 @@ def test_targets_and_roles_are_kept_apart(tmp_path: Path) -> None:
     write(tmp_path, role="critic", steps=7)
     write(tmp_path, target="train_log_probs", role="actor", first_step=1000)
     reading = read_fleet(find_timelines(tmp_path))
-    found = {(key.target, key.role): len(series.steps) for key, series in reading.series.items()}
+    found = {(key.target, key.role): len(series.calls.steps) for key, series in reading.series.items()}
     assert found == {("train_actor", "actor"): 30, ("train_actor", "critic"): 7, ("train_log_probs", "actor"): 30}
 
 
@@ -98,7 +111,7 @@ def test_captured_failed_and_untimed_steps_are_left_out(tmp_path: Path) -> None:
     paths[0].write_bytes(b"".join(records))
     (series,) = read_fleet(Timelines(paths[:1])).series.values()
     (rank,) = series.ranks
-    assert (rank.counts.sum(), rank.left_out, rank.last_step) == (7, 3, 9)
+    assert (rank.steps, rank.left_out, rank.last_step) == (7, 3, 9)
 
 
 def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

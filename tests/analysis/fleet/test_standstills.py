@@ -90,18 +90,18 @@ def test_slow_steps_are_no_standstill(tmp_path: Path) -> None:
 
 def test_a_step_that_an_exception_ended_is_told_where_it_is_the_last(tmp_path: Path) -> None:
     from megaprof.analysis.fleet import standstills
-    from megaprof.analysis.fleet.reading import _compute
     from megaprof.formats.timeline import read_timeline
 
     (path, *_) = write_timelines(tmp_path, LAYOUT, steps=10, microbatches=4)
     calls = read_timeline(path, events=False).steps.copy()
     coords = LAYOUT.coords(0)
-    steady = standstills.stood_still(calls, _compute(calls))
-    assert standstills.stood_or_failed(calls, _compute(calls), steady, coords) == []
+    compute = calls["forward"].astype(int) + calls["backward"]
+    steady = standstills.stood_still(calls, compute)
+    assert standstills.stood_or_failed(calls, compute, steady, coords) == []
     calls["flags"][4] |= FAILED  # tried again, as after an exception that the host handles
-    assert standstills.stood_or_failed(calls, _compute(calls), steady, coords) == []
+    assert standstills.stood_or_failed(calls, compute, steady, coords) == []
     calls["flags"][-1] |= FAILED
-    rank_steps = standstills.stood_or_failed(calls, _compute(calls), steady, coords)
+    rank_steps = standstills.stood_or_failed(calls, compute, steady, coords)
     found = standstills.standstills(rank_steps, 9, lambda rank, step: None)
     assert [(each.step, each.outcome, each.seconds, each.waited_for) for each in found] == [(9, "unfinished", 0.0, ())]
     (fleet,) = survey(read_fleet(find_timelines(tmp_path)))

@@ -10,7 +10,7 @@ from typing import Literal
 
 from megaprof.analysis.diagnosis.stages import Basis, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
+from megaprof.analysis.fleet.levels import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, number, percent, spans, steps
 from megaprof.formats.job import Standing, Standstill

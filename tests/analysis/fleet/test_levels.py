@@ -1,29 +1,33 @@
-"""Levels and single outliers of series that are known."""
+"""Levels, their changes and single outliers, in series that are known."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megaprof.analysis.fleet.reading import BIN, Histogram
-from megaprof.analysis.fleet.trends import (
+from megaprof.analysis.fleet.levels import (
     LASTING_STEPS,
+    Buckets,
     Floats,
-    Percentiles,
+    Level,
     Shift,
     drift,
-    lasting,
     levels,
     low_median,
+    noise_of,
+    relative_shifts,
     shifts,
     single_steps,
 )
 
-ONES = np.ones(200, dtype=np.int64)
+
+def buckets(count: int, seconds: float = 1.0, width: int = 1) -> Buckets:
+    first = np.arange(count) * width
+    return Buckets(first, first + width - 1, np.full(count, width), np.full(count, seconds))
+
+
+def levels_of(values: Floats, seconds: float = 1.0) -> list[Level]:
+    return levels(values, buckets(len(values), seconds), noise_of(values[None]))
 
 
 def series(*parts: tuple[int, float], noise: float = 0.02, seed: int = 0) -> Floats:
@@ -36,36 +40,33 @@ def series(*parts: tuple[int, float], noise: float = 0.02, seed: int = 0) -> Flo
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
 def test_noise_is_one_level(noise: float, seed: int) -> None:
-    assert len(levels(series((200, 100.0), noise=noise, seed=seed), ONES)) == 1
+    assert len(levels_of(series((200, 100.0), noise=noise, seed=seed))) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_change_is_found_where_it_is(seed: int) -> None:
-    before, after = levels(series((120, 100.0), (80, 130.0), seed=seed), ONES)
-    assert (before.first, before.last, after.first, after.last) == (0, 119, 120, 199)
-    assert before.value == pytest.approx(100, rel=0.02)
-    assert after.value == pytest.approx(130, rel=0.02)
-    assert (before.steps, after.steps) == (120, 80)
+    before, after = levels_of(series((120, 100.0), (80, 130.0), seed=seed))
+    assert (before.begin, before.end, after.begin, after.end) == (0, 120, 120, 200)
+    assert np.exp([before.middle, after.middle]) == pytest.approx([100, 130], rel=0.02)
 
 
 def test_up_and_down_again_are_two_changes() -> None:
-    steps = np.arange(200) * 10
-    found = shifts(levels(series((60, 100.0), (40, 150.0), (100, 100.0)), ONES), steps, steps + 9)
+    values = series((60, 100.0), (40, 150.0), (100, 100.0))
+    found = shifts(values, values, buckets(200, width=10), 0.02)
     assert [(shift.step, shift.until) for shift in found] == [(600, 999), (1000, None)]
     assert found[0].change == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_change_below_the_threshold_or_too_short_is_none() -> None:
-    assert len(levels(series((100, 100.0), (100, 107.0)), ONES)) == 1
+    assert len(levels_of(series((100, 100.0), (100, 107.0)))) == 1
     short = LASTING_STEPS // 2 - 1
-    assert len(levels(series((100, 100.0), (short, 200.0), (100 - short, 100.0)), ONES)) == 1
+    assert len(levels_of(series((100, 100.0), (short, 200.0), (100 - short, 100.0)))) == 1
 
 
 def test_a_level_that_is_left_within_seconds_is_none() -> None:
-    found = levels(series((60, 100.0), (20, 150.0), (100, 100.0), (20, 150.0)), ONES)
-    assert len(found) == 4
-    assert len(lasting(found, np.full(200, 0.2))) == 1
-    assert len(lasting(found, np.full(200, 0.3))) == 4
+    values = series((60, 100.0), (20, 150.0), (100, 100.0), (20, 150.0))
+    assert len(levels_of(values, 0.1)) == 1
+    assert len(levels_of(values, 0.3)) == 4
 
 
 def test_what_took_no_time_before_has_a_change() -> None:
@@ -75,9 +76,9 @@ def test_what_took_no_time_before_has_a_change() -> None:
 def test_a_gap_belongs_to_no_level() -> None:
     values = series((100, 100.0), (100, 200.0))
     values[95:105] = np.nan
-    before, after = levels(values, ONES)
-    assert (before.last, after.first) == (94, 105)
-    assert levels(np.full(5, np.nan), ONES[:5]) == []
+    before, after = levels_of(values)
+    assert (before.end, after.begin) == (95, 105)
+    assert levels_of(np.full(5, np.nan)) == []
 
 
 def test_single_slow_steps_are_counted_and_no_level() -> None:
@@ -86,7 +87,7 @@ def test_single_slow_steps_are_counted_and_no_level() -> None:
     found = single_steps(np.arange(1000), values)
     assert (found.count, found.every) == (10, 100)
     assert {step for step, _ in found.worst} <= set(range(99, 1000, 100))
-    assert len(levels(values, np.ones(1000, dtype=np.int64))) == 1
+    assert len(levels_of(values)) == 1
 
 
 def test_a_lasting_change_is_no_single_step() -> None:
@@ -105,15 +106,26 @@ def test_medians_without_what_is_not_there() -> None:
     assert low_median(values).tolist() == [1.0, 7.0]
 
 
-@given(st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=60).map(sorted))
-def test_percentiles_of_a_few_times_are_the_same_whether_counted_or_kept(times_us: list[int]) -> None:
-    apart = [times_us[0], *(later for time, later in pairwise(times_us) if later > time * (1 + BIN))]
-    half = len(apart) // 2
-    histogram = Histogram.of(np.array(apart[:half], dtype=np.int64)).joined(
-        Histogram.of(np.array(apart[half:], dtype=np.int64))
-    )
-    kept = Percentiles.of(np.array(apart) / 1e3)
-    assert [kept.p50, kept.p95, kept.p99, kept.max] == [histogram.percentile_ms(part) for part in (0.5, 0.95, 0.99, 1)]
-    counted = Histogram.of(np.array(times_us, dtype=np.int64)).percentile_ms(0.5)
-    assert counted in {time / 1e3 for time in times_us}
-    assert counted == pytest.approx(Percentiles.of(np.array(times_us) / 1e3).p50, rel=2 * BIN, abs=0.002)
+def rows(count: int, noise: float, seed: int) -> Floats:
+    made: Floats = 100 * np.exp(np.random.default_rng(seed).normal(0, noise, (count, 60)))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("noise", [0.1, 0.5, 1.0])
+def test_noise_is_nobodys(noise: float, seed: int) -> None:
+    assert relative_shifts(rows(2, noise, seed), buckets(60)) == [(), ()]
+
+
+def test_what_is_little_beside_a_floor_is_not_told() -> None:
+    values = rows(2, 0.02, 0) / 100
+    values[1, 20:] *= 3
+    assert [shift.step for shift in relative_shifts(values, buckets(60))[1]] == [20]
+    assert relative_shifts(values, buckets(60), floor_ms=50.0) == [(), ()]
+
+
+def test_a_change_of_level_is_no_noise() -> None:
+    values = rows(2, 0.1, 0)
+    quiet = noise_of(values)
+    values[1, 20:] *= 10
+    assert noise_of(values) == pytest.approx(quiet, rel=0.1)
