@@ -234,7 +234,7 @@ def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, A
 def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Listener | None:
     """Starts to answer requests in ``directory``. Rank 0 also watches the job, if asked to. Rank 0 and the last rank,
     where Megatron-LM keeps its scalar writers, also sum up the job's figures."""
-    listener = Listener(session, layout, session.writer, directory)
+    listener = Listener(session, layout, directory)
     if not listener.start(process.background):
         return None
     session.at_end.append(listener.close)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.artifacts.writer import Writer
 from megaprof.capture.agenda import Demand
 from megaprof.capture.compat import held_by
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
@@ -40,7 +39,6 @@ class Capture:
         request: Request,
         run: RunRecord,
         session: Session,
-        writer: Writer,
         directory: Path,
         seconds: Callable[[Key], float | None],
     ) -> None:
@@ -60,7 +58,7 @@ class Capture:
                     "this process does not run under nsys ('megaprof nsys' prints the command to start it with)"
                 )
             role = _role_of(request, session)
-            recorders = build_recorders(config, writer)
+            recorders = build_recorders(config, session.writer)
             self._demand = Demand(request.target, role, -1, request.steps, recorders, holding=held_by(config))
             self._say("accepted")
         except (Refused, ValueError) as fault:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from megaprof.artifacts.writer import Writer
 from megaprof.capture.process import process
 from megaprof.control.blame import is_stuck
 from megaprof.control.capture import LONGEST_REASON, Capture
@@ -146,21 +145,12 @@ def _kept(called: Iterable[Entry]) -> list[Entry]:
 class Listener:
     """One session's part in the control directory of its job. The training thread may call `close`."""
 
-    def __init__(
-        self,
-        session: Session,
-        layout: WorldLayout | None,
-        writer: Writer,
-        directory: str | os.PathLike[str],
-        *,
-        every: float | None = None,
-    ) -> None:
-        """`every`: `interval` of the world unless given."""
+    def __init__(self, session: Session, layout: WorldLayout | None, directory: str | os.PathLike[str]) -> None:
+        """`directory`: the save directory, or a local one in its place."""
         self._coords = coords = session.coords
         self._session = session
-        self._writer = writer
         self._background: Background | None = None
-        self.every = interval(coords.sizes.world) if every is None else every
+        self.every = interval(coords.sizes.world)
         """Seconds between two looks."""
         self._directory = Path(os.path.abspath(directory))
         self._control = ControlDirectory(self._directory, session.role, own=True)
@@ -276,7 +266,7 @@ class Listener:
         if self._capture is not None and (request is None or request.id != self._capture.answer.request):
             self._withdraw("it was withdrawn")
         if run is not None and request is not None and self._capture is None and self._is_asked(request):
-            self._capture = Capture(request, run, self._session, self._writer, self._directory, self._seconds)
+            self._capture = Capture(request, run, self._session, self._directory, self._seconds)
         if self._capture is not None:
             in_hand = request is not None and request.id == self._capture.answer.request
             self._capture.look(request.first if request is not None and in_hand else None)

@@ -44,8 +44,8 @@ class Watchdog:
         self._step_times: deque[float] = deque(maxlen=_HISTORY)
         self._calls = -1
         self._slow_looks = 0
-        self._imbalance: float | None = None
-        self._uneven_looks = self._even_looks = 0
+        self._imbalance = 0.0
+        self._uneven: deque[bool] = deque(maxlen=_IN_A_ROW)
         self._uneven_is_known = False
         self._not_before = 0.0
         self._requester: Requester | None = None
@@ -57,22 +57,22 @@ class Watchdog:
         if self._requester is not None:
             self._go_on(self._requester)
             return
-        reason = self._slow_steps() or self._uneven_stages()
+        reason = self._slow_steps()
+        if reason is None and len(self._uneven) == _IN_A_ROW and all(self._uneven) and not self._uneven_is_known:
+            reason = f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
         if reason is not None and self._clock() >= self._not_before and not self._listener.busy:
             self._ask(reason)
 
     def see(self, imbalance: float | None) -> None:
         """Notes the latest imbalance of the stages; None if it is not known."""
         threshold = self._config.trigger_imbalance
-        self._imbalance = imbalance
         if threshold is None or imbalance is None:
-            self._uneven_looks = self._even_looks = 0
-        elif imbalance > threshold:
-            self._uneven_looks, self._even_looks = self._uneven_looks + 1, 0
-        else:
-            self._uneven_looks, self._even_looks = 0, self._even_looks + 1
-            if self._even_looks >= _IN_A_ROW:
-                self._uneven_is_known = False
+            self._uneven.clear()
+            return
+        self._imbalance = imbalance
+        self._uneven.append(imbalance > threshold)
+        if len(self._uneven) == _IN_A_ROW and not any(self._uneven):
+            self._uneven_is_known = False
 
     def _slow_steps(self) -> str | None:
         """Returns what is slow about the last steps, for people; None if nothing is."""
@@ -92,15 +92,10 @@ class Watchdog:
             return None
         return f"steps take {milliseconds:.0f} ms, {milliseconds / usual:.2f} times the usual {usual:.0f} ms"
 
-    def _uneven_stages(self) -> str | None:
-        """Returns how uneven the stages are, for people; None if they are even, or if that is captured already."""
-        if self._uneven_looks < _IN_A_ROW or self._uneven_is_known or self._imbalance is None:
-            return None
-        return f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
-
     def _ask(self, reason: str) -> None:
         self._not_before = self._clock() + COOLDOWN_SECONDS
-        self._slow_looks = self._uneven_looks = 0
+        self._slow_looks = 0
+        self._uneven.clear()
         job = self._listener.job
         if job is None:
             return
@@ -123,14 +118,10 @@ class Watchdog:
         if outcome.captured == 0:
             logger.warning("megaprof: nothing captured (%s): %s", outcome.request, outcome.reason)
             return
-        self._captured()
+        self._step_times.clear()  # what was captured counts as usual from now on
+        self._uneven_is_known = True
         steps = ", ".join(map(str, outcome.steps))
         missing = "" if outcome.reason is None else f", but {outcome.reason}"
         logger.warning(
             "megaprof: captured step %s on %d ranks (%s)%s", steps, outcome.captured, outcome.request, missing
         )
-
-    def _captured(self) -> None:
-        """What was captured counts as usual from now on."""
-        self._step_times.clear()
-        self._uneven_is_known = True

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from megaprof.cli import CommandError, main
+from megaprof.cli import COMMANDS, CommandError, main
 from megaprof.cli.inputs import writing
 
 NAME = "train_actor.step000005.pp0-tp0-cp0-ep0-dp0.rank00000"
@@ -97,6 +98,8 @@ def closed() -> Iterator[Path]:
     (place / "closed" / "inside").mkdir(parents=True)
     (place / "closed").chmod(0o700)
     (place / "closed" / "inside" / f"{NAME}.pt.trace.json.gz").touch()
+    for module, _ in COMMANDS.values():  # the other user need not be able to read it
+        import_module(f"megaprof.{module}")
     os.seteuid(23456)
     yield place / "closed"
     os.seteuid(0)

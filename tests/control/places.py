@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import msgspec
 
@@ -92,9 +93,11 @@ def listening(directory: Path, layout: WorldLayout, rank: int, *, every: float =
         calls={},
         timeline=None,
         off=None,
+        writer=Writer(),
         demand=None,
     )
-    return Listener(session, layout, Writer(), directory, every=every)
+    with patch("megaprof.control.listener.interval", lambda world: every):
+        return Listener(session, layout, directory)
 
 
 @contextmanager

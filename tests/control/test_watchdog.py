@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,7 +41,8 @@ class Job:
         self.asked.append(reason)
         self.watchdog._not_before = self.time + COOLDOWN_SECONDS
         if self.captures:
-            self.watchdog._captured()
+            captured: Any = SimpleNamespace(request="x", captured=2, steps=(1, 2), reason=None)
+            self.watchdog._go_on(Mock(advance=lambda: captured))
 
     def steps(self, milliseconds: float, count: int) -> None:
         for _ in range(count):

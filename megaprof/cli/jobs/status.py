@@ -198,7 +198,8 @@ def silence(view: View) -> str:
 
 def ending_sentences(view: View) -> list[str]:
     """Returns sentences about where a job stood still, and about the ranks that died before it ended."""
-    return [*standstill_sentences(view), *map(sentence, waiting_clauses(view) if view.state == "ended" else ())]
+    stood = [finding.text for finding in standstill_findings(standstills(view))]
+    return [*stood, *map(sentence, waiting_clauses(view) if view.state == "ended" else ())]
 
 
 def standstills(view: View) -> tuple[Standstill, ...]:
@@ -208,11 +209,6 @@ def standstills(view: View) -> tuple[Standstill, ...]:
         standstills = stood_still_in(view.job.directory, view.job.run.role, os.cpu_count() or 1)
         return completed(standstills, view.standstill)
     return () if view.standstill is None else (view.standstill,)
-
-
-def standstill_sentences(view: View) -> list[str]:
-    """Returns the report's sentences about `standstills`."""
-    return [finding.text for finding in standstill_findings(standstills(view))]
 
 
 def _headline(view: View) -> Iterator[str]:
@@ -265,7 +261,7 @@ def _said(view: View) -> Iterator[str]:
     if hang is not None and (hang.culprits or hang.held_up or hang.unended):
         lines += of_hang.sentences(hang)
     if view.state == "died":
-        lines += standstill_sentences(view)
+        lines += ending_sentences(view)
     yield from ("", *lines) if lines else ()
 
 
