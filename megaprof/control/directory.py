@@ -81,19 +81,19 @@ class ControlDirectory:
         rank's that others could write to.
         """
         with ExitStack() as stack:
-            path, descriptor = self._top, self._entered(self._top, None, create=self._own)
+            path, descriptor = self._top, self._enter(self._top, None, create=self._own)
             stack.callback(os.close, descriptor)
             if self._own:
                 self._check(descriptor)
             for name in (*self._names, *below):
                 path = path / name
-                descriptor = self._entered(path, descriptor, create=create or (self._own and name in self._names))
+                descriptor = self._enter(path, descriptor, create=create or (self._own and name in self._names))
                 stack.callback(os.close, descriptor)
             if not below:
                 ask_again(descriptor)
             yield descriptor
 
-    def _entered(self, path: Path, parent: int | None, *, create: bool) -> int:
+    def _enter(self, path: Path, parent: int | None, *, create: bool) -> int:
         name = path if parent is None else path.name
         try:
             return os.open(name, _DIRECTORY, dir_fd=parent)
@@ -216,8 +216,8 @@ class RunningJob:
         return ControlDirectory(self.directory, self.role)
 
     def leader(self) -> RankStatus | None:
-        """Returns the status of the lowest rank; None if it cannot be read."""
-        return self.statuses([self.run.leader]).get(self.run.leader)
+        """Returns the status of rank 0; None if it cannot be read."""
+        return self.statuses([0]).get(0)
 
     def statuses(self, ranks: Iterable[int] | None = None) -> dict[int, RankStatus]:
         """Returns the statuses of `ranks`, or of all ranks, by rank: those that exist and belong to this run."""
@@ -266,7 +266,7 @@ class RunningJob:
         if run.ended is not None:
             return f"the job has ended, {ago(time.time() - run.ended)} ago"
         if dead(run.host, run.pid):
-            return f"the job is gone: process {run.pid} of rank {run.leader} does not exist any more"
+            return f"the job is gone: process {run.pid} of rank 0 does not exist any more"
         first = self.leader()
         if first is not None and not first.late(time.time()):
             return None
@@ -277,7 +277,7 @@ class RunningJob:
                 return None
         heard = "never" if first is None else f"{ago(time.time() - first.time)} ago"
         name = run.host if first is None else first.name
-        return f"the job does not answer: rank {run.leader} ({name}, process {run.pid}) was last heard of {heard}"
+        return f"the job does not answer: rank 0 ({name}, process {run.pid}) was last heard of {heard}"
 
     def starting(self, statuses: dict[int, RankStatus]) -> bool:
         """Returns whether ranks without a status may just not have started yet."""

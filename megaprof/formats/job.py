@@ -82,14 +82,14 @@ LONGEST_INTERVAL = interval(MOST_RANKS)
 
 
 class RunRecord(Record, frozen=True):
-    """A running job, or one role's part of it, as its lowest rank describes it."""
+    """A running job, or one role's part of it, as rank 0 describes it."""
 
     run: Name
     """A random name: another run in the same directory has another one."""
     host: Name
-    """The host of the lowest rank (`formats.names.host`)."""
+    """The host of rank 0 (`formats.names.host`)."""
     pid: Annotated[int, Meta(ge=0, le=_LARGEST_PID)]
-    """Of the lowest rank."""
+    """Of rank 0."""
     started: Time
     sizes: ParallelSizes
     order: Name | None
@@ -99,8 +99,6 @@ class RunRecord(Record, frozen=True):
     role: str | None
     interval: Annotated[float, Meta(ge=0.01, le=LONGEST_INTERVAL)]
     """Seconds between two looks of a rank, and between two of its status records."""
-    leader: Count = 0
-    """Its lowest rank, which removes old requests."""
     ended: Time | None = None
     """None while it runs."""
 
@@ -125,7 +123,6 @@ class RunRecord(Record, frozen=True):
             targets=targets,
             role=role,
             interval=seconds,
-            leader=coords.rank,
         )
 
     @property

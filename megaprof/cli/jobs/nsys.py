@@ -80,7 +80,9 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
     if args.ray is None:
         if "%q{RANK}" in worker["output"] and "RANK" not in os.environ:
             _note("RANK is not set here. nsys needs it when it starts: put this after torchrun, or give --output")
-        return " ".join(map(_quoted, ["nsys", "profile", *(f"--{name}={value}" for name, value in worker.items())]))
+        words = ["nsys", "profile", *(f"--{name}={value}" for name, value in worker.items())]
+        # Unchanged if possible: a shell does not unquote the text that ``$(...)`` inserts.
+        return " ".join(word if nsys.PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
     environments: dict[str, Any] = {"worker": {"nsight": worker}, "controller": controller}
     if args.ray == "all":
         environments["controller"] = {"nsight": controller, "env_vars": config.to_env()}
@@ -113,9 +115,3 @@ def _make_directory(directory: Path) -> None:
 
 def _note(line: str) -> None:
     print(f"megaprof nsys: {line}", file=sys.stderr)
-
-
-def _quoted(argument: str) -> str:
-    """Returns an argument quoted for a shell, but unchanged if possible: a shell does not unquote the text that
-    ``$(...)`` inserts."""
-    return argument if nsys.PLAIN.fullmatch(argument) else shlex.quote(argument)

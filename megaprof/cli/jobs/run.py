@@ -76,15 +76,11 @@ def resolve(command: list[str]) -> tuple[str, list[str]]:
     """
     program_name = command[0]
     if program_name == "-m" or (program_name.endswith(".py") and os.path.isfile(program_name)):
-        return sys.executable, [sys.executable, *_interpreter_options(), *command]
+        # This interpreter's options are the words before ``-m megaprof``, or before the script.
+        leading = sys.orig_argv[1 : len(sys.orig_argv) - (len(sys.argv) - 1)]
+        options = leading[:-2] if leading[-2:-1] == ["-m"] else leading[:-1]
+        return sys.executable, [sys.executable, *options, *command]
     program = shutil.which(program_name)
     if program is None:
         raise UsageError(f"{program_name}: neither a program on the PATH nor an existing Python script")
     return program, command
-
-
-def _interpreter_options() -> list[str]:
-    """Returns the options of this interpreter: the words before ``-m megaprof``, or before the script."""
-    argument_count = len(sys.argv) - 1
-    leading_words = sys.orig_argv[1 : len(sys.orig_argv) - argument_count]
-    return leading_words[:-2] if leading_words[-2:-1] == ["-m"] else leading_words[:-1]
