@@ -16,7 +16,7 @@ Kind = Literal[
     "no_kernels", "kernels_lost", "times_impossible", "incomplete", "passes_unknown", "modules_without_range",
     "whole_step", "exposed_unknown", "groups_with_waiting", "groups_unnamed", "group_differs", "replicas_missing",
     # clocks
-    "clocks_contradicted", "clocks_unconnected", "messages_unmatched", "clocks_aligned", "clocks_apart", "no_arrows",
+    "clocks_unconnected", "clocks_aligned", "clocks_apart", "no_arrows",
     # steps, and what does not belong together
     "other_sizes", "not_comparable", "stages_missing", "microbatches_differ", "left_out", "first_steps",
     "not_recovered", "waits_for_host",

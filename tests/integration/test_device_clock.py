@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaprof.analysis.clocks.clocks import TOLERANCE_NS
+from megaprof.analysis.clocks.clocks import TOLERANCE_MS
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
@@ -80,7 +80,7 @@ def laid_on_one_clock(directory: Path, workload: GPTWorkload) -> None:
     (table,) = tables_in(directory).values()
     assert isinstance(table, Table)
     schedule, both = table.schedule, (table.start, table.end)
-    uncertain = (table.aligned_ms or 0.0) + TOLERANCE_NS / 1e6
+    uncertain = (table.aligned_ms or 0.0) + TOLERANCE_MS
     for stage in range(schedule.stages):
         for which in phase_order(schedule, stage):
             source = producer(schedule, stage, which)

@@ -1,232 +1,167 @@
-"""Puts the clocks of several hosts on one time axis, from the messages between ranks.
+"""Puts the times of ranks on different hosts on one clock, from the passes that wait for each other.
 
-A receive cannot end before its send began. With ``offset`` as the time to add to a rank's times, each message
-from rank s to rank r gives ``offset[r] - offset[s] >= send.start - receive.end``, and the quickest message of many
-gives a tight bound. Messages the other way bound the same difference from above, as in NTP (RFC 5905, section 8,
-without its assumption about single packets): in a pipeline, activations go one way and their gradients the other.
-If a send ends only after its receive was posted, as NCCL's does unless the message fits into its buffers, one direction
-is enough. Messages show which it was: where a bound from the end of a send contradicts the others, sends were buffered.
-
-Ranks of one host share a clock. That is verified, because containers on different machines may have the same name.
-Times are integers in nanoseconds.
+No pass begins before its input was made: forwards bound the difference of two neighbours' clocks from one side, and
+backwards from the other, as in NTP (RFC 5905, section 8, without its assumption about single packets). The tables, what
+is drawn beside them, the parts of exchanges and merged timelines are all on this clock.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import pairwise
 
-from megaprof.analysis.clocks.matching import Link
-from megaprof.analysis.notes import Note
+import numpy as np
+import numpy.typing as npt
 
-#: Without a note, timestamps of one clock may contradict each other by this much, and clocks may drift apart by this
-#: much within a step (at 50 ppm, a lot for a machine in service, 2 s make 0.1 ms).
-TOLERANCE_NS = 100_000
+from megaprof.parallel.comparing import Floats
+from megaprof.parallel.schedules import PipelineSchedule
 
-#: As a bound, this means that there is none. As an uncertainty, it exceeds any known one, but can still be added up.
-_FAR = 1 << 62
-_Clock = tuple[str, int]  # host, and the rank if the host's name stands for more than one clock (else -1)
+#: Milliseconds by which times on one clock may contradict each other.
+TOLERANCE_MS = 0.1
+#: The part of the messages of a direction that counts as its quickest ones.
+_QUICK = 0.25
 
 
-@dataclass(frozen=True)
-class Clock:
-    """The correction that puts a rank's times on the common clock."""
+def one_clock(
+    hosts: npt.NDArray[np.str_],
+    schedule: PipelineSchedule,
+    start: Floats,
+    end: Floats,
+    enter: Floats,
+    reduced: Floats,
+    *,
+    device: bool,
+) -> tuple[Floats, bool, float | None]:
+    """Returns the milliseconds to add to the times of each rank, [t, d, s, p]; whether that puts all of them on one
+    clock; and how uncertain it is, in milliseconds, if neighbours did not share one before.
 
-    offset_ns: int
-    """Nanoseconds to add."""
-    uncertainty_ns: int | None
-    """Uncertainty in nanoseconds, plus or minus. None if all messages go in one direction: the offset is then bounded
-    from one side only, and assumes that the quickest message took no time."""
-    messages: int
-    """Number of messages it is based on."""
+    ``hosts``, [d, s, p]: a name for what shares a clock, unless passes contradict that. ``start``, ``end``,
+    [t, d, s, p, c, k, m]: passes in milliseconds; NaN for a stage that was not recorded, beyond which nothing is known.
+    ``enter``, ``reduced``, [t, d, s, p]: when each rank entered the step and had finalised its gradients. ``device``:
+    whether these are the clocks of GPUs, of which each rank has its own, in every step.
 
-
-@dataclass(frozen=True)
-class Alignment:
-    """The clocks of all ranks that messages connect."""
-
-    reference: int | None
-    """The rank whose clock is the common one; None without ranks."""
-    clocks: dict[int, Clock]
-    """Clocks by rank, for ranks that messages connect with ``reference``."""
-    hosts: dict[int, str | None]
-    """Each rank's host; None if unknown."""
-    warnings: tuple[Note, ...]
-    """Contradictions between messages, and ranks that are not connected."""
-
-    def offset(self, rank: int) -> int:
-        """Returns the nanoseconds to add to the times of ``rank``; 0 if nothing is known."""
-        clock = self.clocks.get(rank)
-        return clock.offset_ns if clock else 0
-
-
-@dataclass
-class _Bounds:
-    """Bounds of ``offset[b] - offset[a]`` for a pair of clocks (a, b)."""
-
-    arrived_low: int = -_FAR
-    arrived_high: int = _FAR
-    """From messages that cannot arrive before they were sent."""
-    met_low: int = -_FAR
-    met_high: int = _FAR
-    """From sends that end only after their receive was posted, unless they are buffered."""
-    messages: int = 0
-
-    @property
-    def _buffered(self) -> bool:
-        """True if the messages contradict each other only if sends wait for their receivers."""
-        met = max(self.arrived_low, self.met_low) - min(self.arrived_high, self.met_high)
-        return met > TOLERANCE_NS >= self.arrived_low - self.arrived_high
-
-    @property
-    def low(self) -> int:
-        """The least difference."""
-        return self.arrived_low if self._buffered else max(self.arrived_low, self.met_low)
-
-    @property
-    def high(self) -> int:
-        """The greatest difference."""
-        return self.arrived_high if self._buffered else min(self.arrived_high, self.met_high)
-
-    @property
-    def contradiction(self) -> int:
-        """Nanoseconds by which the bounds exclude each other."""
-        return max(0, self.low - self.high)
-
-    @property
-    def contradiction_of_zero(self) -> int:
-        """Nanoseconds by which messages arrived before they were sent if both are the same clock. A send that ends
-        before its receive is posted shows nothing: it may be buffered."""
-        return max(0, self.arrived_low, -self.arrived_high)
-
-    @property
-    def estimate(self) -> tuple[int, int]:
-        """The difference and its uncertainty."""
-        if self.low > -_FAR and self.high < _FAR:
-            return (self.low + self.high) // 2, (abs(self.high - self.low) + 1) // 2
-        return (self.low if self.low > -_FAR else self.high), _FAR
-
-
-_Graph = dict[tuple[_Clock, _Clock], _Bounds]
-
-
-def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
-    """Returns offsets that put all ranks on the clock of the lowest one. ``hosts``: each rank's host, None if unknown.
-
-    Clocks that are only connected through others are reached on the path with the least uncertainty, which adds up
-    along a path. ``warnings`` of the result name contradictions, and ranks that are not connected with the lowest.
+    Peers wait for each other, so they end their passes together. Pipelines are put next to each other by the end of
+    their gradient reduction, which is one collective; without one, each has a clock of its own.
     """
-    links = [link for link in links if link.sends and link.receives]
-    warnings: list[Note] = []
-    for link in links:
-        if len(link.sends) != len(link.receives):
-            ranks = link.sender, link.receiver
-            warnings.append(Note("messages_unmatched", ranks=ranks, count=len(link.sends), of=len(link.receives)))
-    clock_of = _clocks(hosts, links, warnings)
-    if not clock_of:
-        return Alignment(None, {}, {}, tuple(warnings))
-    graph: _Graph = {}
-    for link in links:
-        _add(graph, clock_of[link.sender], clock_of[link.receiver], link)
-    warnings += _contradictions(graph)
-    reference = min(hosts)
-    corrections = _shortest(graph, clock_of[reference])
-    warnings += _disagreements(graph, corrections)
-    unconnected = sorted({_clock_name(clock) for clock in clock_of.values() if clock not in corrections})
-    if unconnected:
-        warnings.append(Note("clocks_unconnected", ranks=(reference,), names=tuple(unconnected)))
-    clocks = {rank: corrections[clock] for rank, clock in sorted(clock_of.items()) if clock in corrections}
-    return Alignment(reference, clocks, dict(hosts), tuple(dict.fromkeys(warnings)))
+    first_peer, forward_only = (start[:, :, :, 0], end[:, :, :, 0]), "backward" not in schedule.kinds
+    recorded = np.asarray(np.isfinite(start).any(axis=(0, 4, 5, 6)))
+    each_rank = np.arange(hosts.size).reshape(hosts.shape).astype(str)
+    if device:
+        hosts, enter = each_rank, np.full_like(enter, np.nan)  # entries are the host's, which is ahead of the GPU
+    elif not forward_only:
+        hosts = np.where(np.isin(hosts, _of_several(hosts[:, :, 0], *first_peer)), each_rank, hosts)
+    shift, uncertain = np.zeros(start.shape[:4]), 0.0
+    if len(np.unique(hosts[recorded])) == 1:
+        return shift, True, None
+    if hosts.shape[2] > 1:
+        axes = (4, 5, 6) if device else (0, 4, 5, 6)
+        apart_ms = np.nanmedian(end[:, :, :, :1] - end, axis=axes, keepdims=True)[..., 0, 0, 0]
+        shift += np.where(hosts == hosts[:, :, :1], 0.0, apart_ms)
+    for before, stage in pairwise(np.unique(np.argwhere(recorded)[:, 1]).tolist()):
+        if stage > before + 1:
+            difference, width = np.full((2, 1, len(hosts)), np.nan)
+        elif forward_only:
+            difference, width = _one_way(*first_peer, shift[..., 0], stage, each_step=device)
+        else:
+            difference, width = _both_ways(*first_peer, enter[:, :, :, 0], stage, each_step=device)
+        same_host = hosts[:, stage, 0] == hosts[:, before, 0]
+        uncertain = max(uncertain, float(np.where(same_host, 0.0, width).max()) / 2)
+        shift[:, :, stage] += (shift[:, :, before, 0] + np.where(same_host, 0.0, difference))[..., None]
+    if len(hosts) > 1 and not forward_only:  # without gradients, the steps of replicas begin independently
+        ends = reduced[:, :, 0, 0] + shift[:, :, 0, 0]
+        apart_ms = ends[:, :1] - ends
+        apart_ms = apart_ms if device else np.median(apart_ms, axis=0, keepdims=True)
+        shift += np.where(hosts[:, 0, 0] == hosts[0, 0, 0], 0.0, apart_ms)[..., None, None]
+    if np.isfinite(shift).all():
+        return shift, True, uncertain if hosts.shape[1] > 1 else None
+    # Without a common clock each rank's step begins when it enters it itself.
+    entry_shift = -np.where(np.isfinite(enter), enter, np.fmin.reduce(start, axis=(-3, -2, -1)))
+    return entry_shift, False, None
 
 
-def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[Note]) -> dict[int, _Clock]:
-    """Returns the clock of each rank: its host's, or its own if the host is unknown or several machines share its name.
+def _of_several(hosts: npt.NDArray[np.str_], start: Floats, end: Floats) -> npt.NDArray[np.str_]:
+    """Returns the names in ``hosts``, [d, s], that several machines bear, as containers may: passes contradict a single
+    clock, and a clock for each rank resolves that. Calls that do not overlap in time are of different runs."""
+    axes, names = (0, 3, 4, 5), []
+    begins, ends = np.min(start, axis=axes), np.max(end, axis=axes)  # [d, s]
+    for stage in range(1, hosts.shape[1]):
+        low, high = (sign * _slack(start, end, stage, kind).min(axis=(0, 2)) for kind, sign in ((0, -1.0), (1, 1.0)))
+        contradicted = (np.maximum(low, -high) > TOLERANCE_MS) & (low - high < TOLERANCE_MS)
+        at_once = (begins[:, stage] < ends[:, stage - 1]) & (begins[:, stage - 1] < ends[:, stage])
+        names.append(hosts[:, stage][contradicted & at_once & (hosts[:, stage] == hosts[:, stage - 1])])
+    return np.unique(np.concatenate([hosts[:0, 0], *names]))
 
-    Machines share a name if messages contradict a single clock, and a clock for each rank resolves the contradiction.
+
+def _slack(start: Floats, end: Floats, stage: int, kind: int) -> Floats:
+    """Returns how long after their inputs were made the passes of one kind began that a stage and the one before it
+    exchange, by their own clocks, [t, d, c * m]."""
+    receiver, sender = (stage, stage - 1) if kind == 0 else (stage - 1, stage)
+    slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
+    return slack.reshape(*slack.shape[:2], -1)
+
+
+def _both_ways(start: Floats, end: Floats, enter: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
+    """Returns by how much the clock of a stage must be moved relative to the stage before, [t or 1, d], and how far
+    apart its bounds are. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], when each rank enters the
+    step, or NaN.
+
+    The quickest message of each direction is a bound. If its receiver was waiting, the bound is off by the transfer
+    only; if not, it may be far off. So each bound is weighted by the wait of its receiver, and if both receivers waited
+    for the transfers only, the clock is in the middle.
     """
-    graphs: dict[str, _Graph] = {}
-    for link in links:
-        host = hosts[link.sender]
-        if host is not None and host == hosts[link.receiver]:
-            _add(graphs.setdefault(host, {}), (host, link.sender), (host, link.receiver), link)
-    shared_names = set()
-    for host, graph in graphs.items():
-        contradiction_ns = max(bounds.contradiction_of_zero for bounds in graph.values())
-        if contradiction_ns <= TOLERANCE_NS:
-            continue
-        said = "the traces are of different runs"
-        if not any(bounds.contradiction > TOLERANCE_NS for bounds in graph.values()):
-            shared_names.add(host)
-            said = "several machines have this name, so every rank gets a clock of its own"
-        warnings.append(Note("clocks_contradicted", names=(f"host {host}",), ms=(contradiction_ns / 1e6,), said=said))
-    return {
-        rank: ("", rank) if host is None else (host, rank if host in shared_names else -1)
-        for rank, host in hosts.items()
-    }
+    bounds, waits = list[Floats](), list[Floats]()
+    for kind, receiver in ((0, stage), (1, stage - 1)):
+        free_since = _free_since(start[:, :, receiver], end[:, :, receiver], enter[:, :, receiver])[:, :, :, kind]
+        slack, waited = _slack(start, end, stage, kind), start[:, :, receiver, :, kind] - free_since
+        waited = waited.reshape(slack.shape)
+        if not each_step:
+            slack, waited = (np.moveaxis(array, 0, 1).reshape(1, slack.shape[1], -1) for array in (slack, waited))
+        bounds.append(slack.min(axis=2))
+        # Several messages are about as quick, and some of them met a receiver that had just arrived.
+        slower = (slack - bounds[-1][..., None]).round(3)  # recordings resolve microseconds
+        quick = np.sort(slower, axis=2)[..., max(1, round(_QUICK * slack.shape[2])) - 1, None]
+        waits.append(np.where(slower <= quick, waited, -np.inf).max(axis=2))
+    low, high = -bounds[0], bounds[1]
+    width = np.maximum(high - low, 1e-9)
+    low_weight, high_weight = (np.clip(wait, 1e-9, width / 2) for wait in waits)
+    difference: Floats = (low * low_weight + high * high_weight) / (low_weight + high_weight)
+    return difference, np.abs(high - low)
 
 
-def _add(graph: _Graph, sender: _Clock, receiver: _Clock, link: Link) -> None:
-    if sender == receiver:
-        return
-    both = list(zip(link.sends, link.receives, strict=False))
-    arrived_low = max(send[0] - receive[1] for send, receive in both)
-    met_high = min(send[1] - receive[0] for send, receive in both) if link.rendezvous else _FAR
-    if (receiver, sender) in graph:
-        bounds = graph[receiver, sender]
-        bounds.arrived_high = min(bounds.arrived_high, -arrived_low)
-        bounds.met_low = max(bounds.met_low, -met_high)
-    else:
-        bounds = graph.setdefault((sender, receiver), _Bounds())
-        bounds.arrived_low = max(bounds.arrived_low, arrived_low)
-        bounds.met_high = min(bounds.met_high, met_high)
-    bounds.messages += len(both)
+def _one_way(start: Floats, end: Floats, shift: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:
+    """Returns what `_both_ways` does, for passes that go one way only. ``shift``: shifts of the stages before,
+    [t, d, s].
+
+    A sender that waits for its receiver leaves the exchange together with it, and then receives the input of its next
+    pass. How long that takes is known from the stage before, if the input was ready. The clock is NaN if nothing shows
+    that: the next pass of a sender that does not wait begins before the message arrives, so that the bounds contradict
+    each other; and with model chunks, a sender exchanges with several stages at once.
+    """
+    t, d, _, chunks, _, microbatches = start.shape
+    if chunks > 1 or microbatches == 1:
+        return np.full((1, d), np.nan), np.zeros((1, d))
+    start, end = start[:, :, :, 0, 0], end[:, :, :, 0, 0]
+    low = -(start[:, :, stage] - end[:, :, stage - 1]).min(axis=2)
+    leaves_after, receiving_ms = start[:, :, stage - 1, 1:] - start[:, :, stage, :-1], np.zeros((t, d))
+    if stage > 1:
+        input_made = end[:, :, stage - 2] + (shift[:, :, stage - 2] - shift[:, :, stage - 1])[..., None]
+        receiving_ms = (start[:, :, stage - 1] - input_made).min(axis=2)
+        leaves_after = np.where(input_made[..., 1:] <= end[:, :, stage - 1, :-1], leaves_after, np.inf)
+    high = leaves_after.min(axis=2) - receiving_ms
+    if not each_step:
+        low, high = low.max(axis=0, keepdims=True), np.median(high, axis=0, keepdims=True)
+    consistent = np.isfinite(high) & (high >= low)
+    return np.where(consistent, high, np.nan), np.where(consistent, high - low, 0.0)
 
 
-def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
-    """Returns every clock connected with ``reference``, on the path of the least uncertainty (Dijkstra)."""
-    neighbours: defaultdict[_Clock, list[tuple[_Clock, int, int, int]]] = defaultdict(list)
-    for (a, b), bounds in graph.items():
-        difference, edge_uncertainty = bounds.estimate
-        neighbours[a].append((b, difference, edge_uncertainty, bounds.messages))
-        neighbours[b].append((a, -difference, edge_uncertainty, bounds.messages))
-    corrections: dict[_Clock, Clock] = {}
-    queue = [(0, 0, reference, 0)]
-    while queue:
-        uncertainty, offset, clock, messages = heapq.heappop(queue)
-        if clock in corrections:
-            continue
-        corrections[clock] = Clock(offset, uncertainty if uncertainty < _FAR else None, messages)
-        for neighbour, difference, edge_uncertainty, count in neighbours[clock]:
-            if neighbour not in corrections:
-                heapq.heappush(queue, (uncertainty + edge_uncertainty, offset + difference, neighbour, count))
-    return corrections
-
-
-def _contradictions(graph: _Graph) -> Iterator[Note]:
-    """Yields one note about all pairs of clocks whose messages exclude each other, with the worst of them."""
-    pairs = [(bounds.contradiction, pair) for pair, bounds in graph.items() if bounds.contradiction > TOLERANCE_NS]
-    if pairs:
-        worst_ns, (a, b) = max(pairs)
-        names = _clock_name(a), _clock_name(b)
-        said = "a clock was adjusted meanwhile, or the traces are of different runs"
-        yield Note("clocks_contradicted", names=names, count=len(pairs), ms=(worst_ns / 1e6,), said=said)
-
-
-def _disagreements(graph: _Graph, corrections: dict[_Clock, Clock]) -> Iterator[Note]:
-    """Yields a note for each pair whose messages exclude the offsets found on a path through other hosts."""
-    for (a, b), bounds in graph.items():
-        if a not in corrections or bounds.contradiction > TOLERANCE_NS:
-            continue
-        uncertainties_ns = [corrections[clock].uncertainty_ns for clock in (a, b)]
-        slack = TOLERANCE_NS + bounds.contradiction + sum(ns for ns in uncertainties_ns if ns is not None)
-        difference = corrections[b].offset_ns - corrections[a].offset_ns
-        if None not in uncertainties_ns and not bounds.low - slack <= difference <= bounds.high + slack:
-            names, said = (_clock_name(a), _clock_name(b)), "messages by way of other hosts give another offset"
-            yield Note("clocks_contradicted", names=names, said=said)
-
-
-def _clock_name(clock: _Clock) -> str:
-    host, rank = clock
-    return f"rank {rank}" + (f" (host {host})" if host else "") if rank >= 0 else f"host {host}"
+def _free_since(start: Floats, end: Floats, enter: Floats) -> Floats:
+    """Returns the time from which a rank had nothing to do before every pass, [t, d, c, k, m]. It is the end of the
+    pass before or, for the first pass, the beginning of the step (or of the pass itself, if that is not known)."""
+    t, d = start.shape[:2]
+    starts, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
+    order = np.argsort(starts, axis=2)
+    first = np.take_along_axis(starts, order[..., :1], axis=2)
+    shifted = np.take_along_axis(ends, order, axis=2)
+    shifted = np.concatenate((np.fmin(first, enter[..., None]), shifted[..., :-1]), axis=2)
+    free_since = np.empty_like(starts)
+    np.put_along_axis(free_since, order, shifted, axis=2)
+    return free_since.reshape(start.shape)

@@ -1,9 +1,8 @@
 """Merges the captured ranks of a step into one Perfetto timeline, in Chrome's JSON trace format.
 
-Each rank is a process, named by its coordinates and sorted by stage. All are on one clock: that of their table of
-passes, as in a report, or one that follows from their messages (`clocks`). An arrow leads from each send to its
-receive. Each rank is read twice, once for the clocks and once for its events. Ranks are written one after the other,
-event by event, so no whole trace is in memory.
+Each rank is a process, named by its coordinates and sorted by stage. All are on the clock of their table of passes, as
+in a report. An arrow leads from each send to its receive. Each rank is read twice, once for the clocks and once for its
+events. Ranks are written one after the other, event by event, so no whole trace is in memory.
 
 Process, thread and flow ids are unique only within a file, so each gets a new one. Perfetto takes a process id of 0 for
 the idle task, and a thread id that equals a process id for its main thread, so the new ids avoid both.
@@ -15,14 +14,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 from isal import igzip
 
-from megaprof.analysis.clocks.clocks import Alignment, Clock, align
 from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge as NothingToMerge
 from megaprof.analysis.convert.captures import StepName, choose
@@ -64,7 +62,10 @@ class Merged:
     ranks: tuple[int, ...]
     events: int
     arrows: int
-    alignment: Alignment
+    clocks: Mapping[str, float]
+    """By how many milliseconds the clock of each host (``rank 3``, if that is not known) was behind the first one."""
+    uncertain_ms: float | None
+    """The uncertainty of that; None if hosts share a clock, or if it is not known."""
     others: tuple[StepName, ...]
     left_out: int
     warnings: tuple[Note, ...]
@@ -153,13 +154,14 @@ def merge(
         raise NothingToMerge(f"no file of {name} can be read: {brief(warnings)}")
     ranks_read.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
-    alignment, arrows = _connect(ranks_read, numbers, warnings)
+    offset_ns, clocks, uncertain_ms = _one_clock(ranks_read, warnings)
+    arrows = _connect(ranks_read, offset_ns, numbers, warnings)
     try:
         events = _write(
             out,
             name,
             ranks_read,
-            alignment,
+            offset_ns,
             numbers,
             warnings,
             lambda done: progress(len(files) + done, 2 * len(files)),
@@ -172,7 +174,8 @@ def merge(
         ranks=tuple(rank.coords.rank for rank in ranks_read),
         events=events,
         arrows=arrows,
-        alignment=alignment,
+        clocks=clocks,
+        uncertain_ms=uncertain_ms,
         others=chosen.others,
         left_out=chosen.left_out,
         warnings=with_texts(warnings),
@@ -212,13 +215,38 @@ def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[Note]) -> list[_Ra
     return list(newest_by_rank.values())
 
 
-def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -> tuple[Alignment, int]:
-    """Aligns the clocks, and gives each rank its ends of the arrows. Returns the alignment and the number of arrows."""
+def _one_clock(ranks: list[_Rank], warnings: list[Note]) -> tuple[dict[int, int], dict[str, float], float | None]:
+    """Returns the nanoseconds to add to the times of each rank, and `Merged.clocks` with their uncertainty.
+
+    Offsets are those of the table of passes. A rank that is not in it shares its host's clock with those that are. The
+    first rank of a host without any begins together with the table.
+    """
+    hosts = {rank.coords.rank: rank.ends.metadata.host for rank in ranks}
+    names = {rank: f"rank {rank}" if host is None else f"host {host}" for rank, host in hosts.items()}
+    offset_ns, uncertain_ms = dict[int, int](), None
+    for job in jobs_of(step for rank in ranks for step in rank.steps):
+        table = table_of(job)
+        if isinstance(table, Table) and table.clocks and not offset_ns:
+            # Replicas that reduce no gradients begin independently.
+            together = (table.ranks if table.reduces else table.ranks[:1]).ravel().tolist()
+            offset_ns = {rank: table.offset_of(rank, 0) for rank in together if rank in names}
+            uncertain_ms = table.aligned_ms
+    first = next(rank for rank in names if rank in (offset_ns or names))
+    of_clock = {names[rank]: ns for rank, ns in offset_ns.items()}
+    known = {names[first], *of_clock}
+    for rank in sorted(ranks, key=lambda rank: rank.start):
+        name = names[rank.coords.rank]
+        offset_ns.setdefault(rank.coords.rank, of_clock.setdefault(name, -rank.start))
+    if apart := tuple(sorted(of_clock.keys() - known)):
+        warnings.append(Note("clocks_unconnected", ranks=(first,), names=apart))
+    offset_ns = {rank: offset_ns[rank] - offset_ns[first] for rank in names}
+    return offset_ns, {names[r]: ns / 1e6 for r, ns in offset_ns.items() if names[r] in known}, uncertain_ms
+
+
+def _connect(ranks: list[_Rank], offset_ns: Mapping[int, int], numbers: Iterator[int], warnings: list[Note]) -> int:
+    """Gives each rank its ends of the arrows. Returns the number of arrows."""
     rank_by_number = {rank.coords.rank: rank for rank in ranks}
     links = links_between({number: rank.ends for number, rank in rank_by_number.items()})
-    hosts = {number: rank.ends.metadata.host for number, rank in rank_by_number.items()}
-    alignment = _of_table(ranks, hosts, sum(len(link.messages) for link in links)) or align(hosts, links)
-    warnings += alignment.warnings
     for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
         if reason and len(ranks) > 1:
             unknown_ranks = tuple(rank.coords.rank for rank in ranks if rank.ends.unknown == reason)
@@ -226,7 +254,7 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -
     arrows = backwards = 0
     for link in links:
         sender, receiver = rank_by_number[link.sender], rank_by_number[link.receiver]
-        clock_difference_ns = alignment.offset(link.receiver) - alignment.offset(link.sender)
+        clock_difference_ns = offset_ns[link.receiver] - offset_ns[link.sender]
         for message in link.messages:
             send, receive = sender.ends.sends[message], receiver.ends.receives[message]
             departure, arrival = _inside(send, send.time[0]), _inside(receive, receive.time[1])
@@ -239,22 +267,7 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -
             arrows += 1
     if backwards:
         warnings.append(Note("no_arrows", count=backwards, said="by these clocks they arrived before they were sent"))
-    return alignment, arrows
-
-
-def _of_table(ranks: list[_Rank], hosts: Mapping[int, str | None], messages: int) -> Alignment | None:
-    """Returns the clock of the table that all ranks are in. None if there is none, if it did not align anything, or if
-    its replicas begin independently."""
-    for job in jobs_of(step for rank in ranks for step in rank.steps):
-        table = table_of(job)
-        if not isinstance(table, Table) or table.aligned_ms is None or not (table.reduces or len(table.ranks) == 1):
-            continue
-        if set(table.ranks.flat) >= set(hosts):
-            reference, uncertainty_ns = min(hosts), round(1e6 * table.aligned_ms)
-            offset_ns = {rank: table.offset_of(rank, 0) - table.offset_of(reference, 0) for rank in sorted(hosts)}
-            clocks = {rank: Clock(ns, uncertainty_ns, messages) for rank, ns in offset_ns.items()}
-            return Alignment(reference, clocks | {reference: Clock(0, 0, 0)}, dict(hosts), ())
-    return None
+    return arrows
 
 
 def _inside(end: End, time: int) -> int:
@@ -265,7 +278,7 @@ def _write(
     out: Path,
     name: StepName,
     ranks: list[_Rank],
-    alignment: Alignment,
+    offset_ns: Mapping[int, int],
     numbers: Iterator[int],
     warnings: list[Note],
     progress: Callable[[int], None],
@@ -275,12 +288,19 @@ def _write(
         file: Any = igzip.IGzipFile(filename="", mode="wb", fileobj=raw) if out.suffix == ".gz" else raw
         writer = _Writer(file, numbers)
         base = ranks[0].base
-        file.write(_header(name, alignment, base))
+        clocks = {str(rank): ns for rank, ns in offset_ns.items()}
+        names = {"version": __version__, "target": name.target, "role": name.role or None, "step": name.step}
+        header = {MARK: {**names, "offset_ns": clocks}, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
+        file.write(msgspec.json.encode(header)[:-1] + b',"traceEvents":[')
         for position, rank in enumerate(ranks):
-            for event in _process_events(rank, position):
-                writer.add(event)
+            at, host = rank.coords, rank.ends.metadata.host
+            title = f"pp{at.pp} tp{at.tp} cp{at.cp} ep{at.ep} dp{at.dp} (rank {at.rank})"
+            for kind, value in (("name", title), ("labels", host), ("sort_index", position)):
+                if value is not None:
+                    named = {"name": f"process_{kind}", "pid": at.rank + 1, "tid": 0, "ts": 0, "args": {kind: value}}
+                    writer.add({"ph": "M", **named})
             dropped = writer.dropped
-            _copy(rank, writer, rank.base - base + alignment.offset(rank.coords.rank), threads)
+            _copy(rank, writer, rank.base - base + offset_ns[rank.coords.rank], threads)
             writer.flush()
             if writer.dropped > dropped:
                 dropped_here = writer.dropped - dropped
@@ -290,27 +310,6 @@ def _write(
         if file is not raw:
             file.close()
     return writer.written
-
-
-def _header(name: StepName, alignment: Alignment, base: int) -> bytes:
-    merge_info = {
-        "version": __version__,
-        "target": name.target,
-        "role": name.role or None,
-        "step": name.step,
-        "clocks": {str(rank): asdict(clock) for rank, clock in alignment.clocks.items()},
-    }
-    header = {MARK: merge_info, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
-    return msgspec.json.encode(header)[:-1] + b',"traceEvents":['
-
-
-def _process_events(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
-    coords = rank.coords
-    pid, host = coords.rank + 1, rank.ends.metadata.host
-    name = f"pp{coords.pp} tp{coords.tp} cp{coords.cp} ep{coords.ep} dp{coords.dp} (rank {coords.rank})"
-    for kind, value in (("name", name), ("labels", host), ("sort_index", position)):
-        if value is not None:
-            yield {"ph": "M", "name": f"process_{kind}", "pid": pid, "tid": 0, "ts": 0, "args": {kind: value}}
 
 
 def _events(rank: _Rank) -> Iterator[Any]:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.clocks.clocks import one_clock
 from megaprof.analysis.fleet.reading import CALLS, Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.job import rendezvous_of
-from megaprof.analysis.table.one_clock import one_clock
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.steps import ModuleKey, TracedStep
@@ -26,13 +26,12 @@ def tabulate(
     """Puts the ranks of one job into a table. ``origin``: nanoseconds on the wall clock from which their times are
     counted. Raises Unfit if a stage is missing, or if no step is whole."""
     table_ranks, common_steps, shape = _places(ranks, schedule.stages)
+    steps = np.array(common_steps)
 
     def of_ranks(arrays: Iterable[Floats]) -> Floats:
         """Returns one array, [t, d, s, p, ...], from those of every rank."""
-        rows = [
-            values[np.searchsorted(rank.steps, common_steps)] for rank, values in zip(table_ranks, arrays, strict=True)
-        ]
-        return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common_steps), *shape, *rows[0].shape[1:])
+        rows = [values[np.searchsorted(rank.steps, steps)] for rank, values in zip(table_ranks, arrays, strict=True)]
+        return np.moveaxis(np.stack(rows), 1, 0).reshape(len(steps), *shape, *rows[0].shape[1:])
 
     def stacked(name: str) -> Floats:
         return of_ranks(getattr(rank, name) for rank in table_ranks)
@@ -46,16 +45,17 @@ def tabulate(
             for part in sorted({part for rank in table_ranks for part in getattr(rank, name)})
         }
 
-    start, end = stacked("start"), stacked("end")
     recorded = np.array([rank.metadata is not None for rank in table_ranks]).reshape(shape)
-    whole_steps = np.isfinite(end - start)[:, recorded].reshape(len(common_steps), -1).all(axis=1)
-    if not whole_steps.any():
+    lengths = stacked("end") - stacked("start")
+    steps = steps[np.isfinite(lengths[:, recorded]).reshape(len(steps), -1).all(axis=1)]
+    if not len(steps):
         raise Unfit(Note("no_step", said="no step was recorded whole"))
-    enter, reduced = stacked("enter"), stacked("reduced")
-    shift, clocks, aligned_ms = one_clock(table_ranks, shape, schedule, start, end, enter, reduced)
+    start, end, enter, reduced = map(stacked, ("start", "end", "enter", "reduced"))
+    device, named = any(rank.device for rank in table_ranks), [rank.names[0] for rank in table_ranks]
+    hosts = np.array([f"rank {rank}" if host is None else host for rank, host in named]).reshape(shape)
+    shift, clocks, aligned_ms = one_clock(hosts, schedule, start, end, enter, reduced, device=device)
     pass_shift = shift[..., None, None, None]
     start, end, enter, reduced = start + pass_shift, end + pass_shift, enter + shift, reduced + shift
-    device = any(rank.device for rank in table_ranks)
     # Replicas that reduce no gradients do not wait for each other, so the step of each begins with its own entry.
     axes = (1, 2, 3) if "backward" in schedule.kinds else (2, 3)
     first_pass = np.fmin.reduce(start, axis=(*axes, 4, 5, 6), keepdims=True)[..., 0, 0, 0]
@@ -65,19 +65,19 @@ def tabulate(
     start, end = start - since[..., None, None, None], end - since[..., None, None, None]
     enter, reduced = np.maximum(enter - since, 0.0), reduced - since
     offset_ns = np.nan_to_num((shift - since) * 1e6).round().astype(np.int64) - origin
-    last_pass_end = np.fmax.reduce(end.reshape(len(common_steps), -1), axis=1)
-    step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(common_steps), -1), axis=1))
+    last_pass_end = np.fmax.reduce(end.reshape(len(steps), -1), axis=1)
+    step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(steps), -1), axis=1))
 
-    held_ms = {kind: np.nan_to_num(delay_ms)[whole_steps] for kind, delay_ms in parts("held", "start", 0.0).items()}
+    held_ms = {kind: np.nan_to_num(delay_ms) for kind, delay_ms in parts("held", "start", 0.0).items()}
     # All peers wait for the one that is held up most.
     held = {kind: delay_ms.max(axis=3) for kind, delay_ms in held_ms.items()}
-    idle, compute = stacked("idle").min(axis=3)[whole_steps], stacked("compute")[whole_steps]
+    idle, compute = stacked("idle").min(axis=3), stacked("compute")
     if DATA in held_ms and not all(rank.alone for rank in table_ranks):
         # Its peers get their data from it, so they wait for it as long.
         compute = np.maximum(compute - (held[DATA][:, :, :, None] - held_ms[DATA]), 0.0)
-    waited = stacked("waited")[whole_steps]
+    waited = stacked("waited")
     if waited.any():
-        passes_ms = (end.max(axis=3) - start.min(axis=3))[whole_steps] - sum(held.values())
+        passes_ms = (end.max(axis=3) - start.min(axis=3)) - sum(held.values())
         # A GPU waits for its host only while it is idle.
         waits_ms = _waits_inside(idle if idle.any() else passes_ms, waited)
         held[WAIT] = waits_ms.max(axis=3)
@@ -87,7 +87,7 @@ def tabulate(
             compute = compute - waits_ms
     # Peers may have different data, and all wait for the one with the most. The first stage that knows its data counts:
     # later stages get an input that they do not read, in SkyRL with padding that the first stage does not have.
-    by_stage = np.fmax.reduce(stacked("work"), axis=3)[whole_steps]
+    by_stage = np.fmax.reduce(stacked("work"), axis=3)
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([rank.experts for rank in table_ranks]).reshape(shape)
     names = _names(table_ranks, shape)
@@ -98,9 +98,9 @@ def tabulate(
         role=key.role,
         schedule=schedule,
         rendezvous=rendezvous_of(metadata, schedule.forward_only),
-        steps=np.array(common_steps)[whole_steps] >> CALLS,
-        calls=np.array(common_steps)[whole_steps] & (1 << CALLS) - 1,
-        offset_ns=offset_ns[whole_steps],
+        steps=steps >> CALLS,
+        calls=steps & (1 << CALLS) - 1,
+        offset_ns=offset_ns,
         ranks=np.array([[rank for rank, _ in members] for members in names]).reshape(*shape[:2], -1),
         hosts=tuple(
             tuple(tuple(host for _, host in members) for members in names[first : first + shape[1]])
@@ -108,21 +108,19 @@ def tabulate(
         ),
         metadata=tuple(stage_ranks[0].metadata for stage_ranks in ranks_by_stage),
         layers=np.array([_layers(stage_ranks[0].metadata, schedule.chunks) for stage_ranks in ranks_by_stage]),
-        start=start.min(axis=3)[whole_steps],
-        end=end.max(axis=3)[whole_steps],
+        start=start.min(axis=3),
+        end=end.max(axis=3),
         compute=compute,
-        working=stacked("working")[whole_steps],
-        spent={name: ms[whole_steps] for name, ms in parts("spent", "enter", np.nan).items()},
+        working=stacked("working"),
+        spent=parts("spent", "enter", np.nan),
         # The last peer to arrive waits for no one, so the smallest time is communication alone.
-        exposed={
-            group: exposed_ms.min(axis=3)[whole_steps] for group, exposed_ms in parts("exposed", "start", 0.0).items()
-        },
+        exposed={group: exposed_ms.min(axis=3) for group, exposed_ms in parts("exposed", "start", 0.0).items()},
         idle=idle,
         held=held,
         waited=waited,
-        entry=entry[whole_steps],
-        reduction=(step_end - last_pass_end)[whole_steps],
-        length=step_end[whole_steps],
+        entry=entry,
+        reduction=(step_end - last_pass_end),
+        length=step_end,
         profiled_length=np.empty(0),
         captured=shape[0],
         clocks=clocks,
@@ -135,7 +133,7 @@ def tabulate(
             (rank.lengths_from for rank in table_ranks if rank.lengths_from), key=SOURCES.index, default=None
         ),
         experts=experts if np.isfinite(experts).all() else None,
-        sequences=_sequences(table_ranks, shape, np.array(common_steps)[whole_steps]),
+        sequences=_sequences(table_ranks, shape, steps),
         iterations=iterations_of({rank.names[0][0]: rank.parts for rank in table_ranks}),
     )
 

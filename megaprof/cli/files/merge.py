@@ -129,7 +129,7 @@ def say_merged(merged: Merged, command: str) -> None:
     )
     if merged.left_out:
         say(f"Left out: {_count(merged.left_out, 'rank')} (see --ranks)")
-    for line in of_clocks(merged.alignment):
+    for line in of_clocks(merged.clocks, merged.uncertain_ms):
         say(line)
     for warning in merged.warnings:
         say(f"! {warning.text}")
@@ -152,7 +152,7 @@ def _answer(merged: Merged, size: int) -> MergeAnswer:
         left_out=merged.left_out,
         events=merged.events,
         arrows=merged.arrows,
-        clocks=tuple(of_clocks(merged.alignment)),
+        clocks=tuple(of_clocks(merged.clocks, merged.uncertain_ms)),
         warnings=tuple(warning.text for warning in merged.warnings),
         others=tuple(map(str, merged.others)),
         run=merged.run,

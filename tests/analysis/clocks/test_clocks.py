@@ -1,198 +1,127 @@
-"""Clocks of ranks aligned by messages whose true times are known."""
+"""Clocks of ranks aligned by passes whose true times are known."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.clocks.clocks import TOLERANCE_NS, align
-from megaprof.analysis.clocks.matching import Link
-from megaprof.analysis.notes import Note
+from megaprof.analysis.clocks.clocks import TOLERANCE_MS, one_clock
 from megaprof.analysis.report.text.notes import of_clocks
-
-MS = 1_000_000
-
-
-def messages(sender, receiver, ahead, *, count=20, seed=0, quickest=50_000, jitter=2 * MS, drift=0.0, rendezvous=False):
-    """``count`` messages in true time, each end on its rank's clock, which is ``ahead[rank]`` nanoseconds ahead.
-
-    The quickest takes ``quickest`` nanoseconds, the others up to ``jitter`` more; the receiver's clock runs ``drift``
-    too fast.
-    """
-    draw = random.Random(seed)
-    sends, receives = [], []
-    for number in range(count):
-        start = number * 40 * MS + draw.randrange(MS)
-        took = quickest + (draw.randrange(jitter) if number else 0)
-        posted = start + draw.randrange(-MS, took)
-        sent = (start, start + took if rendezvous else start + 1000)
-        received = (posted, start + took)
-        sends.append(tuple(t + ahead[sender] for t in sent))
-        receives.append(tuple(t + ahead[receiver] + round(t * drift) for t in received))
-    return Link(sender, receiver, sends, receives, rendezvous)
+from megaprof.analysis.simulation.replay import compiled
+from megaprof.parallel.schedules import PipelineSchedule
 
 
-def both_ways(sender, receiver, ahead, **options):
-    back = {**options, "seed": options.get("seed", 0) + 1}
-    return [messages(sender, receiver, ahead, **options), messages(receiver, sender, ahead, **back)]
-
-
-def test_one_host_has_nothing_to_align():
-    found = align({0: "a", 1: "a"}, both_ways(0, 1, {0: 0, 1: 0}))
-    assert (found.offset(1), found.warnings) == (0, ())
-    assert of_clocks(found) == ["clocks: all ranks ran on host a, so nothing had to be aligned"]
-
-
-@pytest.mark.parametrize("ahead", [0, 3 * MS, -700 * MS, 86_400_000 * MS])
-def test_forwards_and_backwards_bound_the_offset_from_both_sides(ahead):
-    found = align({0: "a", 1: "b"}, both_ways(0, 1, {0: 0, 1: ahead}, quickest=50_000))
-    clock = found.clocks[1]
-    assert abs(clock.offset_ns + ahead) <= clock.uncertainty_ns <= 60_000
-    assert clock.messages == 40
-    assert found.warnings == ()
-
-
-def test_how_far_a_clock_was_off_is_said():
-    (line,) = of_clocks(align({0: "a", 1: "b"}, both_ways(0, 1, {0: 0, 1: 5 * MS})))
-    assert line.startswith("host b: clock 5.0")
-    assert "ms ahead, ±0.0" in line
-    assert "from 40 messages" in line
-    (line,) = of_clocks(align({0: "a", 1: "b"}, both_ways(0, 1, {0: 5 * MS, 1: 0})))
-    assert "behind" in line
-
-
-def test_uncertainty_adds_up_along_a_chain_of_stages():
-    ahead = {stage: (stage * 7919 % 13) * MS for stage in range(16)}
-    links = [link for s in range(15) for link in both_ways(s, s + 1, ahead, seed=2 * s)]
-    found = align({stage: f"node-{stage}" for stage in ahead}, links)
-    assert found.warnings == ()
-    uncertainties = [found.clocks[stage].uncertainty_ns for stage in sorted(ahead)]
-    assert uncertainties == sorted(uncertainties)
-    for stage, clock in found.clocks.items():
-        assert abs(clock.offset_ns - (ahead[0] - ahead[stage])) <= clock.uncertainty_ns
-
-
-def test_ranks_of_one_host_share_what_is_learnt_about_its_clock():
-    ahead = {0: 0, 1: 9 * MS, 2: 9 * MS}
-    found = align({0: "a", 1: "b", 2: "b"}, both_ways(0, 1, ahead))
-    assert found.clocks[1] == found.clocks[2]
-    assert len(of_clocks(found)) == 1
-
-
-def test_the_way_of_the_least_uncertainty_is_taken():
-    ahead = {0: 0, 1: MS, 2: 2 * MS}
-    slow = both_ways(0, 2, ahead, quickest=20 * MS)
-    quick = both_ways(0, 1, ahead) + both_ways(1, 2, ahead)
-    found = align({0: "a", 1: "b", 2: "c"}, slow + quick)
-    assert found.clocks[2].uncertainty_ns < MS
-    assert abs(found.clocks[2].offset_ns + 2 * MS) <= found.clocks[2].uncertainty_ns
-
-
-def test_one_direction_bounds_one_side_only_and_says_so():
-    found = align({0: "a", 1: "b"}, [messages(0, 1, {0: 0, 1: 4 * MS}, quickest=100_000)])
-    assert found.clocks[1].uncertainty_ns is None
-    assert found.offset(1) == -4 * MS - 100_000  # as if the quickest message had taken no time
-    assert "one side only" in of_clocks(found)[0]
-
-
-def test_where_send_and_receive_meet_one_direction_is_enough():
-    found = align({0: "a", 1: "b"}, [messages(0, 1, {0: 0, 1: 4 * MS}, rendezvous=True, quickest=100_000)])
-    clock = found.clocks[1]
-    assert clock.uncertainty_ns is not None
-    assert abs(clock.offset_ns + 4 * MS) <= clock.uncertainty_ns
-
-
-@pytest.mark.parametrize("hosts", [{0: "a", 1: "a"}, {0: "a", 1: "b"}])
-def test_sends_that_nccl_buffers_end_before_their_receive_and_contradict_nothing(hosts):
-    """A message that fits into NCCL's buffers leaves the sender's kernel before the receiver has launched its own."""
-    ahead = {0: 0, 1: 0 if hosts[1] == "a" else 4 * MS}
-    buffered = [replace(link, rendezvous=True) for link in both_ways(0, 1, ahead)]
-    assert any(
-        send[1] < receive[0] for link in buffered for send, receive in zip(link.sends, link.receives, strict=True)
+def aligned(
+    hosts: list[str],
+    ahead_ms: list[float],
+    *,
+    link_ms: float = 0.05,
+    steps: int = 2,
+    forward_only: bool = False,
+    rendezvous: bool = False,
+    missing: tuple[int, ...] = (),
+    slow: float = 1.0,
+    drift_ms: float = 0.0,
+) -> tuple[Any, bool, float | None]:
+    """Returns the shifts of stages, [t, s], whose clocks are ahead, whether they are on one clock, and how uncertain it
+    is. ``slow``: the time of stage 1 relative to the others."""
+    stages = len(hosts)
+    schedule = PipelineSchedule.checked(stages, 1, 8, forward_only=forward_only)
+    random = np.random.default_rng(len(hosts))
+    passes = random.uniform(2.0, 3.0, (steps, stages, 1, len(schedule.kinds), 8))
+    passes[:, 1:2] *= slow
+    entry = random.uniform(0.0, 1.0, (steps, stages))
+    replay = compiled(schedule, rendezvous)
+    end = replay.ends(passes, entry=entry, link=link_ms)
+    start = end - passes
+    ahead = np.array(ahead_ms) + drift_ms * np.arange(steps)[:, None] * (np.arange(stages) > 0)
+    start, end = (times + 1e3 * np.arange(steps)[:, None, None, None, None] for times in (start, end))
+    start, end = (times + ahead[:, :, None, None, None] for times in (start, end))
+    start[:, list(missing)] = end[:, list(missing)] = np.nan
+    enter, reduced = entry + ahead + 1e3 * np.arange(steps)[:, None], np.full((steps, stages), np.nan)
+    names = np.array(hosts)[None, :, None]
+    axes: tuple[Any, ...] = np.s_[:, None, :, None]
+    shift, clocks, uncertain_ms = one_clock(
+        names, schedule, start[axes], end[axes], enter[axes], reduced[axes], device=False
     )
-    found = align(hosts, buffered)
-    assert found.warnings == ()
-    assert abs(found.offset(1) + ahead[1]) <= found.clocks[1].uncertainty_ns <= 60_000
+    return shift[:, 0, :, 0], clocks, uncertain_ms
 
 
-def test_drift_within_a_step_is_within_the_uncertainty():
-    links = both_ways(0, 1, {0: 0, 1: 2 * MS}, count=25, drift=50e-6, quickest=20_000)  # 50 ppm over 1 s: 0.05 ms
-    found = align({0: "a", 1: "b"}, links)
-    assert found.warnings == ()
-    assert abs(found.offset(1) + 2 * MS) <= 50_000 + found.clocks[1].uncertainty_ns
+def test_one_host_has_nothing_to_align() -> None:
+    shift, clocks, uncertain_ms = aligned(["a", "a"], [0.0, 0.0])
+    assert (shift == 0.0).all()
+    assert (clocks, uncertain_ms) == (True, None)
 
 
-def test_messages_that_contradict_each_other_are_reported():
-    forth = messages(0, 1, {0: 0, 1: 0})
-    back = messages(1, 0, {0: 0, 1: 3 * MS}, seed=1)  # the clock was set between them
-    found = align({0: "a", 1: "b"}, [forth, back])
-    (note,) = found.warnings
-    assert (note.kind, note.names, int(note.ms[0])) == ("clocks_contradicted", ("host a", "host b"), 2)
-    assert found.clocks[1].uncertainty_ns >= MS
-
-
-def test_contradictions_below_the_tolerance_only_widen_the_uncertainty():
-    forth = messages(0, 1, {0: 0, 1: 0}, quickest=0)
-    back = messages(1, 0, {0: 0, 1: TOLERANCE_NS - 1}, seed=1, quickest=0)
-    found = align({0: "a", 1: "b"}, [forth, back])
-    assert found.warnings == ()
-    assert found.clocks[1].uncertainty_ns == TOLERANCE_NS // 2
-
-
-def test_a_host_name_that_several_machines_bear_is_seen_through():
-    found = align(
-        dict.fromkeys((0, 1, 2), "localhost"), both_ways(0, 1, {0: 0, 1: 5 * MS}) + both_ways(1, 2, {1: 5 * MS, 2: 0})
-    )
-    assert [each.kind for each in found.warnings] == ["clocks_contradicted"]
-    assert abs(found.offset(1) + 5 * MS) <= found.clocks[1].uncertainty_ns
-    assert abs(found.offset(2)) <= found.clocks[2].uncertainty_ns
-
-
-def test_traces_of_different_runs_on_one_host_keep_its_clock():
-    forth, back = messages(0, 1, {0: 0, 1: 0}), messages(1, 0, {0: 0, 1: 900 * MS}, seed=1)
-    found = align({0: "a", 1: "a"}, [forth, back])
-    assert found.offset(1) == 0
-    assert [each.kind for each in found.warnings] == ["clocks_contradicted"]
-
-
-def test_ranks_that_no_message_connects_are_named():
-    found = align({0: "a", 1: "b", 2: "c", 3: None}, both_ways(0, 1, {0: 0, 1: 0}))
-    assert set(found.clocks) == {0, 1}
-    assert (found.offset(2), found.offset(3)) == (0, 0)
-    assert found.warnings == (Note("clocks_unconnected", ranks=(0,), names=("host c", "rank 3")),)
-
-
-def test_a_rank_of_an_unknown_host_has_its_own_clock():
-    found = align({0: None, 1: None}, both_ways(0, 1, {0: 0, 1: 6 * MS}))
-    assert abs(found.offset(1) + 6 * MS) <= found.clocks[1].uncertainty_ns
-
-
-def test_a_lost_message_is_said_and_the_others_count():
-    link = messages(0, 1, {0: 0, 1: 0})
-    found = align({0: "a", 1: "b"}, [Link(0, 1, link.sends, link.receives[:-1])])
-    assert found.warnings == (Note("messages_unmatched", ranks=(0, 1), count=20, of=19),)
-
-
-def test_nobody_and_nothing():
-    assert align({}, []).clocks == {}
-    assert align({3: "a"}, []).offset(3) == 0
+@pytest.mark.parametrize("ahead_ms", [0.0, 3.0, -700.0, 86_400_000.0])
+def test_forwards_and_backwards_bound_the_offset_from_both_sides(ahead_ms: float) -> None:
+    shift, clocks, uncertain_ms = aligned(["a", "b"], [0.0, ahead_ms])
+    assert clocks
+    assert uncertain_ms is not None
+    assert abs(shift[0] + [0.0, ahead_ms]).max() <= uncertain_ms + 1e-6 <= 0.07
 
 
 @given(
-    ahead=st.lists(st.integers(-(10**12), 10**12), min_size=2, max_size=6),
-    seed=st.integers(0, 10**6),
-    quickest=st.integers(0, 10**7),
-    rendezvous=st.booleans(),
+    ahead_ms=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=6),
+    link_ms=st.floats(0.0, 10.0),
+    slow=st.floats(0.3, 3.0),
 )
-def test_the_true_offset_is_never_outside_the_uncertainty(ahead, seed, quickest, rendezvous):
-    clocks = dict(enumerate(ahead))
-    options = {"seed": seed, "quickest": quickest, "rendezvous": rendezvous, "count": 5}
-    links = [link for s in range(len(ahead) - 1) for link in both_ways(s, s + 1, clocks, **options)]
-    found = align({rank: f"h{rank}" for rank in clocks}, links)
-    assert found.warnings == ()
-    for rank, clock in found.clocks.items():
-        assert abs(clock.offset_ns - (clocks[0] - clocks[rank])) <= clock.uncertainty_ns
+def test_the_true_offset_is_never_outside_the_uncertainty(ahead_ms: list[float], link_ms: float, slow: float) -> None:
+    hosts = [f"h{stage}" for stage in range(len(ahead_ms))]
+    shift, clocks, uncertain_ms = aligned(hosts, ahead_ms, link_ms=link_ms, slow=slow)
+    assert clocks
+    assert uncertain_ms is not None
+    off = np.diff(shift[0] + ahead_ms - ahead_ms[0])
+    assert np.abs(off).max() <= uncertain_ms + 1e-6
+
+
+def test_a_clock_that_drifts_between_steps_makes_it_uncertain() -> None:
+    _, clocks, uncertain_ms = aligned(["a", "b"], [0.0, 0.0], steps=3, drift_ms=2.0)
+    assert clocks
+    assert uncertain_ms is not None
+    assert uncertain_ms > 1.5
+
+
+def test_without_backwards_senders_that_wait_for_their_receivers_show_the_clock() -> None:
+    shift, clocks, _ = aligned(["a", "b", "c"], [0.0, 4.0, -9.0], forward_only=True, rendezvous=True, slow=1.5)
+    assert clocks
+    assert shift[0] == pytest.approx([0.0, -4.0, 9.0], abs=0.5)
+    shift, clocks, uncertain_ms = aligned(["a", "b", "c"], [0.0, 4.0, -9.0], forward_only=True, slow=0.5)
+    assert (clocks, uncertain_ms) == (False, None)
+
+
+def test_a_host_name_that_several_machines_bear_is_seen_through() -> None:
+    """Containers on different machines may all be called localhost."""
+    shift, clocks, uncertain_ms = aligned(["localhost"] * 3, [0.0, 5.0, 0.0])
+    assert clocks
+    assert uncertain_ms is not None
+    assert shift[0] == pytest.approx([0.0, -5.0, 0.0], abs=2 * uncertain_ms)
+
+
+@pytest.mark.parametrize("ahead_ms", [TOLERANCE_MS, 60_000.0])
+def test_a_host_keeps_its_clock_if_it_is_hardly_off_or_if_runs_were_mixed(ahead_ms: float) -> None:
+    shift, clocks, uncertain_ms = aligned(["a", "a"], [0.0, ahead_ms])
+    assert (shift == 0.0).all()
+    assert (clocks, uncertain_ms) == (True, None)
+
+
+def test_stages_that_were_not_recorded_hide_only_what_is_beyond_them() -> None:
+    hosts, ahead_ms = ["a", "b", "c", "d"], [0.0, 7.0, -3.0, 2.0]
+    for missing in ((3,), (0,), (0, 3)):
+        shift, clocks, uncertain_ms = aligned(hosts, ahead_ms, missing=missing)
+        assert clocks
+        assert uncertain_ms is not None
+        there = [stage for stage in range(4) if stage not in missing]
+        off = shift[0, there] + np.array(ahead_ms)[there]
+        assert np.ptp(off) <= 3 * uncertain_ms
+    assert aligned(hosts, ahead_ms, missing=(2,))[1:] == (False, None)
+
+
+def test_how_far_a_clock_was_off_is_said() -> None:
+    lines = of_clocks({"host a": 0.0, "host b": -5.0, "rank 2": 3.0}, 0.02)
+    assert lines == ["host b: clock 5.000 ms ahead, ±0.020 ms", "rank 2: clock 3.000 ms behind, ±0.020 ms"]
+    assert of_clocks({"host a": 0.0}, None) == []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from megaprof.analysis.clocks.clocks import align
 from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import read_trace
@@ -44,15 +41,6 @@ def test_every_message_is_matched_with_its_receive(tmp_path):
         assert [message.microbatch for message in link.messages] == [0, 1, 2, 3]
         for send, receive in zip(link.sends, link.receives, strict=True):
             assert receive[1] >= send[0] + 100_000  # it travelled 0.1 ms, and may have been there before
-
-
-@pytest.mark.parametrize("ahead", [0.0, 250.0, -3.5])
-def test_clocks_of_captured_ranks_are_aligned(tmp_path, ahead):
-    found = ends(exchanging([0.0, ahead]), tmp_path)
-    links = links_between(found)
-    alignment = align({rank: each.metadata.host for rank, each in found.items()}, links)
-    assert alignment.warnings == ()
-    assert abs(alignment.offset(1) + ahead * 1e6) <= alignment.clocks[1].uncertainty_ns <= 100_000
 
 
 def test_interleaved_stages_send_round_to_the_first_one(tmp_path):

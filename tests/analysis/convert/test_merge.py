@@ -112,9 +112,8 @@ def test_clocks_are_aligned_and_arrows_lead_from_sends_to_receives(tmp_path, ahe
     }
     (steps,) = [[e for e in document["traceEvents"] if "step=" in e["name"]]]
     assert abs(steps[0]["ts"] - steps[1]["ts"]) <= 100  # microseconds; both began at the same moment
-    clock = document[MARK]["clocks"]["1"]
-    assert abs(clock["offset_ns"] + ahead * 1e6) <= clock["uncertainty_ns"]
-    assert any(line.startswith("host node-1: clock") for line in of_clocks(result.alignment))
+    assert abs(document[MARK]["offset_ns"]["1"] / 1e6 + ahead) <= result.uncertain_ms <= 0.1
+    assert any(line.startswith("host node-1: clock") for line in of_clocks(result.clocks, result.uncertain_ms))
 
 
 def test_ids_of_different_ranks_stay_apart(tmp_path):
@@ -336,5 +335,4 @@ def test_on_a_gpu_arrows_lead_from_kernel_to_kernel(tmp_path):
         ("forward mb=0 chunk=0", 1, nccl, 2, nccl),
         ("backward mb=0 chunk=0", 2, nccl, 1, nccl),
     }
-    clock = result.alignment.clocks[1]
-    assert abs(clock.offset_ns + 7_000_000) <= clock.uncertainty_ns
+    assert abs(result.clocks["host node-1"] + 7) <= result.uncertain_ms

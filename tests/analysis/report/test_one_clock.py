@@ -64,15 +64,15 @@ def test_a_merged_timeline_is_on_the_clock_of_the_table(recording: str) -> None:
         merged = merge(Path(directory), Path(directory) / "merged.json")
         (table,) = tables_in(Path(directory)).values()
     assert isinstance(table, Table)
-    offsets = {rank: table.offset_of(rank, 0) - table.offset_of(0, 0) for rank in merged.ranks}
-    assert {rank: clock.offset_ns for rank, clock in merged.alignment.clocks.items()} == offsets
     places = {int(rank): place for place, rank in np.ndenumerate(table.ranks)}
+    offsets = {rank: table.offset_of(rank, 0) - table.offset_of(0, 0) for rank in merged.ranks}
+    assert merged.clocks == {f"host {table.hosts[d][s][p]}": offsets[rank] / 1e6 for rank, (d, s, p) in places.items()}
     for rank, (replica, stage, _) in places.items():
         ahead_ns = 1e6 * (AHEAD_MS[0] - AHEAD_MS[(stage + 3 * replica) % len(AHEAD_MS)])
         assert offsets[rank] == pytest.approx(ahead_ns, abs=5e5)
 
 
-def test_replicas_that_do_not_wait_for_each_other_are_not_merged_as_if_they_began_together() -> None:
+def test_of_ranks_that_a_report_has_on_no_clock_a_merged_timeline_says_that_nothing_connects_them() -> None:
     clock = property(lambda rank: AHEAD_MS[(rank.stage + 3 * rank.replica) % len(AHEAD_MS)])
     with tempfile.TemporaryDirectory() as directory, patch.object(files._Rank, "ahead", clock):
         priced = Priced(replace(pipeline(forward_only=True, faults=()), recording="gpu trace"))
@@ -80,4 +80,5 @@ def test_replicas_that_do_not_wait_for_each_other_are_not_merged_as_if_they_bega
         merged = merge(Path(directory), Path(directory) / "merged.json")
     assert len(merged.ranks) == 6
     (note,) = (note for note in merged.warnings if note.kind == "clocks_unconnected")
-    assert len(note.names) == 3, "the hosts of the other replica"
+    assert len(note.names) == 5, "all but the first rank's"
+    assert merged.clocks == {"host node-0-0": 0.0}

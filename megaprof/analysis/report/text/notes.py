@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from msgspec.structs import replace
 
-from megaprof.analysis.clocks.clocks import Alignment, Clock
 from megaprof.analysis.notes import Kind, Note
 from megaprof.analysis.report.text.words import counted, milliseconds, percent, ranks, spans, stages, steps
 from megaprof.analysis.table.jobs import WARM_UP
@@ -39,30 +38,13 @@ def clause(note: Note) -> str:
     return f"{stages(note.stages)}: {text}" if note.stages and note.kind not in _NAMING_STAGES else text
 
 
-def of_clocks(alignment: Alignment) -> list[str]:
-    """Returns how far the clocks were off, a line for each host."""
-    lines: dict[str, None] = {}
-    for rank, clock in sorted(alignment.clocks.items()):
-        if clock.messages:
-            lines[f"{_of_host(alignment.hosts.get(rank), rank)}: {_off(clock)}"] = None
-    reference = alignment.reference
-    if not lines and len(alignment.clocks) > 1 and reference is not None:
-        host = _of_host(alignment.hosts[reference], reference)
-        lines[f"clocks: all ranks ran on {host}, so nothing had to be aligned"] = None
-    return list(lines)
-
-
-def _of_host(host: str | None, rank: int) -> str:
-    return f"rank {rank}" if host is None else f"host {host}"
-
-
-def _off(clock: Clock) -> str:
-    off = abs(clock.offset_ns) / 1e6
-    way = "ahead" if clock.offset_ns < 0 else "behind"
-    messages = counted(clock.messages, "message")
-    if clock.uncertainty_ns is None:
-        return f"clock {off:.3f} ms {way}, bounded from one side only (by {messages}, all in one direction)"
-    return f"clock {off:.3f} ms {way}, ±{clock.uncertainty_ns / 1e6:.3f} ms (from {messages})"
+def of_clocks(clocks: Mapping[str, float], uncertain_ms: float | None) -> list[str]:
+    """Returns how far the ``clocks`` of a merged timeline (`merge.Merged`) were off, a line for each but the first."""
+    within = "" if uncertain_ms is None else f", ±{uncertain_ms:.3f} ms"
+    return [
+        f"{name}: clock {abs(behind_ms):.3f} ms {'ahead' if behind_ms < 0 else 'behind'}{within}"
+        for name, behind_ms in islice(clocks.items(), 1, None)
+    ]
 
 
 def _files(note: Note) -> str:
@@ -130,17 +112,9 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "group_differs": lambda n: f"ranks do not agree who is in {n.names[0]} ({n.names[1]}): {' or '.join(n.names[2:])}",
     # clocks
-    "clocks_contradicted": lambda n: (
-        f"messages contradict the clocks of {' and '.join(n.names)}"
-        + (f" and {n.count - 1} more pairs" if n.count > 1 else "")
-        + (f" by {n.ms[0]:.3g} ms: {n.said}" if n.ms else f": {n.said}")
-    ),
     "clocks_unconnected": lambda n: (
-        f"no captured messages connect {ranks(n.ranks)} with {listed(list(n.names))}: clocks not aligned"
-    ),
-    "messages_unmatched": lambda n: (
-        f"rank {n.ranks[0]} sent {n.count} times to rank {n.ranks[1]}, which received {n.of} times: the first "
-        f"{min(n.count, n.of)} are matched"
+        f"nothing puts {listed(list(n.names))} on the clock of {ranks(n.ranks)}: they are drawn as if they began their "
+        "calls together"
     ),
     "clocks_aligned": lambda n: f"exchanges aligned the clocks of the stages, to {n.ms[0]:.2g} ms",
     "clocks_apart": lambda n: (
