@@ -122,9 +122,10 @@ def _watched(name: str) -> bool:
 def _loaded(name: str) -> None:
     try:
         if name == _RAY:
-            from megaprof.autoload.job_end import before_ray_ends
+            from megaprof.autoload.job_end import before_ray_ends, between_methods
 
             before_ray_ends(sys.modules[name], _finish_job)
+            between_methods(sys.modules[name].FunctionActorManager)
         elif name == _SCHEDULES:
             _watch(sys.modules[name])
         elif _watched(name):

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
 
+_Usual = Literal["optimizer", "evaluation", "saving", "logging", "data"]
+_OfRL = Literal["train_log_probs", "rollout", "rewards", "weight_sync", "offload"]
+Part = _Usual | _OfRL
+"""A part of the host's loop (`megaprof.formats.steps.between`)."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """The facts that hold inside one call of a host's function. The defaults add nothing to what is known."""
@@ -59,7 +65,7 @@ class Hook:
     ends: Literal["step", "job"] | None = None
     """``step`` if the call ends a step of the host in this process; ``job`` if it ends the whole job, which this
     process runs. Files are finished then, because processes may be killed without warning afterwards (see ``over``)."""
-    part: Literal["optimizer", "evaluation", "saving", "logging", "data"] | None = None
+    part: Part | None = None
     """The part of the host's loop that its calls are, between the schedule's calls; None if they are none."""
     batch: Batch | None = None
     """The way the function runs the microbatches of a step without Megatron's schedule; None if it runs none."""
@@ -188,7 +194,7 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        with _ended(hook), facts_inside(args, kwargs):
+        with _ended(hook), process.parts.inside(hook.part), facts_inside(args, kwargs):
             return await original(*args, **kwargs)
 
     @contextmanager

@@ -25,6 +25,7 @@ HOST = Host(
         ),
         Hook(f"{_TRAINING}.train", "evaluate_and_print_results", part="evaluation"),
         Hook(f"{_TRAINING}.train", "save_checkpoint_and_time", part="saving"),
+        Hook(f"{_TRAINING}.checkpointing", "DefaultCheckpointManager.finalize_async_saves", part="saving"),
         Hook(f"{_TRAINING}.train", "training_log", part="logging"),
         Hook(f"{_TRAINING}.eval", "evaluate", lambda arguments: Facts(host_step=arguments["state"].train_state.step)),
     ),

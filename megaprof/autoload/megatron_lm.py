@@ -74,7 +74,9 @@ HOST = Host(
     hooks=(
         Hook(_TRAINING, "evaluate_and_print_results", part="evaluation"),
         Hook(_TRAINING, "save_checkpoint_and_time", part="saving"),
+        Hook(_TRAINING, "maybe_finalize_async_save", part="saving"),
         Hook(_TRAINING, "training_log", part="logging"),
+        Hook(_RL, "get_environment_rollouts", part="rollout"),
         Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
         Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
         Hook(_RL, "compute_logprobs_batch", _log_probs.compute),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _BASE, _TRAINER = "swift.megatron.trainers.base", "BaseMegatronTrainer"
 NAME = "profiler"
 _RLHF, _GRPO = "swift.megatron.trainers.rlhf_mixin", "swift.megatron.trainers.grpo_trainer"
+_ROLLOUT = "swift.megatron.trainers.rollout_mixin"
 
 
 #: What ``--profiler_contents`` names, in the terms of ProfileConfig.
@@ -153,13 +154,27 @@ HOST = Host(
     package="swift",
     hooks=(
         Hook(_BASE, f"{_TRAINER}.train_step", lambda arguments: Facts(iteration=arguments["self"].state.iteration)),
-        Hook(_BASE, f"{_TRAINER}.evaluate", lambda arguments: Facts(host_step=arguments["self"].state.iteration)),
+        Hook(
+            _BASE,
+            f"{_TRAINER}.evaluate",
+            lambda arguments: Facts(host_step=arguments["self"].state.iteration),
+            part="evaluation",
+        ),
+        Hook(_BASE, f"{_TRAINER}.save_checkpoint", part="saving"),
+        Hook(_BASE, "maybe_finalize_async_save", part="saving"),
+        Hook(_BASE, f"{_TRAINER}.on_log", part="logging"),
         Hook(_RLHF, "MegatronRLHFTrainer.null_ref_context", lambda _: Facts(role="ref"), context=True),
         Hook(
             _RLHF,
             "MegatronRLHFTrainer.compute_per_token_logps",
             lambda _: Facts(role=roles.current().role or "actor"),
+            part="train_log_probs",
         ),
-        Hook(_GRPO, "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher")),
+        Hook(
+            _GRPO, "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher"), part="train_log_probs"
+        ),
+        Hook(_GRPO, "MegatronGRPOTrainer._score_completions", part="rewards"),
+        Hook(_ROLLOUT, "MegatronRolloutMixin._move_model_to_vllm", part="weight_sync"),
+        *(Hook(_ROLLOUT, f"MegatronRolloutMixin.{name}", part="rollout") for name in ("_rollout", "_rollout_requests")),
     ),
 )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from megaprof.autoload.contract import Facts, Hook, Host, callers
+from megaprof.autoload.contract import Facts, Hook, Host, Part, callers
 from megaprof.hooks.batch import Batch
 
 if TYPE_CHECKING:
@@ -25,6 +25,13 @@ _PROFILER = "torch_profiler_config"
 #: The batches of workers without Megatron.
 _TRAINING = Batch(attrgetter("model"))
 _FORWARD = replace(_TRAINING, forward_only=lambda arguments: True)
+_OF_STRATEGY: dict[str, Part] = {
+    "optimizer_step": "optimizer",
+    "offload_to_cpu": "offload",
+    "backload_to_gpu": "offload",
+    "save_checkpoint": "saving",
+    "save_hf_model": "saving",
+}
 #: Fields of the profiler's settings that have another name here; the rest have the same.
 _RENAMED = {"ranks": "select", "save_path": "dir", "export_type": "export"}
 _SAME = ("activities", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
@@ -141,6 +148,16 @@ HOST = Host(
                 Hook(_WORKER, f"{worker}.forward", _reader_without_megatron(role), batch=_FORWARD),
                 Hook(_WORKER, f"{worker}.forward_backward", _reader_without_megatron(role), batch=_TRAINING),
             )
+        ),
+        Hook(_WORKER, "Worker._sync_weights_to_inference_engines", part="weight_sync"),
+        Hook(_WRAPPER, "MegatronModelWrapper.run_pending_grad_sync", part="optimizer"),
+        *(
+            Hook(f"skyrl.backends.skyrl_train.distributed.{module}", f"{strategy}.{method}", part=part)
+            for module, strategy in (
+                ("megatron.megatron_strategy", "MegatronStrategy"),
+                ("fsdp_strategy", "FSDPStrategy"),
+            )
+            for method, part in _OF_STRATEGY.items()
         ),
         # In the process that runs the job.
         Hook("skyrl.train.trainer", "RayPPOTrainer.train", ends="job"),

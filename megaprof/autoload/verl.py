@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaprof.autoload.contract import Facts, Hook, Host, callers, over
+from megaprof.autoload.contract import Facts, Hook, Host, Part, callers, over
 from megaprof.capture.process import process
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
@@ -499,14 +499,14 @@ def _get(node: Any, path: str, default: Any = None) -> Any:
 
 
 #: Up to verl 0.6.
-_OLD_FUNCTIONS = {
-    "ActorRolloutRefWorker.generate_sequences": _reader_for("rollout"),
-    "ActorRolloutRefWorker.compute_ref_log_prob": _reader_for("ref"),
-    "ActorRolloutRefWorker.compute_log_prob": _log_probs,
-    "ActorRolloutRefWorker.update_actor": _reader_for("actor"),
-    "CriticWorker.compute_values": _reader_for("critic"),
-    "CriticWorker.update_critic": _reader_for("critic"),
-    "RewardModelWorker.compute_rm_score": _reader_for("reward"),
+_OLD_FUNCTIONS: dict[str, tuple[Any, Part | None]] = {
+    "ActorRolloutRefWorker.generate_sequences": (_reader_for("rollout"), "rollout"),
+    "ActorRolloutRefWorker.compute_ref_log_prob": (_reader_for("ref"), None),
+    "ActorRolloutRefWorker.compute_log_prob": (_log_probs, None),
+    "ActorRolloutRefWorker.update_actor": (_reader_for("actor"), None),
+    "CriticWorker.compute_values": (_reader_for("critic"), None),
+    "CriticWorker.update_critic": (_reader_for("critic"), None),
+    "RewardModelWorker.compute_rm_score": (_reader_for("reward"), "rewards"),
 }
 
 
@@ -519,11 +519,16 @@ def _module(engine: Any) -> Any:
 #: The batches of engines without Megatron, which all run the forward of a microbatch by their ``forward_step``.
 _BATCH = Batch(_module, "forward_step", lambda arguments: bool(arguments.get("forward_only")))
 _ENGINES = {
-    "fsdp": "FSDPEngine",
-    "veomni": "VeOmniEngine",
-    "automodel": "AutomodelEngine",
-    "torchtitan": "TorchTitanEngine",
+    f"verl.workers.engine.{name}.transformer_impl": engine
+    for name, engine in {
+        "megatron": "MegatronEngine",
+        "fsdp": "FSDPEngine",
+        "veomni": "VeOmniEngine",
+        "automodel": "AutomodelEngine",
+        "torchtitan": "TorchTitanEngine",
+    }.items()
 }
+_OF_ENGINE: dict[str, Part] = {"optimizer_step": "optimizer", "save_checkpoint": "saving", "to": "offload"}
 
 #: Methods of both trainers of PPO that hand a batch to the workers; the second one's goes through a transfer queue.
 _TRAINERS = ("verl.trainer.ppo.ray_trainer:RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer")
@@ -538,11 +543,18 @@ HOST = Host(
         Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _reader_for("actor")),
         Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
         Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
+        Hook(_WORKERS, "ActorRolloutRefWorker.update_weights", part="weight_sync"),
         *(
-            Hook(f"verl.workers.engine.{name}.transformer_impl", f"{engine}.forward_backward_batch", batch=_BATCH)
-            for name, engine in _ENGINES.items()
+            Hook(module, f"{engine}.forward_backward_batch", batch=_BATCH)
+            for module, engine in _ENGINES.items()
+            if engine != "MegatronEngine"
         ),
-        *(Hook(_OLD_WORKERS, function, read) for function, read in _OLD_FUNCTIONS.items()),
+        *(
+            Hook(module, f"{engine}.{method}", part=part)
+            for module, engine in _ENGINES.items()
+            for method, part in _OF_ENGINE.items()
+        ),
+        *(Hook(_OLD_WORKERS, function, read, part=part) for function, (read, part) in _OLD_FUNCTIONS.items()),
         Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
         Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
         # In the process that runs the job.

@@ -50,6 +50,8 @@ FINALIZE_GRADS = "finalize_grads"
 DATA_WAIT = "data_wait"
 #: A collection of Python's oldest objects, whoever ran it.
 GARBAGE = "garbage_collection"
+#: A process that does what another one asks for has nothing to do.
+WAITING = "waiting"
 
 #: Microbatch and model chunk of a pass; None for each that is not known.
 Place = tuple["int | None", "int | None"]

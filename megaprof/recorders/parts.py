@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megaprof.formats.ranges import WAITING
+
 #: So many parts are kept until the next call begins.
 _MOST = 1024
 
@@ -16,14 +18,29 @@ Span = tuple[str, int, int]
 
 
 class Parts:
-    """The parts of a process's loop, as they end. Only the outermost one counts: what
-    saves a checkpoint may evaluate."""
+    """The parts of a process's loop, as they end. Only the outermost one counts: what saves a checkpoint may
+    evaluate."""
 
     def __init__(self) -> None:
         self.now: tuple[str, int] | None = None
         """The part that runs, and since when. None between parts. Any thread may read it."""
         self._spans: deque[Span] = deque(maxlen=_MOST)
         self._thread: int | None = None
+        self._asked: set[object] = set()
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Makes the code inside work that another process asked for, on any thread. Behind it, this process waits until
+        it is asked again, or until it does something by itself."""
+        work = object()
+        self._asked.add(work)
+        self._stop_waiting()
+        try:
+            yield
+        finally:
+            self._asked.discard(work)
+            if not self._asked and self.now is None:
+                self.now = WAITING, time.time_ns()
 
     @contextmanager
     def inside(self, part: str | None) -> Iterator[None]:
@@ -41,6 +58,7 @@ class Parts:
         call of the schedule."""
         if schedule:
             self._thread = threading.get_ident()
+        self._stop_waiting()
         if self.now is not None:
             return False
         self.now = part, time.time_ns()
@@ -51,6 +69,10 @@ class Parts:
         if self.now is not None:
             self._spans.append((*self.now, time.time_ns()))
             self.now = None
+
+    def _stop_waiting(self) -> None:
+        if self.now is not None and self.now[0] == WAITING:
+            self.leave()
 
     def since(self, ns: int) -> list[Span]:
         """Returns the parts that began after this time."""

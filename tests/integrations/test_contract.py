@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders.parts import Parts
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
+from tests.integrations.wheels import WHEELS
 
 
 def seen() -> tuple[str | None, int | None, bool]:
@@ -319,6 +322,31 @@ def test_megatron_lm_rl_computes_its_own_log_probs_first() -> None:
         assert facts(megatron_lm, "prepare_data_for_update") == Facts()
         assert facts(megatron_lm, "compute_logprobs_batch").role == "actor"
         assert facts(megatron_lm, "compute_logprobs_batch").role == "ref"
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("host", WHEELS)
+def test_the_parts_of_a_released_hosts_loop_are_where_they_are_looked_for(
+    host: str, wheel: Callable[[str], Path]
+) -> None:
+    root = wheel(host)
+    hooks = next(each for each in registry.HOSTS if each.name == host).hooks
+    found, missing = set(), []
+    for hook in hooks:
+        path = root / (hook.module.replace(".", "/") + ".py")
+        if hook.part is None or not path.exists():  # up to verl 0.6
+            continue
+        body: list[ast.stmt] = ast.parse(path.read_text()).body
+        *classes, name = hook.function.split(".")
+        for each in classes:
+            body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == each), [])
+        defined = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        imported = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        found.add(hook.part)
+        missing += [] if name in defined | imported else [f"{hook.module}.{hook.function}"]
+    assert not missing
+    of_rl = {"weight_sync"} if host != "megatron-bridge" else set()
+    assert found >= {"saving", *of_rl}
 
 
 def swift_options(directory: Any, **given: Any) -> Any:

@@ -44,6 +44,10 @@ class Rank:
             gpt.log_probs_pass(get_forward_backward_func())
         return self.armed
 
+    async def parts(self):  # which makes the actor one whose methods run in an event loop
+        from megaprof.capture.process import process
+        return [part for part, _, _ in reversed(process.parts.since(0))]
+
     def write_slowly(self):
         import time
         from megaprof.artifacts import writer
@@ -59,7 +63,8 @@ if given:
 start_ray(num_cpus=2, runtime_env=env, log_to_driver=True, _temp_dir=sys.argv[3])
 ranks = [Rank.remote(i, store) for i in range(2)]
 ray.get([rank.write_slowly.remote() for rank in ranks])
-print(json.dumps(ray.get([rank.train.remote() for rank in ranks], timeout=300)))
+armed = ray.get([rank.train.remote() for rank in ranks], timeout=300)
+print(json.dumps([armed, ray.get([rank.parts.remote() for rank in ranks])]))
 # The driver is done, and Ray ends its workers while they are still writing.
 ray.shutdown() if given else sys.exit()
 """
@@ -75,7 +80,7 @@ def config(directory: Path) -> ProfileConfig:
 
 
 def drive(tmp_path: Path, env: dict[str, str], given: dict[str, Any], short: Path) -> Any:
-    """What armed each actor before its own code imported anything of megaprof's."""
+    """What armed each actor before its own code imported anything of megaprof's, and the parts of its loop."""
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
     command = [sys.executable, str(driver), str(tmp_path / "store"), json.dumps(given), str(short)]
@@ -95,8 +100,9 @@ def test_two_actors_are_one_pipeline(way: str, tmp_path: Path, capsys: pytest.Ca
     else:
         given, env = {}, environment(config(out), env)
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names
-        armed = drive(tmp_path, env, given, Path(short))
+        armed, parts = drive(tmp_path, env, given, Path(short))
     assert armed == [["megaprof.autoload.arming"]] * 2
+    assert parts == [["waiting", "waiting", "train_actor", "train_actor", "train_log_probs", "waiting"]] * 2
     found = sorted(path.name.split(".pt.")[0] for path in out.glob("*.pt.*"))
     assert found == [
         f"{target}.pp{pp}-tp0-cp0-ep0-dp0.rank0000{pp}"

@@ -39,3 +39,21 @@ def test_only_the_outermost_part_of_the_schedules_thread_counts() -> None:
     assert parts.now is None
     assert names(parts) == ["logging", "evaluation", "train_actor"]
     assert names(parts, parts.since(0)[0][1]) == ["logging"]
+
+
+def test_a_process_waits_between_what_it_is_asked_for() -> None:
+    parts = Parts()
+    with parts.asked():
+        assert parts.enter("train_actor", schedule=True)
+        with parts.asked():  # on another thread, say
+            pass
+        parts.leave()
+        assert parts.now is None
+    assert parts.now is not None
+    assert parts.now[0] == "waiting"
+    with pytest.raises(KeyError), parts.asked():
+        raise KeyError
+    with parts.inside("saving"):  # it does something by itself
+        pass
+    assert parts.now is None
+    assert names(parts) == ["saving", "waiting", "waiting", "train_actor"]

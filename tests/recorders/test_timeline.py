@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import threading
 import time
 from pathlib import Path
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megaprof import ProfileConfig, install_hooks
+from megaprof import ProfileConfig, install_hooks, role
 from megaprof.analysis.table.table import Table
 from megaprof.autoload.install import Handle
+from megaprof.capture.process import process
 from megaprof.formats import timeline as format
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.work import pack_work
@@ -64,6 +66,43 @@ def _ends() -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank: Any, tmp_path: Path) -> None:
+    """A worker that is asked for log-probs, training and its weights; the rest of the job is a rollout of 0.3 s, and
+    0.1 s between log-probs and training."""
+    from rich.console import Console
+
+    from megaprof.analysis.report.report import analyze
+    from megaprof.analysis.report.terminal import show
+
+    parts, steps = process.parts, 5
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        for _ in range(steps):
+            with parts.asked(), role("ref"):
+                one_rank.log_probs_pass()
+            time.sleep(0.1)
+            with parts.asked():
+                one_rank.train_step()
+            with parts.asked(), parts.inside("weight_sync"):
+                time.sleep(0.05)
+            time.sleep(0.3)
+    report = analyze(tmp_path)
+    found = {target.target: target.iterations for target in report.targets}
+    assert found["train_log_probs"] is None  # its process trains, too
+    training = found["train_actor"]
+    assert training is not None
+    assert training.count == steps - 1
+    for part, ms in (("rollout", 300), ("waiting", 100), ("weight_sync", 50)):
+        assert ms <= training.ms_of(part)
+    assert training.ms_of("reference") > 0
+    assert training.ms_of("train_log_probs") == 0
+    assert sum(part.ms for part in training.parts) == pytest.approx(training.ms)
+    assert training.rollout_ahead_ms is not None
+    assert training.rollout_ahead_ms <= training.ms - 150
+    with Console(file=io.StringIO(), width=200, record=True) as console:
+        show(report, console)
+    assert "a step of reinforcement learning" in console.export_text()
 
 
 def test_a_step_comes_no_more_often_than_steps_last() -> None:

@@ -160,6 +160,10 @@ class FleetReading:
     warnings: list[Note] = field(default_factory=list)
     """Notes about single files."""
 
+    def files_of(self, key: Key) -> set[Path]:
+        """Returns the files of a job's ranks; none if the job has no timelines."""
+        return {path for row in self.series[key].ranks for path in row.files} if key in self.series else set()
+
     def calls_of(self, key: Key, ranks: Collection[int]) -> CallOf:
         """Returns what reads single calls of some ranks, so that other timelines need not be kept any longer."""
         files = {row.coords.rank: row.files for row in self.series[key].ranks if row.coords.rank in ranks}

@@ -113,6 +113,9 @@ def analyze(
         return _foreign(path, traces, sizes or {}, warnings)
     job = (path.parent if path.is_file() else path).absolute()
     by_key, found = {fleet.key: fleet for fleet in fleets}, []
+    # The iterations of ranks that also train are those of their training.
+    trains = [key for key, table in tabled.items() if isinstance(table, Table) and "backward" in table.schedule.kinds]
+    training = {path for key in trains for path in fleet_reading.files_of(key)}
     # Timelines of steps around windows complete the report on these windows, and are none of their own.
     also = {key[:2] for key in captured}
     alone = [key for key in fleet_reading.series if key[:2] not in also and (key in by_key or not captured)]
@@ -131,7 +134,8 @@ def analyze(
         elif of_key is not None:
             draw = partial(drawn.of_steps, of_key.steps, measured, table)
         report, by_hand = _reported(measured, diagnosed[key], by_key.get(key), job, memory_limit)
-        if isinstance(table, Table) and not report.forward_only:
+        trains_too = report.forward_only and not training.isdisjoint(fleet_reading.files_of(key))
+        if isinstance(table, Table) and not trains_too:
             report = replace(report, iterations=table.iterations)
         found.append((report, by_hand, draw))
     found.sort(key=lambda target: order(target[0]))

@@ -33,6 +33,9 @@ def show(report: Report, console: Console) -> None:
     if len(report.targets) > sentences.FEW_TARGETS:
         console.print()
         show_table(console, views.targets_table(report))
+    if (roles := views.roles_table(report.targets)) is not None:
+        console.print()
+        show_table(console, roles)
     for target in report.targets:
         _show_target(target, console)
     if report.foreign is not None:

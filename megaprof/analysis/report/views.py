@@ -31,9 +31,10 @@ from megaprof.analysis.report.text.words import (
     within,
 )
 from megaprof.analysis.samples import Spread, mean_of
-from megaprof.analysis.table.iterations import Iterations
+from megaprof.analysis.table.iterations import OF_RL, STEP, UNKNOWN, Iterations
 from megaprof.analysis.trace.steps import GROUPS
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats.ranges import WAITING
 from megaprof.metrics.figures import SlowRanks, Summary
 
 _STAGE = (Column("stage"), Column("ranks", "name"), Column("layers", "name"))
@@ -89,6 +90,44 @@ def iterations_table(found: Iterations | None) -> TableView | None:
     return TableView(title, (*columns, Column("dearest\nrank", unit="ms")), tuple(rows))
 
 
+def roles_table(targets: Sequence[TargetReport]) -> TableView | None:
+    """Returns what the ranks of each role do in a step of reinforcement learning, which is an iteration of theirs, and
+    how long it would be with other rollouts; None if there are no such steps."""
+    roles: list[tuple[TargetReport, Iterations, dict[str, float]]] = []
+    for target in targets:
+        if (found := target.iterations) is None or not found.ms_of(*OF_RL):
+            continue
+        phases = {name: found.ms_of(*parts) for name, (_, parts) in _PHASES.items()}
+        phases["log-probs" if target.forward_only else "training"] += found.ms_of(*STEP)
+        known = {*STEP, *(part for _, parts in _PHASES.values() for part in parts)}
+        phases["other"] = sum(part.ms for part in found.parts if part.name not in known)
+        roles.append((target, found, phases))
+    if not roles:
+        return None
+    shown = [name for name in _PHASES if any(phases[name] for _, _, phases in roles)]
+    rows = []
+    for target, found, phases in roles:
+        pieces = ((_PHASES[name][0], phases[name], f"{name}: {number(phases[name])} ms") for name in shown)
+        shares = [percent(phases[name] / found.ms) for name in shown]
+        shares += number(found.quicker_rollout_ms), number(found.rollout_ahead_ms)
+        rows.append(row(target.role or target.target, number(found.ms), Cell(bars=(stacked(pieces),)), *shares))
+    columns = Column("role", "name"), Column("a step", unit="ms"), Column("share", "bars"), *map(Column, shown)
+    columns += Column("rollout\n20% quicker", unit="ms"), Column("rollout\nahead", unit="ms")
+    legend = tuple((_PHASES[name][0], name) for name in shown)
+    return TableView("what the ranks do in a step of reinforcement learning", columns, tuple(rows), legend=legend)
+
+
+#: What the ranks of a role do in a step: how it is drawn, and its parts of an iteration, beside the step itself.
+_PHASES = {
+    "training": ("forward", ("optimizer", "data")),
+    "log-probs": ("backward", ("train_log_probs", "reference")),
+    "rollout": ("dp", ("rollout", "rewards")),
+    "weight\nsync": ("pp", ("weight_sync",)),
+    "offload": ("ep", ("offload",)),
+    "waiting": ("bubble", (WAITING,)),
+    "unknown": ("unknown", (UNKNOWN,)),
+    "other": ("exchange", ()),
+}
 #: The parts of an iteration whose names are not those of the data.
 _OF_ITERATION = {
     "data_wait": "waiting for data",

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.formats import timeline as format
+from megaprof.formats.ranges import WAITING
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.between import PARTS, unpack_between
+from megaprof.formats.steps.between import PARTS, part_of_call, unpack_between
 from megaprof.formats.steps.data import unpack_data
 
 _LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
 DATA, EXCHANGES, GRADIENTS, UNKNOWN = "data_wait", "exchanges", "gradients", "between"
 #: The parts inside the calls of the schedule.
 STEP = (DATA, "forward", "backward", "combined", EXCHANGES, GRADIENTS)
+ROLLOUT = "rollout"
+#: The parts that only a job of reinforcement learning has.
+OF_RL = ("reference", ROLLOUT, "rewards", "weight_sync", WAITING)
 
 Parts = Mapping[str, npt.NDArray[np.float64]]
 """Milliseconds of each iteration, by the name of the part."""
@@ -29,9 +33,11 @@ class PartOfIteration:
     name: str
     """``data_wait``: forwards waited for data. ``forward``, ``backward``, ``combined``: the passes without that.
     ``exchanges``: the rest of the calls of the schedule, which is exchanges and waiting for other stages.
-    ``gradients``: gradients were finalised. ``optimizer``, ``evaluation``, ``saving``, ``logging``, ``data``: what the
-    host did between calls. A target: other calls of the schedule. ``garbage_collection``: Python collected garbage
-    outside of all of these. ``between``: it is not known what the host did between calls."""
+    ``gradients``: gradients were finalised. ``optimizer``, ``evaluation``, ``saving``, ``logging``, ``data``,
+    ``rewards``, ``weight_sync``, ``offload``: what the host did between calls. A target, or ``reference``: other calls
+    of the schedule. ``rollout``: a rollout, or the wait for one after weights were synchronised. ``waiting``: the
+    process had been asked for nothing else. ``garbage_collection``: Python collected garbage outside of all of these.
+    ``between``: it is not known what the host did between calls."""
     ms: float
     """Mean of the ranks that were read."""
     often: float
@@ -56,24 +62,44 @@ class Iterations:
     """The part of it inside the calls of the schedule."""
     parts: tuple[PartOfIteration, ...]
     """Its parts: those inside of the step, then the others, and what is not known."""
+    quicker_rollout_ms: float | None = None
+    """Milliseconds of an iteration if rollouts took a fifth less time; null if the ranks wait for none."""
+    rollout_ahead_ms: float | None = None
+    """Milliseconds of an iteration if each rollout ran beside the rest of the iteration before it, as quickly as now;
+    null if the ranks wait for none."""
 
     @property
     def outside(self) -> float:
         """The fraction outside of the schedule's calls."""
         return 1.0 - self.step_ms / self.ms
 
+    def ms_of(self, *names: str) -> float:
+        """Returns the milliseconds of these parts."""
+        return sum(part.ms for part in self.parts if part.name in names)
+
 
 def parts_of(timeline: format.Timeline, metadata: Sequence[int]) -> Parts:
     """Returns the parts of the iterations in a file, of steps with these metadata. They add up to the wall time of
-    each, on a GPU's clock as far as that agrees with the host's. Iterations in which a window was open, or a call
-    failed, or whose next step is missing, do not count; a file of an earlier version has none."""
+    each, on a GPU's clock as far as that agrees with the host's. With rollouts, an iteration has all steps from one to
+    the next. Iterations in which a window was open, or a call failed, or whose next step is missing, do not count; a
+    file of an earlier version has none."""
     rows = np.flatnonzero(np.isin(timeline.steps["metadata"], metadata))
     steps, facts = timeline.steps[rows], timeline.facts(format.BETWEEN)
     first = np.flatnonzero(steps["index"] == 0)
     if len(first) < 2 or not facts:
         return {}
-    ends = rows[first[1:]].tolist()
-    whole = np.array([row in facts for row in ends]) & (np.diff(steps["step"][first]) == 1)
+    before = [facts.get(row) for row in rows[first].tolist()]
+    between = unpack_between([payload or b"" for payload in before])
+    known = np.array([payload is not None for payload in before[1:]]) & (np.diff(steps["step"][first]) == 1)
+    begin = between[:, PARTS.index(ROLLOUT)] > 0.0
+    if begin.any():
+        begin[0] |= before[0] is None  # the first one of a process
+    begins = np.flatnonzero(begin) if begin.any() else np.arange(len(first))
+    if len(begins) < 2:
+        return {}
+    # What a fact tells is of the iteration before it.
+    between = np.add.reduceat(between[1 : begins[-1] + 1], begins[:-1])
+    whole, first = np.logical_and.reduceat(known[: begins[-1]], begins[:-1]), first[begins]
     whole &= np.add.reduceat(steps["flags"] & _LEFT_OUT > 0, first)[:-1] == 0
     waits_us = np.zeros(len(timeline.steps))
     for row, payload in timeline.facts(format.DATA).items():
@@ -90,9 +116,8 @@ def parts_of(timeline: format.Timeline, metadata: Sequence[int]) -> Parts:
     parts |= {"forward": calls["forward"] - in_forward, "backward": calls["backward"]}
     parts |= {"combined": calls["combined"] - (parts[DATA] - in_forward), GRADIENTS: calls["finalize"]}
     parts[EXCHANGES] = np.maximum(calls["duration"] - sum(parts.values()), 0.0)
-    between = unpack_between([facts.get(row, b"") for row in ends])[whole]
-    own = timeline.metadata[metadata[0]].target
-    parts |= {name: between[:, place] for place, name in enumerate(PARTS) if name != own}
+    own = part_of_call(timeline.metadata[metadata[0]].target, timeline.metadata[metadata[0]].role)
+    parts |= {name: between[whole, place] for place, name in enumerate(PARTS) if name != own}
     parts[UNKNOWN] = np.diff(steps["start_ns"][first])[whole] / 1e6 - sum(parts.values())
     return parts
 
@@ -118,6 +143,14 @@ def iterations_of(by_rank: Mapping[int, Sequence[Parts]]) -> Iterations | None:
             longest = max(float(of_rank.max()) for of_rank in took)
             mean = float(np.mean([*ms.values()]))
             found.append(PartOfIteration(name, mean, often, longest, dearest, ms[dearest]))
-    in_step = sum(part.ms for part in found if part.name in STEP)
-    count = max(len(parts[UNKNOWN]) for parts in ranks.values())
-    return Iterations(count, sum(part.ms for part in found), in_step, tuple(found))
+    whole_ms, count = sum(part.ms for part in found), max(len(parts[UNKNOWN]) for parts in ranks.values())
+    iterations = Iterations(count, whole_ms, sum(part.ms for part in found if part.name in STEP), tuple(found))
+    if (rollout_ms := iterations.ms_of(ROLLOUT)) == 0.0:
+        return iterations
+    # Whichever is shorter, the rollout or the rest, hides behind the other one.
+    beside = [np.minimum(parts[ROLLOUT], sum(parts.values()) - parts[ROLLOUT]).mean() for parts in ranks.values()]
+    return replace(
+        iterations,
+        quicker_rollout_ms=whole_ms - rollout_ms / 5,
+        rollout_ahead_ms=whole_ms - max(float(np.mean(beside)), 0.0),
+    )

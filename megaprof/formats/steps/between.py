@@ -8,16 +8,25 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.formats.ranges import GARBAGE
+from megaprof.formats.ranges import GARBAGE, WAITING
 
-#: The parts, by their number in a file, from 1 on; then the targets of other calls of the schedule.
+_TARGETS = "train_actor", "train_log_probs", "evaluate", "train_overall", "annotated"
+#: The parts, by their number in a file, from 1 on.
 PARTS = (
     *("optimizer", "evaluation", "saving", "logging", "data", GARBAGE),
-    *("train_actor", "train_log_probs", "evaluate", "train_overall", "annotated"),
+    *_TARGETS,
+    *("reference", "rollout", "rewards", "weight_sync", "offload", WAITING),
 )
+#: Those that are other calls of the schedule.
+CALLS = frozenset([*_TARGETS, "reference"])
 _PART = struct.Struct("<BI")
 _ROW = np.dtype([("part", "u1"), ("us", "<u4")])
 _MOST = (1 << 32) - 1
+
+
+def part_of_call(target: str, role: str | None) -> str:
+    """Returns the part that a call of the schedule is."""
+    return "reference" if (target, role) == ("train_log_probs", "ref") else target
 
 
 def pack_between(nanoseconds: Mapping[str, int]) -> bytes:

@@ -22,9 +22,9 @@ import numpy.typing as npt
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import timeline as format
 from megaprof.formats.job import BETWEEN, Position
-from megaprof.formats.ranges import GARBAGE
+from megaprof.formats.ranges import GARBAGE, WAITING
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.between import pack_between
+from megaprof.formats.steps.between import CALLS, pack_between, part_of_call
 from megaprof.formats.steps.data import pack_data
 from megaprof.formats.steps.garbage import pack_collections
 from megaprof.formats.steps.work import pack_work
@@ -147,7 +147,7 @@ class TimelineRecorder:
         if calls.index == 0:
             step.between = self._parts.since(calls.began_ns) if calls.began_ns else None
             calls.began_ns = step.start_ns
-        step.entered = self._parts.enter(target, schedule=True)
+        step.entered = self._parts.enter(part_of_call(target, role), schedule=True)
         step.began = step.mark()
         return step
 
@@ -452,13 +452,24 @@ def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, npt.ND
 
 def _between(step: RecordedStep, collected: list[tuple[int, int]]) -> dict[str, int]:
     """Returns the nanoseconds of each part of the host's loop before a step, without the time in which the GPU was
-    still at work on the call before. Garbage collections in no other part are one."""
+    still at work on the call before. Garbage collections in no other part are one. A process that gives its weights to
+    a rollout waits for that until it next runs the schedule."""
     since, spans, took_ns = step.description.calls.busy_until_ns, step.between or [], dict[str, int]()
     for start, end in collected:
         if end <= step.start_ns and not any(begin <= start < until for _, begin, until in spans):
             spans = [*spans, (GARBAGE, start, end)]
-    for part, start, end in spans:
-        took_ns[part] = took_ns.get(part, 0) + max(end - max(start, since), 0)
+    waited_ns, synchronised = 0, False
+    for part, start, end in [*sorted(spans, key=lambda span: span[1]), ("train_actor", step.start_ns, step.start_ns)]:
+        ns = max(end - max(start, since), 0)
+        if part == WAITING:
+            waited_ns += ns
+            continue
+        synchronised |= part == "weight_sync"
+        if part in CALLS:
+            waits_for = "rollout" if synchronised else WAITING
+            took_ns[waits_for] = took_ns.get(waits_for, 0) + waited_ns
+            waited_ns, synchronised = 0, False
+        took_ns[part] = took_ns.get(part, 0) + ns
     return took_ns
 
 

@@ -26,18 +26,20 @@ BETWEEN = st.dictionaries(st.sampled_from(["optimizer", "evaluation", "saving", 
 STEP = st.tuples(st.lists(CALL, min_size=1, max_size=3), BETWEEN, MS)
 
 
-def write(path: Path, steps: list[Any], *, flags: int = 0) -> list[float]:
+def write(
+    path: Path, steps: list[Any], *, flags: int = 0, target: str = "train_actor", role: str | None = None
+) -> list[float]:
     """A file of these steps; returns the wall time of each that has one behind it, in milliseconds."""
     layout = WorldLayout(ParallelSizes(tp=1, pp=1, cp=1, ep=1, dp=1))
     metadata = described(
         layout.coords(0),
         [chunk(4, embedding=True, loss=True)],
-        target="train_actor",
+        target=target,
         steps=(0, 1),
         microbatches=1,
         host="node-1",
         device="cpu",
-    ) | {"timeline": {"clock": "host"}}
+    ) | {"timeline": {"clock": "host"}, "role": role}
     out = [format.MAGIC, format.metadata_record(metadata), format.shape_record([])]
     now_us, row, before, walls = 0, 0, None, list[float]()
     for number, (calls, between, unknown) in enumerate(steps):
@@ -91,6 +93,51 @@ def test_the_rank_on_which_a_part_is_dear_is_named(tmp_path: Path) -> None:
     assert (found.ms, found.step_ms, found.count) == (120.0, 100.0, 20)
     assert found.outside == pytest.approx(1 / 6)
     assert [part.ms for part in found.parts if part.name == EXCHANGES] == [25.0]
+
+
+CALLS = [(5, 20, 40, 10, 25)]
+
+
+def test_an_iteration_with_rollouts_has_all_steps_until_the_next_one(tmp_path: Path) -> None:
+    """Two steps for each rollout, as slime has them; half of the rollouts take as long as the rest, the others twice as
+    long."""
+    path = tmp_path / "a.timeline.bin"
+    steps: list[Any] = []
+    for number in range(10):
+        between = {"optimizer": 10}
+        if number % 2:
+            long = 300 if number % 4 == 1 else 150
+            between |= {"weight_sync": 20, "rollout": long, "train_log_probs": 30, "reference": 40, "waiting": 5}
+        steps.append((CALLS, between, 15))
+    write(path, [*steps, (CALLS, {}, 0)])
+    found = iterations_of({0: [parts_of(read_timeline(path), [0])]})
+    assert found is not None
+    rest = 2 * (100 + 10 + 15) + 20 + 30 + 40 + 5
+    assert (found.count, found.ms, found.step_ms) == (5, pytest.approx(rest + 240), 200)
+    assert (found.ms_of("rollout"), found.ms_of("reference"), found.ms_of("waiting")) == (240, 40, 5)
+    assert found.quicker_rollout_ms == pytest.approx(found.ms - 0.2 * 240)
+    assert found.rollout_ahead_ms == pytest.approx(rest)
+
+
+def test_a_rollout_that_is_longer_than_the_rest_hides_that(tmp_path: Path) -> None:
+    path = tmp_path / "a.timeline.bin"
+    write(path, [(CALLS, {"rollout": 1000}, 50)] * 4)
+    found = iterations_of({0: [parts_of(read_timeline(path), [0])]})
+    assert found is not None
+    assert (found.ms, found.rollout_ahead_ms) == (1150, 1000)
+    write(path, [(CALLS, {"waiting": 1000}, 50)] * 4)
+    found = iterations_of({0: [parts_of(read_timeline(path), [0])]})
+    assert found is not None
+    assert (found.quicker_rollout_ms, found.rollout_ahead_ms) == (None, None)
+
+
+def test_the_calls_of_a_reference_alone_are_counted_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.timeline.bin"
+    steps: list[Any] = [(CALLS, {"reference": 100, "waiting": 300}, 0)] * 3
+    write(path, steps, target="train_log_probs", role="ref")
+    parts = parts_of(read_timeline(path), [0])
+    assert "reference" not in parts
+    assert parts["waiting"].tolist() == [300, 300]
 
 
 def test_disturbed_iterations_and_files_of_earlier_versions_say_nothing(tmp_path: Path) -> None:
