@@ -84,10 +84,10 @@ def iterations_table(found: Iterations | None) -> TableView | None:
             )
         )
     outside = f"{percent(found.outside)} lies outside of forward and backward"
-    title = f"where an iteration of {number(found.ms)} ms goes, on average over ranks; {outside}"
+    title = f"where an iteration goes: {number(found.ms)} ms, average of {counted(found.count, 'iteration')}; {outside}"
     columns = [Column("part", "name"), Column("an iteration", unit="ms"), Column("share", "bars"), Column("of it")]
     columns += Column("iterations\nwith it"), Column("longest", unit="ms")
-    return TableView(title, (*columns, Column("dearest\nrank", unit="ms")), tuple(rows))
+    return TableView(title, (*columns, Column("rank with\nmost of it", unit="ms")), tuple(rows))
 
 
 def roles_table(targets: Sequence[TargetReport]) -> TableView | None:

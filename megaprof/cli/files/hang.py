@@ -49,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         try:
             hang = hang_of(path for path in arguments.dir.iterdir() if path.is_file())
-        except (BadDump, OSError) as fault:
+        except OSError as fault:
+            raise CommandError(f"{arguments.dir} cannot be read: {fault.strerror or fault}") from None
+        except BadDump as fault:
             raise CommandError(f"{arguments.dir}: {fault}") from None
     if arguments.json:
         print_json(plain(hang))

@@ -151,7 +151,7 @@ def _find_target(report: Report, target: str | None, role: str | None) -> tuple[
 def in_words(answer: WhatIfAnswer) -> list[str]:
     """Returns an answer as lines of text."""
     from megaprof.analysis.report.text.what_if import AS_CAPTURED, times_as_fast
-    from megaprof.analysis.report.text.words import counted, number, percent, title, within
+    from megaprof.analysis.report.text.words import number, percent, title, within
 
     prediction = answer.prediction
     now = f"{number(answer.measured_ms)} ms"
@@ -165,7 +165,6 @@ def in_words(answer: WhatIfAnswer) -> list[str]:
         f"{title(answer.target, answer.role)}: {answer.what}",
         f"step: {step}",
         f"bubble {percent(answer.bubble)}, averaged over the stages{imbalance}, in the steps of the report's tables",
-        counted(answer.microbatches, "microbatch"),
         f"flags: {shlex.join(prediction.flags)}" if prediction.flags else "",
         f"the host's options: {shlex.join(answer.host_options)}" if answer.host_options else "",
         *answer.caveats,

@@ -24,8 +24,7 @@ def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
     )
     found = WhatIf(candidates=(replace(two, in_flight=(22, 8)), four, BEST), in_flight=(16, 8))
     both, more = what_if.remarks(found)
-    names = "2 model chunks per stage, 4+4 layers / 4 model chunks per stage, 4+4 layers"
-    assert both.startswith(f"{names}: on the assumption that ")
+    assert both.startswith("2, 4 model chunks per stage, 4+4 layers: on the assumption that ")
     assert more.startswith("2 model chunks per stage, 4+4 layers: ")
     assert "(22 against 16)" in more
     assert "fits" not in (what_if.memory(replace(two, in_flight=(22, 8), fits=True), found) or "")

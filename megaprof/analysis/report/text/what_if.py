@@ -14,7 +14,6 @@ from megaprof.analysis.what_if.contents import Assumption, CostFit
 from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.analysis.what_if.packing import switch_of
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.phrases import listed
 
 #: Explains the letters of a layout, for layouts that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
@@ -195,9 +194,8 @@ def _advice(predictions: WhatIf) -> str:
         alike = [names.get(layout, layout) for layout in predictions.alike]
         ranged = predictions.costs is not None and predictions.costs.from_ranges
         tell = "more steps" if ranged else "a capture with --profile-ranges layer"
-        whether = (
-            f"; whether {listed(alike, 3)} would be slower or faster than that is not certain, and {tell} would show"
-        )
+        others = " or ".join(alike[:3]) + " or others" * (len(alike) > 3)
+        whether = f"; whether {others} would be slower or faster than that is not certain, and {tell} would show"
         return f"{name}: {times}, {instead}{whether if alike else ''}"
     if predictions.advice == "open":
         wanted = predictions.more_steps + (predictions.replay_error.count if predictions.replay_error else 0)
@@ -254,14 +252,17 @@ def worth_showing(predictions: WhatIf) -> list[Prediction]:
 def remarks(predictions: WhatIf) -> list[str]:
     """Returns what is said below the shown predictions: what they assume and need, each with its predictions, and what
     layers cost."""
-    about: dict[str, list[str]] = {}
+    about: dict[str, dict[str, list[str]]] = {}
     for change in (shown := worth_showing(predictions)):
+        number, _, what = name_of(change, predictions).partition(" ")
         assumed = " and that ".join(assumptions(change))
         for caveat in (f"on the assumption that {assumed}" if assumed else None, memory(change, predictions)):
             if caveat is not None:
-                about.setdefault(caveat, []).append(name_of(change, predictions))
+                about.setdefault(caveat, {}).setdefault(what, []).append(number)
     letters = any("|" in flag for change in shown for flag in change.flags)
-    lines = [f"{' / '.join(names)}: {caveat}." for caveat, names in about.items()]
+    # 2 model chunks / 3 model chunks: 2, 3 model chunks
+    named = {caveat: [f"{', '.join(numbers)} {what}" for what, numbers in of.items()] for caveat, of in about.items()}
+    lines = [f"{' / '.join(names)}: {caveat}." for caveat, names in named.items()]
     return [*lines, *[LETTERS] * letters, *([costs_line(predictions.costs)] if predictions.costs else [])]
 
 
