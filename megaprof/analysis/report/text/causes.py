@@ -13,6 +13,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.evidence import costs_only_there, evidence, name_of
 from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
 from megaprof.analysis.report.text.words import both, capital, counted, milliseconds, number, percent, steps
+from megaprof.analysis.samples import mean_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job import Standstill
 from megaprof.formats.phrases import listed
@@ -56,7 +57,12 @@ def findings(
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
         if not diagnosis.sure and not diagnosis.perhaps:
             text += " The steps differ too much to rule one out." if diagnosis.clocks else _NO_CLOCKS
-        statements.append(Finding("no_cause", "fine" if diagnosis.sure else "open", text))
+        waits_ms = max((mean_of(stage.host_bound_ms) or 0.0 for stage in measured.shown), default=0.0)
+        unpriced = measured.profiled and waits_ms > LEAST * diagnosis.step_ms
+        if unpriced:
+            text += f" A stage waits {milliseconds(waits_ms)} for the host; how much of that the profiler causes is not"
+            text += " known."
+        statements.append(Finding("no_cause", "fine" if diagnosis.sure and not unpriced else "open", text))
     for cause in diagnosis.perhaps:
         text = f"Perhaps {name_of(cause)}: {price(cause, diagnosis.causes, diagnosis, 'may cost')}"
         # It is not known here whether the job still runs, so the sentence holds for any run like it.
