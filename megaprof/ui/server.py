@@ -11,7 +11,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -348,7 +347,7 @@ async def _form(request: Request) -> dict[str, str] | None:
 @functools.cache
 def _environment() -> Environment:
     made = html.environment("megaprof.ui", "megaprof.analysis.report")
-    made.globals |= {"ago": ago, "differences": differences, "what_if": what_if, "date": _date, "size": _size}
+    made.globals |= {"ago": ago, "differences": differences, "what_if": what_if, "date": html.date, "size": _size}
     return made
 
 
@@ -431,13 +430,6 @@ def now_html(now: Now, place: Place) -> str:
         track("imbalance", "", now.history, "imbalance", bottom=1.0),
     ]
     return render("now.html", now=now, place=place, tracks=[curve for curve in tracks if curve is not None])
-
-
-def _date(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    except (ValueError, OverflowError, OSError):
-        return "at an unknown time"
 
 
 def _size(count: int) -> str:

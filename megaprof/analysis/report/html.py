@@ -40,7 +40,7 @@ def page(
     data = json.dumps([boxes(step) if step else None for step in steps], separators=(",", ":"))
     name = report.path.absolute().name
     began = min((row.extent[0] for step in steps if step for row in step.rows), default=None)
-    about = [name, *([_date(began)] if began is not None else []), f"megaprof {__version__}"]
+    about = [name, *([date(began / 1e9)] if began is not None else []), f"megaprof {__version__}"]
     return (
         environment("megaprof.analysis.report")
         .get_template("page.html")
@@ -94,9 +94,10 @@ def _printable(value: object) -> object:
     return "".join(c if c.isprintable() else "\ufffd" for c in str(value))
 
 
-def _date(nanoseconds: int) -> str:
+def date(seconds: float) -> str:
+    """Returns a time of the wall clock."""
     try:
-        return datetime.fromtimestamp(nanoseconds / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
         return "at an unknown time"
 

@@ -21,11 +21,7 @@ _MOST_ROWS = 16
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the whole report.
-
-    It begins with whether there are other runs, and whether the job hangs or was killed. If there are many targets, a
-    table of them follows. Each target shows its verdict before its tables.
-    """
+    """Prints the whole report, each target's verdict before its tables."""
     if report.of_several is not None:
         console.print(text(report.of_several), soft_wrap=True)
     for finding in sentences.standstill_findings([report.standstill] if report.standstill else []):
