@@ -44,13 +44,8 @@ def findings(
     ``withheld``: why there is no diagnosis; ``job``: the directory in which the job can be asked for a capture.
     """
     if diagnosis is None:
-        return (
-            Finding(
-                "no_verdict",
-                "open",
-                f"No cause of lost time is named: {withheld.text if withheld else 'nothing was recorded'}.",
-            ),
-        )
+        why = withheld.text if withheld else "nothing was recorded"
+        return (Finding("no_verdict", "open", f"No cause of lost time is named: {why}."),)
     statements = [_finding(place, measured, diagnosis, job) for place in range(len(diagnosis.causes))]
     if not statements:
         surely = "" if diagnosis.sure else " surely"
