@@ -18,8 +18,7 @@ from megaprof.version import __version__
 if TYPE_CHECKING:
     from megaprof.analysis.report.report import analyze
     from megaprof.analysis.simulation.simulate import Simulation, simulate
-    from megaprof.autoload.controller import start, step, stop
-    from megaprof.autoload.install import Handle, install_hooks, kernel_summary
+    from megaprof.autoload.install import Handle, install_hooks, kernel_summary, start, step, stop
     from megaprof.capture.annotations import annotate
     from megaprof.capture.compat import check_offload
     from megaprof.capture.roles import evaluation, role
@@ -44,9 +43,9 @@ _HOME = {
     "kernel_summary": "megaprof.autoload.install",
     "role": "megaprof.capture.roles",
     "simulate": "megaprof.analysis.simulation.simulate",
-    "start": "megaprof.autoload.controller",
-    "step": "megaprof.autoload.controller",
-    "stop": "megaprof.autoload.controller",
+    "start": "megaprof.autoload.install",
+    "step": "megaprof.autoload.install",
+    "stop": "megaprof.autoload.install",
 }
 
 __all__ = [

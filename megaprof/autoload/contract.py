@@ -1,6 +1,6 @@
 """The contract that all hosts share: a `Host` says what megaprof cannot see for itself in a framework.
 
-Each file of this room that is named after a host ends with its ``HOST``; `megaprof.autoload.registry` lists them.
+Each file that is named after a host ends with its ``HOST``; `megaprof.autoload.registry` lists them.
 Nothing of a host is imported, and nothing of it is changed except that the functions in ``HOST.hooks`` are wrapped in
 place: megaprof reads the arguments of their calls.
 """

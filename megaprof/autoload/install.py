@@ -1,4 +1,14 @@
-"""``install_hooks``: the one call in a pretrain entrypoint, and the handle that takes everything back."""
+"""``install_hooks``: the one call in a pretrain entrypoint, and the handle that takes everything back.
+
+``start``, ``step`` and ``stop`` do the same for a controller, which dispatches them to its worker processes:
+
+    megaprof.start(config)          # before the loop, in every worker
+    megaprof.step()                 # when one of the controller's steps is over
+    megaprof.stop()                 # after the loop, in a finally
+
+Arguments and results can be pickled. All calls between two ``step()`` are one step of the host, however many
+mini-batches it has.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,7 @@ from typing import Any
 
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.writer import Writer, open_writer
-from megaprof.autoload import registry, unmet
+from megaprof.autoload import job_end, registry
 from megaprof.capture import profiler
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
@@ -140,7 +150,7 @@ def _install(
     *,
     pipeline: bool,
 ) -> Handle:
-    unmet.installed()
+    job_end.installed()
     role = None if role is None else checked_role(role, "install_hooks: role")
     inert = Handle(config, role)
     if not config.enabled or config.never:
@@ -229,6 +239,58 @@ def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, A
     or if it is still being made after ``timeout`` seconds.
     """
     return profiler.kernel_summary(timeout, role)
+
+
+class _Started:
+    """The hooks that `start` installed in this process."""
+
+    handle: Handle | None = None
+    number = 0
+    """The controller's number of the running step."""
+
+
+def start(
+    config: ProfileConfig | argparse.Namespace | None = None,
+    *,
+    model: Any = None,
+    role: str | None = None,
+    first: int = 0,
+    pipeline: bool = True,
+) -> bool:
+    """Installs the hooks in this process, as `megaprof.install_hooks` does, and numbers steps from ``first`` on.
+
+    ``pipeline=False`` is for a trainer without Megatron's schedule: it captures the batches of the host's own engine,
+    if megaprof knows it (the FSDP engines of verl and SkyRL).
+
+    Returns True if this process records anything. A second start before a stop changes nothing. Raises ValueError for a
+    configuration that cannot be honoured.
+    """
+    if _Started.handle is None:
+        _Started.number = first
+        install = install_hooks if pipeline else install_without_pipeline
+        _Started.handle = install(model, config, role=role, iteration=lambda: _Started.number)
+    return _Started.handle.active
+
+
+def step(number: int | None = None) -> int:
+    """Ends the current step and begins the next one, ``number`` or the one after the last. Returns its number.
+
+    Costs nothing without a start.
+    """
+    _Started.number = _Started.number + 1 if number is None else number
+    return _Started.number
+
+
+def stop(timeout: float = 60.0) -> bool:
+    """Closes an open window, finishes its files and removes the hooks. Does nothing without a start.
+
+    Returns True if every file is complete within ``timeout`` seconds.
+    """
+    handle, _Started.handle = _Started.handle, None
+    if handle is None:
+        return True
+    handle.remove()
+    return handle.flush(timeout)
 
 
 def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Listener | None:

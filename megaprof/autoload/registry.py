@@ -1,4 +1,4 @@
-"""All hosts, and what they know together. A new host is a file of this room and its name here."""
+"""All hosts, and what they know together. A new host is a module and its name here."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
     from megaprof.runtime.patching import Patches
 
-#: A host that is built on another comes before it.
-_NAMES = ("slime", "verl", "skyrl", "ms_swift", "megatron_bridge", "megatron_lm")
-HOSTS: tuple[Host, ...] = tuple(import_module(f"{__package__}.{name}").HOST for name in _NAMES)
+#: A host that is built on another comes before it. Nothing else in the core names one that is an extra.
+_MODULES = (
+    *(f"megaprof.hosts.{name}" for name in ("slime", "verl", "skyrl", "ms_swift")),
+    *(f"{__package__}.{name}" for name in ("megatron_bridge", "megatron_lm")),
+)
+HOSTS: tuple[Host, ...] = tuple(import_module(name).HOST for name in _MODULES)
 #: The functions that return the iteration of a host whose hooks do not.
 _ITERATIONS = tuple(host.iteration for host in HOSTS if host.iteration is not None)
 #: Megatron-Core's optimizers, whoever the host is. A chained one calls others.

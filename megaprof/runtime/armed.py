@@ -36,7 +36,7 @@ class Armed:
         """True until the hooks are installed or cannot be. While it is, the first batch of a trainer without Megatron's
         schedule installs them."""
         self.marks: Path | None = None
-        """The directory where the processes of a job mark how far they came (`autoload.unmet`), if any."""
+        """The directory where the processes of a job mark how far they came (`autoload.job_end`), if any."""
         self.asked_too_early = False
         """True if the host asked for a schedule, or called one, before Megatron-Core's process groups existed."""
 

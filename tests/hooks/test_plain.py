@@ -13,7 +13,7 @@ import torch
 
 from megaprof import ProfileConfig
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.autoload import arming, contract, controller, registry
+from megaprof.autoload import arming, contract, install, registry
 from megaprof.autoload.contract import Facts, Hook
 from megaprof.autoload.install import install_without_pipeline
 from megaprof.capture import profiler
@@ -75,7 +75,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     contract.apply(HOOKS, patches)
     yield host.Engine()  # type: ignore[attr-defined]
     patches.restore()
-    controller.stop()
+    install.stop()
 
 
 def config(directory: Path, *targets: str, **options: Any) -> ProfileConfig:
@@ -117,12 +117,12 @@ def test_a_batch_is_a_step(engine: Engine, tmp_path: Path) -> None:
 
 def test_all_batches_of_a_step_are_one_window(engine: Engine, tmp_path: Path) -> None:
     """As a controller drives it: start, step, stop."""
-    assert controller.start(config(tmp_path, "train_overall", steps="1"), pipeline=False)
+    assert install.start(config(tmp_path, "train_overall", steps="1"), pipeline=False)
     for _ in range(3):
         engine.forward_backward_batch(data(), forward_only=True)
         engine.forward_backward_batch(data())
-        engine.step = controller.step()
-    controller.stop()
+        engine.step = install.step()
+    install.stop()
     (path,) = find_traces(tmp_path)
     assert path.name.startswith("train_overall.step000001.")
     assert len(passes(path)) == 3 * MICROBATCHES

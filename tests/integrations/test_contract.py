@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.autoload import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
-from megaprof.autoload import slime as slime_entry
+from megaprof.autoload import contract, megatron_bridge, megatron_lm, registry
 from megaprof.autoload.contract import Facts, Hook
 from megaprof.capture import profiler, roles
 from megaprof.capture.agenda import Agenda
 from megaprof.capture.roles import evaluating
+from megaprof.hosts import ms_swift, skyrl, slime, verl
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders.parts import Parts
 from megaprof.runtime.armed import armed
@@ -402,18 +402,18 @@ def test_ms_swift_refuses_what_it_cannot_honour(given: dict[str, Any], message: 
 
 def test_slime_init_honours_slimes_own_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     armed: list[Any] = []
-    monkeypatch.setattr("megaprof.autoload.slime.arm", armed.append)
+    monkeypatch.setattr("megaprof.hosts.slime.arm", armed.append)
     typed = Namespace(**slime.DEFAULTS, use_pytorch_profiler=False)
-    slime_entry.init(typed)
+    slime.init(typed)
     assert armed == []
     monkeypatch.setenv("MEGAPROF_DIR", str(tmp_path))
-    slime_entry.init(typed)
+    slime.init(typed)
     typed.profile_target, typed.profile_step_start, typed.profile_step_end = ["train_log_probs"], 3, 5
-    slime_entry.init(typed)
+    slime.init(typed)
     assert [(config.target, config.steps) for config in armed] == [
         (("train_overall",), "10:12"),
         (("train_log_probs",), "3:5"),
     ]
     typed.use_pytorch_profiler = True
     with pytest.raises(ValueError, match="--use-pytorch-profiler"):
-        slime_entry.init(typed)
+        slime.init(typed)

@@ -181,7 +181,7 @@ def test_windows_without_a_pipeline(
 def test_verls_own_settings(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     host = wheel("verl")
     env = host_environment(host, None) | {
-        "VERL_USE_EXTERNAL_MODULES": "megaprof.autoload.plugin",
+        "VERL_USE_EXTERNAL_MODULES": "megaprof.hosts.plugin",
         "VERL_DISABLE_FLASH_ATTN_CE": "1",
     }
     skip_without_packages()

@@ -86,7 +86,7 @@ def test_the_finish_command_runs_and_the_last_files_are_waited_for(
 ) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'megaprof[hosts]'")
     env = host_environment(wheel("verl"), None) | PATIENT_RAY
-    env["VERL_USE_EXTERNAL_MODULES"] = "megaprof.autoload.plugin"
+    env["VERL_USE_EXTERNAL_MODULES"] = "megaprof.hosts.plugin"
     skip_without_packages()
     out = tmp_path / "out"
     out.mkdir()

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.autoload import registry, skyrl, slime, verl
-from megaprof.autoload import slime as slime_entry
+from megaprof.autoload import registry
 from megaprof.autoload.contract import Facts
+from megaprof.hosts import skyrl, slime, verl
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 from tests.integrations.driving import host_environment, skip_without_packages
@@ -439,7 +439,7 @@ def test_verls_own_dataclasses(wheel: Callable[[str], Path]) -> None:
 from tests.integrations import driving
 driving.prepare(None)
 from verl.utils.profiler.config import ProfilerConfig, TorchProfilerToolConfig, NsightToolConfig
-from megaprof.autoload.verl import config_from
+from megaprof.hosts.verl import config_from
 torch = TorchProfilerToolConfig(contents=["cpu", "shapes"], discrete=True)
 profiler = ProfilerConfig(tool="torch", enable=True, ranks=[0, 3], save_path="/t", tool_config={"torch": torch})
 tree = {"global_profiler": {"steps": [2]}, "actor_rollout_ref": {"actor": {"profiler": profiler}}}
@@ -541,7 +541,7 @@ driving.prepare(None, "skyrl_gym")
 import dataclasses, json
 from skyrl.train.config.config import TorchProfilerConfig
 from types import SimpleNamespace
-from megaprof.autoload.skyrl import config_of
+from megaprof.hosts.skyrl import config_of
 own = SimpleNamespace(megaprof={"target": ["train_actor"]})
 settings = TorchProfilerConfig(save_path="/t", ranks=[0, 4], skip_first=2)
 config = config_of(SimpleNamespace(megatron_config=own, torch_profiler_config=settings))
@@ -569,11 +569,11 @@ def test_slime_variables() -> None:
 
 def test_slime_variables_reach_its_own_profiling_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     armed: list[ProfileConfig] = []
-    monkeypatch.setattr("megaprof.autoload.slime.arm", armed.append)
+    monkeypatch.setattr("megaprof.hosts.slime.arm", armed.append)
     monkeypatch.setenv("MEGAPROF_DIR", str(tmp_path))
     monkeypatch.setenv("SLIME_PROFILE_ALL_RANKS", "1")
     monkeypatch.setenv("SLIME_PROFILE_WITH_STACK", "true")
-    slime_entry.init(Namespace(**slime.DEFAULTS | {"profile_target": ["train_actor"]}))
+    slime.init(Namespace(**slime.DEFAULTS | {"profile_target": ["train_actor"]}))
     assert armed == [
         ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="10:12", select="all", with_stack=True)
     ]

@@ -339,7 +339,7 @@ def test_roles_of_colocated_workers(patched: bool, wheel: Callable[[str], Path],
 @pytest.mark.parametrize("discrete", [False, True])
 def test_verls_own_settings(discrete: bool, wheel: Callable[[str], Path], tmp_path: Path) -> None:
     host = wheel("verl")
-    env = host_environment(host, None) | {"VERL_USE_EXTERNAL_MODULES": "megaprof.autoload.plugin"}
+    env = host_environment(host, None) | {"VERL_USE_EXTERNAL_MODULES": "megaprof.hosts.plugin"}
     skip_without_packages()
     actor, ref = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref"))
     overrides = [
@@ -386,7 +386,7 @@ def test_sft(settings: str, wheel: Callable[[str], Path], tmp_path: Path) -> Non
             *(f"profiler.save_path={tmp_path}", "profiler.tool_config.torch.contents=[cpu]"),
             "trainer.profile_interval=[5,5]",
         ]
-    env = host_environment(host, config) | {"VERL_USE_EXTERNAL_MODULES": "megaprof.autoload.plugin"}
+    env = host_environment(host, config) | {"VERL_USE_EXTERNAL_MODULES": "megaprof.hosts.plugin"}
     skip_without_packages()
     run_ranks(fit, WORKLOAD.world_size, str(host), *overrides, timeout=240, env=env)
 

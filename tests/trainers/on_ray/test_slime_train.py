@@ -37,7 +37,7 @@ ARGUMENTS = f"""
 --optimizer adam --lr 1e-4 --lr-decay-style constant
 """
 PROFILE = """
---custom-megatron-init-path megaprof.autoload.slime.init --profile-target train_actor train_log_probs
+--custom-megatron-init-path megaprof.hosts.slime.init --profile-target train_actor train_log_probs
 --profile-step-start 2 --profile-step-end 3
 """
 

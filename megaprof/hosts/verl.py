@@ -1,6 +1,6 @@
 """verl: the roles of its workers and the steps of its trainer; its own profiling settings, where they name megaprof.
 
-Shortest way in, no edit: ``VERL_USE_EXTERNAL_MODULES=megaprof.autoload.plugin`` in the workers' environment and
+Shortest way in, no edit: ``VERL_USE_EXTERNAL_MODULES=megaprof.hosts.plugin`` in the workers' environment and
 ``global_profiler.tool=megaprof``. verl treats an unknown tool as no tool, but its trainer still notifies every worker
 when a step of ``global_profiler.steps`` starts and ends. Otherwise the trainer's step travels with the batches that its
 methods hand to the workers. The SFT trainer calls its worker itself, so its step is found in that caller.

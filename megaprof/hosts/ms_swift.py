@@ -4,7 +4,7 @@ for ``--callbacks`` of these and of its plain trainers; and its options, with th
 ms-swift computes log-probs without Megatron's schedule, so such a pass is annotated work and never a
 ``train_log_probs`` step. Evaluation is known by the name of its function, ``evaluate``.
 
-Shortest way in, no edit: ``--external_plugins`` with the file of `megaprof.autoload.plugin`, which registers the
+Shortest way in, no edit: ``--external_plugins`` with the file of `megaprof.hosts.plugin`, which registers the
 callback; the ``MEGAPROF_*`` environment says what to do. With the patch, the callback is in ms-swift's own registries,
 and ``--enable_profiler`` selects it.
 """

@@ -1,6 +1,6 @@
 """slime: its roles, its training steps, and its own profiling options.
 
-Shortest way in, no edit: ``--custom-megatron-init-path megaprof.autoload.slime.init`` (`init`) and ``MEGAPROF_DIR``.
+Shortest way in, no edit: ``--custom-megatron-init-path megaprof.hosts.slime.init`` (`init`) and ``MEGAPROF_DIR``.
 """
 
 from __future__ import annotations

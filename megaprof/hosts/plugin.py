@@ -1,6 +1,6 @@
 """Arms megaprof with the ``MEGAPROF_*`` environment when it is imported, for hosts that import modules by name.
 
-verl: ``VERL_USE_EXTERNAL_MODULES=megaprof.autoload.plugin``, or ``actor_rollout_ref.model.external_lib`` with the same
+verl: ``VERL_USE_EXTERNAL_MODULES=megaprof.hosts.plugin``, or ``actor_rollout_ref.model.external_lib`` with the same
 value. Under verl it is always armed, because verl's own settings may name megaprof. ms-swift: ``--external_plugins``
 with the path of this file.
 """
@@ -13,6 +13,6 @@ from megaprof.autoload.arming import arm
 if "MEGAPROF_TARGET" in os.environ or "verl" in sys.modules:
     arm()
 if "swift" in sys.modules:
-    from megaprof.autoload.ms_swift import register
+    from megaprof.hosts.ms_swift import register
 
     register()
