@@ -36,8 +36,6 @@ OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
 _SAFETY = 1.5
 #: Seconds for which a job that is just beginning is given the time to show how long a step takes.
 _PATIENCE = 30.0
-#: Seconds from one look at the answers to the next, and statuses that are read a second at most.
-_LOOK_SECONDS, _LOOK_RATE = 0.2, 5000
 
 
 def new_request(
@@ -190,8 +188,8 @@ class Requester:
 
     @property
     def pause(self) -> float:
-        """Seconds from one look to the next."""
-        return max(_LOOK_SECONDS, len(self.ranks) / _LOOK_RATE)
+        """Seconds from one look to the next: a rank answers once in an interval."""
+        return self._job.run.interval / 5
 
     @property
     def phase(self) -> Literal["waits", "starts", "records"]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
@@ -34,10 +33,9 @@ class Watchdog:
     its disk.
     """
 
-    def __init__(self, config: ProfileConfig, listener: Listener, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: ProfileConfig, listener: Listener) -> None:
         self._config = config
         self._listener = listener
-        self._clock = clock
         self._target = TRAIN_ACTOR if TRAIN_ACTOR in config.target else config.target[0]
         # A train_overall window lasts from one training step to the next: those are what is counted and timed.
         self._timed = TRAIN_ACTOR if self._target == TRAIN_OVERALL else self._target
@@ -60,7 +58,7 @@ class Watchdog:
         reason = self._slow_steps()
         if reason is None and len(self._uneven) == _IN_A_ROW and all(self._uneven) and not self._uneven_is_known:
             reason = f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
-        if reason is not None and self._clock() >= self._not_before and not self._listener.busy:
+        if reason is not None and monotonic() >= self._not_before and not self._listener.busy:
             self._ask(reason)
 
     def see(self, imbalance: float | None) -> None:
@@ -93,7 +91,7 @@ class Watchdog:
         return f"steps take {milliseconds:.0f} ms, {milliseconds / usual:.2f} times the usual {usual:.0f} ms"
 
     def _ask(self, reason: str) -> None:
-        self._not_before = self._clock() + COOLDOWN_SECONDS
+        self._not_before = monotonic() + COOLDOWN_SECONDS
         self._slow_looks = 0
         self._uneven.clear()
         job = self._listener.job

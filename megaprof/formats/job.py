@@ -417,9 +417,7 @@ class InFlight(Record, frozen=True):
     stands still, and removes it when it moves."""
 
     run: Name
-    """The run that it belongs to."""
     rank: Coordinate
-    """The global rank."""
     entries: list[Entry]
     """The calls that have not ended, and the last collective of each group, in the order of the calls."""
     pg_config: dict[str, GroupConfig]

@@ -29,7 +29,8 @@ class Job:
         self.asked: list[str] = []
         self.time = 0.0
         listener: Any = self
-        self.watchdog = Watchdog(options, listener, clock=lambda: self.time)
+        self.watchdog = Watchdog(options, listener)
+        monkeypatch.setattr("megaprof.control.watchdog.monotonic", lambda: self.time)
         self._now = (0, 0.0)
         monkeypatch.setattr(self.watchdog, "_ask", self._ask)
 
