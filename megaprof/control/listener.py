@@ -280,7 +280,8 @@ class Listener:
             self._obsolete_at = time.monotonic() + request.timeout + _GRACE
             logger.debug("megaprof: request %s (%s): %s", request.id, request.by, request.target)
         elif self._leads and time.monotonic() > self._obsolete_at:
-            os.unlink(CAPTURE, dir_fd=control)
+            with suppress(FileNotFoundError):
+                os.unlink(CAPTURE, dir_fd=control)
             return None
         return request
 
