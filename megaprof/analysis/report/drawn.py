@@ -22,7 +22,6 @@ from megaprof.analysis.trace.steps import TracedStep
 from megaprof.formats import ranges
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
-_OF_CLOCKS = ("clocks_aligned", "clocks_apart")
 #: Width and height of the drawing of a curve, in its own units.
 WIDTH, HEIGHT = 960, 120
 
@@ -107,7 +106,7 @@ def of_table(table: Table, measured: TargetStages, call_of: CallOf) -> StepTimel
 
 
 def _of_clocks(measured: TargetStages) -> list[str]:
-    return [clause(note) for note in measured.warnings if note.kind in _OF_CLOCKS]
+    return [clause(note) for note in measured.warnings if note.kind in ("clocks_aligned", "clocks_apart")]
 
 
 def boxes(step: StepTimeline) -> dict[str, Any]:

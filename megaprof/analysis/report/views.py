@@ -83,8 +83,10 @@ def iterations_table(found: Iterations | None) -> TableView | None:
                 f"{part.rank}: {number(part.rank_ms)}" if alone else "",
             )
         )
-    outside = f"{percent(found.outside)} lies outside of forward and backward"
-    title = f"where an iteration goes: {number(found.ms)} ms, average of {counted(found.count, 'iteration')}; {outside}"
+    title = (
+        f"where an iteration of a rank goes: {number(found.ms)} ms, average of {counted(found.count, 'iteration')}; "
+        f"{percent(found.outside)} lies outside of its forward and backward"
+    )
     columns = [Column("part", "name"), Column("an iteration", unit="ms"), Column("share", "bars"), Column("of it")]
     columns += Column("iterations\nwith it"), Column("longest", unit="ms")
     return TableView(title, (*columns, Column("rank with\nmost of it", unit="ms")), tuple(rows))

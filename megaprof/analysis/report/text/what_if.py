@@ -250,8 +250,8 @@ def worth_showing(predictions: WhatIf) -> list[Prediction]:
 
 
 def remarks(predictions: WhatIf) -> list[str]:
-    """Returns what is said below the shown predictions: what they assume and need, each with its predictions, and what
-    layers cost."""
+    """Returns what is said below the shown predictions: what they assume and need, each with its predictions (``2, 3
+    model chunks``), and what layers cost."""
     about: dict[str, dict[str, list[str]]] = {}
     for change in (shown := worth_showing(predictions)):
         number, _, what = name_of(change, predictions).partition(" ")
@@ -260,7 +260,6 @@ def remarks(predictions: WhatIf) -> list[str]:
             if caveat is not None:
                 about.setdefault(caveat, {}).setdefault(what, []).append(number)
     letters = any("|" in flag for change in shown for flag in change.flags)
-    # 2 model chunks / 3 model chunks: 2, 3 model chunks
     named = {caveat: [f"{', '.join(numbers)} {what}" for what, numbers in of.items()] for caveat, of in about.items()}
     lines = [f"{' / '.join(names)}: {caveat}." for caveat, names in named.items()]
     return [*lines, *[LETTERS] * letters, *([costs_line(predictions.costs)] if predictions.costs else [])]
