@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +106,7 @@ class Pages:
             return _page("what_if.html", **shared, answer=None, data=None)
         answered = await run_in_threadpool(answer, changeable, target, request.query_params)
         options = host_options(target, answered.now.prediction)
-        return _page("what_if.html", **shared, answer=answered, options=options, data=data_of([answered.boxes]))
+        return _page("what_if.html", **shared, answer=answered, options=options, data=html.embedded([answered.boxes]))
 
     async def tried(self, request: Request) -> Response:
         """Answers the script with the parts of the page that change."""
@@ -154,7 +153,7 @@ class Pages:
         except NothingToCompare as fault:
             return _page("compare.html", **values, diff=None, fault=str(fault), data=None)
         drawn, drawings = side_by_side(diff, captures)
-        data = data_of(drawings) if drawings else None
+        data = html.embedded(drawings) if drawings else None
         return _page("compare.html", **values, diff=diff, drawn=drawn, fault=None, data=data)
 
     async def live(self, request: Request) -> Response:
@@ -354,11 +353,6 @@ def _environment() -> Environment:
 def render(template: str, **values: Any) -> str:
     """Returns a page, or a part of one, as HTML."""
     return _environment().get_template(template).render(**values)
-
-
-def data_of(drawn: Sequence[Mapping[str, Any] | None]) -> Markup:
-    """Returns drawings for the script, as JSON that cannot end the element around it."""
-    return Markup(json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def links_of(place: Place) -> tuple[tuple[str, str], ...]:

@@ -13,7 +13,7 @@ from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes_of
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.what_if.by_hand import StagesAfter, chosen, moved, number_of, stages_after, whole
-from megaprof.analysis.what_if.changeable import Changeable, Setting, Tried, tried
+from megaprof.analysis.what_if.changeable import Changeable, Tried, tried
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout, options_of
 from megaprof.analysis.what_if.packing import PLANS
@@ -139,7 +139,10 @@ def answer(changeable: Changeable, measured: TargetStages, query: Mapping[str, s
     try:
         now = chosen(changeable, query)
         if query.get("move"):
-            now = tried(changeable, replace(now.setting, pieces=_moved(now.setting, query["move"])))
+            source, _, rest = query["move"].partition("-")
+            target, _, letter = rest.partition("-")
+            places = whole("move", source, -1), whole("move", target, -1)
+            now = tried(changeable, replace(now.setting, pieces=moved(now.setting.pieces, *places, letter or "t")))
     except ValueError as mistake:
         fault = str(mistake)
     return WhatIfPage(changeable, measured, now, captured, fault)
@@ -148,12 +151,6 @@ def answer(changeable: Changeable, measured: TargetStages, query: Mapping[str, s
 def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...] | None:
     """Returns the flags in the syntax of the host that trained; None if that host takes Megatron's own flags."""
     return options_of(target.framework, target.role, prediction.flags, len(prediction.layers))
-
-
-def _moved(setting: Setting, move: str) -> tuple[str, ...]:
-    source, _, rest = move.partition("-")
-    target, _, letter = rest.partition("-")
-    return moved(setting.pieces, whole("move", source, -1), whole("move", target, -1), letter or "t")
 
 
 def starts(predictions: WhatIf) -> list[tuple[Prediction, str]]:

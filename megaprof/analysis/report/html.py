@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
+from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -37,25 +38,26 @@ def page(
     """Returns the whole file. ``drawn``: the step to draw for each target, by target and role; ``links``: addresses and
     their titles, if the file is one of several pages."""
     steps = [drawn.get(target.key) for target in report.targets]
-    data = json.dumps([boxes(step) if step else None for step in steps], separators=(",", ":"))
     name = report.path.absolute().name
     began = min((row.extent[0] for step in steps if step for row in step.rows), default=None)
     about = [name, *([date(began / 1e9)] if began is not None else []), f"megaprof {__version__}"]
-    return (
-        environment("megaprof.analysis.report")
-        .get_template("page.html")
-        .render(
-            report=report,
-            steps=steps,
-            name=name,
-            about=about,
-            data=Markup(data.replace("<", "\\u003c")),  # it cannot end the script element around it
-            css=Markup(static("report.css")),
-            script=Markup(static("report.js")),
-            policy=policy(),
-            links=links,
-        )
+    template = environment("megaprof.analysis.report").get_template("page.html")
+    return template.render(
+        report=report,
+        steps=steps,
+        name=name,
+        about=about,
+        data=embedded([boxes(step) if step else None for step in steps]),
+        css=Markup(static("report.css")),
+        script=Markup(static("report.js")),
+        policy=policy(),
+        links=links,
     )
+
+
+def embedded(drawn: Sequence[Mapping[str, Any] | None]) -> Markup:
+    """Returns drawings for the script, as JSON that cannot end the element around it."""
+    return Markup(json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def policy() -> str:

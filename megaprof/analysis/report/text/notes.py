@@ -67,14 +67,6 @@ def _modules(note: Note) -> str:
     return f"no range for {', '.join(note.names)}{layers}: {note.said}"
 
 
-def _order(note: Note) -> str:
-    ran, planned, schedule = note.names
-    return (
-        f"on {stages(note.stages)} the {ran} of microbatch {note.count} ran where Megatron's {schedule} schedule has "
-        f"the {planned} of microbatch {note.of}, so it was not this schedule"
-    )
-
-
 _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     # single files
     "skipped": lambda n: f"{_files(n)} skipped: {n.said}",
@@ -156,7 +148,12 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "whole_step": ("a whole step is more than its pipeline: its microbatches are reported with the calls inside it"),
     # why there is no table of passes
     "no_step": lambda n: n.said + ("" if n.why is None else f": {clause(n.why)}"),
-    "schedule_differs": lambda n: _order(n) if n.names else n.said,
+    "schedule_differs": lambda n: (
+        f"on {stages(n.stages)} the {n.names[0]} of microbatch {n.count} ran where Megatron's {n.names[2]} schedule "
+        f"has the {n.names[1]} of microbatch {n.of}, so it was not this schedule"
+        if n.names
+        else n.said
+    ),
     "schedule_unknown": lambda n: f"the schedule is not known: {n.said}",
     # what is not predicted
     "not_replayed": lambda n: f"not replayed: {_why(n)}",
