@@ -36,8 +36,7 @@ from megaprof.control.listener import Listener
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.megatron import patch_megatron
-from megaprof.metrics.overview import Overview
-from megaprof.metrics.sinks import check_prometheus
+from megaprof.metrics.sinks import Overview, check_prometheus
 from megaprof.parallel.topology import WorldLayout
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from megaprof.formats import ranges
 from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Position, RankStatus, RunRecord, dead, limit
+from megaprof.parallel.peers import Waits
 from megaprof.parallel.schedules import RECEIVES, SENDS, Placement
 from megaprof.parallel.topology import WorldLayout
-from megaprof.parallel.waits import Waits
 
 #: A rank that stands still has also not moved for this many of its own looks.
 STUCK_INTERVALS = 3

@@ -10,18 +10,26 @@ other inside a microbatch, one makes all slow.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from megaprof.formats import timeline as format
 from megaprof.formats.job import RankStatus, RunRecord
-from megaprof.parallel.comparing import of_others
+from megaprof.formats.names import parse_artifact_name
+from megaprof.parallel.peers import Flags, Floats, began, moving_median, of_others
 
 #: A rank is slow from this factor over its peers on, and a stage from this one over the average stage.
 SLOW = 1.1
 #: A rank waits for a processor core from this part of the time on.
 WAITS = SLOW - 1
+#: Seconds by which the clocks of two hosts may differ.
+_CLOCKS_SECONDS = 60.0
+#: Steps of a running median, in which two unlike ones do not count.
+_WIDTH = 5
 
 
 @dataclass(frozen=True)
@@ -114,27 +122,59 @@ class Summary:
     """Number of steps behind these medians, the last ones of every rank."""
 
 
+class _Stage(NamedTuple):
+    """The ranks of one stage."""
+
+    members: list[RankStatus]
+    above: dict[int, float]
+    """Compute of each rank over the lower median of the stage's other ranks, since of four ranks two may wait for each
+    other; empty without other ranks."""
+    slow: dict[int, float]
+    """The same, of the slow ranks."""
+
+    @property
+    def usual(self) -> list[RankStatus]:
+        """The ranks that show how long the stage computes, as in the report."""
+        return [status for status in self.members if status.rank not in self.slow]
+
+
+def _stages(statuses: Iterable[RankStatus]) -> dict[int, _Stage]:
+    """Returns the stages of some ranks, by pipeline rank."""
+    by_stage: dict[int, list[RankStatus]] = {}
+    for status in statuses:
+        by_stage.setdefault(status.coords["pp"], []).append(status)
+    stages = {}
+    for pp, members in by_stage.items():
+        timed = [status for status in members if status.compute_ms]
+        times = np.array([status.compute_ms for status in timed])
+        factors = (times / of_others(times)).tolist() if len(timed) > 1 else []
+        above = {status.rank: factor for status, factor in zip(timed, factors, strict=False)}
+        left = {status.rank: (_undisturbed_ms(status) or 0.0) / (status.compute_ms or 1.0) for status in timed}
+        slow = {rank: factor for rank, factor in above.items() if factor * left[rank] > SLOW}
+        stages[pp] = _Stage(members, above, slow)
+    return stages
+
+
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     """Returns the figures of the ranks in `statuses`. There is a straggler only if a stage has several of these."""
-    of_stage = _by_stage(statuses)
-    compute = {pp: _median(status.compute_ms for status in _not_slow(members)) for pp, members in of_stage.items()}
+    by_stage = dict(sorted(_stages(statuses).items()))
+    compute = {pp: _median(status.compute_ms for status in stage.usual) for pp, stage in by_stage.items()}
     known_ms = {pp: value for pp, value in compute.items() if value is not None}
     # A mean over some stages is not the mean of all.
     mean = statistics.fmean(known_ms.values()) if len(known_ms) == run.sizes.pp and any(known_ms.values()) else None
-    stages = tuple(_stage(pp, of_stage[pp], compute[pp], mean) for pp in sorted(of_stage))
-    everyone = [status for members in of_stage.values() for status in members]
+    stages = tuple(_figures(pp, stage, compute[pp], mean) for pp, stage in by_stage.items())
+    everyone = [status for stage in by_stage.values() for status in stage.members]
     slowest = max(known_ms, key=lambda pp: known_ms[pp]) if mean is not None else None
-    undisturbed = None if slowest is None else _median(map(_undisturbed_ms, _not_slow(of_stage[slowest])))
+    undisturbed = None if slowest is None else _median(map(_undisturbed_ms, by_stage[slowest].usual))
     step_ms = longest_stage((status.coords["pp"], status.step_ms) for status in everyone)
     busy = [s.compute_ms + s.gradients_ms for s in stages if s.compute_ms is not None and s.gradients_ms is not None]
     # Medians of the parts of steps may come to more than the median of the steps.
     idle = [max(0.0, 1 - busy_ms / step_ms) for busy_ms in busy] if step_ms else []
-    above = ((ratio, rank) for members in of_stage.values() for rank, ratio in _above_peers(members).items())
+    above = ((factor, rank) for stage in by_stage.values() for rank, factor in stage.above.items())
     ratio, straggler = max(above, default=(None, None))
-    steps = [step for status in everyone if (step := status.last_step()) is not None]
     return Summary(
         target=next((status.recent.target for status in everyone if status.recent is not None), None),
-        step=max(steps, default=None),
+        step=max((stage.step for stage in stages if stage.step is not None), default=None),
         stages=stages,
         step_ms=step_ms,
         imbalance=None if mean is None or slowest is None else known_ms[slowest] / mean,
@@ -147,78 +187,52 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     )
 
 
-def longest_stage(times: Iterable[tuple[int, float | None]]) -> float | None:
-    """Returns the time of the stage that takes longest, each stage being the median of its ranks; None if no time is
-    known. ``times``: the stage of each rank, and its time."""
-    of_stage: dict[int, list[float | None]] = {}
-    for stage, time in times:
-        of_stage.setdefault(stage, []).append(time)
-    medians = (_median(members) for members in of_stage.values())
-    return max((median for median in medians if median is not None), default=None)
-
-
-def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: float | None) -> StageFigures:
-    timed = [(status.compute_ms, status.rank) for status in members if status.compute_ms is not None]
-    slowest_ms, slowest = max(timed, key=lambda pair: (pair[0], -pair[1])) if timed else (None, None)
-    steps = [step for status in members if (step := status.last_step()) is not None]
-    above = None if slowest is None else _above_peers(members).get(slowest)
+def _figures(pp: int, stage: _Stage, compute: float | None, mean: float | None) -> StageFigures:
+    members = stage.members
+    timed = [(status.compute_ms, -status.rank) for status in members if status.compute_ms is not None]
+    slowest_ms, slowest = (max(timed)[0], -max(timed)[1]) if timed else (None, None)
+    factor = None if slowest is None else stage.above.get(slowest)
+    waiting = _host_bound(members)
     return StageFigures(
         pp=pp,
         ranks=len(members),
-        step=max(steps, default=None),
-        step_ms=_median([status.step_ms for status in members]),
+        step=max((step for status in members if (step := status.last_step()) is not None), default=None),
+        step_ms=_median(status.step_ms for status in members),
         compute_ms=compute,
-        gradients_ms=_median(status.recent.finalize_ms for status in _not_slow(members) if status.recent is not None),
+        gradients_ms=_median(status.recent.finalize_ms for status in stage.usual if status.recent is not None),
         imbalance=None if compute is None or mean is None else compute / mean,
         slowest_rank=slowest,
         slowest_ms=slowest_ms,
-        peers_ms=None if slowest_ms is None or above is None else slowest_ms / above,
-        host_bound_passes=statistics.fmean(waiting.values()) if (waiting := _host_bound(members)) else None,
+        peers_ms=None if slowest_ms is None or factor is None else slowest_ms / factor,
+        host_bound_passes=statistics.fmean(waiting.values()) if waiting else None,
     )
 
 
-def _host_bound(members: Iterable[RankStatus]) -> dict[int, float]:
-    """Returns the fraction of its passes in which each rank's GPU waited for its host, as far as it is known."""
-    recents = {status.rank: status.recent for status in members if status.recent is not None}
-    return {rank: share for rank, recent in recents.items() if (share := recent.host_bound_passes) is not None}
-
-
-def host_bound(statuses: Iterable[RankStatus]) -> HostBound | None:
-    """Returns the stages whose GPUs wait for their host in more than half of the passes; None if there are none."""
-    of_stage = {pp: shares for pp, members in _by_stage(statuses).items() if (shares := _host_bound(members))}
-    means = {pp: statistics.fmean(shares.values()) for pp, shares in of_stage.items()}
-    stages = sorted((pp for pp, mean in means.items() if mean > 0.5), key=lambda pp: (-means[pp], pp))
-    if not stages:
-        return None
-    first = of_stage[stages[0]]
-    return HostBound((*stages,), means[stages[-1]], max(first, key=lambda rank: (first[rank], -rank)))
-
-
-def _by_stage(statuses: Iterable[RankStatus]) -> dict[int, list[RankStatus]]:
-    stages: dict[int, list[RankStatus]] = {}
-    for status in statuses:
-        stages.setdefault(status.coords["pp"], []).append(status)
-    return stages
+def longest_stage(times: Iterable[tuple[int, float | None]]) -> float | None:
+    """Returns the time of the stage that takes longest, each stage being the median of its ranks; None if no time is
+    known. ``times``: the stage of each rank, and its time."""
+    by_stage: dict[int, list[float | None]] = {}
+    for stage, time in times:
+        by_stage.setdefault(stage, []).append(time)
+    return max((ms for members in by_stage.values() if (ms := _median(members)) is not None), default=None)
 
 
 def slow_ranks(statuses: Iterable[RankStatus]) -> list[SlowRanks]:
     """Returns the slow ranks of each stage that has some, starting with the stage whose slowest rank is furthest above
     its peers."""
-    stages = []
-    for stage, members in _by_stage(statuses).items():
-        above = _slow(members)
-        compute_ms = {status.rank: status.compute_ms for status in members if status.compute_ms}
-        peers = {rank: ms for rank, ms in compute_ms.items() if rank not in above}
-        if above and peers:
+    found = []
+    for pp, stage in _stages(statuses).items():
+        compute_ms = {status.rank: status.compute_ms for status in stage.members if status.compute_ms}
+        peers = {rank: ms for rank, ms in compute_ms.items() if rank not in stage.slow}
+        if stage.slow and peers:
             usual = statistics.median_low(peers.values())
             peer = min(rank for rank, ms in peers.items() if ms == usual)
             # A rank that is above its peers by far less than the slowest rank may be so by chance.
-            most = max(above.values())
-            named = [rank for rank, ratio in above.items() if ratio - 1 > (most - 1) / 2]
-            first, *others = sorted(named, key=lambda rank: (-above[rank], rank))
-            ms = compute_ms[first]
-            stages.append(SlowRanks((first, *others), stage, above[first], ms, ms / above[first], peer))
-    return sorted(stages, key=lambda slow: -slow.ratio)
+            most = max(stage.slow.values())
+            named = [rank for rank, factor in stage.slow.items() if factor - 1 > (most - 1) / 2]
+            first, *others = sorted(named, key=lambda rank: (-stage.slow[rank], rank))
+            found.append(SlowRanks((first, *others), pp, most, compute_ms[first], compute_ms[first] / most, peer))
+    return sorted(found, key=lambda slow: -slow.ratio)
 
 
 def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
@@ -228,14 +242,21 @@ def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
     return dict(sorted(waits.items(), key=lambda rank_and_part: (-rank_and_part[1], rank_and_part[0])))
 
 
-def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
-    """Returns each rank's compute over the lower median of the stage's other ranks, since of four ranks two may wait
-    for each other."""
-    compute_ms = {status.rank: status.compute_ms for status in members if status.compute_ms}
-    if len(compute_ms) < 2:
-        return {}
-    times = np.array(list(compute_ms.values()))
-    return dict(zip(compute_ms, (times / of_others(times)).tolist(), strict=True))
+def host_bound(statuses: Iterable[RankStatus]) -> HostBound | None:
+    """Returns the stages whose GPUs wait for their host in more than half of the passes; None if there are none."""
+    by_stage = {pp: parts for pp, stage in _stages(statuses).items() if (parts := _host_bound(stage.members))}
+    means = {pp: statistics.fmean(parts.values()) for pp, parts in by_stage.items()}
+    stages = sorted((pp for pp, mean in means.items() if mean > 0.5), key=lambda pp: (-means[pp], pp))
+    if not stages:
+        return None
+    first = by_stage[stages[0]]
+    return HostBound((*stages,), means[stages[-1]], max(first, key=lambda rank: (first[rank], -rank)))
+
+
+def _host_bound(members: Iterable[RankStatus]) -> dict[int, float]:
+    """Returns the fraction of its passes in which each rank's GPU waited for its host, as far as it is known."""
+    recents = {status.rank: status.recent for status in members if status.recent is not None}
+    return {rank: part for rank, recent in recents.items() if (part := recent.host_bound_passes) is not None}
 
 
 def _undisturbed_ms(status: RankStatus) -> float | None:
@@ -245,24 +266,61 @@ def _undisturbed_ms(status: RankStatus) -> float | None:
     return None if compute_ms is None or step_ms is None else max(0.0, compute_ms - (status.waits or 0.0) * step_ms)
 
 
-def _not_slow(members: Sequence[RankStatus]) -> list[RankStatus]:
-    """Returns the ranks of a stage that show how long it computes, as in the report."""
-    slow = _slow(members)
-    return [status for status in members if status.rank not in slow]
-
-
-def _slow(members: Sequence[RankStatus]) -> dict[int, float]:
-    """Returns the slow ranks of a stage, and the factor of each over its peers."""
-    above = _above_peers(members)
-    return {
-        status.rank: above[status.rank]
-        for status in members
-        if status.rank in above
-        and status.compute_ms
-        and above[status.rank] * (_undisturbed_ms(status) or 0.0) / status.compute_ms > SLOW
-    }
-
-
 def _median(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     return statistics.median(numbers) if numbers else None
+
+
+def slow_since(directory: Path, run: RunRecord, slow: SlowRanks, target: str) -> int | None:
+    """Returns the step of ``target`` from which on the slowest of these ranks was almost always slow, at least half as
+    much as now. None if it was so from its first step on, if that comes and goes, or without timelines."""
+    own, others = (_by_step(directory, run, rank, target, "passes_us") for rank in (slow.ranks[0], slow.peer))
+    both = {step: (own[step], others[step]) for step in own.keys() & others.keys()}
+    return _began(both, lambda us: us[:, 0] / np.maximum(us[:, 1], 1.0) > 1.0 + (slow.ratio - 1.0) / 2)
+
+
+def host_bound_since(directory: Path, run: RunRecord, waits: HostBound, target: str) -> int | None:
+    """Returns the step of ``target`` from which on the GPU of ``waits.rank`` almost always waited for its host in most
+    passes. None if it did so from its first step on, if that comes and goes, or without timelines."""
+    shares = _by_step(directory, run, waits.rank, target, "host_bound")
+    return _began({step: (share,) for step, share in shares.items()}, lambda share: share[:, 0] > 0.5)
+
+
+def _began(by_step: Mapping[int, tuple[float, ...]], is_there: Callable[[Floats], Flags]) -> int | None:
+    """Returns the step since which something is there by its values in each step; None if it is from the first one on,
+    or if it comes and goes. Running medians remove single unlike steps, and keep a change of level where it is."""
+    if not by_step:
+        return None
+    steps = sorted(by_step)
+    columns = np.array([by_step[step] for step in steps], dtype=np.float64).T
+    first = began(is_there(np.stack([moving_median(column, _WIDTH) for column in columns], axis=-1)))
+    return steps[first] if first else None
+
+
+def _by_step(
+    directory: Path, run: RunRecord, rank: int, target: str, figure: Literal["passes_us", "host_bound"]
+) -> dict[int, float]:
+    """Returns a figure of each step that this run made on a rank, without those that failed or that a profiler
+    disturbed: the microseconds of its passes, or the part of them in which the GPU waited for its host."""
+    values: dict[int, float] = {}
+    for path in sorted(directory.glob(f"*{format.SUFFIX}")):
+        name = parse_artifact_name(path.name)
+        if name is None or name.place.rank != rank:
+            continue
+        try:
+            timeline = format.read_timeline(path, events=figure == "host_bound")
+        except format.UnreadableTimeline:
+            continue
+        steps = timeline.steps
+        described = [each.target == target and not each.around_windows for each in timeline.metadata]
+        clean = np.isin(steps["metadata"], np.flatnonzero(described))
+        clean &= steps["flags"] & (format.FAILED | format.DISTURBED) == 0
+        rows = np.flatnonzero(clean & (steps["start_ns"] / 1e9 > run.started - _CLOCKS_SECONDS))
+        made: Iterable[float | None] = (
+            steps["forward"][rows].astype(float) + steps["backward"][rows] + steps["combined"][rows]
+        )
+        if figure == "host_bound":
+            made = map(timeline.host_bound_passes, rows.tolist())
+        numbers = steps["step"][rows].tolist()
+        values.update((step, value) for step, value in zip(numbers, made, strict=True) if value is not None)
+    return values

@@ -14,8 +14,15 @@ from megaprof.control.blame import Blame, WaitedFor, find_culprits
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill
 from megaprof.formats.phrases import ago, counted
-from megaprof.metrics.figures import HostBound, SlowRanks, host_bound, slow_ranks, waiting_ranks
-from megaprof.metrics.since import host_bound_since, slow_since
+from megaprof.metrics.figures import (
+    HostBound,
+    SlowRanks,
+    host_bound,
+    host_bound_since,
+    slow_ranks,
+    slow_since,
+    waiting_ranks,
+)
 
 _CULPRITS = 4
 #: Where a job without a timeline stands still.

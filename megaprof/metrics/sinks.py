@@ -1,24 +1,38 @@
-"""The sinks of the scalars: writers of the host, a file for Prometheus, an OpenTelemetry meter provider.
+"""One rank's look at all others now and then: for the captures that a job makes by itself, and for the scalars.
 
-megaprof sets none of them up: there are those that the host has. Each takes a summary, on the background thread. A
-model with a role has names, a file and attributes of its own, since a process may hold several models.
+Their sinks are writers of the host, a file for Prometheus, and an OpenTelemetry meter provider. megaprof sets none of
+them up: there are those that the host has. Each takes a summary, on the background thread. A model with a role has
+names, a file and attributes of its own, since a process may hold several models.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megaprof.config.options import ProfileConfig
 from megaprof.formats.files import appearing
+from megaprof.formats.job import RunRecord
 from megaprof.formats.names import sanitise
-from megaprof.metrics.figures import Summary
+from megaprof.metrics.figures import Summary, summarise
+from megaprof.parallel.topology import RankCoords
+from megaprof.runtime.logs import logger
+
+if TYPE_CHECKING:
+    from megaprof.control.listener import Listener
+
+#: Ranks that one look reads. In a larger world each look reads others, evenly from all of it.
+MOST_RANKS = 1024
+#: Status files that are read a second, at most.
+READ_RATE = 50
+LEAST_SECONDS = 10.0
 
 Sink = Callable[[Summary], object]
 
@@ -84,33 +98,28 @@ def host_sinks(host: Writers, role: str | None = None) -> Iterator[tuple[str, Si
         yield "W&B", lambda summary: wandb.log(scalars(summary, role), commit=False)
 
 
-class Prometheus:
-    """A file for the node exporter's textfile collector, replaced as a whole: `x.prom`, or `x.actor.prom` of a role."""
+def write_prometheus(path: Path, role: str | None, summary: Summary) -> None:
+    """Replaces a file for the node exporter's textfile collector as a whole: `x.prom`, or `x.actor.prom` of a role.
+    Raises OSError."""
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-    def __init__(self, path: str | os.PathLike[str], role: str | None) -> None:
-        given = Path(path)
-        self._path = given if role is None else given.with_name(f"{given.stem}.{sanitise(role)}{given.suffix}")
-        self._role = role
-
-    def __call__(self, summary: Summary) -> None:
-        """Raises OSError."""
-        from prometheus_client import CollectorRegistry, Gauge, generate_latest
-
-        registry, labels = CollectorRegistry(), _labels(summary, self._role)
-        figures = [
-            (name, help, [(which, value / 1e3 if unit == "ms" else value) for which, value in _values(summary, figure)])
-            for figure, (name, _, unit, help) in FIGURES.items()
-        ]
-        if summary.step is not None:
-            figures.append(("last_step", "Number of the last step", [({}, summary.step)]))
-        figures.append(("updated_timestamp_seconds", "When this was written", [({}, time.time())]))
-        for name, help, values in figures:
-            if values:
-                gauge = Gauge(f"megaprof_{name}", help, [*labels, *values[0][0]], registry=registry)
-                for which, value in values:
-                    (gauge.labels(**labels, **which) if labels or which else gauge).set(value)
-        with appearing(self._path, sync=False) as file:
-            file.write(generate_latest(registry))
+    registry, labels = CollectorRegistry(), _labels(summary, role)
+    figures = [
+        (name, help, [(which, value / 1e3 if unit == "ms" else value) for which, value in _values(summary, figure)])
+        for figure, (name, _, unit, help) in FIGURES.items()
+    ]
+    if summary.step is not None:
+        figures.append(("last_step", "Number of the last step", [({}, summary.step)]))
+    figures.append(("updated_timestamp_seconds", "When this was written", [({}, time.time())]))
+    for name, help, values in figures:
+        if values:
+            gauge = Gauge(f"megaprof_{name}", help, [*labels, *values[0][0]], registry=registry)
+            for which, value in values:
+                (gauge.labels(**labels, **which) if labels or which else gauge).set(value)
+    with appearing(
+        path if role is None else path.with_name(f"{path.stem}.{sanitise(role)}{path.suffix}"), sync=False
+    ) as file:
+        file.write(generate_latest(registry))
 
 
 def check_prometheus(path: str | None) -> None:
@@ -173,3 +182,80 @@ def meter(own: Any | None) -> Any | None:
     # The API's own providers do nothing.
     does_nothing = type(provider).__module__.startswith("opentelemetry.metrics")
     return own if does_nothing else provider.get_meter("megaprof")
+
+
+class Overview:
+    """Gives a summary of the job to every sink, on the background thread of the lowest and of the last rank: the last
+    one is where Megatron-LM keeps its writers.
+
+    It reads nothing while nobody wants to know. A sink that fails is left alone from then on.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        listener: Listener,
+        coords: RankCoords,
+        role: str | None,
+        writers: Callable[[], Writers],
+        see: Callable[[float | None], None] | None = None,
+    ) -> None:
+        """`writers` returns those that the host has made by now. `see` is called with the imbalance at each look."""
+        self._listener = listener
+        self.every = max(LEAST_SECONDS, min(coords.sizes.world, MOST_RANKS) / READ_RATE)
+        """Seconds from one look to the next."""
+        self._role, self._writers, self._see = role, writers, see
+        self._looks = 0
+        self._broken: set[str] = set()
+        self._prometheus = Path(config.prometheus) if config.prometheus is not None and coords.rank == 0 else None
+        self._otel: OpenTelemetry | None = None
+
+    def look(self) -> None:
+        """Reads the statuses of all ranks, or of some, and hands their summary on."""
+        job = self._listener.job
+        if job is None or self._listener.closed:
+            return
+        working = [(name, sink) for name, sink in self._sinks() if name not in self._broken]
+        if not working and self._see is None:
+            return
+        statuses = job.statuses(self._ranks(job.run))
+        self._looks += 1
+        summary = summarise(job.run, [status for status in statuses.values() if not status.late(time.time())])
+        for name, sink in working:
+            try:
+                sink(summary)
+            except Exception as fault:  # the host's writer, or its disk
+                self._broken.add(name)
+                logger.warning("megaprof: no scalars to %s any more: %r", name, fault)
+        if self._see is not None:
+            self._see(summary.imbalance)
+
+    def close(self) -> None:
+        if self._otel is not None:
+            self._otel.close()
+
+    def _sinks(self) -> Iterator[tuple[str, Sink]]:
+        """Yields the sinks that there are now, by name."""
+        host = self._writers()
+        yield from host_sinks(host, self._role)
+        if self._prometheus is not None:
+            yield "Prometheus", partial(write_prometheus, self._prometheus, self._role)
+        if self._otel is None and "OpenTelemetry" not in self._broken:
+            try:
+                found = meter(host.meter)
+                self._otel = None if found is None else OpenTelemetry(found, self._role)
+            except Exception as fault:
+                self._broken.add("OpenTelemetry")
+                logger.warning("megaprof: no scalars to OpenTelemetry: %r", fault)
+        if self._otel is not None:
+            yield "OpenTelemetry", self._otel
+
+    def _ranks(self, run: RunRecord) -> list[int]:
+        """Returns all ranks, or in a large world every n-th one of each stage, beginning with another one each time."""
+        stride = math.ceil(run.world / MOST_RANKS)
+        layout, sizes = run.layout, run.sizes
+        if stride == 1 or layout is None:
+            return list(range(self._looks % stride, run.world, stride))
+        chosen = range(self._looks % stride, run.world // sizes.pp, stride)
+        places = ((i % sizes.tp, i // sizes.tp % sizes.cp, i // sizes.tp // sizes.cp) for i in chosen)
+        return [layout.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for tp, cp, dp in places for pp in range(sizes.pp)]

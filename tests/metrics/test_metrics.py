@@ -22,7 +22,6 @@ from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise
 from megaprof.metrics.look import cores_sentence, host_sentence
-from megaprof.metrics.overview import Overview
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
@@ -128,9 +127,8 @@ def test_nothing_is_made_up() -> None:
 
 def test_prometheus_reads_the_file(summary: Summary, tmp_path: Path) -> None:
     path = tmp_path / "megaprof.prom"
-    sink = sinks.Prometheus(path, None)
-    sink(summary)
-    sink(summary)
+    for _ in range(2):
+        sinks.write_prometheus(path, None, summary)
     assert [entry.name for entry in tmp_path.iterdir()] == ["megaprof.prom"]
     families = {family.name: family for family in text_string_to_metric_families(path.read_text())}
     (step,) = families["megaprof_step_seconds"].samples
@@ -147,7 +145,7 @@ def test_roles_do_not_overwrite_each_others_figures(
     summary: Summary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for role in ("actor", 'a"c\\tor\n'):
-        sinks.Prometheus(tmp_path / "job.prom", role)(summary)
+        sinks.write_prometheus(tmp_path / "job.prom", role, summary)
     written = sorted(tmp_path.iterdir())
     assert len(written) == 2
     assert all(path.suffix == ".prom" and path.name.startswith("job.a") for path in written), "what the collector reads"
@@ -176,7 +174,7 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(summary: Sum
     path, precious = tmp_path / "megaprof.prom", tmp_path / "precious"
     precious.write_text("ten years")
     temporary_path(path).symlink_to(precious)
-    sinks.Prometheus(path, None)(summary)
+    sinks.write_prometheus(path, None, summary)
     assert precious.read_text() == "ten years"
     assert not path.is_symlink()
     assert "megaprof_step_seconds" in path.read_text()
@@ -289,7 +287,7 @@ def test_a_writer_that_fails_is_left_alone(
     listener: Any = types.SimpleNamespace(
         job=types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh}), closed=False
     )
-    overview = Overview(config, listener, LAYOUT.coords(0), None, registry.writers)
+    overview = sinks.Overview(config, listener, LAYOUT.coords(0), None, registry.writers)
     for _ in range(3):
         overview.look()
         assert prometheus.exists()

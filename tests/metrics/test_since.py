@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from megaprof.formats import timeline as format
-from megaprof.metrics.figures import HostBound, SlowRanks
-from megaprof.metrics.since import host_bound_since, slow_since
+from megaprof.metrics.figures import HostBound, SlowRanks, host_bound_since, slow_since
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.metrics.test_metrics import RUN

@@ -27,7 +27,7 @@ from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation,
 from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import Standing, Standstill
-from megaprof.parallel.waits import Waits
+from megaprof.parallel.peers import Waits
 
 #: Collectives that have the same size on all ranks. In an all-to-all, a gather or a scatter, sizes may differ.
 _EVEN = ("all_reduce", "allreduce", "broadcast", "_broadcast_oop", "_all_gather_base", "_reduce_scatter_base", "reduce")

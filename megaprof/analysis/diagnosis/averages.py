@@ -28,7 +28,7 @@ from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.steps import GROUPS, Passes, TracedStep, grouped
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.ranges import PASSES
-from megaprof.parallel.comparing import began
+from megaprof.parallel.peers import began
 from megaprof.parallel.topology import ParallelSizes
 
 _Place = tuple[int, int, int]  # replica, stage and peer

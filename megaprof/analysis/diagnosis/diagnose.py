@@ -20,7 +20,7 @@ from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
-from megaprof.parallel.comparing import began
+from megaprof.parallel.peers import began
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megaprof.analysis.diagnosis.policy import DRAWS
 from megaprof.analysis.samples import LEVEL, MAD
 from megaprof.analysis.table.modules import EMBEDDING, LOSS, measured
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
-from megaprof.parallel.comparing import of_others
+from megaprof.parallel.peers import of_others
 
 
 @dataclass(frozen=True)

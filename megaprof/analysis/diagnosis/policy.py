@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from megaprof.analysis.samples import CERTAIN as CERTAIN
 from megaprof.analysis.table.table import QUARTILE as QUARTILE
-from megaprof.parallel.comparing import MINOR as MINOR
+from megaprof.parallel.peers import MINOR as MINOR
 
 #: A cause is named if it certainly costs more than this fraction of the step: the lower end of its interval
 #: (`samples.Interval`) is above it.

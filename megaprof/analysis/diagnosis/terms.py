@@ -12,7 +12,7 @@ from megaprof.analysis.diagnosis.exchanges import receivers
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.table.table import DATA, WAIT, Floats, Table
-from megaprof.parallel.comparing import of_others
+from megaprof.parallel.peers import of_others
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megaprof.analysis.diagnosis.policy import MOST
 from megaprof.analysis.diagnosis.state import State
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.table import DATA, QUARTILE, Floats, Table
-from megaprof.parallel.comparing import of_others
+from megaprof.parallel.peers import of_others
 
 #: Among what held passes up: what their stages exchanged before them (`State`).
 EXCHANGE = "exchange"

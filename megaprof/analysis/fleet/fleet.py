@@ -35,7 +35,7 @@ from megaprof.analysis.trace.pool import Workers
 from megaprof.analysis.trace.reading import Timelines, find_timelines
 from megaprof.formats import ranges
 from megaprof.formats.job import Standstill
-from megaprof.parallel.comparing import misfits
+from megaprof.parallel.peers import misfits
 from megaprof.parallel.topology import ParallelSizes
 
 #: This fraction of a step is added to synchronisation times before they are compared. So a change counts from 1 % of a

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.samples import MAD, MEDIAN_ERROR
-from megaprof.parallel.comparing import misfits, moving_median
+from megaprof.parallel.peers import misfits, moving_median
 
 #: A level must exceed another level by this fraction.
 EXCESS = 0.10

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megaprof.parallel.comparing import began
+from megaprof.parallel.peers import began
 
 
 @pytest.mark.parametrize(
