@@ -28,12 +28,10 @@ from megaprof.analysis.fleet.levels import (
     shifts,
     single_steps,
 )
-from megaprof.analysis.fleet.reading import FleetReading, Key, RankRow, Series, bucketed, call_of, read_fleet, stacked
+from megaprof.analysis.fleet.reading import FleetReading, Key, RankRow, Series, bucketed, read_fleet, stacked
 from megaprof.analysis.fleet.standstills import standstills
-from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.pool import Workers
-from megaprof.analysis.trace.reading import Timelines, find_timelines
-from megaprof.formats import ranges
+from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats.job import Standstill
 from megaprof.parallel.peers import misfits
 from megaprof.parallel.topology import ParallelSizes
@@ -182,7 +180,7 @@ class Fleet:
 def survey(reading: FleetReading) -> list[Fleet]:
     """Returns one `Fleet` for each target, role and set of sizes whose timelines are of the whole run."""
     return [
-        _fleet(key, series, reading.timelines)
+        _fleet(key, series, reading)
         for key, series in reading.series.items()
         if series.ranks and not any(metadata.around_windows for metadata in series.metadata.values())
     ]
@@ -198,7 +196,7 @@ def stood_still_in(directory: Path, role: str | None, workers: Workers = 1) -> t
     )
 
 
-def _fleet(key: Key, series: Series, timelines: Timelines) -> Fleet:
+def _fleet(key: Key, series: Series, reading: FleetReading) -> Fleet:
     calls, width, ranks = series.calls, series.width, sorted(series.ranks, key=lambda row: row.coords.rank)
     begin, medians = bucketed(calls.steps, calls.longest[None], width)
     (step_ms,) = medians
@@ -215,12 +213,7 @@ def _fleet(key: Key, series: Series, timelines: Timelines) -> Fleet:
         rows = stacked(series.synchronising.values(), begin, len(step_ms))
         floor_ms = OF_STEP * times.step.p50 if times.step else 0.0
         synchronisation = _synchronisation([pp for pp, _ in series.synchronising], rows, buckets, floor_ms)
-    files = {rank.coords.rank: rank.files for rank in ranks}
-
-    def longest_pass(rank: int, step: int) -> Pass[int] | None:
-        passes = (each for each in call_of(timelines, files, key, rank, step, 0) if each.kind in ranges.PASSES)
-        return max(passes, key=lambda each: each.end - each.start, default=None)
-
+    call_of = reading.calls_of(key, {each.coords.rank for each in series.stood})
     return Fleet(
         target=key.target,
         role=key.role,
@@ -235,7 +228,7 @@ def _fleet(key: Key, series: Series, timelines: Timelines) -> Fleet:
         ),
         synchronisation=synchronisation,
         clock="device" if any(rank.device_clock for rank in ranks) else "host",
-        standstills=standstills(series.stood, max(rank.last_step for rank in ranks), longest_pass),
+        standstills=standstills(series.stood, max(rank.last_step for rank in ranks), call_of),
     )
 
 

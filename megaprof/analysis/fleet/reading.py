@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.fleet.levels import Floats, Integers, Percentiles, low_median
-from megaprof.analysis.fleet.standstills import StoodStill, stood_or_failed, stood_still
+from megaprof.analysis.fleet.standstills import StoodStill, stood_still
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes
@@ -306,9 +306,8 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]]) -> Calls:
     is_long = there & (np.maximum(duration, compute) > STUCK_SECONDS * 1e6)
     for rank in np.flatnonzero(is_long.any(axis=1) | (ends["flags"] & format.FAILED > 0)).tolist():
         own = there[rank]
-        stood[rank, own] = stood_still(calls[rank, own], compute[rank, own])
-        coords = ranks[rank][-1].metadata.coords
-        series.stood += stood_or_failed(calls[rank, own], compute[rank, own], stood[rank, own], coords)
+        stood[rank, own], found = stood_still(calls[rank, own], compute[rank, own], ranks[rank][-1].metadata.coords)
+        series.stood += found
     # A step that the GPU did not finish in time was written without times.
     counts = there & (calls["flags"] & (format.FAILED | format.DISTURBED) == 0) & (duration > 0) & ~stood
     steps = counts.sum(axis=1)

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.trace.passes import Pass
+from megaprof.formats import ranges
 from megaprof.formats import timeline as format
-from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Standing, Standstill, limit
+from megaprof.formats.job import FIRST_STEP_SECONDS, Standing, Standstill, limit
 from megaprof.parallel.topology import RankCoords
 
 #: At most this many ranks have their files opened again, to see where they stood still.
@@ -35,79 +36,59 @@ class StoodStill(NamedTuple):
     """True if an exception ended the step."""
 
 
-def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Returns which of a rank's ``calls``, in order, stood still, by the rule of `standstill.limit`.
+def stood_still(
+    calls: npt.NDArray[Any], compute: npt.NDArray[Any], coords: RankCoords
+) -> tuple[npt.NDArray[np.bool_], list[StoodStill]]:
+    """Returns which of a rank's ``calls``, in order, stood still, by the rule of `job.limit`, and these steps, with the
+    last one if an exception ended it.
 
     ``compute`` has the microseconds that the passes of each call took. A step with an open window never counts, because
     the profiler makes it longer.
     """
-    longest_us = np.maximum(calls["duration"].astype(np.int64), compute)
-    if longest_us.max(initial=0) <= STUCK_SECONDS * 1e6:
-        return np.zeros(len(calls), dtype=np.bool_)
-    usable = calls["flags"] & (format.FAILED | format.DISTURBED) == 0
-    usual_us = float(np.median(calls["duration"][usable])) if usable.any() else 0.0
-    least_us = np.full(len(calls), 1e6 * limit(usual_us / 1e6))
-    least_us[:1] = max(least_us[0], FIRST_STEP_SECONDS * 1e6) if len(calls) else 0.0
-    stood: npt.NDArray[np.bool_] = (longest_us > least_us) & (calls["flags"] & format.DISTURBED == 0)
-    return stood
+    took_us = calls["duration"].astype(np.int64)
+    failed, disturbed = (calls["flags"] & flag != 0 for flag in (format.FAILED, format.DISTURBED))
+    usual = ~failed & ~disturbed
+    least_us = np.full(len(calls), 1e6 * limit(_median(took_us[usual]) / 1e6))
+    least_us[0] = max(least_us[0], 1e6 * FIRST_STEP_SECONDS)
+    stood: npt.NDArray[np.bool_] = (np.maximum(took_us, compute) > least_us) & ~disturbed
+    usual &= ~stood
+    longer_us = np.where(stood, took_us - _median(took_us[usual]), 0.0)
+    computing = stood & (compute - _median(compute[usual]) > longer_us / 2)
+    shown = stood.copy()
+    shown[-1] |= failed[-1]
+    columns = (each[shown].tolist() for each in (calls["step"], longer_us / 1e6, computing, failed))
+    return stood, [StoodStill(step, coords, *facts) for step, *facts in zip(*columns, strict=True)]
 
 
-def stood_or_failed(
-    calls: npt.NDArray[Any], compute: npt.NDArray[Any], stood: npt.NDArray[np.bool_], coords: RankCoords
-) -> list[StoodStill]:
-    """Returns the steps of a rank that ``stood`` still, and its last step if an exception ended that."""
-    failed = calls["flags"] & format.FAILED != 0
-    rows = set(np.flatnonzero(stood).tolist()) | ({len(calls) - 1} if len(calls) and failed[-1] else set())
-    if not rows:
-        return []
-    usable = ~stood & ~failed
-    usual_us, usual_compute_us = (
-        float(np.median(lengths_us[usable])) if usable.any() else 0.0 for lengths_us in (calls["duration"], compute)
-    )
-    return [
-        StoodStill(
-            int(calls["step"][row]),
-            coords,
-            (float(calls["duration"][row]) - usual_us) / 1e6 if stood[row] else 0.0,
-            bool(stood[row] and compute[row] - usual_compute_us > (float(calls["duration"][row]) - usual_us) / 2),
-            bool(failed[row]),
-        )
-        for row in sorted(rows)
-    ]
+def _median(values: npt.NDArray[Any]) -> float:
+    return float(np.median(values)) if len(values) else 0.0
 
 
 def standstills(
-    rank_steps: Iterable[StoodStill], last_step: int, longest_pass_of: Callable[[int, int], Pass[int] | None]
+    stood: Iterable[StoodStill], last_step: int, call_of: Callable[[int, int, int], Sequence[Pass[int]]]
 ) -> tuple[Standstill, ...]:
-    """Returns the standstills of the job, in order of steps, from those of its ranks. ``place(rank, step)`` returns the
-    longest pass of a rank in a step."""
+    """Returns the standstills of the job, in order of steps, from those of its ranks. ``call_of(rank, step, index)``
+    returns what a rank did in a call."""
     by_step: dict[int, list[StoodStill]] = {}
-    for rank_step in rank_steps:
-        by_step.setdefault(rank_step.step, []).append(rank_step)
-    return tuple(
-        _standstill(step, stuck_ranks, last_step, longest_pass_of) for step, stuck_ranks in sorted(by_step.items())
-    )
-
-
-def _standstill(
-    step: int, ranks: Sequence[StoodStill], last_step: int, longest_pass_of: Callable[[int, int], Pass[int] | None]
-) -> Standstill:
-    computing = sorted(
-        (rank_step for rank_step in ranks if rank_step.computing), key=lambda rank_step: rank_step.coords.rank
-    )
-    waited_for = []
-    for number, rank_step in enumerate(computing):
-        inner_pass = longest_pass_of(rank_step.coords.rank, step) if number < _MOST_PLACES else None
-        where = (None, None, None) if inner_pass is None else (inner_pass.kind, inner_pass.microbatch, inner_pass.chunk)
-        waited_for.append(Standing(rank_step.coords.rank, rank_step.coords.pp, *where))
-    outcome: Literal["went_on", "last", "unfinished"]
-    outcome = (
-        "went_on" if step < last_step else "unfinished" if any(rank_step.failed for rank_step in ranks) else "last"
-    )
-    return Standstill(
-        step,
-        max(rank_step.seconds for rank_step in ranks),
-        tuple(waited_for),
-        sum(not rank_step.computing and rank_step.seconds > 0 for rank_step in ranks),
-        outcome,
-    )
+    for each in sorted(stood, key=lambda each: (each.step, each.coords.rank)):
+        by_step.setdefault(each.step, []).append(each)
+    found = []
+    for step, ranks in by_step.items():
+        waited_for = []
+        for number, coords in enumerate(each.coords for each in ranks if each.computing):
+            call = call_of(coords.rank, step, 0) if number < _MOST_PLACES else ()
+            passes = (each for each in call if each.kind in ranges.PASSES)
+            longest = max(passes, key=lambda each: each.end - each.start, default=None)
+            where = () if longest is None else (longest.kind, longest.microbatch, longest.chunk)
+            waited_for.append(Standing(coords.rank, coords.pp, *where))
+        ended: Literal["unfinished", "last"] = "unfinished" if any(each.failed for each in ranks) else "last"
+        found.append(
+            Standstill(
+                step,
+                max(each.seconds for each in ranks),
+                tuple(waited_for),
+                sum(not each.computing and each.seconds > 0 for each in ranks),
+                "went_on" if step < last_step else ended,
+            )
+        )
+    return tuple(found)

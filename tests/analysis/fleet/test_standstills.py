@@ -96,13 +96,12 @@ def test_a_step_that_an_exception_ended_is_told_where_it_is_the_last(tmp_path: P
     calls = read_timeline(path, events=False).steps.copy()
     coords = LAYOUT.coords(0)
     compute = calls["forward"].astype(int) + calls["backward"]
-    steady = standstills.stood_still(calls, compute)
-    assert standstills.stood_or_failed(calls, compute, steady, coords) == []
+    assert standstills.stood_still(calls, compute, coords)[1] == []
     calls["flags"][4] |= FAILED  # tried again, as after an exception that the host handles
-    assert standstills.stood_or_failed(calls, compute, steady, coords) == []
+    assert standstills.stood_still(calls, compute, coords)[1] == []
     calls["flags"][-1] |= FAILED
-    rank_steps = standstills.stood_or_failed(calls, compute, steady, coords)
-    found = standstills.standstills(rank_steps, 9, lambda rank, step: None)
+    _, rank_steps = standstills.stood_still(calls, compute, coords)
+    found = standstills.standstills(rank_steps, 9, lambda rank, step, index: ())
     assert [(each.step, each.outcome, each.seconds, each.waited_for) for each in found] == [(9, "unfinished", 0.0, ())]
     (fleet,) = survey(read_fleet(find_timelines(tmp_path)))
     assert in_brief(None, replace(fleet, standstills=found)).text == "ended in the middle of step 9"
