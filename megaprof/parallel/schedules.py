@@ -36,9 +36,7 @@ class PassId(NamedTuple):
     """``forward`` or ``backward``. In a schedule that splits backwards, ``backward`` is the half that computes the
     gradient of the input, and ``weight`` the other half."""
     chunk: int
-    """Model chunk of the stage, from 0."""
     microbatch: int
-    """Microbatch of the step, from 0."""
 
 
 class SendReceive(NamedTuple):
@@ -81,9 +79,8 @@ class Placement(NamedTuple):
     """The order of the model's pieces: chunk 0 of all stages in turn, then chunk 1, and so on."""
 
     stages: int
-    """Pipeline stages."""
     chunks: int = 1
-    """Model chunks of each."""
+    """Model chunks of each stage."""
     v_shaped: bool = False
     """True if every other chunk passes the stages in reverse, so that the last stage continues with its own result."""
 
@@ -128,11 +125,10 @@ class PipelineSchedule(NamedTuple):
     name: str
     """One of `SCHEDULES` or `SPLIT_SCHEDULES`."""
     stages: int
-    """Pipeline stages."""
     chunks: int
-    """Model chunks of each."""
+    """Model chunks of each stage."""
     microbatches: int
-    """Microbatches of a step."""
+    """Of a step."""
     group_size: int
     """Microbatches that pass one chunk before the next chunk begins; only used by the interleaved schedule."""
     forward_only: bool = False
@@ -142,7 +138,6 @@ class PipelineSchedule(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of passes that it has."""
         if self.forward_only:
             return ("forward",)
         return ("forward", "backward", "weight") if self.name in SPLIT_SCHEDULES else ("forward", "backward")

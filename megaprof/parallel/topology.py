@@ -81,17 +81,12 @@ class Place:
     """A global rank and its coordinates along each axis, all counted from 0."""
 
     rank: int
-    """Global rank."""
     pp: int
-    """Pipeline stage."""
     tp: int
-    """Position in the tensor-parallel group."""
     cp: int
-    """Position in the context-parallel group."""
     ep: int
-    """Position in the expert-parallel group."""
     dp: int
-    """Position in the data-parallel group, without context parallelism."""
+    """Without context parallelism."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,6 @@ class RankCoords(Place):
     """A rank's place, and the parallel sizes that its coordinates refer to."""
 
     sizes: ParallelSizes
-    """Parallel sizes of the run."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON: the coordinates by name, and `sizes` as a nested dict."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,23 +30,19 @@ class Group(NamedTuple):
     axis: str
     """``tp``, ``cp`` or ``ep``."""
     name: str
-    """Name in torch."""
+    """In torch."""
     ranks: tuple[int, ...]
-    """Global ranks of the group."""
 
 
 @dataclass(frozen=True)
-class OfStep:
-    """The collectives that one rank came to in one step."""
+class StepArrivals:
+    """When one rank came to the collectives of each group in one step."""
 
     rank: int
-    """Global rank."""
     host: str | None
-    """Host of the rank; None if it is not known."""
     start_ns: int
     """Start of the step, in nanoseconds on the wall clock of the host."""
     groups: Mapping[Group, Arrivals]
-    """When the rank came to the collectives of each group."""
 
     def ran_ms(self, axis: str, pass_ms: float = math.inf) -> float:
         """Returns how many milliseconds the collectives of an axis ran on this rank's device, including waiting; NaN
@@ -57,26 +53,20 @@ class OfStep:
         return sum(float(_sum_ms(arrivals.values, arrivals.shift, pass_ms)[0]) for arrivals in axis_arrivals)
 
 
-def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | None) -> Iterator[tuple[int, OfStep]]:
-    """Yields what a rank came to in its steps at ``rows``, with the row. Skips steps without known collectives."""
+def step_arrivals(timeline: Timeline, row: int, rank: int, host: str | None) -> StepArrivals | None:
+    """Returns what a rank came to in its step at ``row``; None if that is not known."""
     groups: dict[str, Group] = {}
     for payload in timeline.facts(GROUPS).values():
         for name, group in unpack_groups(payload).items():
             axis = axis_of(group.desc)
             if axis in INSIDE:
                 groups[name] = Group(axis, name, _ranks(group.ranks))
-    facts = timeline.facts(COLLECTIVES)
-    for row in rows:
-        arrivals_by_group = {
-            groups[arrivals.group]: arrivals
-            for arrivals in unpack_arrivals(facts.get(row, b""))
-            if arrivals.group in groups
-        }
-        if arrivals_by_group:
-            yield row, OfStep(rank, host, int(timeline.steps["start_ns"][row]), arrivals_by_group)
+    all_arrivals = unpack_arrivals(timeline.facts(COLLECTIVES).get(row, b""))
+    by_group = {groups[arrivals.group]: arrivals for arrivals in all_arrivals if arrivals.group in groups}
+    return StepArrivals(rank, host, int(timeline.steps["start_ns"][row]), by_group) if by_group else None
 
 
-def waited_ms(ranks: Sequence[OfStep], pass_ms: float = math.inf) -> dict[int, dict[str, Floats]]:
+def waited_ms(ranks: Sequence[StepArrivals], pass_ms: float = math.inf) -> dict[int, dict[str, Floats]]:
     """Returns how many milliseconds of one step each rank waited for its peers, by rank and axis: all of it, and the
     part in single waits that are longer than a usual pass takes (``pass_ms``).
 
@@ -84,7 +74,7 @@ def waited_ms(ranks: Sequence[OfStep], pass_ms: float = math.inf) -> dict[int, d
     to a collective early waits until the last one comes; the last one waits for no one. A rank that waits for a slow
     rank in one group, and therefore comes late to another group, still counts as one that waited.
     """
-    by_group: defaultdict[Group, list[tuple[OfStep, Arrivals]]] = defaultdict(list)
+    by_group: defaultdict[Group, list[tuple[StepArrivals, Arrivals]]] = defaultdict(list)
     for rank_step in ranks:
         for group, arrivals in rank_step.groups.items():
             by_group[group].append((rank_step, arrivals))
@@ -99,7 +89,7 @@ def waited_ms(ranks: Sequence[OfStep], pass_ms: float = math.inf) -> dict[int, d
     return dict(waits_ms)
 
 
-def _waited(members: Sequence[tuple[OfStep, Arrivals]], pass_ms: float) -> list[Floats]:
+def _waited(members: Sequence[tuple[StepArrivals, Arrivals]], pass_ms: float) -> list[Floats]:
     """Returns how long each member waited, from the collectives that all members kept."""
     shift = max(arrivals.shift for _, arrivals in members)
     common = members[0][1].numbers

@@ -35,7 +35,6 @@ class Operation:
     """A collective, or one side of an exchange, that a rank has called."""
 
     rank: int
-    """Global rank that has called it."""
     group: str
     """Name of the group, the same on all of its ranks."""
     batch: tuple[str, int, int]
@@ -43,7 +42,7 @@ class Operation:
     number: int
     """Number among the group's collectives, from 1 on; for an exchange, the number of collectives before it."""
     name: str
-    """Name in torch: ``all_reduce``, ``_all_gather_base``, ``send``."""
+    """In torch: ``all_reduce``, ``_all_gather_base``, ``send``."""
     peer: int | None
     """The other rank of an exchange; None for a collective."""
     sizes: tuple[tuple[int, ...], ...]
@@ -76,9 +75,8 @@ class Dump:
     """The operations that one rank has called, and those of them that have not ended."""
 
     rank: int
-    """Global rank."""
     groups: Mapping[str, Group]
-    """Process groups, by name."""
+    """By name."""
     called: Mapping[str, int]
     """Number of the last collective called, among the operations in the dump, by group."""
     enqueued: Mapping[str, int]

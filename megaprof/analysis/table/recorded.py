@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
+from megaprof.analysis.collectives.arrivals import StepArrivals, step_arrivals, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankRow, Series, numbers_of
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
@@ -320,10 +320,11 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     loading_ms = np.clip(loading_ms, 0.0, np.nan_to_num(end - start))
     _, timeline, row = step_rows[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
-    arrivals = {}
-    for number, (_, timeline, row) in step_rows.items():
-        for _, of_step in of_steps(timeline, [row], *rank.names[0]):
-            arrivals[number] = of_step
+    arrivals = {
+        number: came
+        for number, (_, timeline, row) in step_rows.items()
+        if (came := step_arrivals(timeline, row, *rank.names[0])) is not None
+    }
     # A combined pass computes during its collectives on purpose.
     axes = () if schedule.combined else INSIDE
     usual_ms = list(zip(numbers, _usual_pass(start, end), strict=True))
@@ -387,7 +388,7 @@ def _waited(timeline: format.Timeline, rows: Sequence[int]) -> Floats:
 def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
     """Returns the ranks without the time they waited for their peers in collectives. This time is taken evenly from the
     passes of a step, because not every clock shows in which pass a rank waited."""
-    by_step: dict[tuple[int, int, int], dict[int, OfStep]] = defaultdict(dict)
+    by_step: dict[tuple[int, int, int], dict[int, StepArrivals]] = defaultdict(dict)
     usual_ms: dict[tuple[int, int, int], float] = {}
     for rank in ranks:
         for number, pass_ms in zip(rank.steps.tolist(), _usual_pass(rank.start, rank.end), strict=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.collectives.arrivals import OfStep
+from megaprof.analysis.collectives.arrivals import StepArrivals
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.iterations import Iterations, Parts
 from megaprof.analysis.trace.gpu import Peak
@@ -220,7 +220,7 @@ class RankSteps:
     """True if its times are on the GPU's clock, on which a step begins later than on the host."""
     alone: bool = True
     """False if ``compute`` may contain waiting for peers."""
-    came: Mapping[int, OfStep] = field(default_factory=dict)
+    came: Mapping[int, StepArrivals] = field(default_factory=dict)
     """When the rank arrived at its collectives, by step, if known."""
     memory: Peak | None = None
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)

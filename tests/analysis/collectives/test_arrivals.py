@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaprof.analysis.collectives.arrivals import Group, OfStep, waited_ms
+from megaprof.analysis.collectives.arrivals import Group, StepArrivals, waited_ms
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.fleet.reading import read_fleet
@@ -30,10 +30,12 @@ from tests.analysis.job_timelines import write_timelines
 _TENSOR, _EXPERT = Group("tp", "1", (0, 1)), Group("ep", "2", (1, 2))
 
 
-def of(rank: int, values: list[int], lengths: bool = False, host: str = "a", start_ns: int = 0, **other: Any) -> OfStep:
+def of(
+    rank: int, values: list[int], lengths: bool = False, host: str = "a", start_ns: int = 0, **other: Any
+) -> StepArrivals:
     numbers = other.get("numbers", np.arange(1, len(values) + 1))
     arrivals = Arrivals("1", lengths, other.get("shift", 0), numbers, np.array(values))
-    return OfStep(rank, host, start_ns, {other.get("group", _TENSOR): arrivals})
+    return StepArrivals(rank, host, start_ns, {other.get("group", _TENSOR): arrivals})
 
 
 def at(value: int) -> list[int]:
@@ -41,7 +43,7 @@ def at(value: int) -> list[int]:
     return [0] * 31 + [value]
 
 
-def sums(ranks: list[OfStep]) -> dict[int, dict[str, float]]:
+def sums(ranks: list[StepArrivals]) -> dict[int, dict[str, float]]:
     """How many milliseconds each rank waited, by axis."""
     return {rank: {axis: float(waited[0]) for axis, waited in axes.items()} for rank, axes in waited_ms(ranks).items()}
 
