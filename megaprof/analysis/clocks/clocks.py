@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.parallel.comparing import Floats
+from megaprof.parallel.peers import Floats
 from megaprof.parallel.schedules import PipelineSchedule
 
 #: Milliseconds by which times on one clock may contradict each other.
