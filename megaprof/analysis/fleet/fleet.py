@@ -162,19 +162,11 @@ class Fleet:
         return Key(self.target, self.role, self.sizes)
 
     @property
-    def stood_still(self) -> frozenset[int]:
-        """The steps of `standstills`."""
-        return frozenset(standstill.step for standstill in self.standstills)
-
-    @property
     def shifts(self) -> list[Shift]:
         """All changes of level on stages and in gradient synchronisation."""
-        synchronisation = self.synchronisation
-        level_shifts = [
-            *(shift for stage in self.stages for shift in stage.shifts),
-            *synchronisation.synchronisation_shifts,
-        ]
-        return level_shifts + [shift for _, shift in synchronisation.stage_synchronisation]
+        of_stages = [shift for stage in self.stages for shift in stage.shifts]
+        whole, single = self.synchronisation.synchronisation_shifts, self.synchronisation.stage_synchronisation
+        return [*of_stages, *whole, *(shift for _, shift in single)]
 
 
 def survey(reading: FleetReading) -> list[Fleet]:
