@@ -320,11 +320,10 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     loading_ms = np.clip(loading_ms, 0.0, np.nan_to_num(end - start))
     _, timeline, row = step_rows[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
-    arrivals = {
-        number: came
-        for number, (_, timeline, row) in step_rows.items()
-        if (came := step_arrivals(timeline, row, *rank.names[0])) is not None
-    }
+    arrivals = {}
+    for number, (_, timeline, row) in step_rows.items():
+        if (came := step_arrivals(timeline, row, *rank.names[0])) is not None:
+            arrivals[number] = came
     # A combined pass computes during its collectives on purpose.
     axes = () if schedule.combined else INSIDE
     usual_ms = list(zip(numbers, _usual_pass(start, end), strict=True))
