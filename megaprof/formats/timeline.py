@@ -33,7 +33,7 @@ SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
 METADATA, SHAPE, STEP, FACT = 1, 2, 3, 4
 #: Kinds of facts about a step.
-WORK, COLLECTIONS, COLLECTIVES, GROUPS, MEMORY, WAITED, HOST_BOUND, DATA, BETWEEN = 1, 2, 3, 4, 5, 6, 7, 8, 9
+WORK, COLLECTIONS, COLLECTIVES, GROUPS, MEMORY, WAITED, HOST_BOUND, DATA, BETWEEN, MODULES = range(1, 11)
 #: Kinds of facts that also hold for the following steps with the same metadata, until the next fact of that kind.
 HOLDING = WORK, MEMORY
 

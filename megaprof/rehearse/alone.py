@@ -19,10 +19,7 @@ VARIABLE = "REHEARSAL_EXCHANGES"
 _NAME = "alone"
 #: About what weights are initialised with, so that neither sums nor norms overflow.
 _DEVIATION = 0.02
-_SHAPES = (
-    "stages tell each other the shapes of their microbatches, which a rank alone cannot know: a rehearsal needs "
-    "sequences of one length (no variable_seq_lengths)"
-)
+_SHAPES = "a rank alone cannot know the shapes that stages tell each other: sequences must be of one length"
 
 
 def arm() -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import msgspec
 
+from megaprof.analysis.report.document import Report
+from megaprof.analysis.report.html import page
 from megaprof.cli import UsageError
 from megaprof.cli.inputs import writing
 from megaprof.cli.jobs.run import resolve
 from megaprof.formats.files import appearing
 from megaprof.rehearse import links, rehearsal
-from megaprof.tune.cli import end_what_runs
+from megaprof.tune.cli import end_what_runs, memory_limit
 from megaprof.tune.command import without_saving
+from megaprof.tune.words import milliseconds
 
 DESCRIPTION = """Run the stages of COMMAND one after another on this machine, each as one rank of a job whose other
 ranks are not there, and predict the step, the memory and better layouts of the whole job. COMMAND is what one rank runs
@@ -27,36 +30,29 @@ EXAMPLES = (
     "megaprof rehearse --out rehearsed --against traces",
 )
 _STEPS, _PER_HOST, _GIB = 8, 8, 1 << 30
-_LAUNCHERS = {"torchrun", "srun", "mpirun", "mpiexec", "deepspeed", "accelerate", "ray"}
+#: Programs and modules that start ranks.
+_LAUNCHERS = {"torchrun", "srun", "mpirun", "mpiexec", "deepspeed", "accelerate", "ray", "megatron", "swift"}
+_MODULES = ("torch.distributed.run", "verl.trainer.main_", "skyrl.train.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.usage = "megaprof rehearse --world N [--links LINK ...] [--out DIR] -- COMMAND [ARGUMENT ...]"
     parser.add_argument("--world", type=int, default=0, metavar="N", help="ranks of the job")
-    parser.add_argument(
-        "--out", type=Path, default=Path("rehearsed"), help="new directory for the result (default: rehearsed)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("rehearsed"), help="new directory (default: rehearsed)")
     parser.add_argument(
         "--links",
         nargs="+",
         default=[],
         metavar="LINK",
-        help="what connects ranks inside a host (nvlink, or gloo on the CPU) and between hosts (ib): "
-        "NAME=BANDWIDTH,LATENCY such as ib=50GB/s,10us, or NAME=FILE with the output of nccl-tests (default: from the "
-        "data sheet of the GPU)",
+        help="what connects ranks inside a host (nvlink; on the CPU gloo) and between hosts (ib): ib=50GB/s,10us, or "
+        "ib=FILE with the output of nccl-tests (default: the GPU's data sheet)",
     )
+    parser.add_argument("--memory-limit", metavar="SIZE", help="what a rank may allocate (default: the GPU's memory)")
     parser.add_argument("--ranks-per-host", type=int, default=_PER_HOST, metavar="N", help=f"(default: {_PER_HOST})")
     parser.add_argument("--steps", type=int, default=_STEPS, help=f"steps of a stage to measure (default: {_STEPS})")
-    parser.add_argument(
-        "--saving-off", metavar="WORDS", help="words that turn saving in COMMAND off, as for megaprof tune"
-    )
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="DIR",
-        help="run nothing; compare the rehearsal in --out with a real capture of the job, and keep its links",
-    )
+    parser.add_argument("--saving-off", metavar="WORDS", help="words that turn saving off, as for megaprof tune")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="compare --out with a capture, and keep its links")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
@@ -73,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be more than 0")
     if not command:
         raise UsageError("no command; put it after '--': megaprof rehearse --world 64 -- python pretrain_gpt.py ...")
-    if Path(command[0]).name in _LAUNCHERS or "torch.distributed.run" in command:
-        raise UsageError(f"{command[0]} starts ranks: give what one rank runs, such as python pretrain_gpt.py ...")
+    if Path(command[0]).name in _LAUNCHERS or any(word.startswith(_MODULES) for word in command):
+        raise UsageError(f"{shlex.join(command[:3])} starts ranks: give what one rank runs: python pretrain_gpt.py ...")
     if args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or empty directory")
     try:
-        given = links.given(args.links)
+        given, limit = links.given(args.links), memory_limit(args.memory_limit)
         without = without_saving(command, None if args.saving_off is None else shlex.split(args.saving_off))
     except ValueError as fault:
         raise UsageError(str(fault)) from None
@@ -86,29 +82,25 @@ def run(args: argparse.Namespace) -> int:
     end_what_runs()
     with writing("--out", args.out):
         args.out.mkdir(parents=True, exist_ok=True)
-        result = rehearsal.rehearsed(
-            command, run_words, args.out, args.world, steps=args.steps, links=given, per_host=args.ranks_per_host
+        result, report = rehearsal.rehearsed(
+            command, run_words, args.out, args.world, args.steps, given, args.ranks_per_host, limit
         )
-    _show(result, args)
+        with appearing(args.out / "report.html") as file:
+            file.write(page(report, report.steps()).encode())
+    if args.json:
+        print((args.out / rehearsal.NAME).read_text())
+    else:
+        _show(result, report, args.out)
     return 0
 
 
-def _show(result: rehearsal.Rehearsal, args: argparse.Namespace) -> None:
+def _show(result: rehearsal.Rehearsal, report: Report, out: Path) -> None:
     """Prints what was predicted, what it rests on, and the report of the predicted pipeline."""
     from rich.console import Console
 
-    from megaprof.analysis.report.html import page
-    from megaprof.analysis.report.report import analyze
     from megaprof.analysis.report.terminal import show
     from megaprof.analysis.report.text import what_if, words
-    from megaprof.tune.words import milliseconds
 
-    report = analyze(args.out / rehearsal.PREDICTED)
-    with writing("--out", args.out), appearing(args.out / "report.html") as file:
-        file.write(page(report, report.steps()).encode())
-    if args.json:
-        print((args.out / rehearsal.NAME).read_text())
-        return
     console = Console(highlight=False)
     say, ranks = partial(console.print, markup=False), words.counted(result.sizes.world, "rank")
     measured = min(result.measured_ms / result.step_ms.value, 1.0)
@@ -121,7 +113,7 @@ def _show(result: rehearsal.Rehearsal, args: argparse.Namespace) -> None:
         say("Whether it fits is not known: no memory of a device was recorded.")
     elif allowed is not None and result.too_large:
         needed = (f"stage {at}: {allocated[at] / _GIB:.3g} of {allowed[at] / _GIB:.3g} GiB" for at in result.too_large)
-        say(f"It does not fit on {', '.join(needed)}. " + ("" if result.best else "No other layout is known to fit."))
+        say(f"It does not fit on {', '.join(needed)}. " + ("" if result.best else "Nothing is known to fit."))
     else:
         say(f"It fits: the largest stage allocates {max(allocated) / _GIB:.3g} GiB.")
     if result.assumes:
@@ -132,15 +124,12 @@ def _show(result: rehearsal.Rehearsal, args: argparse.Namespace) -> None:
         say(f"With {best}, a step should take {milliseconds(result.best.step_ms)} ms:")
         say("  " + shlex.join(result.best_command), soft_wrap=True)
     show(report, console)
-    print(f"The predicted pipeline as one HTML file: {args.out / 'report.html'}")
+    print(f"The predicted pipeline as one HTML file: {out / 'report.html'}")
 
 
 def _compare(args: argparse.Namespace) -> int:
     """Prints whether the step of a real capture is inside the interval of ``--out``, and keeps its links."""
-    from megaprof.tune.words import milliseconds
-
-    earlier = rehearsal.load(args.out)
-    step, kept = rehearsal.measured_links(earlier, args.against)
+    earlier, step, kept = rehearsal.compared(args.out, args.against)
     with writing("--out", args.out), appearing(args.out / links.NAME) as file:
         file.write(msgspec.json.format(msgspec.json.encode(kept), indent=1))
     inside = "inside" if earlier.step_ms.holds(step.mean) else "outside"

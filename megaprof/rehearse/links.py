@@ -45,29 +45,25 @@ class Link:
     source: str
     """Where the numbers are from."""
 
-    def ms(self, kind: str, size: float, ranks: int) -> Cases:
+    def ms(self, kind: str, size: float, ranks: int) -> npt.NDArray[np.float64]:
         """Returns the milliseconds of an exchange of ``size`` bytes among ``ranks`` ranks, in every case. ``kind``:
         ``send``, or the name of a collective. ``size``: of the whole tensor that is gathered, reduced or sent."""
         ring = (ranks - 1) / ranks if kind not in ("send", "recv", "broadcast", "reduce") else 1.0
         moved = (2.0 if kind == "all_reduce" else 1.0) * ring * size
         likely = 1e3 * (self.latency * max(1, math.ceil(math.log2(ranks))) + moved / self.bandwidth)
-        best, worst = _FACTORS[self.known]
-        return likely * np.array([1.0, best, worst, 0.0])
+        return likely * np.array([1.0, *_FACTORS[self.known], 0.0])
 
-
-Cases = npt.NDArray[np.float64]
 
 #: By a part of the device's name: bytes per second of NVLink in one direction, and of a GPU's own network card in a DGX
 #: (H100: NVLink 900 GB/s both ways, ConnectX-7 400 Gb/s; A100: 600 GB/s, ConnectX-6 200 Gb/s; B200: 1,800 GB/s).
 _SHEETS = {"B200": (900e9, 50e9), "H200": (450e9, 50e9), "H100": (450e9, 50e9), "A100": (300e9, 25e9)}
-_CPU = Link("gloo", 1e9, 300e-6, "assumed", "gloo between processes of one host")
 
 
 def defaults(device: str | None) -> dict[str, Link]:
     """Returns the links between GPUs of this name, or between processes of the CPU for None. An unknown GPU has none of
     its own: those of an A100 are assumed."""
     if device is None:
-        return {_CPU.name: _CPU}
+        return {"gloo": Link("gloo", 1e9, 300e-6, "assumed", "gloo between processes of one host")}
     sheet = next((name for name in _SHEETS if name in device), "A100")
     inside, between = (0.8 * bandwidth for bandwidth in _SHEETS[sheet])
     said = f"80 % of NVIDIA's data sheet of the {sheet}, for {device}"
@@ -86,7 +82,14 @@ def given(texts: Iterable[str]) -> dict[str, Link]:
                 seconds = float(latency) * (1e-3 if scale == "ms" else 1e-6)
                 links[name] = Link(name, float(bandwidth) * _UNITS[unit], seconds, "stated", f"--links {text}")
             elif equals:
-                links[name] = _of_nccl_tests(name, Path(value))
+                # What nccl-tests print: the bus bandwidth of the largest size, and the time of the smallest.
+                rows = [line.split() for line in read_input(Path(value)).decode("utf-8", "replace").splitlines()]
+                rows = [row for row in rows if len(row) >= 9 and row[0].isdigit()]
+                sizes = [(int(row[0]), float(row[5]), float(row[7])) for row in rows]
+                if not sizes:
+                    raise ValueError("no line has the columns size, count, type, redop, root, time, algbw, busbw")
+                found = max(sizes)[2] * 1e9, min(sizes)[1] * 1e-6
+                links[name] = Link(name, *found, "measured", f"nccl-tests, {value}")
             else:
                 links |= msgspec.json.decode(read_input(Path(text)), type=dict[str, Link])
         except (OSError, ValueError) as fault:
@@ -97,16 +100,6 @@ def given(texts: Iterable[str]) -> dict[str, Link]:
         if name in links and links[name].bandwidth <= 0:
             raise ValueError(f"--links {text}: the bandwidth must be more than 0")
     return links
-
-
-def _of_nccl_tests(name: str, path: Path) -> Link:
-    """Returns the link that the output of nccl-tests shows: the bus bandwidth of the largest size, and the time of the
-    smallest. Raises ValueError and OSError."""
-    rows = [line.split() for line in read_input(path).decode("utf-8", "replace").splitlines()]
-    sizes = [(int(row[0]), float(row[5]), float(row[7])) for row in rows if len(row) >= 9 and row[0].isdigit()]
-    if not sizes:
-        raise ValueError("no line has the columns size, count, type, redop, root, time, algbw, busbw")
-    return Link(name, max(sizes)[2] * 1e9, min(sizes)[1] * 1e-6, "measured", f"nccl-tests, {path}")
 
 
 def between(ranks: Sequence[int], per_host: int, links: Mapping[str, Link]) -> Link:

@@ -1,29 +1,185 @@
-"""Puts stages that ran alone together to the pipeline: replays its schedule with the exchanges that were not made."""
+"""Runs stages of a user's command alone, one after another, and puts them together to the pipeline.
+
+How long passes take is from steps without a profiler, and what they consist of from a profiled one. The pipeline is a
+replay of its schedule, with the exchanges that were not made.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.policy import RERUN
+from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.job import rendezvous_of
-from megaprof.analysis.table.table import Floats
+from megaprof.analysis.table.recorded import tables_of_timelines
+from megaprof.analysis.table.table import Floats, Table
+from megaprof.analysis.table.tabulate import modules_of
+from megaprof.analysis.trace.gpu import Peak
+from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.trace.steps import ModuleKey, steps_of
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.formats import ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.faults import Unanswerable
+from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import artifact_name
 from megaprof.formats.steps import codes
-from megaprof.parallel.schedules import phase_order
+from megaprof.parallel.schedules import PipelineSchedule, phase_order
 from megaprof.parallel.topology import AXES, WorldLayout
+from megaprof.rehearse import alone
 from megaprof.rehearse.links import CASES, Link, between
-from megaprof.rehearse.stages import Exchange, Stage
+from megaprof.tune import trial
+
+#: Seconds after which a stage is ended that has not made its steps: it waits for others, or is slow.
+_TIME_LIMIT = 1800.0
+_PROFILED = 3
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Equal exchanges that a rank asked for and did not make: ``count`` of ``size`` bytes in an average step.
+
+    ``kind`` is ``send``, ``recv`` or the name of a collective; ``backward`` says that a backward asks for it,
+    ``beside`` that the program goes on meanwhile; ``ranks`` are those of the group.
+    """
+
+    kind: str
+    size: int
+    backward: bool
+    beside: bool
+    ranks: tuple[int, ...]
+    count: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, measured alone, in milliseconds.
+
+    ``schedule`` is that of the whole pipeline. ``passes`` [t, c, k, m] is how long each pass took, and ``before``, in
+    the same shape, how long after the previous one it began; ``tail`` [t] goes on behind the last pass. ``layers`` has
+    the layers of the profiled step, each with its chunk, the kind of pass, and its part of such a pass. ``device`` is
+    the name of the GPU, None on the CPU.
+    """
+
+    metadata: Metadata
+    schedule: PipelineSchedule
+    passes: Floats
+    before: Floats
+    tail: Floats
+    memory: Peak | None
+    exchanges: tuple[Exchange, ...]
+    layers: tuple[tuple[ModuleKey, int, int, float], ...] = ()
+    device: str | None = None
+    on_gpus_clock: bool = False
+
+
+def record(command: Sequence[str], directory: Path, rank: int, world: int, steps: int) -> Stage:
+    """Runs ``command`` as ``rank`` of ``world`` until it has made ``steps`` steps and profiled ones, and returns its
+    stage. Raises Unanswerable, and OSError if the command cannot be started."""
+    directory.mkdir(parents=True)
+    profiled, plain = steps + trial.WARM_UP, trial.config_of(directory)
+    window = f"{profiled}:{profiled + _PROFILED}"
+    config = replace(plain, tool=("timeline", "torch"), select="all", ranges="layer", steps=window)
+    env = {
+        alone.VARIABLE: str(directory.absolute() / "exchanges"),
+        "PYTHONPATH": str(Path(alone.__file__).parent / "path"),
+        **{"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"},
+        **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    }
+    # Behind the profiled steps comes one more, in which their files are finished.
+    ended = trial.run(command, directory.absolute(), steps + _PROFILED + 1, _TIME_LIMIT, config=config, alone=env)
+    if ended.outcome != "enough":
+        how, said = ended.outcome.replace("_", " "), f": {ended.last_line}" if ended.last_line else ""
+        raise Unanswerable(f"rank {rank} did not make its steps ({how}){said} (its output: {directory / trial.LOG})")
+    timelines = find_timelines(directory)
+    tables = tables_of_timelines(read_fleet(timelines)).values()
+    table = next((table for table in tables if isinstance(table, Table) and table.target == trial.TARGET), None)
+    if table is None:
+        raise Unanswerable(f"no training step was recorded whole; to see why: megaprof report {directory}")
+    if table.schedule.combined:
+        raise Unanswerable("forwards and backwards run as one (combined 1F1B): single stages do not show their order")
+    stage, metadata = next((number, each) for number, each in enumerate(table.metadata) if each is not None)
+    kept = (table.steps < profiled) | (table.steps[0] >= profiled)  # a host may begin with another number
+    start, end, enter = (times[kept, 0, stage] for times in (table.start, table.end, table.entry))
+    before, previous = np.zeros_like(start), enter
+    for phase in phase_order(table.schedule, stage):
+        where = (slice(None), phase.chunk, table.schedule.kinds.index(phase.kind), phase.microbatch)
+        before[where], previous = start[where] - previous, end[where]
+    rows = timelines.read(timelines.paths[0], events=False).steps
+    begins = rows["start_ns"][np.isin(rows["step"], table.steps[kept])].astype(np.int64)
+    device, exchanges = _exchanged(directory / "exchanges", begins)
+    return Stage(
+        metadata=metadata,
+        schedule=table.schedule,
+        passes=end - start,
+        before=np.maximum(before, 0.0),
+        tail=np.maximum(table.length[kept] - (previous - enter), 0.0),
+        memory=table.memory[stage],
+        exchanges=exchanges,
+        layers=tuple(_layers(directory, metadata)),
+        device=device,
+        on_gpus_clock=table.device,
+    )
+
+
+def _layers(directory: Path, metadata: Metadata) -> Iterator[tuple[ModuleKey, int, int, float]]:
+    """Yields `Stage.layers`: nothing if no step was profiled whole."""
+    steps = [each for path in find_traces(directory) for each in steps_of(read_trace(path)) if not each.incomplete]
+    chunk_of = {number: at for at, chunk in enumerate(metadata.chunks) for number in chunk.layer_numbers or ()}
+    took = defaultdict[tuple[int, int], list[int]](list)  # by chunk and kind of pass
+    for passes, on_gpu in ((each.passes, each.on_gpu) for each in steps):
+        of_passes = passes.compute if on_gpu else passes.end - passes.spans[:, 0]
+        for chunk, kind, ns in zip(passes.ids[:, 0].tolist(), passes.kind.tolist(), of_passes.tolist(), strict=True):
+            took[chunk, kind].append(ns)
+    for key, of_layer in modules_of(steps).items():
+        if key.mtp is None and key.label in (ranges.LAYER, ranges.MTP_LAYER):
+            kind, last = int(key.kind != ranges.FORWARD), len(metadata.chunks) - 1
+            chunk = chunk_of.get(key.number or 0, last) if key.label == ranges.LAYER else last
+            yield key, chunk, kind, median(of_layer) / median(took[chunk, kind])
+
+
+def _exchanged(path: Path, begins: npt.NDArray[np.int64]) -> tuple[str | None, tuple[Exchange, ...]]:
+    """Returns the name of the GPU, and the exchanges of an average step. ``begins``: nanoseconds of the steps. Since a
+    GPU is behind its host, all exchanges from the first begin to the last one count."""
+    device, counts = None, Counter[tuple[str, int, bool, bool, tuple[int, ...]]]()
+    for line in path.read_text().splitlines():
+        time, kind, rest = line.split(maxsplit=2)
+        if kind == "device":
+            device = rest
+        elif begins[0] <= int(time) < begins[-1]:
+            size, backward, beside, ranks = rest.split()
+            counts[kind, int(size), backward == "1", beside == "1", tuple(map(int, ranks.split(",")))] += 1
+    return device, tuple(Exchange(*key, count / (len(begins) - 1)) for key, count in counts.items())
+
+
+def alike(by_stage: Mapping[int, Stage]) -> bool:
+    """Returns whether the stages that were not measured are like the one in the middle, as far as the first, the
+    middle and the last one say: all layers are of one kind, and their numbers leave as many to each stage between."""
+    last = max(by_stage)
+    seen = [by_stage[stage].metadata.chunks for stage in (0, (last + 1) // 2, last)]
+    if len({kind for chunks in seen for chunk in chunks for kind in chunk.kinds or ()}) > 1:
+        return False
+    for chunks in zip(*seen, strict=True):
+        numbers, layers = [(chunk.layer_numbers or (None,))[0] for chunk in chunks], [chunk.layers for chunk in chunks]
+        if None in numbers or None in layers:
+            return False
+        begin = (numbers[0] or 0) + (layers[0] or 0)
+        if numbers[1:] != [begin + (stage - 1) * (layers[1] or 0) for stage in ((last + 1) // 2, last)]:
+            return False
+    return True
+
 
 #: No prediction is more certain than this, as a fraction of the step, besides what two runs of one layout differ by: a
 #: stage alone has its host for itself (`make bench-rehearse`: up to 2.3 %).
@@ -97,8 +253,7 @@ def _place(exchange: Exchange, layout: WorldLayout) -> str | None:
         return "link" if exchange.kind == "send" else None
     coords = [layout.coords(rank) for rank in exchange.ranks]
     axes = {axis for axis in AXES if len({getattr(each, axis) for each in coords}) > 1}
-    for_experts = "ep" in axes and exchange.kind != "all_reduce"
-    if "pp" not in axes and ("dp" not in axes or for_experts):
+    if "pp" not in axes and ("dp" not in axes or ("ep" in axes and exchange.kind != "all_reduce")):
         return "pass"
     return None if exchange.kind == "all_gather" else "behind"
 
@@ -125,5 +280,9 @@ def write(pipeline: Pipeline, directory: Path) -> None:
             if step == 0 and stage.memory is not None:
                 memory = format.Memory(stage.memory.least, stage.memory.most, stage.memory.capacity or 0)
                 records.append(format.fact_record(step, format.MEMORY, memory.pack()))
+            if step == 0 and stage.layers:
+                took_ns = 1e6 * (pipeline.ends - pipeline.starts)[:, number].mean(axis=(0, -1))
+                layers = [(key, round(part * took_ns[chunk, kind])) for key, chunk, kind, part in stage.layers]
+                records.append(format.fact_record(step, format.MODULES, msgspec.json.encode(layers)))
         name = artifact_name("timeline", None, 0, metadata.coords, format.SUFFIX)
         (directory / name).write_bytes(b"".join(records))

@@ -6,8 +6,9 @@ Its result, rehearsal.json, is what the command prints with ``--json``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -15,10 +16,11 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from megaprof.analysis.report.document import plain_number
+from megaprof.analysis.report.document import Report, plain_number
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli import say
@@ -28,12 +30,12 @@ from megaprof.formats.inputs import read_input
 from megaprof.formats.phrases import json_of
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse.links import Link, between, defaults
-from megaprof.rehearse.pipeline import together, write
-from megaprof.rehearse.stages import Stage, alike, record
+from megaprof.rehearse.pipeline import Pipeline, Stage, alike, record, together, write
 from megaprof.tune.command import with_layout
 from megaprof.version import __version__
 
-NAME, PREDICTED, _ALONE = "rehearsal.json", "predicted", "alone"
+NAME, PREDICTED = "rehearsal.json", "predicted"
+_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _EXPERTS, _BALANCED = "--num-experts", "--moe-router-force-load-balancing"
 
 
@@ -58,10 +60,10 @@ class Rehearsal:
     too_large: tuple[int, ...]
     """Stages that need more memory than there is; empty also if their memory is not known."""
     best: Prediction | None
-    """The layout to use instead of the command's: one that is surely faster, or that fits where the command's does not.
-    None without one."""
+    """What to change: a layout that is surely faster, or, if the command's does not fit, a layout that does or
+    recomputation, whichever is faster. None without one."""
     best_command: tuple[str, ...] | None
-    """The command with that layout."""
+    """The command with that change."""
     assumes: tuple[str, ...]
     """What the prediction rests on besides measurement, as clauses."""
     version: str = field(default=__version__)
@@ -73,21 +75,22 @@ def rehearsed(
     run_words: Sequence[str],
     out: Path,
     world: int,
-    *,
     steps: int,
     links: Mapping[str, Link],
     per_host: int,
-) -> Rehearsal:
-    """Runs the stages of ``command`` one after another, and returns what the pipeline would do.
+    limit: int | None = None,
+) -> tuple[Rehearsal, Report]:
+    """Runs the stages of ``command`` one after another, and returns what the pipeline would do, with the report on it.
 
     ``run_words``: the words that are run, which save nothing; ``out``: a new directory for all files; ``links``: those
-    that the user gives; ``per_host``: ranks on each host of the job. Says on standard error which stage runs. Raises
-    Unanswerable, and OSError if the command cannot be started.
+    that the user gives; ``per_host``: ranks on each host of the job; ``limit``: bytes that a stage may allocate, if
+    that is less than its device has. Says on standard error which stage runs. Raises Unanswerable, and OSError if the
+    command cannot be started.
     """
 
     def measured(stage: int, rank: int) -> Stage:
         say(f"Stage {stage}: rank {rank}, alone", sys.stderr)
-        found = record(run_words, out / _ALONE / f"stage{stage}", rank, world, steps)
+        found = record(run_words, out / "alone" / f"stage{stage}", rank, world, steps)
         if (own := found.metadata.coords.pp) != stage:
             raise Unanswerable(f"rank {rank} is of stage {own}, not {stage}: ranks are not in Megatron-Core's order")
         return found
@@ -103,16 +106,30 @@ def rehearsed(
     for stage in range(0 if alike(by_stage) else sizes.pp):
         by_stage[stage] = by_stage.get(stage) or measured(stage, ranks[stage])
     stages = [by_stage.get(stage) or _like(by_stage[sizes.pp // 2], stage, layout) for stage in range(sizes.pp)]
-    pipeline = together(stages, layout, links, per_host)
+    put_together = partial(together, layout=layout, links=links, per_host=per_host)
+    pipeline = put_together(stages)
     write(pipeline, out / PREDICTED)
-    (target,) = analyze(out / PREDICTED).targets
-    what_if, over = target.what_if, tuple(between(pair, per_host, links) for pair in pairwise(ranks))
+    report = analyze(out / PREDICTED, memory_limit=limit)
+    what_if, over = report.targets[0].what_if, tuple(between(pair, per_host, links) for pair in pairwise(ranks))
     memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
-    too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
-    fitting = (each for each in what_if.candidates if each.fits and each.flags)
-    best = max(fitting, key=lambda each: each.speedup.low, default=None) if too_large else what_if.best
-    words = with_layout(command, best.flags, first.framework, first.role, sizes.pp) if best else None
-    sent = (max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in stages)
+    too_large, best = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed), what_if.best
+    sent = [max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in stages]
+    if too_large:
+        fitting = [each for each in what_if.candidates if each.fits and each.flags]
+        if not any("recompute" in word for word in command):
+            fitting.append(_recomputed(stages, what_if, pipeline.step_ms.value, max(sent), put_together))
+        best = max((each for each in fitting if each.fits), key=lambda each: each.speedup.low, default=None)
+    words = None if best is None else with_layout(command, best.flags, first.framework, first.role, sizes.pp)
+    if best is not None and best.kind == "recompute":  # its layout stays
+        words = [*command, *(options_of(first.framework, first.role, best.flags, sizes.pp) or best.flags)]
+    assumes = [
+        f"{link.name} moves {link.bandwidth / 1e9:.4g} GB/s after {link.latency * 1e6:.4g} us ({link.source})"
+        for link in dict.fromkeys(over)
+    ]
+    if len(by_stage) < sizes.pp:
+        assumes.append(f"the stages that were not run take as long as stage {sizes.pp // 2}")
+    if any("moe" in (chunk.kinds or ()) for stage in stages for chunk in stage.metadata.chunks):
+        assumes.append("experts get as many tokens as from random numbers: uneven routing is not in the interval")
     result = Rehearsal(
         command=tuple(command),
         sizes=sizes,
@@ -124,33 +141,45 @@ def rehearsed(
         too_large=too_large,
         best=best,
         best_command=None if words is None else tuple(words),
-        assumes=tuple(_assumed(stages, over)),
+        assumes=tuple(assumes),
     )
     with appearing(out / NAME) as file:
         file.write(msgspec.json.format(json_of(result, plain_number), indent=2))
-    return result
+    return result, report
 
 
 def _like(middle: Stage, stage: int, layout: WorldLayout) -> Stage:
     """Returns a stage that was not measured, from one in the middle. What a step allocates for a while is taken to be
     in proportion to the microbatches in flight."""
     coords, schedule, memory = layout.coords(layout.rank_of(pp=stage)), middle.schedule, middle.memory
-    own = middle.metadata.coords.pp
     if memory is not None:
         in_flight = in_flight_layers(("t",) * schedule.chunks * schedule.stages, schedule)
-        passing = (memory.most - memory.least) * in_flight[stage] // max(in_flight[own], 1)
+        passing = (memory.most - memory.least) * in_flight[stage] // max(in_flight[middle.metadata.coords.pp], 1)
         memory = replace(memory, most=memory.least + passing)
     chunks = tuple(replace(chunk, layer_numbers=None) for chunk in middle.metadata.chunks)
-    return replace(middle, metadata=replace(middle.metadata, coords=coords, chunks=chunks), memory=memory, like=own)
+    metadata = replace(middle.metadata, coords=coords, chunks=chunks)
+    return replace(middle, metadata=metadata, memory=memory, layers=())
 
 
-def _assumed(stages: Sequence[Stage], links: Sequence[Link]) -> Iterator[str]:
-    for link in dict.fromkeys(links):
-        yield f"{link.name} moves {link.bandwidth / 1e9:.4g} GB/s after {link.latency * 1e6:.4g} us ({link.source})"
-    for like in {stage.like for stage in stages} - {None}:
-        yield f"the stages that were not run take as long as stage {like}"
-    if any("moe" in (chunk.kinds or ()) for stage in stages for chunk in stage.metadata.chunks):
-        yield "experts get as many tokens as here, where data mean nothing: uneven routing is not in the interval"
+def _recomputed(
+    stages: Sequence[Stage], what_if: WhatIf, now_ms: float, size: int, put_together: Callable[[list[Stage]], Pipeline]
+) -> Prediction:
+    """Returns the prediction of recomputation. Each backward runs the forwards of its layers once more. Of each layer
+    and microbatch in flight, a stage keeps only what the layer got, which is as large as what stages send (``size``
+    bytes), and of one layer all activations."""
+    costs, longer, needed = what_if.costs.by_kind if what_if.costs else {}, [], []
+    for stage, held, memory in zip(stages, what_if.in_flight or (), (each.memory for each in stages), strict=True):
+        passes = stage.passes.copy()
+        for chunk, holds in enumerate(stage.metadata.chunks):
+            known = [costs[kind].forward_ms for kind in holds.kinds or () if kind in costs]
+            passes[:, chunk, 1] += sum(known) if known else passes[:, chunk, 0]
+        longer.append(replace(stage, passes=passes))
+        if memory is not None and held:
+            layer = (memory.most - memory.least) / held
+            needed.append(round(memory.least + held * min(size, layer) + layer))
+    fits = len(needed) == len(stages) and bool((np.array(needed) <= what_if.allowed).all())
+    prediction = Prediction.of("recompute", now_ms, put_together(longer).step_ms)
+    return replace(prediction, flags=_RECOMPUTE, fits=fits, needed=tuple(needed))
 
 
 def balanced(words: Sequence[str]) -> list[str]:
@@ -159,17 +188,13 @@ def balanced(words: Sequence[str]) -> list[str]:
     return [*words, _BALANCED] if _EXPERTS in names and _BALANCED not in names else [*words]
 
 
-def load(out: Path) -> Rehearsal:
-    """Returns the rehearsal in ``out``. Raises Unanswerable."""
+def compared(out: Path, directory: Path) -> tuple[Rehearsal, Spread, dict[str, Link]]:
+    """Returns the rehearsal in ``out``, the step of a real capture of the same job in ``directory``, and the links of
+    that: those of the rehearsal, as much slower or faster as transfers between stages were. Raises Unanswerable."""
     try:
-        return msgspec.json.decode(read_input(out / NAME), type=Rehearsal)
+        rehearsal = msgspec.json.decode(read_input(out / NAME), type=Rehearsal)
     except (OSError, msgspec.MsgspecError) as fault:
         raise Unanswerable(f"{out}: no rehearsal is there: {fault}") from None
-
-
-def measured_links(rehearsal: Rehearsal, directory: Path) -> tuple[Spread, dict[str, Link]]:
-    """Returns the step of a real capture of the same job in ``directory``, and its links: those of the rehearsal, as
-    much slower or faster as transfers between stages were. Raises Unanswerable."""
     report = analyze(directory)
     for target, run in zip(report.targets, report.by_hand, strict=True):
         if target.sizes == rehearsal.sizes and run is not None and target.step_time_ms is not None:
@@ -182,4 +207,4 @@ def measured_links(rehearsal: Rehearsal, directory: Path) -> tuple[Spread, dict[
         slower = (took[at] / each for at, each in enumerate(expected) if rehearsal.links[at] == link)
         by, source = max(float(median(slower)), 1e-3), f"transfers between stages, {directory}"
         kept[link.name] = Link(link.name, link.bandwidth / by, link.latency * by, "measured", source)
-    return target.step_time_ms, kept
+    return rehearsal, target.step_time_ms, kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,33 +46,30 @@ class _Longer:
         return _before_backward(output, lambda: time.sleep(backward_ms / 1e3))
 
 
-class _Paced:
-    """Two hooks that make one module take a given time. If it gets what another one returned, its passes begin when
-    those of the other one should have ended: a GPU with work in its queue does not wait for its host."""
+def _paced(forward: Callable[..., Any], takes: Callable[[], tuple[float, float]], *inputs: Any, **named: Any) -> Any:
+    """Runs the forward of a module, so that it and its backward take a given time. If it gets what another one
+    returned, its passes begin when those of the other one should have ended: a GPU with work in its queue does not wait
+    for its host. It waits inside of the module, where the ranges of the module see it."""
+    forward_ms, backward_ms = takes()
+    tensors = [each for each in (*inputs, *named.values()) if isinstance(each, torch.Tensor)]
+    before = next((each.paced for each in tensors if hasattr(each, "paced")), None)
+    ends = [(before[0] if before else time.perf_counter()) + forward_ms / 1e3]
 
-    def __init__(self, takes: Callable[[], tuple[float, float]]) -> None:
-        self.takes = takes
+    def end_backward() -> None:
+        _until(ends[-1])
+        if before:  # its backward comes next
+            before.append(ends[-1])
 
-    def begin(self, module: Any, inputs: Any, keyword_inputs: Any) -> None:
-        forward_ms, backward_ms = self.takes()
-        tensors = [each for each in (*inputs, *keyword_inputs.values()) if isinstance(each, torch.Tensor)]
-        before = next((each.paced for each in tensors if hasattr(each, "paced")), None)
-        ends = self.ends = [(before[0] if before else time.perf_counter()) + forward_ms / 1e3]
-        self.begin_backward = lambda: ends.append((ends[1:] or [time.perf_counter()])[0] + backward_ms / 1e3)
-
-        def end_backward(gradient: torch.Tensor) -> None:
-            _until(ends[-1])
-            if before:  # its backward comes next
-                before.append(ends[-1])
-
-        for tensor in [each for each in tensors if each.requires_grad][:1]:
-            tensor.register_hook(end_backward)  # type: ignore[no-untyped-call]
-
-    def end(self, module: Any, inputs: Any, output: Any) -> Any:
-        _until(self.ends[0])
-        paced = _before_backward(output, self.begin_backward)
-        paced[0].paced = self.ends
-        return paced
+    first = next((each for each in tensors if each.requires_grad), None)
+    if first is not None:
+        inner = _Backward.apply(first, end_backward)  # type: ignore[no-untyped-call]
+        inputs = tuple(inner if each is first else each for each in inputs)
+        named = {name: inner if each is first else each for name, each in named.items()}
+    output = forward(*inputs, **named)
+    _until(ends[0])
+    paced = _before_backward(output, lambda: ends.append((ends[1:] or [time.perf_counter()])[0] + backward_ms / 1e3))
+    paced[0].paced = ends
+    return paced
 
 
 def _before_backward(output: Any, act: Callable[[], object]) -> Any:
@@ -108,9 +106,7 @@ def pace(modules: Iterable[Any], takes: Callable[[], tuple[float, float]]) -> No
     ``takes`` is called before each forward, and returns the milliseconds of that forward and of its backward.
     """
     for module in modules:
-        paced = _Paced(takes)
-        module.register_forward_pre_hook(paced.begin, with_kwargs=True)
-        module.register_forward_hook(paced.end)
+        module.forward = partial(_paced, module.forward, takes)
 
 
 def before_forward(chunk: Any, act: Callable[[], object]) -> None:

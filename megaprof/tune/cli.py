@@ -97,7 +97,13 @@ def run(args: argparse.Namespace) -> int:
     current = _next(current, args) if args.next is not None else _tuned(current, args)
     with writing("--out", args.out), appearing(args.out / "report.html") as file:
         file.write(words.page(current).encode())
-    _show(current, args)
+    if args.json:
+        print_json(current)
+    elif current.pending is None:
+        from rich.console import Console
+
+        words.show(current, Console(highlight=False))
+        print(f"Result as one HTML file: {args.out / 'report.html'}")
     return FAILED if current.stopped == "not_measured" else 0
 
 
@@ -158,13 +164,19 @@ def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
     """Runs the trials. Raises CommandError if the command cannot be started."""
     step_count = current.steps + trial.WARM_UP
     end_what_runs()
+
+    def begun(now: Trial) -> None:
+        predicted = f", predicted {words.milliseconds(now.proposal.step_ms)} ms" if now.proposal else ""
+        log = args.out / now.directory / trial.LOG
+        print(f"Trial {now.number}: {now.what}{predicted}; it prints to {log}", file=sys.stderr, flush=True)
+
     try:
         with progress("steps") as advance:
             return tuning.run(
                 current,
                 args.out,
                 args.time_limit,
-                lambda trial_now: _say_begun(trial_now, args.out),
+                begun,
                 lambda steps_made: advance(min(steps_made, step_count), step_count),
                 _say_over,
             )
@@ -176,11 +188,7 @@ def end_what_runs() -> None:
     """Makes signals that end this process end the command that it runs, too."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
-            signal.signal(number, _terminated)
-
-
-def _terminated(number: int, frame: object) -> None:
-    raise SystemExit(TERMINATED)
+            signal.signal(number, lambda *_: sys.exit(TERMINATED))
 
 
 def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
@@ -202,36 +210,12 @@ def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
     if (trial_now := current.pending) is not None:
         next_command = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
         print(f"Trial {trial_now.number} ({trial_now.what}). When it has ended, run: {next_command}", file=sys.stderr)
-        print(_to_submit(trial_now, args.out))
+        directory = (args.out / trial_now.directory).absolute()
+        config = trial.config_of(directory)
+        assignments = [f"{name}={value}" for name, value in trial.apart(directory).items()]
+        options = [flag("target"), *config.target, flag("tool"), *config.tool, flag("dir"), str(config.dir)]
+        print(shlex.join(["env", *assignments, "megaprof", "run", *options, "--", *trial_now.command]))
     return current
-
-
-def _to_submit(trial_now: Trial, out: Path) -> str:
-    directory = (out / trial_now.directory).absolute()
-    config = trial.config_of(directory)
-    assignments = [f"{name}={value}" for name, value in trial.apart(directory).items()]
-    options = [flag("target"), *config.target, flag("tool"), *config.tool, flag("dir"), str(config.dir)]
-    return shlex.join(["env", *assignments, "megaprof", "run", *options, "--", *trial_now.command])
-
-
-def _show(current: Tuning, args: argparse.Namespace) -> None:
-    if args.json:
-        print_json(current)
-        return
-    if current.pending is not None:
-        return
-    from rich.console import Console
-
-    words.show(current, Console(highlight=False))
-    print(f"Result as one HTML file: {args.out / 'report.html'}")
-
-
-def _say_begun(trial_now: Trial, out: Path) -> None:
-    predicted = ""
-    if trial_now.proposal is not None:
-        predicted = f", predicted {words.milliseconds(trial_now.proposal.step_ms)} ms"
-    log = out / trial_now.directory / trial.LOG
-    print(f"Trial {trial_now.number}: {trial_now.what}{predicted}; it prints to {log}", file=sys.stderr, flush=True)
 
 
 def _say_over(trial_now: Trial) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+
+import numpy as np
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
 from megaprof.analysis.samples import Interval
+from megaprof.analysis.trace.reading import find_timelines
 from megaprof.analysis.what_if.candidates import half_as_deep
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats import timeline as format
 from megaprof.tune import trial as runs
-from megaprof.tune.between import between_ms
 from megaprof.tune.state import Proposal, Trial, Tuning
 
 _GIB = 1 << 30
@@ -39,7 +42,7 @@ def as_measured(
     spread = target.step_time_ms
     if spread is None:
         return replace(trial, outcome="failed", why=target.withheld.text if target.withheld else "it has no step time")
-    layout, ms_between = target.what_if.layout, between_ms(directory, runs.TARGET)
+    layout, ms_between = target.what_if.layout, _between_ms(directory)
     more_between = 0.0
     if first_trial is not None and first_trial.stages not in (None, target.sizes.pp):
         more_between = (ms_between or 0.0) - (first_trial.between_ms or 0.0)
@@ -77,6 +80,23 @@ def as_measured(
     return replace(measured, outcome="above_limit", why=reason)
 
 
+def _between_ms(directory: Path) -> float | None:
+    """Returns milliseconds from the end of a step to the beginning of the next one (the optimizer, and everything else
+    in the training loop): the median on the rank with the shortest gap, since the gaps of other ranks include waiting
+    for it. None if no rank made two steps."""
+    medians = []
+    for path in find_timelines(directory).paths:
+        with suppress(format.UnreadableTimeline):
+            timeline = format.read_timeline(path)
+            numbers = [number for number, metadata in enumerate(timeline.metadata) if metadata.target == runs.TARGET]
+            steps = timeline.steps[np.isin(timeline.steps["metadata"], numbers)]
+            begins = steps["start_ns"].astype(np.int64)
+            ends = begins + steps["duration"].astype(np.int64) * 1000
+            if len(steps) > 1:
+                medians.append(float(np.median(begins[1:] - ends[:-1])) / 1e6)
+    return min(medians, default=None)
+
+
 def _mismatch(proposal: Proposal, layout: str | None, microbatches: int | None) -> str | None:
     """Returns why a run is not the proposed one; None if nothing contradicts it."""
     if layout is not None and layout != proposal.layout:
@@ -96,22 +116,16 @@ def best_proposal(tuning: Tuning) -> Proposal | None:
     tried and gain as much; otherwise None. If a layout was predicted twice, the more certain prediction counts. If no
     trial keeps the memory limit, any layout that is predicted to keep it counts as a gain.
     """
-    best = _best(tuning, (proposal for trial in tuning.measured for proposal in trial.next))
-    if best is None and tuning.depth:
-        best = _best(
-            tuning, (proposal for trial in tuning.measured if isinstance(proposal := trial.half_as_deep, Proposal))
-        )
-    return best
+    best = _best(tuning, [proposal for trial in tuning.measured for proposal in trial.next])
+    halves = [trial.half_as_deep for trial in tuning.measured if isinstance(trial.half_as_deep, Proposal)]
+    return _best(tuning, halves) if best is None and tuning.depth else best
 
 
 def _best(tuning: Tuning, proposals: Iterable[Proposal]) -> Proposal | None:
-    best = tuning.best
-    surest_by_key: dict[_Key, Proposal] = {}
-    for proposal in _untried(tuning, proposals):
-        previous = surest_by_key.get(_key(proposal))
-        if previous is None or _width(proposal) < _width(previous):
-            surest_by_key[_key(proposal)] = proposal
-    quickest = min(surest_by_key.values(), key=lambda proposal: proposal.step_ms.high, default=None)
+    best, surest = tuning.best, dict[tuple[int | None, str], Proposal]()
+    for proposal in sorted(_untried(tuning, proposals), key=lambda each: each.step_ms.high - each.step_ms.low):
+        surest.setdefault(_key(proposal), proposal)
+    quickest = min(surest.values(), key=lambda proposal: proposal.step_ms.high, default=None)
     if quickest is None or best is None or best.step_ms is None:
         return quickest
     return quickest if quickest.step_ms.high * (1 + LEAST) < best.step_ms.value else None
@@ -130,11 +144,8 @@ def steps_that_tell(tuning: Tuning) -> int:
     )
 
 
-_Key: TypeAlias = tuple[int | None, str]
-"""Stages and layout: the same pieces may be chunks of fewer stages."""
-
-
-def _key(proposal: Proposal) -> _Key:
+def _key(proposal: Proposal) -> tuple[int | None, str]:
+    """Returns stages and layout: the same pieces may be chunks of fewer stages."""
     return proposal.stages, proposal.layout
 
 
@@ -144,23 +155,13 @@ def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
     outcomes = [(trial.proposal, trial.outcome) for trial in tuning.trials if trial.proposal is not None]
     tried_keys = {_key(proposal) for proposal, _ in outcomes}
     tried_keys |= {(trial.stages, trial.layout) for trial in tuning.trials if trial.layout is not None}
-    too_large = [
-        proposal.memory for proposal, outcome in outcomes if outcome == "out_of_memory" and proposal.memory is not None
-    ]
-    return [
-        proposal
-        for proposal in proposals
-        if _key(proposal) not in tried_keys and not any(_needs(proposal, memory) for memory in too_large)
-    ]
+    too_large = [proposal.memory for proposal, outcome in outcomes if outcome == "out_of_memory" and proposal.memory]
 
+    def as_large(needed: tuple[int, ...]) -> bool:
+        same = (memory for memory in too_large if len(memory) == len(needed))
+        return any(all(own >= other for own, other in zip(needed, memory, strict=True)) for memory in same)
 
-def _needs(proposal: Proposal, memory: tuple[int, ...]) -> bool:
-    """Returns whether a proposal has as many stages as ``memory``, and is predicted to need at least that much on each
-    of them."""
-    needed = proposal.memory or ()
-    return len(needed) == len(memory) and all(
-        predicted_bytes >= measured_bytes for predicted_bytes, measured_bytes in zip(needed, memory, strict=True)
-    )
+    return [each for each in proposals if _key(each) not in tried_keys and not as_large(each.memory or ())]
 
 
 def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float, prediction: Prediction) -> Proposal:
@@ -195,7 +196,3 @@ def _half_as_deep(changeable: Changeable) -> Prediction | str:
     if half.fits is False:
         return f"a stage of half as many would need {max(half.needed or ()) / _GIB:.4g} GiB"
     return half
-
-
-def _width(proposal: Proposal) -> float:
-    return proposal.step_ms.high - proposal.step_ms.low

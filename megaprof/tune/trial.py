@@ -80,15 +80,16 @@ def run(
     steps: int,
     time_limit: float,
     advance: Callable[[int], None] = lambda _: None,
+    config: ProfileConfig | None = None,
     alone: Mapping[str, str] | None = None,
 ) -> Ended:
     """Runs ``command`` until every rank has made ``steps`` steps after `WARM_UP`. Its timelines and output go to
-    ``directory``, which is new. ``advance(steps)`` is called as steps are made. ``alone``: further environment of one
-    rank without its others, with the ``PYTHONPATH`` that comes first.
+    ``directory``, which is new. ``advance(steps)`` is called as steps are made. ``config``: another one than that of a
+    trial. ``alone``: further environment of one rank without its others, with the ``PYTHONPATH`` that comes first.
 
     However this function ends, the command ends, too. Raises OSError if it cannot be started.
     """
-    env = environment(config_of(directory), os.environ) | apart(directory)
+    env = environment(config or config_of(directory), os.environ) | apart(directory)
     if alone is not None:
         env |= {**alone, "PYTHONPATH": os.pathsep.join((alone["PYTHONPATH"], env["PYTHONPATH"]))}
     with (directory / LOG).open("wb") as log:
@@ -175,15 +176,12 @@ def _explained(ended: Ended, log: Path) -> Ended:
     """Returns how the trial ended, with the reason that the command printed."""
     if ended.outcome == "enough":
         return ended
-    lines = [line.strip() for line in _CAUGHT.sub("", _log_end(log)).splitlines() if line.strip() and _OURS not in line]
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _READ))
+        printed = _CAUGHT.sub("", file.read().decode("utf-8", "replace"))
+    lines = [line.strip() for line in printed.splitlines() if line.strip() and _OURS not in line]
     memory_line = next((line for line in lines if any(phrase in line for phrase in _OUT_OF_MEMORY)), None)
     if memory_line is not None:
         return Ended("out_of_memory", ended.code, memory_line)
     last_line = lines[-1] if lines and ended.outcome == "exited" else None
     return Ended(ended.outcome, ended.code, next(filter(_RAISED.search, lines), last_line))
-
-
-def _log_end(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _READ))
-        return file.read().decode("utf-8", "replace")

@@ -89,7 +89,7 @@ def main() -> None:
 def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     words, world = case.command, case.stages * case.tp
     real_time("--compute" not in words)
-    made = rehearsed(
+    made, _ = rehearsed(
         words,
         [sys.executable, *words],
         out,

@@ -78,6 +78,18 @@ def steps_of(digests: Digests, first: int, last: int) -> Digests:
 def pretrain(checkout: Path, *before: str, arguments: tuple[str, ...], ranks: int = 2) -> Digests:
     """torchrun; ``before`` stands where the script would. What each rank trained."""
     digests = Path(tempfile.mkdtemp(prefix="digests", dir=checkout.parent))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    ran([*launcher, *before, *script(checkout), *arguments], digests)
+    return read_digests(digests)
+
+
+def script(checkout: Path) -> list[str]:
+    on_cpu = Path(__file__).parent / "megatron_lm_on_cpu.py"
+    return [str(on_cpu), str(checkout), "pretrain_gpt.py", *ARGUMENTS.split()]
+
+
+def ran(command: list[str], digests: Path) -> str:
+    """What it printed."""
     env = {
         **os.environ,
         "TRAINERS_DIGESTS": str(digests),
@@ -87,12 +99,9 @@ def pretrain(checkout: Path, *before: str, arguments: tuple[str, ...], ranks: in
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    script = [str(Path(__file__).parent / "megatron_lm_on_cpu.py"), str(checkout), "pretrain_gpt.py"]
-    command = [*launcher, *before, *script, *ARGUMENTS.split(), *arguments]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
-    return read_digests(digests)
+    return run.stdout
 
 
 def megaprof(*arguments: str) -> str:
@@ -118,6 +127,18 @@ def trained(directory: Path) -> dict[str, Any]:
 def layers(reported: dict[str, Any]) -> list[int]:
     """By stage and chunk."""
     return [chunk["holds"]["layers"] for stage in reported["stages"] for chunk in stage["chunks"]]
+
+
+def test_rehearsed_without_an_edit(checkout: Path, tmp_path: Path) -> None:
+    """Each of its stages alone."""
+    words = [sys.executable, *script(checkout), "--train-iters", "100"]
+    rehearse = [sys.executable, "-m", "megaprof", "rehearse", "--world", "2", "--steps", "3", "--json"]
+    made = json.loads(ran([*rehearse, "--out", str(tmp_path / "out"), "--", *words], tmp_path))
+    assert made["step_ms"]["value"] > 0
+    assert made["what_if"]["layout"] == "Et*6|t*2L"
+    assert made["what_if"]["costs"]["from_ranges"]
+    report = json.loads(megaprof("report", str(tmp_path / "out" / "predicted"), "--json", "-"))
+    assert layers(report["targets"][0]) == [6, 2]
 
 
 def test_run_without_an_edit_and_resume(checkout: Path, plain: Digests, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ EXAMPLE = ROOT / "docs" / "examples" / "layouts.py"
         (["--world", "0", "--", "python", "train.py"], "--world 0"),
         (["--world", "8"], "no command"),
         (["--world", "8", "--", "torchrun", "train.py"], "torchrun"),
+        (["--world", "8", "--", "python", "-m", "verl.trainer.main_ppo"], "starts ranks"),
+        (["--world", "8", "--memory-limit", "much", "--saving-off", "", "--", "python", "t.py"], "--memory-limit"),
         (["--world", "8", "--links", "ib=fast", "--saving-off", "", "--", "python", "t.py"], "--links"),
         (["--world", "8", "--", "python", "train.py"], "--saving-off"),
         (["--world", "8", "--saving-off", "", "--", "no-such-program"], "no-such-program"),
@@ -64,12 +67,22 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "rehearsal.json").read_text()) == found
     assert (tmp_path / "out" / "report.html").stat().st_size > 0
 
-    # A capture that is the prediction itself: inside the interval, and links as they were assumed.
-    against = megaprof("rehearse", "--out", tmp_path / "out", "--against", tmp_path / "out" / "predicted")
+    # Layers are as long as they wait, and the profiled step of each stage shows them.
+    costs = found["what_if"]["costs"]
+    assert costs["from_ranges"]
+    assert costs["by_kind"]["dense"]["backward_ms"] >= 16.0
+
+    # All its ranks.
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    profile = ["--profile-target", "train_actor", "--profile-tool", "timeline", "--profile-dir", tmp_path / "real"]
+    ran = as_a_user("run", *profile, "--", *job, "--train-iters", "14")
+    assert ran.returncode == 0, ran.stderr
+    against = megaprof("rehearse", "--out", tmp_path / "out", "--against", tmp_path / "real")
     assert against.returncode == 0, against.stderr
+    assert "measured: " in against.stdout
     kept = json.loads((tmp_path / "out" / "links.json").read_text())
     assert kept["gloo"]["known"] == "measured"
-    assert kept["gloo"]["bandwidth"] <= found["links"][0]["bandwidth"]  # with what stages do between passes
+    assert "real" in kept["gloo"]["source"]
 
 
 def test_nothing_is_compared_without_a_rehearsal(tmp_path: Path) -> None:

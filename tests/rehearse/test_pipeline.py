@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +12,17 @@ import pytest
 from megaprof import simulate
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.gpu import Peak
+from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.metadata import Metadata, ModelChunk
+from megaprof.formats.ranges import BACKWARD, FORWARD, LAYER
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse.links import Link
-from megaprof.rehearse.pipeline import Pipeline, together, write
-from megaprof.rehearse.rehearsal import balanced
-from megaprof.rehearse.stages import Exchange, Stage, alike
+from megaprof.rehearse.pipeline import Exchange, Pipeline, Stage, alike, together, write
+from megaprof.rehearse.rehearsal import _recomputed, balanced
 
-STEPS, MICROBATCHES, GIB = 6, 8, 1 << 30
+STEPS, MICROBATCHES, GIB, KINDS = 6, 8, 1 << 30, (FORWARD, BACKWARD)
 #: 1 GB/s: a million bytes are a millisecond.
 LINKS = {"gloo": Link("gloo", 1e9, 0.0, "assumed", "a test")}
 
@@ -96,6 +98,39 @@ def test_every_command_reads_the_predicted_pipeline(tmp_path: Path) -> None:
     assert [each.compute_ms and each.compute_ms.mean for each in target.stages] == pytest.approx([480.0] * 4)
     assert target.what_if.allocated == (4 * GIB,) * 4
     assert target.what_if.layout == "Et*2|t*2|t*2|t*2L"
+
+
+def test_layers_and_ends_are_those_of_the_profiled_step(tmp_path: Path) -> None:
+    """Half of the last stage's passes is the loss, which no time of a whole pass would show."""
+    sizes = ParallelSizes(pp=2)
+    stages = [stage(number, 2, sizes) for number in (0, 1)]
+    parts = [
+        tuple(
+            (ModuleKey(LAYER, number, None, kind), 0, at, part) for number in numbers for at, kind in enumerate(KINDS)
+        )
+        for numbers, part in (((1, 2), 0.5), ((3, 4), 0.25))
+    ]
+    stages = [replace(each, layers=layers) for each, layers in zip(stages, parts, strict=True)]
+    write(together(stages, WorldLayout(sizes), LINKS, 8), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert target.what_if.costs is not None
+    costs = target.what_if.costs.by_kind
+    assert (costs["loss"].forward_ms, costs["loss"].backward_ms) == pytest.approx((10.0, 20.0), rel=1e-3)
+    assert costs["embedding"].forward_ms == pytest.approx(0.0, abs=1e-3)
+    assert target.what_if.costs.from_ranges
+
+
+def test_recomputation_runs_forwards_again_and_keeps_what_layers_got(tmp_path: Path) -> None:
+    sizes = ParallelSizes(pp=2)
+    stages = [stage(number, 2, sizes) for number in (0, 1)]
+    put_together = partial(together, layout=WorldLayout(sizes), links=LINKS, per_host=8)
+    write(put_together(stages), tmp_path)
+    (target,) = analyze(tmp_path, memory_limit=3 * GIB).targets
+    found = _recomputed(stages, target.what_if, target.step_ms or 0.0, GIB >> 4, put_together)
+    assert found.step_ms.value == pytest.approx(simulate([[20.0]] * 2, [[60.0]] * 2, MICROBATCHES).step_ms)
+    assert found.needed == (2 * GIB + 4 * (GIB >> 4) + GIB // 2, 2 * GIB + 2 * (GIB >> 4) + GIB)
+    assert found.fits is False  # the last stage: of one layer, all activations of its only microbatch
+    assert replace(found, fits=None).flags[:2] == ("--recompute-granularity", "full")
 
 
 def test_stages_with_different_schedules_are_no_pipeline() -> None:

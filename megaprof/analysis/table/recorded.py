@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most, in_processes
 from megaprof.analysis.trace.reading import Timelines
+from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps import codes
@@ -320,6 +322,11 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     loading_ms = np.clip(loading_ms, 0.0, np.nan_to_num(end - start))
     _, timeline, row = step_rows[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
+    modules = dict[ModuleKey, tuple[int, ...]]()
+    for payload in timeline.facts(format.MODULES).values():
+        with suppress(msgspec.MsgspecError):
+            found = msgspec.json.decode(payload, type=list[tuple[ModuleKey, int]])
+            modules |= {key: (ns,) for key, ns in found}
     arrivals = {}
     for number, (_, timeline, row) in step_rows.items():
         if (came := step_arrivals(timeline, row, *rank.names[0])) is not None:
@@ -364,6 +371,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         device=device,
         came=arrivals,
         memory=combined_peak(memory),
+        modules=modules,
     )
 
 

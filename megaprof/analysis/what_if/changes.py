@@ -28,7 +28,9 @@ from megaprof.analysis.table.table import Floats
 #: How many pipelines of a step are replayed: those that take longest now. After a change, any may be the longest.
 _LONGEST = 4
 
-Kind = Literal["layout", "chunks", "depth", "balanced", "microbatches", "packing", "even_packing", "by_hand"]
+Kind = Literal[
+    "layout", "chunks", "depth", "balanced", "microbatches", "packing", "even_packing", "by_hand", "recompute"
+]
 
 
 @dataclass(frozen=True)

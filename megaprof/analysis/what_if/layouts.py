@@ -35,6 +35,9 @@ _FIELDS = {
     _LAYOUT: "pipeline_model_parallel_layout",
     _VIRTUAL: "virtual_pipeline_model_parallel_size",
     "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
+    "--recompute-granularity": "recompute_granularity",
+    "--recompute-method": "recompute_method",
+    "--recompute-num-layers": "recompute_num_layers",
 }
 _CHUNKS, _STAGES = "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"
 #: The fields for which verl and SkyRL have options of their own.

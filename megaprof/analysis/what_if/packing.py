@@ -211,18 +211,12 @@ def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], m
     return [tuple(group) for group in groups]
 
 
-def _balanced(sequences: Sequences, step: Step, count: int) -> Step | None:
-    return _by_weight(sequences, step, count, sequences.cost)
-
-
-def _by_tokens(sequences: Sequences, step: Step, count: int) -> Step | None:
-    return _by_weight(sequences, step, count, float)
-
-
-def _by_weight(sequences: Sequences, step: Step, count: int, weight: Callable[[int], float]) -> Step | None:
-    """Returns the sequences of each replica in microbatches of about the same weight."""
+def _balanced(
+    sequences: Sequences, step: Step, count: int, weight: Callable[[int], float] | None = None
+) -> Step | None:
+    """Returns the sequences of each replica in microbatches of about the same weight: what they take, unless given."""
     lengths = [[n for microbatch in replica for n in microbatch] for replica in step]
-    laid = [_dealt(of_replica, count, weight, sequences.most) for of_replica in lengths]
+    laid = [_dealt(of_replica, count, weight or sequences.cost, sequences.most) for of_replica in lengths]
     whole = [replica for replica in laid if replica is not None]
     return whole if len(whole) == len(laid) else None
 
@@ -261,7 +255,7 @@ def _in_turns(longest_first: list[Microbatch]) -> list[Microbatch]:
 
 _PLANS: dict[str, Callable[[Sequences, Step, int], Step | None]] = {
     BALANCED: _balanced,
-    BY_TOKENS: _by_tokens,
+    BY_TOKENS: lambda sequences, step, count: _balanced(sequences, step, count, float),
     POOLED: _pooled,
     LONG_FIRST: _ordered(list),
     LONG_LAST: _ordered(lambda longest_first: longest_first[::-1]),

@@ -60,6 +60,9 @@ PARTS = {
         "PP=2: the slow stage, what-if against a re-run, what the profiler's start takes", alone=True, ranks=True
     ),
     "interleaved": Part("the same with two model chunks per stage", alone=True, ranks=True),
+    "rehearsal": Part(
+        "PP=2 by megaprof rehearse, each stage alone, against its ranks", alone=True, ranks=True, seconds=130.0
+    ),
     "activities": Part("Kineto with and without CPU operators, and without CUDA: what is known", alone=True),
     "arrivals": Part("NCCL's times of collectives, and what timing costs", alone=True, ranks=True),
 }

@@ -50,6 +50,7 @@ def name_of(change: Prediction, predictions: WhatIf) -> str:
         "microbatches": f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size",
         "packing": _packing(change),
         "even_packing": "all microbatches and replicas take equally long",
+        "recompute": "recomputation of all layers",
     }
     return names[change.kind]
 
