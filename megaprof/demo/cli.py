@@ -244,6 +244,7 @@ def _new_directory(out: Path | None) -> Path:
 def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
     """Returns the options that a user would append to their pretrain command."""
     captured = _captured(steps)
+    numbers = [",".join(map(str, each)) for each in (captured, range(len(captured)))]
     return [
         "--profile-target",
         "train_actor",
@@ -253,7 +254,7 @@ def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
         "--profile-select",
         "all" if fault == faults.SLOW_RANK else "per-stage",
         "--profile-steps",
-        f"train_actor={_listed(captured)};train_log_probs={_listed(range(len(captured)))}",
+        "train_actor={};train_log_probs={}".format(*numbers),
     ]
 
 
@@ -263,38 +264,19 @@ def _captured(steps: int) -> range:
     return range(max(end - _CAPTURED, min(1, steps - 1)), end)
 
 
-def _listed(steps: range) -> str:
-    return ",".join(map(str, steps))
-
-
 def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> dict[str, Any]:
-    """Runs one rank: a small version of a pretrain entrypoint, with the two lines that megaprof needs."""
-    print("importing Megatron-Core", flush=True)
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megaprof import add_profile_args, install_hooks
-    from megaprof.testing import build, cpu_megatron, init_distributed
-
-    args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
-    init_distributed()
-    with cpu_megatron():
-        print("building the model", flush=True)
-        gpt = build(workload)
-        if fault is not None:
-            faults.inject(fault, gpt, 0)
-        with install_hooks(gpt.chunks, args):
-            forward_backward = get_forward_backward_func()
-            losses = []
-            for step in range(steps):
-                print(f"train_actor step {step} ({step + 1} of {steps})", flush=True)
-                losses.append(gpt.train_step(forward_backward))
-            passes = len(_captured(steps))
-            for step in range(passes):
-                print(f"train_log_probs step {step} ({step + 1} of {passes})", flush=True)
-                gpt.log_probs_pass(forward_backward)
-            print("evaluation pass", flush=True)
-            gpt.evaluate(forward_backward)
-            print("finishing the files", flush=True)
+    """Runs one rank: training, log-probs and an evaluation."""
+    with live.hooked_rank(workload, flags, fault) as (gpt, forward_backward):
+        losses, passes = [], len(_captured(steps))
+        for step in range(steps):
+            print(f"train_actor step {step} ({step + 1} of {steps})", flush=True)
+            losses.append(gpt.train_step(forward_backward))
+        for step in range(passes):
+            print(f"train_log_probs step {step} ({step + 1} of {passes})", flush=True)
+            gpt.log_probs_pass(forward_backward)
+        print("evaluation pass", flush=True)
+        gpt.evaluate(forward_backward)
+        print("finishing the files", flush=True)
     return {"losses": losses, "parameters": gpt.parameter_digest()}
 
 

@@ -10,18 +10,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaprof.cli import TERMINATED, CommandError
 from megaprof.control.directory import NoJob, find_job
 from megaprof.demo import faults
 
 if TYPE_CHECKING:
-    from megaprof.testing import GPTWorkload
+    from megaprof.testing import BuiltGPT, GPTWorkload
 
 #: Seconds after which a hanging job ends by itself, before the first timeout of Megatron-Core's process groups.
 _HANG_SECONDS = 1500.0
@@ -83,35 +83,45 @@ def run_rank(
 ) -> int:
     """Runs one rank until ``steps`` are done, the file ``stop`` appears or the time is up. Returns the number of steps,
     which is the same on all ranks."""
+    deadline = time.monotonic() + seconds
+
+    def over() -> bool:
+        return Path(stop).exists() or time.monotonic() > deadline
+
+    with hooked_rank(workload, flags, fault, faults.FIRST_STEP, over) as (gpt, forward_backward):
+        import torch
+
+        go_on = torch.ones(1)
+        while go_on.item():
+            gpt.train_step(forward_backward)
+            if gpt.step == 1 and torch.distributed.get_rank() == 0:
+                print(_RUNNING, flush=True)
+            go_on[0] = gpt.step != steps and not over()
+            torch.distributed.broadcast(go_on, 0)
+    return gpt.step
+
+
+@contextmanager
+def hooked_rank(
+    workload: GPTWorkload, flags: list[str], fault: str | None, begin: int = 0, over: Callable[[], bool] = lambda: True
+) -> Iterator[tuple[BuiltGPT, Any]]:
+    """Yields the model of a rank and its schedule: a small version of a pretrain entrypoint, with the two lines that
+    megaprof needs. The fault begins at step ``begin``."""
     print("importing Megatron-Core", flush=True)
-    import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megaprof import add_profile_args, install_hooks
     from megaprof.testing import build, cpu_megatron, init_distributed
 
     args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
-    rank, _ = init_distributed(timeout=_NEVER_SECONDS)
-    deadline = time.monotonic() + seconds
-
-    def over() -> bool:
-        return Path(stop).exists() or time.monotonic() > deadline
-
+    init_distributed(timeout=_NEVER_SECONDS)
     with cpu_megatron():
         print("building the model", flush=True)
         gpt = build(workload)
         if fault is not None:
-            faults.inject(fault, gpt, faults.FIRST_STEP, over)
+            faults.inject(fault, gpt, begin, over)
         with install_hooks(gpt.chunks, args):
-            forward_backward = get_forward_backward_func()
-            go_on = torch.ones(1)
-            while go_on.item():
-                gpt.train_step(forward_backward)
-                if gpt.step == 1 and rank == 0:
-                    print(_RUNNING, flush=True)
-                go_on[0] = gpt.step != steps and not over()
-                torch.distributed.broadcast(go_on, 0)
-    return gpt.step
+            yield gpt, get_forward_backward_func()
 
 
 def _wait_for_answers(directory: Path) -> None:

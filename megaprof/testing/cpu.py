@@ -39,6 +39,11 @@ class Patch:
     """The object that replaces it."""
 
 
+# Dynamo keeps a table of torch's functions and refuses one object under two names, so every replacement is new.
+def constant(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
 class _Event:
     """A CUDA event on a device where everything is done at once: it only keeps its time."""
 
@@ -52,14 +57,7 @@ class _Event:
         """Milliseconds between the two recordings, as torch.cuda.Event gives them."""
         return (end._time - self._time) * 1e3
 
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    query, wait, synchronize = constant(True), constant(None), constant(None)
 
 
 class _Stream:
@@ -75,17 +73,8 @@ class _Stream:
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        return True
-
-    def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    query, synchronize = constant(True), constant(None)
+    wait_stream, wait_event = constant(None), constant(None)
 
 
 class _Streams(threading.local):
@@ -151,19 +140,6 @@ def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
     return created
 
 
-# Dynamo keeps a table of torch's functions and refuses one object under two names, so every replacement is new.
-def constant(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
-
-
-def _nothing() -> Callable[..., Any]:
-    return constant(None)
-
-
-def _identity() -> Callable[..., Any]:
-    return lambda obj, *_, **__: obj
-
-
 def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -172,20 +148,15 @@ def _set_rng_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
     torch.set_rng_state(new_state)
 
 
-def _manual_seed(seed: int) -> None:
-    # Not torch.manual_seed: that one seeds torch.cuda as well, which would lead back here.
-    torch.default_generator.manual_seed(int(seed))
-
-
 def _torch_patches() -> list[Patch]:
     cuda, streams = torch.cuda, _Streams()
     on_cuda: dict[str, Any] = {
         "is_available": constant(False),
         "device_count": constant(0),
         "current_device": constant(0),
-        "set_device": _nothing(),
+        "set_device": constant(None),
         "device": constant(contextlib.nullcontext()),
-        "synchronize": _nothing(),
+        "synchronize": constant(None),
         "Stream": _Stream,
         "Event": _Event,
         "stream": streams.use,
@@ -194,23 +165,19 @@ def _torch_patches() -> list[Patch]:
         "is_current_stream_capturing": constant(False),
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,
-        "manual_seed": _manual_seed,
+        # Not torch.manual_seed: that one seeds torch.cuda as well, which would lead back here.
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
     }
     return [
         *(Patch(cuda, name, replacement) for name, replacement in on_cuda.items()),
-        Patch(cuda.nvtx, "range_push", _nothing()),
-        Patch(cuda.nvtx, "range_pop", _nothing()),
+        Patch(cuda.nvtx, "range_push", constant(None)),
+        Patch(cuda.nvtx, "range_pop", constant(None)),
         Patch(torch.autograd, "_engine_run_backward", _also_in_backward(vars(torch.autograd)["_engine_run_backward"])),
         *(Patch(dist, name, _over_gloo(vars(dist)[name])) for name in ("new_group", "new_subgroups_by_enumeration")),
-        Patch(torch.Tensor, "cuda", _identity()),
-        Patch(torch.Tensor, "record_stream", _nothing()),
-        Patch(torch.nn.Module, "cuda", _identity()),
+        Patch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+        Patch(torch.Tensor, "record_stream", constant(None)),
+        Patch(torch.nn.Module, "cuda", lambda module, *_, **__: module),
     ]
-
-
-def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Converts sizes as megatron-core does when it moves them off a GPU; on the CPU they would stay tensors."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _norm_under_sequence_parallel(wrapped_norm: Any) -> Any:
@@ -244,11 +211,15 @@ def _megatron_patches() -> list[Patch]:
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    def as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Converts sizes as megatron-core does when it moves them off a GPU; on the CPU they would stay tensors."""
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
     patches = [
         # With the CPU's generator in place of the GPU's, megatron-core's own RNG tracker works, including fork.
         Patch(random, "_get_cuda_rng_state", _get_rng_state),
         Patch(random, "_set_cuda_rng_state", _set_rng_state),
-        Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_value),
+        Patch(token_dispatcher, "maybe_move_tensor_to_cpu", as_host_value),
         Patch(torch_norm.WrappedTorchNorm, "__new__", _norm_under_sequence_parallel(torch_norm.WrappedTorchNorm)),
         *_restoring(random, "_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
         *_restoring(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),

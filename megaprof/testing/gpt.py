@@ -105,9 +105,7 @@ def _build_chunk(workload: GPTWorkload, config: Any, chunk: int, device: str = "
             stage = {"vp_stage": chunk}
     layer = get_gpt_layer_local_spec(num_experts=workload.experts, moe_grouped_gemm=False)
     if workload.packs is not None:
-        from megaprof.testing.packed import PackedAttention
-
-        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        layer.submodules.self_attention.submodules.core_attention = _PackedAttention
     model = GPTModel(
         config,
         layer,
@@ -341,6 +339,33 @@ def _packed(lengths: tuple[int, ...] = ()) -> dict[str, Any]:
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
     return {"packed_seq_params": PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest)}
+
+
+class _PackedAttention(torch.nn.Module):
+    """Attention over packed sequences on the CPU, which megatron-core's ``DotProductAttention`` refuses there: causal,
+    without dropout. Each sequence is computed by itself, so the time is quadratic in its length, as on a GPU."""
+
+    def __init__(
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any
+    ) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
+    ) -> torch.Tensor:
+        """``query``, ``key`` and ``value`` are [token, head, size]; the result is [token, head x size]."""
+        packed = options["packed_seq_params"]
+        # Padding follows the sequence, where none of its tokens attends to it.
+        padded = packed.cu_seqlens_q_padded
+        ends = (packed.cu_seqlens_q if padded is None else padded).tolist()
+        outputs = []
+        for begin, end in itertools.pairwise(ends):
+            if begin == end:  # hosts pad their lists of boundaries
+                continue
+            q, k, v = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            outputs.append(attended[0].transpose(0, 1).reshape(end - begin, -1))
+        return torch.cat(outputs)
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -311,15 +311,9 @@ def _marked(token: str) -> list[int]:
     return processes
 
 
-def _import_as_the_parent(preparation: dict[str, Any]) -> None:
-    global _importing
-    _importing = True
-    multiprocessing.spawn.prepare(preparation)
-    _importing = False
-
-
 def _rank_main(job_directory: str) -> None:
     """Runs in a rank: restores the parent's imports, calls the function, and leaves its result or traceback behind."""
+    global _importing
     job = Path(job_directory)
     rank = os.environ["RANK"]
     # Named .stack only once the handler is in, because the parent signals no earlier than it sees that name.
@@ -336,7 +330,9 @@ def _rank_main(job_directory: str) -> None:
         os._exit(1)
     early.rename(job / f"{rank}.stack")
     try:
-        _import_as_the_parent(pickle.loads((job / "preparation").read_bytes()))
+        _importing = True
+        multiprocessing.spawn.prepare(pickle.loads((job / "preparation").read_bytes()))
+        _importing = False
         fn, args, kwargs = pickle.loads((job / "call").read_bytes())
         result = pickle.dumps(fn(*args, **kwargs))
     except _Unguarded:
