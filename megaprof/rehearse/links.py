@@ -6,7 +6,6 @@ them, twice that for an all-reduce. It takes a link's latency once for each doub
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ CASES = 4
 NAME = "links.json"
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _STATED = re.compile(r"([\d.]+)([KMGT]?)B/s,([\d.]+)(us|ms)")
-Known = Literal["measured", "stated", "assumed"]
 #: The best and the worst case, as factors of the likely time. Data sheets say what nobody reaches.
-_FACTORS: dict[Known, tuple[float, float]] = {"measured": (0.9, 1.15), "stated": (0.8, 1.5), "assumed": (0.5, 2.0)}
+_FACTORS: dict[str, tuple[float, float]] = {"measured": (0.9, 1.15), "stated": (0.8, 1.5), "assumed": (0.5, 2.0)}
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Link:
     """Bytes per second in one direction, as an exchange reaches them."""
     latency: float
     """Seconds of an exchange without bytes."""
-    known: Known
+    known: Literal["measured", "stated", "assumed"]
     """Whether this was measured, stated by the user, or assumed from a data sheet."""
     source: str
     """Where the numbers are from."""
@@ -50,7 +48,7 @@ class Link:
         ``send``, or the name of a collective. ``size``: of the whole tensor that is gathered, reduced or sent."""
         ring = (ranks - 1) / ranks if kind not in ("send", "recv", "broadcast", "reduce") else 1.0
         moved = (2.0 if kind == "all_reduce" else 1.0) * ring * size
-        likely = 1e3 * (self.latency * max(1, math.ceil(math.log2(ranks))) + moved / self.bandwidth)
+        likely = 1e3 * (self.latency * max(1, (ranks - 1).bit_length()) + moved / self.bandwidth)
         return likely * np.array([1.0, *_FACTORS[self.known], 0.0])
 
 

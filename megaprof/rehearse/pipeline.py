@@ -10,13 +10,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import hypot
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.fleet.reading import read_fleet
@@ -24,7 +22,7 @@ from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.recorded import tables_of_timelines
-from megaprof.analysis.table.table import Floats, Table
+from megaprof.analysis.table.table import QUARTILE, Floats, Table
 from megaprof.analysis.table.tabulate import modules_of
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.reading import find_timelines
@@ -42,9 +40,8 @@ from megaprof.rehearse import alone
 from megaprof.rehearse.links import CASES, Link, between
 from megaprof.tune import trial
 
-#: Seconds after which a stage is ended that has not made its steps: it waits for others, or is slow.
-_TIME_LIMIT = 1800.0
-_PROFILED = 3
+#: Seconds after which a stage is ended that waits for others, or is slow. Steps under a profiler.
+_TIME_LIMIT, _PROFILED = 1800.0, 3
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
         where = (slice(None), phase.chunk, table.schedule.kinds.index(phase.kind), phase.microbatch)
         before[where], previous = start[where] - previous, end[where]
     rows = timelines.read(timelines.paths[0], events=False).steps
-    begins = rows["start_ns"][np.isin(rows["step"], table.steps[kept])].astype(np.int64)
+    begins = rows["start_ns"][np.isin(rows["step"], table.steps[kept])].tolist()
     device, exchanges = _exchanged(directory / "exchanges", begins)
     return Stage(
         metadata=metadata,
@@ -150,7 +147,7 @@ def _layers(directory: Path, metadata: Metadata) -> Iterator[tuple[ModuleKey, in
             yield key, chunk, kind, median(of_layer) / median(took[chunk, kind])
 
 
-def _exchanged(path: Path, begins: npt.NDArray[np.int64]) -> tuple[str | None, tuple[Exchange, ...]]:
+def _exchanged(path: Path, begins: Sequence[int]) -> tuple[str | None, tuple[Exchange, ...]]:
     """Returns the name of the GPU, and the exchanges of an average step. ``begins``: nanoseconds of the steps. Since a
     GPU is behind its host, all exchanges from the first begin to the last one count."""
     device, counts = None, Counter[tuple[str, int, bool, bool, tuple[int, ...]]]()
@@ -207,7 +204,7 @@ class Pipeline:
     def step_ms(self) -> Interval:
         """The step, with an interval from what was measured and what was assumed."""
         likely, best, worst, _ = self.step.mean(axis=1).tolist()
-        measured = Interval.of(likely, hypot(RERUN, _ALONE) * likely / LEVEL, errors_of_mean(self.step[0]))
+        measured = Interval.of(likely, float(np.hypot(RERUN, _ALONE)) * likely / LEVEL, errors_of_mean(self.step[0]))
         return measured + Interval(0.0, best - likely, worst - likely)
 
 
@@ -281,8 +278,14 @@ def write(pipeline: Pipeline, directory: Path) -> None:
                 memory = format.Memory(stage.memory.least, stage.memory.most, stage.memory.capacity or 0)
                 records.append(format.fact_record(step, format.MEMORY, memory.pack()))
             if step == 0 and stage.layers:
-                took_ns = 1e6 * (pipeline.ends - pipeline.starts)[:, number].mean(axis=(0, -1))
-                layers = [(key, round(part * took_ns[chunk, kind])) for key, chunk, kind, part in stage.layers]
+                # A table takes what layers leave of a usual pass for an end, and ends from the quicker passes.
+                took_ns = 1e6 * (pipeline.ends - pipeline.starts)[:, number]
+                quick, usual = np.quantile(took_ns, QUARTILE, axis=(0, -1)), np.median(took_ns, axis=(0, -1))
+                parts = np.zeros_like(usual)
+                for _, chunk, kind, part in stage.layers:
+                    parts[chunk, kind] += part
+                of_layers = (usual - (1.0 - parts) * quick) / np.maximum(parts, 1e-9)
+                layers = [(key, round(part * of_layers[chunk, kind])) for key, chunk, kind, part in stage.layers]
                 records.append(format.fact_record(step, format.MODULES, msgspec.json.encode(layers)))
         name = artifact_name("timeline", None, 0, metadata.coords, format.SUFFIX)
         (directory / name).write_bytes(b"".join(records))

@@ -23,7 +23,6 @@ from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.cli import say
 from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
@@ -89,7 +88,7 @@ def rehearsed(
     """
 
     def measured(stage: int, rank: int) -> Stage:
-        say(f"Stage {stage}: rank {rank}, alone", sys.stderr)
+        print(f"Stage {stage}: rank {rank}, alone", file=sys.stderr, flush=True)
         found = record(run_words, out / "alone" / f"stage{stage}", rank, world, steps)
         if (own := found.metadata.coords.pp) != stage:
             raise Unanswerable(f"rank {rank} is of stage {own}, not {stage}: ranks are not in Megatron-Core's order")

@@ -120,6 +120,27 @@ def test_layers_and_ends_are_those_of_the_profiled_step(tmp_path: Path) -> None:
     assert target.what_if.costs.from_ranges
 
 
+def test_disturbed_passes_leave_their_time_to_layers(tmp_path: Path) -> None:
+    """Most passes of the last stage take three times as long, half of which is the loss: no layer costs nothing."""
+    sizes = ParallelSizes(pp=2)
+    first, last = (stage(number, 2, sizes) for number in (0, 1))
+    disturbed = np.random.default_rng(0).random(last.passes.shape) < 0.6
+    passes = 2.0 * last.passes * np.where(disturbed, 3.0, 1.0)
+    layers = tuple(
+        (ModuleKey(LAYER, number, None, kind), 0, at, 0.25) for number in (3, 4) for at, kind in enumerate(KINDS)
+    )
+    whole = tuple(
+        (ModuleKey(LAYER, number, None, kind), 0, at, 0.5) for number in (1, 2) for at, kind in enumerate(KINDS)
+    )
+    stages = [replace(first, layers=whole), replace(last, passes=passes, layers=layers)]
+    write(together(stages, WorldLayout(sizes), LINKS, 8), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert target.what_if.costs is not None
+    costs = target.what_if.costs.by_kind
+    assert costs["loss"].forward_ms == pytest.approx(20.0, rel=0.2)
+    assert costs["dense"].forward_ms == pytest.approx(10.0, rel=0.2)
+
+
 def test_recomputation_runs_forwards_again_and_keeps_what_layers_got(tmp_path: Path) -> None:
     sizes = ParallelSizes(pp=2)
     stages = [stage(number, 2, sizes) for number in (0, 1)]

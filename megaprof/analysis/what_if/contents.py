@@ -9,7 +9,7 @@ separate differ by up to a factor of two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,17 +33,13 @@ Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
 
 @dataclass(frozen=True)
 class Held:
-    """The layout of a model, and the times of its parts that ranges show."""
+    """The layout of a model, the kind of each decoder layer in order, and the milliseconds of a microbatch, by kind of
+    pass, in the parts that ranges show: a kind of layer, the embedding, one MTP layer, or output layer and loss."""
 
     pieces: Layout
-    """Its layout."""
     kinds: tuple[str, ...]
-    """The kind of each decoder layer, in order."""
     stages: int
-    """Pipeline stages."""
     measured: Mapping[str, Floats] = field(default_factory=dict)
-    """Milliseconds of a microbatch, by kind of pass, in a kind of layer, the embedding, one MTP layer, or the output
-    layer and the loss. Parts without ranges are missing."""
 
     @property
     def ends(self) -> Floats | None:
@@ -82,16 +78,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the parts of a model. Leading axes, if any, are draws; ``k`` is the axis of kinds of passes."""
+    """The costs of the parts of a model. Leading axes, if any, are draws; ``k`` is the axis of kinds of passes.
+
+    ``parts`` [..., name, k] has the milliseconds of each of `Held.names`, ``fixed`` [..., k] what every pass takes
+    beside its parts, and ``factor`` [..., stage, chunk, k] the time of a chunk / the cost of its parts.
+    """
 
     held: Held
-    """The model."""
     parts: Floats
-    """[..., name, k]: milliseconds of each of `Held.names`."""
     fixed: Floats
-    """[..., k]: what every pass takes beside its parts."""
     factor: Floats
-    """[..., stage, chunk, k]: time of the chunk / cost of its parts."""
 
     def of(self, pieces: Layout) -> Floats:
         """Returns [..., stage, chunk, k]: milliseconds of every chunk in another layout."""
@@ -161,19 +157,13 @@ def fitted(costs: Costs) -> CostFit:
     held, parts = costs.held, costs.parts.tolist()
     by_kind = {name: Cost(*ms) for name, ms in zip(held.names, parts, strict=True)}
     off = float(np.abs(1.0 - 1.0 / costs.factor).max())
-    from_ranges = set(held.names) <= set(held.measured)
-    return CostFit(by_kind, held.kinds, off, from_ranges, tuple(_assumptions(costs)))
-
-
-def _assumptions(costs: Costs) -> Iterator[Assumption]:
-    held = costs.held
-    unknown = [name for name in held.names if name not in held.measured]
-    if len(set(held.kinds) - set(held.measured)) > 1 and not _told_apart(held):
-        yield "kinds_alike"
-    if all(set(piece) != {"t"} for piece in held.pieces) and any(name in unknown for name in (EMBEDDING, LOSS)):
-        yield "ends_hidden"
-    if MTP in unknown:
-        yield "mtp_like_layer"
+    unknown, only_ends = set(held.names) - set(held.measured), all(set(piece) != {"t"} for piece in held.pieces)
+    assumed: dict[Assumption, bool] = {
+        "kinds_alike": len(set(held.kinds) - set(held.measured)) > 1 and not _told_apart(held),
+        "ends_hidden": only_ends and bool(unknown & {EMBEDDING, LOSS}),
+        "mtp_like_layer": MTP in unknown,
+    }
+    return CostFit(by_kind, held.kinds, off, not unknown, tuple(each for each, is_so in assumed.items() if is_so))
 
 
 def split(content: Floats, held: Held, random: np.random.Generator | None = None) -> Costs:

@@ -100,10 +100,6 @@ class _Problem:
         """Returns the layouts that were replayed."""
         return sorted(self.step_ms, key=lambda counts: (self.step_ms[counts], counts))
 
-    @property
-    def exhausted(self) -> bool:
-        return len(self.step_ms) >= self.budget
-
 
 def search(
     units: Sequence[Unit],
@@ -246,7 +242,7 @@ def _improve(problem: _Problem, counts: _Counts) -> None:
     while better is not None:
         counts, better = better, None
         for moves in _moves(problem, counts):
-            if problem.exhausted:
+            if len(problem.step_ms) >= problem.budget:
                 return
             fitting = problem.fitting(moves)
             problem.replay(fitting)

@@ -81,7 +81,7 @@ def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
 
 def format_layout(pieces: Sequence[str]) -> str:
     """Returns the compact string of a layout, such as ``Et*6|(t*4|)*6t*2L``; `parse_layout` gives the pieces back."""
-    texts = [_run_lengths(piece) for piece in pieces]
+    texts = ["".join(_repeated(letter, len(list(run))) for letter, run in groupby(piece)) for piece in pieces]
     ended = "".join(_repeated(f"{text}|", len(list(run))) for text, run in groupby(texts[:-1]))
     return ended + texts[-1]
 
@@ -187,10 +187,6 @@ def to_flags(pieces: Sequence[str], pp: int) -> tuple[str, ...]:
             names = (("embedding", embedding), ("loss", loss))
             return (*(f"--account-for-{name}-in-pipeline-split" for name, counted in names if counted), *chunks)
     return (_LAYOUT, format_layout(wanted))
-
-
-def _run_lengths(piece: str) -> str:
-    return "".join(_repeated(letter, len(list(run))) for letter, run in groupby(piece))
 
 
 def _repeated(text: str, count: int) -> str:

@@ -130,15 +130,10 @@ def _in_flight(schedule: PipelineSchedule) -> Whole:
                 ways[tuple(held)] = None
             held[phase.chunk] += 1 if phase.kind == "forward" else -1
             before = phase.kind
-        stages.append(_corners(np.array(list(ways))))
+        found = np.array(list(ways))
+        # One that is between two others on a line needs no more than one of these two, whatever the chunks hold.
+        steps = np.diff(found, axis=0)
+        turns = (steps[1:] != steps[:-1]).any(axis=1)
+        stages.append(found[np.concatenate([[True], turns, [True]])[: len(found)]])
     longest = max(map(len, stages))
     return np.array([[*ways, *[ways[0]] * (longest - len(ways))] for ways in stages])
-
-
-def _corners(ways: Whole) -> Whole:
-    """Returns the ways without those that are between two others on a line: one of these two needs at least as much,
-    whatever the chunks hold."""
-    steps = np.diff(ways, axis=0)
-    turns = (steps[1:] != steps[:-1]).any(axis=1)
-    corners: Whole = ways[np.concatenate([[True], turns, [True]])[: len(ways)]]
-    return corners
