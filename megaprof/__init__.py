@@ -18,10 +18,10 @@ from megaprof.version import __version__
 if TYPE_CHECKING:
     from megaprof.analysis.report.report import analyze
     from megaprof.analysis.simulation.simulate import Simulation, simulate
-    from megaprof.autoload.install import Handle, install_hooks, kernel_summary, start, step, stop
-    from megaprof.capture.annotations import annotate
+    from megaprof.autoload.install import Handle, install_hooks, start, step, stop
     from megaprof.capture.compat import check_offload
-    from megaprof.capture.roles import evaluation, role
+    from megaprof.capture.profiler import kernel_summary
+    from megaprof.capture.roles import annotate, evaluation, role
     from megaprof.config.arguments import add_profile_args, config_from_args
     from megaprof.config.options import ProfileConfig
     from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
@@ -35,12 +35,12 @@ _HOME = {
     "WorldLayout": "megaprof.parallel.topology",
     "add_profile_args": "megaprof.config.arguments",
     "analyze": "megaprof.analysis.report.report",
-    "annotate": "megaprof.capture.annotations",
+    "annotate": "megaprof.capture.roles",
     "check_offload": "megaprof.capture.compat",
     "config_from_args": "megaprof.config.arguments",
     "evaluation": "megaprof.capture.roles",
     "install_hooks": "megaprof.autoload.install",
-    "kernel_summary": "megaprof.autoload.install",
+    "kernel_summary": "megaprof.capture.profiler",
     "role": "megaprof.capture.roles",
     "simulate": "megaprof.analysis.simulation.simulate",
     "start": "megaprof.autoload.install",

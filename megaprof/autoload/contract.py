@@ -18,8 +18,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaprof.capture.process import process
-from megaprof.hooks.batch import Batch
 from megaprof.metrics.sinks import Writers
+from megaprof.recorders.call import Batch
 from megaprof.runtime.armed import armed
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -161,7 +161,7 @@ def inside(facts: Facts, message: str) -> Iterator[None]:
 
             stack.enter_context(evaluation())
         if facts.role is not None:
-            from megaprof.capture.annotations import annotate  # brings torch, which is not loaded yet everywhere
+            from megaprof.capture.roles import annotate  # brings torch, which is not loaded yet everywhere
 
             stack.enter_context(annotate(message, role=facts.role))
         yield

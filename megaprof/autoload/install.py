@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from megaprof.artifacts.finish import FinishHook
-from megaprof.artifacts.writer import Writer, open_writer
+from megaprof.artifacts.writer import open_writer
 from megaprof.autoload import job_end, registry
 from megaprof.capture import profiler
 from megaprof.capture.dispatcher import Dispatcher
@@ -31,11 +31,10 @@ from megaprof.capture.session import Session
 from megaprof.capture.this_rank import ThisRank, moved
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
-from megaprof.config.per_role import checked_role
+from megaprof.config.windows import checked_role
 from megaprof.control.listener import Listener
 from megaprof.control.watchdog import Watchdog
-from megaprof.formats.names import shard
-from megaprof.hooks.megatron import patch_megatron
+from megaprof.hooks.schedules import patch_megatron
 from megaprof.metrics.sinks import Overview, check_prometheus
 from megaprof.parallel.topology import WorldLayout
 from megaprof.recorders import build_recorders
@@ -47,12 +46,12 @@ from megaprof.runtime.patching import Patches
 class Handle:
     """The result of ``install_hooks``. ``remove()``, or leaving it as a context manager, removes the hooks."""
 
-    def __init__(self, config: ProfileConfig, role: str | None, session: Session | None = None) -> None:
+    def __init__(self, config: ProfileConfig, role: str | None) -> None:
         self.config = config
         """The configuration."""
         self.role = role
         """Role of the model; None without one."""
-        self._session = session
+        self._session: Session | None = None
         self._listener: Listener | None = None
 
     @property
@@ -134,8 +133,8 @@ def install_without_pipeline(
 ) -> Handle:
     """`install_hooks` for a trainer without Megatron's schedule: all ranks are one data-parallel group.
 
-    The batches of hosts that megaprof knows are steps (`megaprof.hooks.batch.Batch`). Any other caller announces every
-    step and every pass itself, through `megaprof.hooks.plain.PlainSteps`. Raises ValueError as `install_hooks` does.
+    The batches of hosts that megaprof knows are steps (`megaprof.recorders.call.Batch`). Any other caller announces
+    every step and pass itself, through `megaprof.hooks.plain.PlainSteps`. Raises ValueError as `install_hooks` does.
     """
     return _install(_models(model), _config(config), role, iteration, pipeline=False)
 
@@ -151,9 +150,9 @@ def _install(
 ) -> Handle:
     job_end.installed()
     role = None if role is None else checked_role(role, "install_hooks: role")
-    inert = Handle(config, role)
+    handle = Handle(config, role)
     if not config.enabled or config.never:
-        return inert
+        return handle
     existing = next((session.handle for session in process.sessions if session.owns(models)), None)
     if isinstance(existing, Handle):
         if (existing.config, existing.role) != (config, role):
@@ -168,46 +167,35 @@ def _install(
     if pipeline:
         _require("megatron.core")
     this_rank = ThisRank.of(config, role, models, groups, pipeline=pipeline)
-    this_rank.announce(config)
-    if not this_rank.records(config):
-        return inert
+    if not (this_rank.windowed or this_rank.timed or config.listens):
+        return handle
     hook = FinishHook(config.on_finish, str(config.dir)) if config.on_finish else None
-    opened = open_writer(str(config.dir), shard(this_rank.coords), hook)
+    opened = open_writer(str(config.dir), this_rank.folder, hook)
     if opened is None:
-        return inert
+        return handle
     directory, writer = opened
-    framework = registry.framework()
     session = Session(
         config,
         this_rank,
         models,
         writer,
-        os.path.join(directory, shard(this_rank.coords)),
-        process.termination,
+        os.path.join(directory, this_rank.folder),
         role=role,
         numbers=partial(registry.numbers, given=iteration),
         recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else (),
-        timeline=_timeline(config, this_rank, role, framework, directory, writer),
-        framework=framework,
+        framework=(framework := registry.framework()),
     )
-    session.handle = handle = Handle(config, role, session)
+    if this_rank.timed or (config.around_windows and (this_rank.windowed or config.on_demand)):
+        finished = None if this_rank.timed else writer.hand_over  # of every step, or of those around windows
+        session.timeline = TimelineRecorder(
+            config, this_rank.coords, role, process.background, framework, directory, finished, process.parts
+        )
+    session.handle, handle._session = handle, session
     with Contained("installing the hooks", partial(_undo, session)):
         profiler.enter(session, _with_schedules if pipeline else _without_schedules)
         if config.listens:
             handle._listener = _listen(session, this_rank.layout, directory)
     return handle
-
-
-def _timeline(
-    config: ProfileConfig, here: ThisRank, role: str | None, framework: str | None, directory: str, writer: Writer
-) -> TimelineRecorder | None:
-    """Returns the recorder of every step, or of those around windows; None if this rank needs neither."""
-    if not here.timed and not (config.around_windows and (here.windowed or config.on_demand)):
-        return None
-    finished = None if here.timed else writer.hand_over
-    return TimelineRecorder(
-        config, here.coords, role, process.background, framework, directory, finished, process.parts
-    )
 
 
 def _with_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
@@ -229,15 +217,6 @@ def _undo(session: Session) -> None:
         None if session.timeline is None else session.timeline.close,
         session.writer.close,
     )
-
-
-def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, Any] | None:
-    """Returns the kernel summary of the last window that closed in this process, or of the last one of ``role``.
-
-    It needs no Handle, so a controller can call it in its workers. See `Handle.kernel_summary`. None if there is none,
-    or if it is still being made after ``timeout`` seconds.
-    """
-    return profiler.kernel_summary(timeout, role)
 
 
 class _Started:
@@ -300,22 +279,20 @@ def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Lis
         return None
     session.at_end.append(listener.close)
     config, coords = session.config, session.coords
-    watchdog = None
+    watchdog, overview, tasks = None, None, list[tuple[Callable[[], None], float]]()
     if coords.rank == 0 and (config.trigger_step_time is not None or config.trigger_imbalance is not None):
         watchdog = Watchdog(config, listener)
-        _repeat(session, watchdog.look, listener.every)
+        tasks.append((watchdog.look, listener.every))
     if coords.rank in (0, coords.sizes.world - 1):
         see = None if watchdog is None else watchdog.see
         overview = Overview(config, listener, coords, session.role, registry.writers, see)
-        _repeat(session, overview.look, overview.every)
+        tasks.append((overview.look, overview.every))
+    for task, every in tasks:
+        process.background.add(task, every)
+        session.at_end.append(partial(process.background.remove, task))
+    if overview is not None:
         session.at_end.append(overview.close)
     return listener
-
-
-def _repeat(session: Session, task: Callable[[], None], every: float) -> None:
-    """Runs ``task`` on the background thread, every ``every`` seconds until the session ends."""
-    process.background.add(task, every)
-    session.at_end.append(partial(process.background.remove, task))
 
 
 def _config(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:

@@ -84,18 +84,15 @@ Planned = tuple[CountedStep, "Demand | None"]
 
 @dataclass
 class Wish:
-    """The plan of one target and role, with what has been captured so far."""
+    """The plan of one target and role, with what has been captured so far. ``ran`` counts its steps; the ``first`` and
+    the ``last`` of them are -1 if none ran. Without a ``plan``, this rank captures none of them."""
 
     plan: Plan | None
-    """The steps that this rank captures; None if it captures none of them."""
     ran: int = 0
-    """The number of steps that ran."""
     graphs: int = 0
     """The number of these that captured a CUDA graph."""
     first: int = -1
-    """The step that ran first; -1 if none has."""
     last: int = -1
-    """The step that ran last; -1 if none has."""
     handled: int | None = None
     """The step that was last wanted; None if none was. If it runs again, it is not wanted again."""
     captured: set[int] = field(default_factory=set)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from megaprof.config.options import ProfileConfig, flag
@@ -48,11 +50,11 @@ def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
 
     A model does not show whether the host will move it between calls. If the host does, an open window makes it crash.
     """
-    refusal = Offloading(config).refusal(tuple(chunks))
+    held = held_by(config)
     lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
     lasting += [flag("discrete")] * config.discrete
-    if lasting and refusal is not None:
-        raise ValueError(f"{' and '.join(lasting)}: {refusal}")
+    if lasting and held and any(map(offloads_manually, chunks)):
+        raise ValueError(f"{' and '.join(lasting)}: {refusal(held)}")
 
 
 def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
@@ -60,7 +62,14 @@ def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
     dynolog, and cancels a running one when a window opens (``prepareTrace`` of Kineto's controller)."""
     if not config.windowed or "torch" not in config.tool or env.get("KINETO_USE_DAEMON", "") in ("", "0"):
         return
-    if _dynolog_listens(env.get("KINETO_IPC_SOCKET_DIR")):
+    if directory := env.get("KINETO_IPC_SOCKET_DIR"):
+        listens = os.path.exists(os.path.join(directory, "dynolog"))
+    else:
+        listens = False
+        with suppress(OSError):  # not Linux, where there is no dynolog
+            sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
+            listens = any(line.split()[-1:] == ["@dynolog"] for line in sockets.splitlines())
+    if listens:
         raise ValueError(
             f"KINETO_USE_DAEMON={env['KINETO_USE_DAEMON']} and a running dynolog are not valid beside {flag('target')} "
             f"with {flag('tool')} torch: a process records one capture at once, and a window would cancel dynolog's. "
@@ -68,41 +77,14 @@ def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
         )
 
 
-def _dynolog_listens(directory: str | None) -> bool:
-    """Returns whether dynolog's socket exists on this host, in ``directory`` or else as an abstract socket."""
-    if directory:
-        return os.path.exists(os.path.join(directory, "dynolog"))
-    try:
-        with open("/proc/net/unix", encoding="utf-8", errors="replace") as sockets:
-            return any(line.split()[-1:] == ["@dynolog"] for line in sockets)
-    except OSError:  # not Linux, where there is no dynolog
-        return False
-
-
-class Offloading:
-    """Remembers whether moving a session's models would crash while a window is open between calls."""
-
-    def __init__(self, config: ProfileConfig) -> None:
-        self._held = held_by(config)
-        self._manual = False
-
-    def refusal(self, chunks: tuple[Any, ...], held: tuple[str, ...] | None = None) -> str | None:
-        """Returns why no such window may open; None if it may.
-
-        ``chunks``: the model of the call that begins. Models of earlier calls count as well. ``held``: the options that
-        make this window's profiler hold tensors; None for those of the configuration.
-        """
-        held = self._held if held is None else held
-        if not held:
-            return None
-        self._manual = self._manual or any(offloads_manually(chunk) for chunk in chunks)
-        if not self._manual:
-            return None
-        return (
-            f"with {_flags(held)} on an FSDP2 model its window would be open between calls, and moving the model to "
-            "the CPU meanwhile would fail ('Couldn't swap ...'). Use CPUOffloadPolicy (cpu_offload=true), or Megatron, "
-            f"or another target, or drop {_flags(held)}"
-        )
+def refusal(held: tuple[str, ...]) -> str:
+    """Returns why a window whose profiler holds tensors by the options ``held`` must not be open between calls of a
+    model that is offloaded manually."""
+    return (
+        f"with {_flags(held)} on an FSDP2 model its window would be open between calls, and moving the model to "
+        "the CPU meanwhile would fail ('Couldn't swap ...'). Use CPUOffloadPolicy (cpu_offload=true), or Megatron, "
+        f"or another target, or drop {_flags(held)}"
+    )
 
 
 def held_by(config: ProfileConfig) -> tuple[str, ...]:

@@ -32,12 +32,11 @@ class Dispatcher:
         someone else has wrapped remain in place, and do nothing from then on."""
         self.call: RecordedCall | None = None
         """The call that is being recorded; None if none is. Hooks in Python look only at this."""
-        self.gate = Gate(self._clock_failed)
+        self.gate = Gate(on_fault=self._clock_failed)
         self.inside: int | None = None
         """The thread that is inside a schedule call; None if none is. It keeps an inner call from being recorded again:
         a CUDA graph wrapper calls the schedule."""
         self.of_this_call = Patches()
-        """The patches that stay until the recorded call ends."""
         self.models: tuple[Any, ...] = ()
         """The models inside the wrappers of the recorded call's chunks. Empty between calls."""
         self.finalize: tuple[Any, Any] | None = None
@@ -45,7 +44,6 @@ class Dispatcher:
         self.close_modules: Callable[[], object] | None = None
         """Closes the ranges of modules that are open in this thread. Can be run twice."""
         self._recording: tuple[Session, RecordedCall] | None = None
-        self._dropped: list[Session] = []
         self._last_model: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
         """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
         kept because unwrapping is slow: a torch module takes long to find that it lacks an attribute."""
@@ -98,11 +96,12 @@ class Dispatcher:
         self._now(None)
         self.put_back()
         self.models = ()
-        if self._dropped:
-            self._abandon()
-        if self._recording is not None:
-            (session, call), self._recording = self._recording, None
-            session.end(call, failed=failed)
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording[0].end(recording[1], failed=failed)
+        for session in self.sessions:
+            if session.off is not None:  # a fault in this call, in which its recorders could not stop
+                session.abandon()
         if process.asked:
             self.settle()
 
@@ -126,8 +125,7 @@ class Dispatcher:
             call = None if self._recording is None else self._recording[1]
             if call is not None:
                 call.ranged = False
-                if call.outermost is not None:
-                    call.outermost.close()
+                call.outermost.close()
             for session in self.sessions:
                 session.end_window(reason, None if call is None else GRACE_SECONDS)
             self._now(call if call is not None and call.timed else None)
@@ -141,7 +139,7 @@ class Dispatcher:
         """Forgets the call in progress, in a forked child: its sessions are the parent's."""
         self._now(None)
         self._recording = self.inside = self._last_model = None
-        self._dropped, self.models = [], ()
+        self.models = ()
 
     def drop(self) -> None:
         """Switches off the sessions that a fault in a hook may have touched. Can be run twice.
@@ -150,20 +148,16 @@ class Dispatcher:
         and stopping Kineto inside the autograd engine crashes the process.
         """
         self._now(None)
-        self._dropped = self._touched()
-        for session in self._dropped:
+        recording = self._recording
+        touched = self.sessions.copy() if recording is None else [recording[0]]
+        for session in touched:
             session.off = session.off or fault_now()
-        in_full(self.put_back, self._abandon if self.inside is None else None)
-
-    def _touched(self) -> list[Session]:
-        """Returns the sessions that a fault in a hook may have touched."""
-        return self.sessions.copy() if self._recording is None else [self._recording[0]]
-
-    def _abandon(self) -> None:
-        """Stops the recorders of the sessions that were dropped. Can be run twice."""
-        outermost = None if self._recording is None else self._recording[1].outermost
-        in_full(None if outermost is None else outermost.close, *(session.abandon for session in self._dropped))
-        self._recording, self._dropped = None, []
+        stops: list[Callable[[], object]] = []
+        if self.inside is None:
+            self._recording = None
+            stops = [session.abandon for session in touched]
+            stops += [] if recording is None else [recording[1].outermost.close]
+        in_full(self.put_back, *stops)
 
     def _route(self, chunks: tuple[Any, ...]) -> tuple[Session | None, tuple[Any, ...]]:
         """Returns the session that takes a call of ``chunks``, or None, and the models inside their wrappers."""
@@ -171,19 +165,14 @@ class Dispatcher:
             chunk, model, session = self._last_model
             if chunk() is chunks[0] and (unwrapped := model()) is not None:
                 return session, (unwrapped,)
-        models = tuple(map(innermost, chunks))
-        taker = self._session_of(models)
+        models, taker = tuple(map(innermost, chunks)), None
+        for session in self.sessions:
+            if session.models is None:
+                taker = session  # unless another session has exactly this model
+            elif any(reference() is model for reference in session.models for model in models):
+                taker = session
+                break
         if taker is not None and len(chunks) == 1 and chunks[0] is not None:
             with suppress(TypeError):  # a model without weak references is looked up every time
                 self._last_model = weakref.ref(chunks[0]), weakref.ref(models[0]), taker
         return taker, models
-
-    def _session_of(self, models: tuple[Any, ...]) -> Session | None:
-        """Returns the session of ``models``, or else the session that takes any model; None if there is neither."""
-        takes_any = None
-        for session in self.sessions:
-            if session.models is None:
-                takes_any = session
-            elif any(reference() is model for reference in session.models for model in models):
-                return session
-        return takes_any

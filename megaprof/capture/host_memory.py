@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from megaprof.config.memory import MemoryLimit
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.logs import logger
 
@@ -33,12 +32,13 @@ INTERVAL_SECONDS = 0.1
 
 class HostMemoryGuard:
     """Watches between ``start()`` and ``stop()``, in a thread that lives only that long. If the window has to close,
-    the thread calls ``on_limit(reason)`` once. A bound that cannot be read is not watched. ``others``: the number of
-    other processes of this host that may close a window at the same time; each is taken to need as much as this one.
+    the thread calls ``on_limit(reason)`` once. ``limit``: see `config.readers.parse_limit`. A bound that cannot be read
+    is not watched. ``others``: the number of other processes of this host that may close a window at the same time;
+    each is taken to need as much as this one.
     """
 
-    def __init__(self, limit: MemoryLimit, on_limit: Callable[[str], None], others: int = 0) -> None:
-        self._limit = limit
+    def __init__(self, limit: tuple[int | None, float], on_limit: Callable[[str], None], others: int = 0) -> None:
+        self._size, self._share = limit
         self._on_limit = on_limit
         self._others = others
         self._done: threading.Event | None = None
@@ -69,12 +69,12 @@ class HostMemoryGuard:
 
     def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int) -> str | None:
         """Returns why the window must close now, or None. Closing it takes ``needed`` bytes."""
-        size, others = self._limit.size, self._others * needed
+        size, others = self._size, self._others * needed
         if size is not None and resident + needed > size:
             return _reason("this process", resident, needed, 0, size, size)
         for bound in bounds:
             used, there_is = bound.read()
-            allowed = int(there_is * self._limit.share)
+            allowed = int(there_is * self._share)
             if used + needed + others > allowed:
                 return _reason(bound.name, used, needed, others, allowed, there_is)
         return None

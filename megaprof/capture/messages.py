@@ -13,7 +13,6 @@ from typing import Any
 
 from megaprof.artifacts.remote import is_remote
 from megaprof.capture.agenda import Agenda, Wish
-from megaprof.capture.window_files import names_of
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList, parse_schedule
 from megaprof.formats.phrases import counted
@@ -43,9 +42,11 @@ def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None
         parts.append("captures when 'megaprof trigger' asks for it")
     if config.around_windows:
         parts.append(f"keeps the times of up to {BEFORE} calls before each window and of {BEHIND} behind it")
-    stages = _stages(ranks, layout)
-    if stages is not None and stages < coords.sizes.pp and config.windowed:
-        parts.append(f"sees {stages} of {coords.sizes.pp} stages: add {flag('select')} per-stage for the stage report")
+    if ranks is not None and layout is not None and config.windowed:
+        stages = len({rank // layout.strides["pp"] % layout.sizes.pp for rank in ranks})
+        if stages < coords.sizes.pp:
+            seen = f"sees {stages} of {coords.sizes.pp} stages"
+            parts.append(f"{seen}: add {flag('select')} per-stage for the stage report")
     logger.info("megaprof %s", "; ".join([*parts, f"writes to {config.dir}"]))
 
 
@@ -69,16 +70,10 @@ def _ranks(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None) -
     return text if config.role_select is None else f"{text}, by role: {config.role_select}"
 
 
-def _stages(ranks: list[int] | None, layout: WorldLayout | None) -> int | None:
-    if ranks is None or layout is None:
-        return None
-    return len({rank // layout.strides["pp"] % layout.sizes.pp for rank in ranks})
-
-
 def say_window(config: ProfileConfig, folder: str, window: Window) -> None:
     """Logs that the files of ``window``, in ``folder``, are complete. Logs nothing if there are none, because the log
     already says why."""
-    files, remote = names_of(folder, window), is_remote(str(config.dir))
+    files, remote = window.names_in(folder), is_remote(str(config.dir))
     if not files and not remote:
         return
     where = f"{config.dir}/{window.stem}*" if remote else ", ".join(os.path.join(folder, name) for name in files)

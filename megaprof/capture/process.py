@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.nsys import SESSION_VARIABLE
-from megaprof.recorders.parts import Parts
+from megaprof.recorders.host import Parts
 from megaprof.runtime.background import Background
 from megaprof.runtime.device import DeviceWait
 from megaprof.runtime.isolation import in_full
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megaprof.capture.agenda import CountedStep, Demand
     from megaprof.recorders import Recorder, Window
     from megaprof.recorders.call import RecordedCall
-    from megaprof.recorders.ranges.emit import Range
+    from megaprof.recorders.emit import Range
     from megaprof.runtime.ending import AtExit, Termination
 
 
@@ -101,10 +101,6 @@ class Process:
         open windows."""
         return self.window is not None if self.sessions else self.traced
 
-    def captured(self, session: object) -> None:
-        """Notes that a window of ``session`` was saved."""
-        self.capturers = [other for other in self.capturers if other is not session] + [session]
-
     def memory_ran_out(self, session: object, reason: str) -> None:
         """Has the window of ``session`` closed because of ``reason``, if it is open. Any thread may call it."""
         if self.window is not None and self.window.owner is session:
@@ -113,15 +109,6 @@ class Process:
     def abandon(self) -> None:
         """Stops all recording after a fault. Can be run twice."""
         in_full(*(session.abandon for session in self.sessions))
-
-    def forget(self) -> None:
-        """Forgets the sessions and the window in a forked child, because they belong to the parent."""
-        self.sessions.clear()
-        self.capturers.clear()
-        self.answers.clear()
-        self.asked.clear()
-        self.window = self.prepared = None
-        self.disturbed = False
 
 
 process = Process()

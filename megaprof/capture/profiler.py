@@ -85,7 +85,10 @@ def step_ended() -> None:
     again, as Ray does."""
     for session in process.sessions.copy():
         session.step_ended()
-    _flush()
+    deadline = time.monotonic() + STEP_END_SECONDS
+    for session in process.sessions.copy():
+        left = max(0.0, deadline - time.monotonic())
+        session.writer.flush(min(left, session.config.flush_seconds))
 
 
 def attempt_failed() -> None:
@@ -94,17 +97,14 @@ def attempt_failed() -> None:
         session.forget_attempt()
 
 
-def kernel_summary(timeout: float, role: str | None) -> dict[str, Any] | None:
-    """Returns the kernel summary of the last window that closed; see `megaprof.kernel_summary`."""
+def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, Any] | None:
+    """Returns the kernel summary of the last window that closed in this process, or of the last one of ``role``.
+
+    It needs no Handle, so a controller can call it in its workers. See `Handle.kernel_summary`. None if there is none,
+    or if it is still being made after ``timeout`` seconds.
+    """
     summaries = (session.kernel_summary(timeout, role) for session in reversed(process.capturers))
     return next((summary for summary in summaries if summary is not None), None)
-
-
-def _flush() -> None:
-    deadline = time.monotonic() + STEP_END_SECONDS
-    for session in process.sessions.copy():
-        left = max(0.0, deadline - time.monotonic())
-        session.writer.flush(min(left, session.config.flush_seconds))
 
 
 def _unsaved() -> bool:
@@ -118,7 +118,7 @@ def _save(last: bool) -> None:
     deadline, reason = time.monotonic() + TERM_SECONDS, "the process was terminated (SIGTERM)"
     for session in process.sessions.copy():
         seconds = min(max(0.0, deadline - time.monotonic()), session.config.flush_seconds)
-        (session.close if last else session.save)(reason, seconds)
+        session.close(reason, seconds, last=last)
 
 
 def _finish_all() -> None:
@@ -143,7 +143,10 @@ def _forget() -> None:
     process.dispatcher.forget()
     process.background.forget()
     in_forked_child(recording=process.window is not None)
-    process.forget()
+    for of_parent in (process.sessions, process.capturers, process.answers, process.asked):
+        of_parent.clear()
+    process.window = process.prepared = None
+    process.disturbed = False
     process.termination.reset()
 
 

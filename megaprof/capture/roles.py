@@ -1,8 +1,17 @@
 """Marks code as the work of one role (actor, ref, critic, reward, rollout) when models share a process, or as
-evaluation.
+evaluation; and ``annotate``, which puts a range around a function or a block of the host's, and names its role.
 
     with megaprof.role("ref"):
         forward_backward_func(...)      # counted, captured and named as the reference model's
+
+    @annotate                                        @annotate(role="rollout", color="red")
+    def load_batch(): ...                            async def generate(prompts): ...
+
+    with annotate(role="critic", message="values"): ...
+
+An annotation's range is written while a window is open. With ``--profile-discrete`` the outermost annotated work of a
+role opens a window of its own on captured steps. Without hooks, an annotated function costs only one extra call, unless
+Nsight Systems records the process: then its range is always written.
 
 A scope is a context variable. It holds for the code inside, for coroutines and tasks that are started inside, and for
 ``asyncio.to_thread``. It does not hold for other threads, or for a task that was already running. So interleaved tasks
@@ -11,20 +20,25 @@ of an asynchronous rollout each keep their own role.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaprof.capture.process import process
-from megaprof.config.per_role import checked_role
+from megaprof.config.windows import checked_role
+from megaprof.formats.ranges import DOMAIN
 from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
-    from megaprof.recorders.ranges.emit import Range
+    from megaprof.recorders.emit import Range
+
 
 _MOST_SAID = 64
 
@@ -33,14 +47,13 @@ class Scope(NamedTuple):
     """A stretch of code that is the work of one role."""
 
     role: str | None
-    """The role; None if unknown."""
     window: object
     """The window that was open when the scope began, and has a range for it; None if none was open."""
 
 
 _NOBODY = Scope(None, None)
 _scope: ContextVar[Scope] = ContextVar("megaprof_role", default=_NOBODY)
-_blocks: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("megaprof_blocks", default=())
+_blocks: ContextVar[tuple[tuple[object, Work], ...]] = ContextVar("megaprof_blocks", default=())
 _evaluates: ContextVar[bool] = ContextVar("megaprof_evaluation", default=False)
 
 
@@ -50,13 +63,13 @@ current: Callable[[], Scope] = _scope.get
 
 class Work:
     """A context manager around one run of the host's code, which is the work of ``role``. It has a range of its own
-    while ranges are recorded.
+    while ranges are recorded. Annotated work of a role may also open a window.
 
     ``role``: None leaves the role as it was. ``message``: the name of an annotation's range; None if the range is named
-    after the role. ``look`` and ``overlapping``: see `megaprof.recorders.ranges.emit.Range`.
+    after the role. ``look`` and ``overlapping``: see `megaprof.recorders.emit.Range`.
     """
 
-    __slots__ = ("_look", "_message", "_opened", "_overlapping", "_role", "_scope")
+    __slots__ = ("_look", "_message", "_opened", "_overlapping", "_role", "_scope", "_session")
 
     def __init__(
         self,
@@ -72,23 +85,29 @@ class Work:
         self._overlapping = overlapping
         self._scope: Token[Scope] | None = None
         self._opened: Range | None = None
+        self._session: Any = None
 
     def __enter__(self) -> None:
+        role = self._role
+        if self._message is not None and role is not None and current().role != role:
+            with Contained("opening a window", process.abandon):
+                self._session = _window_for(role)
         window = process.window
         if process.recording:
             with Contained("opening a range", process.abandon):
                 from megaprof.formats.ranges import annotation_range, role_range
-                from megaprof.recorders.ranges.emit import Range
+                from megaprof.recorders.emit import Range
 
-                role = self._role or current().role
-                name = role_range(str(role)) if self._message is None else annotation_range(self._message, role)
+                whose = role or current().role
+                name = role_range(str(whose)) if self._message is None else annotation_range(self._message, whose)
                 self._opened = Range(name, self._look, overlapping=self._overlapping)
                 self._opened.__enter__()
-        if self._role is not None:
-            self._scope = _scope.set(Scope(self._role, window))
+        if role is not None:
+            self._scope = _scope.set(Scope(role, window))
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        in_full(self._leave, self._close)
+        failed = fault is not None and not isinstance(fault, GeneratorExit)  # which closes an unfinished coroutine
+        in_full(self._leave, self._close, partial(self._end_window, failed))
 
     def _leave(self) -> None:
         scope, self._scope = self._scope, None
@@ -101,8 +120,39 @@ class Work:
             self._opened.close()
             self._opened = None
 
+    def _end_window(self, failed: bool) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            with Contained("closing a window", process.abandon):
+                session.end_work(failed=failed)
 
-class role:
+
+def _window_for(role: str) -> Any:
+    """Opens a window for annotated work of ``role``, if one is wanted. Returns the session that has it, or None."""
+    sessions = process.sessions
+    session = next((s for s in sessions if s.role == role), None)
+    session = session or next((s for s in sessions if s.role is None), None) or next(iter(sessions), None)
+    return session if session is not None and session.begin_work(role) else None
+
+
+class _Block:
+    """A context manager of the host's, which several tasks may be inside at once: the work that it began is remembered
+    in each task's own context."""
+
+    def _begin(self, work: Work) -> None:
+        work.__enter__()
+        _blocks.set((*_blocks.get(), (self, work)))
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        blocks = _blocks.get()
+        for place in reversed(range(len(blocks))):
+            if blocks[place][0] is self:
+                _blocks.set(blocks[:place] + blocks[place + 1 :])
+                blocks[place][1].__exit__(kind, fault, tb)
+                return
+
+
+class role(_Block):
     """Marks the code inside ``with role("ref"): ...`` as the work of that role.
 
     Steps are counted per target and role. If scopes are nested, the innermost one counts. A name that is empty or not a
@@ -120,14 +170,7 @@ class role:
 
     def __enter__(self) -> None:
         if self._name is not None:
-            work = Work(self._name, overlapping=in_task())
-            work.__enter__()
-            enter_block(self, work)
-
-    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        work = leave_block(self)
-        if isinstance(work, Work):
-            work.__exit__(kind, fault, tb)
+            self._begin(Work(self._name, overlapping=_in_task()))
 
 
 @contextmanager
@@ -145,23 +188,7 @@ def evaluation() -> Iterator[None]:
 evaluating: Callable[[], bool] = _evaluates.get
 
 
-def enter_block(owner: object, state: object) -> None:
-    """Remembers ``state`` in this context until ``owner`` is left. Several tasks may be inside the same ``owner`` at
-    once."""
-    _blocks.set((*_blocks.get(), (owner, state)))
-
-
-def leave_block(owner: object) -> object:
-    """Returns the ``state`` with which ``owner`` was last entered in this context; None if it was not entered."""
-    blocks = _blocks.get()
-    for place in reversed(range(len(blocks))):
-        if blocks[place][0] is owner:
-            _blocks.set(blocks[:place] + blocks[place + 1 :])
-            return blocks[place][1]
-    return None
-
-
-def in_task() -> bool:
+def _in_task() -> bool:
     """Returns whether an event loop runs the caller, so that other tasks may run before a block ends."""
     events = sys.modules.get("asyncio.events")
     return events is not None and events._get_running_loop() is not None
@@ -172,3 +199,114 @@ def say_once(message: str) -> None:
     if message not in process.said and len(process.said) < _MOST_SAID:
         process.said.add(message)
         logger.warning("megaprof: %s", message)
+
+
+_COLORS = "an ARGB integer, one of NVTX's names (red, green, blue, ...), or matplotlib's where that is installed"
+
+
+class annotate(_Block):
+    """Names a range in traces. Use it as a decorator, with or without arguments, or as a context manager.
+
+    ``role`` is the role that does the work (actor, ref, critic, rollout, ...). ``message`` is the name of the range;
+    the default is the function's qualified name. ``color``, ``domain`` and ``category`` are passed to NVTX; the
+    default domain is ``megaprof``.
+
+    It can wrap functions, methods (also static and class methods) and coroutine functions, but no generators. The range
+    of a coroutine lasts from its first step to its end, including waiting. Exceptions pass through unchanged. Invalid
+    arguments raise ValueError when a function is decorated. In a ``with`` block, which may be in the training
+    loop, they are logged once and ignored.
+    """
+
+    def __new__(cls, message: Any = None, **options: Any) -> Any:
+        made = super().__new__(cls)
+        if callable(message) or isinstance(message, staticmethod | classmethod):  # @annotate
+            made.__init__(**options)  # type: ignore[misc]
+            return made(message)
+        return made
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        role: str | None = None,
+        color: str | int | None = None,
+        domain: str | None = None,
+        category: str | int | None = None,
+    ) -> None:
+        self._message: str | None = None
+        self._role: str | None = None
+        self._look: dict[str, Any] = {"color": None, "domain": DOMAIN, "category": None}
+        self._mistake: ValueError | None = None
+        try:
+            _check(
+                message=(message, str), color=(color, str | int), domain=(domain, str), category=(category, str | int)
+            )
+            self._role = None if role is None else checked_role(role, "annotate: role")
+            self._look = {"color": _checked_color(color), "domain": domain or DOMAIN, "category": category}
+            self._message = message
+        except ValueError as mistake:
+            self._mistake = mistake
+
+    def __call__(self, function: Any) -> Any:
+        if self._mistake is not None:
+            raise self._mistake
+        if isinstance(function, staticmethod | classmethod):
+            return type(function)(self(function.__func__))
+        if not callable(function) or isinstance(function, type):
+            raise ValueError(f"annotate: {function!r} is not a function or method")
+        message = self._message or str(getattr(function, "__qualname__", type(function).__qualname__))
+        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+            raise ValueError(
+                f"annotate: {message} is a generator, between whose steps others work; valid: a block around each part "
+                "of its work, `with megaprof.annotate(...):`, or the function that consumes it"
+            )
+        if inspect.iscoroutinefunction(function):
+            wrapper = self._coroutine(function, message)
+        else:
+            wrapper = self._function(function, message)
+        return functools.wraps(function)(wrapper)
+
+    def __enter__(self) -> None:
+        if self._mistake is not None:
+            say_once(f"{self._mistake}. It is left out")
+        self._begin(Work(self._role, self._message or "block", self._look, overlapping=_in_task()))
+
+    def _function(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not (process.sessions or process.traced):
+                return function(*args, **kwargs)
+            with Work(self._role, message, self._look):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    def _coroutine(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not (process.sessions or process.traced):
+                return await function(*args, **kwargs)
+            with Work(self._role, message, self._look, overlapping=True):
+                return await function(*args, **kwargs)
+
+        return wrapper
+
+
+def _check(**given: tuple[Any, Any]) -> None:
+    """Raises ValueError for the first of the ``given`` values that is neither None nor of its types."""
+    for name, (value, kinds) in given.items():
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
+            raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")
+
+
+def _checked_color(color: str | int | None) -> str | int | None:
+    if isinstance(color, str):
+        try:
+            from nvtx.colors import color_to_hex
+        except ModuleNotFoundError:  # there is no NVTX here (macOS), so nothing shows a color
+            return color
+        try:
+            color_to_hex(color)
+        except (TypeError, ValueError):
+            raise ValueError(f"annotate: color={color!r} is not a color; valid: {_COLORS}") from None
+    elif color is not None and not 0 <= color <= 0xFFFFFFFF:
+        raise ValueError(f"annotate: color={color!r} is not a color; valid: {_COLORS}")
+    return color

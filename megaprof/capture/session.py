@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.writer import Writer
+from megaprof.capture import compat
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
-from megaprof.capture.compat import Offloading
 from megaprof.capture.host_memory import HostMemoryGuard
 from megaprof.capture.messages import note_in_span, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, check_role
-from megaprof.capture.window_files import look, names_of, next_repeat, remove
-from megaprof.config.memory import parse_limit
 from megaprof.config.options import ProfileConfig
+from megaprof.config.readers import parse_limit
 from megaprof.config.windows import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.formats import ranges
+from megaprof.formats.names import artifact_name, parse_artifact_name
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
-from megaprof.recorders.ranges.emit import Range
-from megaprof.recorders.ranges.graph_names import names
+from megaprof.recorders.emit import Range
+from megaprof.recorders.emit import names as graph_names
 from megaprof.recorders.tape import Tape
 from megaprof.runtime.device import capturing
-from megaprof.runtime.ending import Termination
-from megaprof.runtime.interruption import from_host
+from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.isolation import Contained, contained, fault_now, in_full
 from megaprof.runtime.logs import logger
 
@@ -92,24 +91,23 @@ class Session:
         models: tuple[Any, ...] | None,
         writer: Writer,
         folder: str,
-        termination: Termination,
         *,
         role: str | None,
         numbers: Numbers,
         recorders: Sequence[Recorder],
-        timeline: TimelineRecorder | None,
         framework: str | None,
     ) -> None:
         """``models``: the model chunks; None for any model that no other session has. ``folder``: the local directory
         of this rank's files. ``role``: the role that the model has. ``numbers`` returns the host's numbers of a call.
-        ``termination`` keeps a SIGTERM from ending a window half-way. ``framework`` names the host."""
+        ``framework`` names the host."""
         self.config = config
         self.role = role
         self.coords = here.coords
         self.models = None if models is None else tuple(_reference(innermost(model)) for model in models)
         self.writer = writer
         self.recorders = tuple(recorders)
-        self.timeline = timeline
+        self.timeline: TimelineRecorder | None = None
+        """The recorder of every step, or of those around windows; None if this rank needs neither."""
         self.agenda = Agenda(config, here.coords, role)
         self.off: str | None = None
         """The fault after which nothing more is recorded in this run; None if there was none."""
@@ -121,27 +119,34 @@ class Session:
         """Functions that are called when the session ends, once its files are finished."""
         #: The capture that was requested while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
-        self._termination = termination
+        self._termination = process.termination  # keeps a SIGTERM from ending a window half-way
         self._numbers = numbers
         self._framework = framework
         self._folder = folder
         self._speaks = here.speaks
         self._windows = 0  # the number of windows that were saved
         self._ended = False
-        look(process.repeats, self._folder, here.coords.rank)
+        # Now, because a window that opens must not wait for the disk. No finished file is ever replaced.
+        with Suppressed(OSError):
+            for artifact in map(parse_artifact_name, os.listdir(folder)):
+                if artifact is not None and artifact.place.rank == here.coords.rank:
+                    name = artifact_name(artifact.target, artifact.role, artifact.step, artifact.place, "")
+                    names = os.path.join(folder, name)
+                    process.repeats[names] = max(artifact.repeat, process.repeats.get(names, 0))
         # A request may name any target, and the calls before it are kept in memory only.
         targets = TARGETS if config.on_demand and config.around_windows else config.target
         self._timed = frozenset((*targets, TRAIN_ACTOR) if TRAIN_OVERALL in targets else targets)
         self._roles = {role}
         self._losses: set[str] = set()
-        self._offloading = Offloading(config)
+        self._held = compat.held_by(config)
+        self._offloads = False  # whether a model of a call so far is offloaded manually
         self._pace = Pace()
         #: The recorders that will be prepared when the running call ends, because the next call is captured.
         self._coming: Sequence[Recorder] = ()
         self._thread = threading.get_ident()
         self._last: Window | None = None  # the one that closed last
         limit = parse_limit("max_host_memory", config.max_host_memory)
-        self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self), here.neighbours(config))
+        self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self), here.neighbours)
 
     def owns(self, models: tuple[Any, ...] | None) -> bool:
         """Returns whether the session is for exactly these model chunks, or for any model if ``models`` is None."""
@@ -200,14 +205,16 @@ class Session:
 
     def end(self, call: RecordedCall, *, failed: bool) -> None:
         """Handles the end of the call for which ``begin`` returned ``call``. ``failed``: whether it raised an exception
-        of the host's."""
+        of the host's. If a fault has turned the session off meanwhile, its recorders stop."""
+        if self.off is not None:
+            in_full(call.outermost.close, self.abandon)
+            return
         try:
             coming = self._coming if not failed and not capturing() and self._pace.ends() else ()
             if call.timed and self.timeline is not None:
                 # A GPU is still at work on a call that ends, so preparing the profiler disturbs it.
                 self.timeline.end(call.tape, failed=failed, disturbed=bool(coming))
-            if call.outermost is not None:
-                call.outermost.close()
+            call.outermost.close()
             opened = None if process.window is None else self._own_window
             if opened is None and not coming:
                 return
@@ -272,10 +279,17 @@ class Session:
             if process.prepared is not None and process.prepared[0] is self:
                 self._leave_prepared()
 
-    def close(self, reason: str, seconds: float) -> None:
+    def close(self, reason: str, seconds: float, *, last: bool = True) -> None:
         """Closes an open window, finishes every file within ``seconds``, and logs what was captured. The window gets
-        half of that time: the device may never be idle, and the files of other windows must be finished as well."""
+        half of that time: the device may never be idle, and the files of other windows must be finished as well.
+        ``last``: False if the session goes on."""
         deadline = time.monotonic() + seconds
+        if not last:
+            in_full(
+                partial(self.end_window, reason, seconds / 2),
+                lambda: self.writer.flush(max(0.0, deadline - time.monotonic())),
+            )
+            return
         in_full(
             partial(self.end_window, reason, seconds / 2),
             None if self.timeline is None else self.timeline.close,
@@ -288,14 +302,6 @@ class Session:
         if self._speaks and not self._ended:
             self._ended = True
             say_end(self.config, self._windows, self.agenda)
-
-    def save(self, reason: str, seconds: float) -> None:
-        """Closes an open window and waits for its files, as `close` does, but lets the session go on."""
-        deadline = time.monotonic() + seconds
-        in_full(
-            partial(self.end_window, reason, seconds / 2),
-            lambda: self.writer.flush(max(0.0, deadline - time.monotonic())),
-        )
 
     def kernel_summary(self, timeout: float, role: str | None) -> dict[str, Any] | None:
         """Returns the kernel summary; see `megaprof.autoload.install.Handle.kernel_summary`."""
@@ -313,7 +319,7 @@ class Session:
             return
         if self.agenda.repeats(window.target, window.role, window.step):
             logger.info("megaprof: train_actor step %d runs again, and its file is the second run's", window.step)
-            self.writer.run(partial(remove, self._folder, window))
+            self.writer.run(partial(_remove, self._folder, window))
 
     def step_ended(self) -> None:
         """Closes a window of the whole step, because the host's step is over. A no-op without such a window."""
@@ -380,11 +386,11 @@ class Session:
 
     def _check_work(self, opened: OpenWindow, facts: CallFacts) -> None:
         """Discards an open window of annotated work whose first call shows a model that must not be in one."""
-        if opened.step.target == ANNOTATED and opened.call is None and not capturing():
-            refusal = self._offloading.refusal(facts.chunks)
-            if refusal is not None:
-                logger.error("megaprof: annotated work of %s is not captured: %s", opened.window.role, refusal)
-                in_full(*(recorder.discard for recorder in opened.recorders), self._release)
+        if opened.step.target != ANNOTATED or opened.call is not None or capturing():
+            return
+        if (reason := self._refusal(facts, self._held)) is not None:
+            logger.error("megaprof: annotated work of %s is not captured: %s", opened.window.role, reason)
+            in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
     def _open_first(self, wanted: Sequence[Planned], facts: CallFacts) -> None:
         """Opens the first of ``wanted`` that can be opened. The others are lost."""
@@ -395,21 +401,27 @@ class Session:
             elif window is not None:
                 reason = f"a window of {window.step.target} was open in it"
             else:
-                holding = None if demand is None else demand.holding
-                refusal = self._offloading.refusal(facts.chunks, holding) if step.outlasts_call else None
-                if refusal is None:
+                held = self._held if demand is None else demand.holding
+                refused = self._refusal(facts, held) if step.outlasts_call else None
+                if refused is None:
                     self._open(step, demand)
                     continue
-                reason, level = refusal, logging.ERROR
+                reason, level = refused, logging.ERROR
             self.agenda.lose(step, demand, reason)
             if demand is None:
                 logger.log(level, "megaprof: %s step %d is not captured: %s", step.target, step.number, reason)
+
+    def _refusal(self, facts: CallFacts, held: tuple[str, ...]) -> str | None:
+        """Returns why no window of a profiler that holds tensors by the options ``held`` may be open between calls;
+        None if it may. The models of earlier calls count as well."""
+        self._offloads = self._offloads or (bool(held) and any(map(compat.offloads_manually, facts.chunks)))
+        return compat.refusal(held) if held and self._offloads else None
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """Returns the record of the call for the open window and the timeline; None if nothing is recorded."""
         window, timeline = process.window, self.timeline
         disturbed, process.disturbed = window is not None or process.disturbed, False
-        ranged = window is not None or (facts.graph == "capture" and names.available)
+        ranged = window is not None or (facts.graph == "capture" and graph_names.available)
         ranged = ranged and self.config.ranges != "step"
         if facts.graph == "capture" or step.target not in self._timed:
             timeline = None  # nothing may be timed while a CUDA graph is captured
@@ -423,8 +435,7 @@ class Session:
         else:
             return None
         if window is not None:
-            call.outermost = outermost = ExitStack()
-            scope = current()
+            outermost, scope = call.outermost, current()
             if step.role not in (None, window.window.role) and scope.window is not window:
                 outermost.enter_context(Range(ranges.role_range(str(step.role))))
             outermost.enter_context(Range(ranges.step_range(step.target, step.number, self.coords)))
@@ -437,7 +448,9 @@ class Session:
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
         window = Window(step.target, role, step.number, self.coords)
-        window = replace(window, repeat=next_repeat(process.repeats, self._folder, window))
+        names = os.path.join(self._folder, window.path("", "").name)
+        process.repeats[names] = process.repeats.get(names, 0) + 1
+        window = replace(window, repeat=process.repeats[names])
         recorders = self.recorders if demand is None else demand.recorders
         process.window = opened = OpenWindow(self, window, step, demand, recorders)
         process.thread = threading.get_ident()
@@ -495,9 +508,9 @@ class Session:
                 self.writer.run(partial(say_window, self.config, self._folder, window))
             if (demand := opened.demand) is not None:
                 demand.saved += 1
-                self.writer.run(lambda: demand.written.append(names_of(self._folder, window)))
+                self.writer.run(lambda: demand.written.append(window.names_in(self._folder)))
             self.writer.end_window()
-            process.captured(self)
+            process.capturers = [other for other in process.capturers if other is not self] + [self]
         except Exception as fault:
             if from_host(fault):
                 raise
@@ -520,6 +533,13 @@ class Session:
         if opened is not None:
             opened.device.end()
             process.window, process.disturbed = None, True
+
+
+def _remove(folder: str, window: Window) -> None:
+    """Removes the files of ``window``, whose step failed and ran again. Runs on the writer's thread, once they are
+    complete."""
+    for name in window.names_in(folder):
+        os.unlink(os.path.join(folder, name))
 
 
 def _reference(model: Any) -> Callable[[], Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from megaprof.capture.compat import check_daemon, check_model
 from megaprof.capture.messages import say_start
 from megaprof.config.options import ProfileConfig
+from megaprof.formats.names import shard
 from megaprof.parallel.chunks import language_model
 from megaprof.parallel.machine import local_ranks
 from megaprof.parallel.process_groups import (
@@ -28,15 +29,17 @@ class ThisRank:
     """A rank's place in the job, and what it records."""
 
     coords: RankCoords
-    """Its coordinates."""
+    folder: str
+    """The name of the directory of its files."""
     layout: WorldLayout | None
     """The layout of the job's ranks; None if no order of the parallel axes explains it."""
     ranks: list[int] | None
     """All ranks of the job that may capture windows, ascending; None if they cannot be listed."""
+    neighbours: int
+    """How many other ranks of this host may close a window when this rank does. Without ``LOCAL_WORLD_SIZE``, each rank
+    counts as the only one of its host."""
     windowed: bool
-    """True if windows may open on this rank."""
     timed: bool
-    """True if this rank keeps a timeline."""
 
     @classmethod
     def of(
@@ -48,8 +51,8 @@ class ThisRank:
         *,
         pipeline: bool,
     ) -> ThisRank:
-        """Returns this rank's place and what it records. ``groups``: the model's own process groups, if the caller has
-        them.
+        """Returns this rank's place and what it records. Rank 0 logs the line at the start of the job. ``groups``: the
+        model's own process groups, if the caller has them.
 
         Raises ValueError for selected ranks that the job does not have, and for a model that cannot be profiled this
         way. Does not check the ranks of other roles, because such a role may run in a job of another size. If it runs
@@ -66,37 +69,28 @@ class ThisRank:
         check_daemon(config, os.environ)
         # A role without ranks of its own has the default ranks. A role with ranks of its own may turn up in any model.
         selectors = [s for name in (role, *config.roles) if (s := config.selector(name)) is not None]
-        return cls(
+        ranks, local = _selected(selectors, coords, layout), local_ranks() or 1
+        first = coords.rank - coords.rank % local
+        others = set(range(first, first + local)) - {coords.rank}
+        here = cls(
             coords=coords,
+            folder=shard(coords),
             layout=layout,
-            ranks=_selected(selectors, coords, layout),
+            ranks=ranks,
+            neighbours=len(others if ranks is None or config.listens else others.intersection(ranks)),
             windowed=config.windowed and any(selector.selects(coords) for selector in selectors),
             timed=timed is not None and timed.selects(coords),
         )
-
-    def records(self, config: ProfileConfig) -> bool:
-        """Returns whether this rank records or answers anything, so that it needs hooks."""
-        return self.windowed or self.timed or config.listens
-
-    def neighbours(self, config: ProfileConfig) -> int:
-        """Returns how many other ranks of this host may close a window when this rank does. Without
-        ``LOCAL_WORLD_SIZE``, each rank counts as the only one of its host."""
-        local = local_ranks() or 1
-        first = self.coords.rank - self.coords.rank % local
-        here = set(range(first, first + local)) - {self.coords.rank}
-        return len(here if self.ranks is None or config.listens else here.intersection(self.ranks))
+        if coords.rank == 0 or here.speaks:
+            show_lines()
+        if coords.rank == 0:
+            say_start(config, coords, here.ranks, layout)
+        return here
 
     @property
     def speaks(self) -> bool:
         """True for the lowest rank that captures windows, which is the only one that logs what became of them."""
         return self.coords.rank == (self.ranks[0] if self.ranks else 0)
-
-    def announce(self, config: ProfileConfig) -> None:
-        """Has rank 0 log the line at the start of the job, and makes lines visible on the ranks that log."""
-        if self.coords.rank == 0 or self.speaks:
-            show_lines()
-        if self.coords.rank == 0:
-            say_start(config, self.coords, self.ranks, self.layout)
 
 
 def _selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLayout | None) -> list[int] | None:

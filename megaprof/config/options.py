@@ -15,8 +15,7 @@ from typing import Any
 
 import megaprof.config.readers as read
 from megaprof.artifacts.remote import check_remote, is_remote
-from megaprof.config.per_role import parse_per_role
-from megaprof.config.tools import TIMELINE
+from megaprof.config.readers import TIMELINE
 from megaprof.config.windows import (
     ANNOTATED,
     NONE,
@@ -24,6 +23,7 @@ from megaprof.config.windows import (
     TRAIN_OVERALL,
     Plan,
     StepList,
+    parse_per_role,
     parse_schedule,
     parse_step_list,
     parse_steps,

@@ -7,15 +7,13 @@ ValueError naming option, value and what would be valid.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaprof.artifacts.remote import is_remote
-from megaprof.config.memory import parse_limit
-from megaprof.config.per_role import parse_per_role
-from megaprof.config.tools import known_tools
-from megaprof.config.windows import NONE
+from megaprof.config.windows import NONE, parse_per_role
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -158,3 +156,64 @@ def factor(name: str, value: Any) -> float:
     if isinstance(value, bool) or not 1 < multiple < 1000:
         raise ValueError(f"{name}: {value!r} is not valid; it must be a number greater than 1, e.g. 1.5")
     return multiple
+
+
+DEFAULT_SHARE = 0.95
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_VALID = "valid: a size such as 64GiB or 500MB (of this process), or a share such as 80% (of the container's memory)"
+
+
+def parse_limit(option: str, text: str) -> tuple[int | None, float]:
+    """Reads ``64GiB`` (or ``64g``), ``64GB`` (decimal), ``1000000B`` or ``80%``. Refuses a number alone, because nobody
+    who writes 12 means bytes.
+
+    Returns how much memory may be in use, including what closing the window takes: the bound of this process's resident
+    memory in bytes, or None, and the share of the memory of the container and of the machine, 0 to 1.
+    Raises ValueError that names ``option``, the value and what would be valid.
+    """
+    if match := _SHARE.fullmatch(text.strip()):
+        share = float(match[1]) / 100
+        if not 0 < share <= 1:
+            raise ValueError(f"{option}: {text!r} is not a share between 0% and 100%; {_VALID}")
+        return None, share
+    match = _SIZE.fullmatch(text.strip())
+    if match is not None and text.strip()[-1] in "0123456789":
+        raise ValueError(f"{option}: {text!r} has no unit; {_VALID}")
+    if match is None:
+        raise ValueError(f"{option}: {text!r} is neither a size nor a share; {_VALID}")
+    decimal = match[2] and not match[3] and text.strip().lower().endswith("b")
+    size = int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()])
+    if size < 1:
+        raise ValueError(f"{option}: {text!r} is less than one byte; {_VALID}")
+    return size, DEFAULT_SHARE
+
+
+# The values of ``--profile-tool``. `megaprof.recorders` has what each of them does.
+
+#: The class of each tool's recorder, imported when the tool is chosen. Recorders stop in this order and start in the
+#: reverse order: nsys is innermost, so that it records neither Kineto's start nor the writing of a trace.
+BUILTIN = {
+    "nsys": "megaprof.recorders.nsys:NsysRecorder",
+    "memory": "megaprof.recorders.memory:MemoryRecorder",
+    "torch": "megaprof.recorders.torch_profiler:TorchRecorder",
+}
+#: Records every step rather than windows (`megaprof.recorders.timeline`), so it is no ``Recorder``.
+TIMELINE = "timeline"
+#: Tools of third parties that were registered in this process, each with the factory of its recorder.
+registered: dict[str, object] = {}
+
+
+def known_tools() -> tuple[str, ...]:
+    """Returns the values that ``--profile-tool`` takes now."""
+    return (*BUILTIN, TIMELINE, *registered)
+
+
+def register_tool(name: str, factory: object) -> None:
+    """Adds a tool; see `megaprof.recorders.register_recorder`. Raises ValueError for a name that cannot be used."""
+    if not isinstance(name, str) or name != name.lower() or [name] != name.replace(",", " ").split():
+        raise ValueError(f"register_recorder: {name!r} is not valid; it must be one lower-case word without a comma")
+    if name in (*BUILTIN, TIMELINE) or registered.get(name, factory) is not factory:
+        raise ValueError(f"register_recorder: {name!r} is taken; known tools: {', '.join(known_tools())}")
+    registered[name] = factory

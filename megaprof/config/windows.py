@@ -1,4 +1,4 @@
-"""Which steps are captured: step lists and schedules, per target. Plain data, no clock, no communication."""
+"""Which steps are captured: step lists and schedules, per target and role. Plain data, no clock, no communication."""
 
 from __future__ import annotations
 
@@ -54,13 +54,10 @@ class Schedule:
     """The cycle of ``torch.profiler.schedule``, over the calls of one target since hooks were installed."""
 
     skip_first: int = 3
-    """Calls before the first cycle."""
     wait: int = 0
-    """Calls at the start of each cycle that are not captured."""
     warmup: int = 0
     """Calls after the idle ones, which are not captured either. The profiler is prepared after the last one."""
     active: int = 1
-    """Captured calls, at the end of each cycle."""
     repeat: int = 1
     """Number of cycles; 0 for the whole run."""
 
@@ -149,3 +146,26 @@ def _parse_range(item: str, text: str, option: str) -> range:
     if stride < 1:
         raise ValueError(f"{option}: stride {stride} must be at least 1 in {text!r}")
     return range(start, stop, stride)
+
+
+def checked_role(name: object, option: str) -> str:
+    """Returns ``name`` as the name of a role. Raises ValueError if it cannot be one."""
+    if not isinstance(name, str) or not name.strip() or set(name) & set(";="):
+        raise ValueError(
+            f"{option}: {name!r} is not a role; valid: a non-empty name without ';' and '=', such as 'ref'"
+        )
+    return name.strip()
+
+
+def parse_per_role(text: str, option: str) -> dict[str, str]:
+    """Reads ``actor=0,1;ref=none`` as ``{"actor": "0,1", "ref": "none"}``. Raises ValueError naming ``option``."""
+    values: dict[str, str] = {}
+    for part in text.split(";"):
+        name, equals, value = part.partition("=")
+        name, value = name.strip(), value.strip()
+        if not equals or not name or not value:
+            raise ValueError(f"{option}: {part.strip()!r} in {text!r} is not 'role=...'; valid: 'actor=0,1;ref=none'")
+        if name in values:
+            raise ValueError(f"{option}: role {name!r} given twice in {text!r}")
+        values[name] = value
+    return values

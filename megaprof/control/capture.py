@@ -19,7 +19,7 @@ from megaprof.formats.names import shard
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.formats.phrases import printable
 from megaprof.recorders import build_recorders
-from megaprof.recorders.timeline.progress import Key
+from megaprof.recorders.timeline.step import Key
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:

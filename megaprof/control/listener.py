@@ -48,7 +48,7 @@ from megaprof.formats.names import host
 from megaprof.formats.phrases import printable
 from megaprof.parallel.topology import AXES, RankCoords, WorldLayout
 from megaprof.recorders import flight
-from megaprof.recorders.timeline.progress import ChangeClock, Key
+from megaprof.recorders.timeline.step import ChangeClock, Key
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
 

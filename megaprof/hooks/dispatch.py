@@ -12,7 +12,7 @@ from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
 from megaprof.formats.steps import codes
 from megaprof.recorders.call import CallFacts, RecordedCall
-from megaprof.recorders.ranges.emit import Range
+from megaprof.recorders.emit import Range
 from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import contained, in_full
 

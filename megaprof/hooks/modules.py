@@ -23,8 +23,7 @@ from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import ranges
 from megaprof.formats.metadata import WithoutRange
 from megaprof.parallel.chunks import innermost, language_model
-from megaprof.recorders.ranges.emit import Range
-from megaprof.recorders.ranges.graph_names import names
+from megaprof.recorders.emit import Range, names
 from megaprof.runtime.isolation import Contained
 
 COMPILED = "torch.compile compiles it, or a module around it"
@@ -68,11 +67,8 @@ class ModuleRanges:
         self._dispatcher = dispatcher
         self._call = call
         self._running = _Running()
-        self._without: dict[str, str] = {}
-
-    def expect(self, name: str, otherwise: str) -> None:
-        """Notes that a range called ``name`` is wanted. If there is none in the end, ``otherwise`` is the reason."""
-        self._without[name] = otherwise
+        self.without: dict[str, str] = {}
+        """Why a range is missing, by its name. A range is taken out as soon as it is there."""
 
     @property
     def _active(self) -> bool:
@@ -89,7 +85,7 @@ class ModuleRanges:
             # While dynamo traces a function around this one, it must not see any of this.
             if torch.compiler.is_compiling() or not self._active:
                 return original(*args, **kwargs)
-            self._without.pop(name, None)
+            self.without.pop(name, None)
             running, this, first = self._running, None, 0
             try:
                 with Contained("opening a module's range", self._dispatcher.drop):
@@ -115,7 +111,7 @@ class ModuleRanges:
     def close(self) -> None:
         """Closes the ranges that an exception left open in this thread, and notes which ranges are missing. Can be run
         twice."""
-        self._call.without = _grouped(self._without)
+        self._call.without = _grouped(self.without)
         for stack in (self._running.forward, self._running.backward):
             while stack:
                 _close(stack, stack[-1])
@@ -190,9 +186,9 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
         compiled = compiled_in(chunk)
         for owner, method, name in sites(chunk, parts=level == "module"):
             if id(owner) in compiled:
-                of_this_call.expect(name, COMPILED)
+                of_this_call.without[name] = COMPILED
             else:
-                of_this_call.expect(name, _reason(chunk, name))
+                of_this_call.without[name] = _reason(chunk, name)
                 dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
 
 

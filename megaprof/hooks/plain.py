@@ -16,10 +16,9 @@ from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
 from megaprof.capture.roles import evaluating
 from megaprof.formats.steps import codes
-from megaprof.hooks.batch import Batch
 from megaprof.hooks.dispatch import ranged, stepped
-from megaprof.hooks.models import patch_plain_model
-from megaprof.recorders.call import CallFacts, RecordedCall
+from megaprof.hooks.inputs import patch_plain_model
+from megaprof.recorders.call import Batch, CallFacts, RecordedCall
 from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Contained
 

@@ -1,4 +1,5 @@
-"""Hooks the three schedules, so that every ``forward_backward_func`` call may be recorded.
+"""Installs all hooks on Megatron-Core. Here are those on the three schedules, so that every ``forward_backward_func``
+call may be recorded, and on what they call once: gradient finalisation and the capture of CUDA graphs.
 
 Hosts call ``get_forward_backward_func``, which looks the schedules up in their module at each call (0.12 to 0.19), or
 import a schedule by its name. So it is replaced in every module that has it; in an armed process also behind that.
@@ -6,6 +7,7 @@ import a schedule by its name. So it is replaced in every module that has it; in
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,14 +16,16 @@ from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.roles import evaluating
-from megaprof.hooks.data import watch_data
-from megaprof.hooks.dispatch import stepped
-from megaprof.hooks.experts import patch_experts
-from megaprof.hooks.finalize import patch_finalize
-from megaprof.hooks.models import patch_models
+from megaprof.formats.steps import codes
+from megaprof.hooks.dispatch import always, ranged, stepped
+from megaprof.hooks.inputs import patch_experts, patch_models, watch_data
+from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.modules import patch_modules
+from megaprof.hooks.p2p import patch_p2p
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
+from megaprof.recorders.emit import names
+from megaprof.recorders.torch_profiler import cupti
 from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Contained
 from megaprof.runtime.patching import Patches, modules_with
@@ -39,7 +43,19 @@ _TRAINING, _FORWARD_ONLY = "train_step", "forward_only"
 _STACK_LIMIT = 64
 
 
-def patch_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
+def patch_megatron(patches: Patches, dispatcher: Dispatcher) -> None:
+    """Hooks the schedules and the functions that they call, until ``patches`` are undone."""
+    import torch
+
+    _patch_schedules(patches, dispatcher)
+    patch_microbatches(patches, dispatcher)
+    patch_p2p(patches, dispatcher)
+    # With it, megatron-core, Transformer Engine and torch.compile capture. The kernels of every replay get our names.
+    patches.apply(torch.cuda.graph, "__enter__", partial(_entered, dispatcher))
+    patches.apply(torch.cuda.graph, "__exit__", partial(_left, dispatcher))
+
+
+def _patch_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
     """Hooks the schedules, and the full-iteration CUDA graph wrapper (megatron-core 0.14+) around them."""
     from megatron.core.pipeline_parallel import schedules
 
@@ -110,9 +126,16 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if label is None:
         (graph_wrapper,) = args
         label = SCHEDULES.get(getattr(graph_wrapper.forward_backward_func, "__name__", ""), "unknown")
-        graph = _graph_phase(graph_wrapper, "validation" if forward_only else "training")
+        stage = "validation" if forward_only else "training"
+        if graph_wrapper.cuda_graph[stage] is not None:
+            graph = "replay"
+        elif graph_wrapper.curr_iter(stage) == graph_wrapper.cuda_graph_warmup_steps:
+            graph = "capture"  # before that it warms up, and the schedule really runs
     microbatches = kwargs.get("num_microbatches")
-    if label == "no_pipelining" and _runs_sub_samples(chunks[0]):
+    # With hybrid context parallelism (0.16 to 0.19), every forward runs a sub-sample. How many a rank has then depends
+    # on the step's data.
+    config = getattr(innermost(chunks[0]), "config", None)
+    if label == "no_pipelining" and getattr(config, "hybrid_context_parallel", False):
         microbatches = None
     return CallFacts(
         schedule=label,
@@ -125,20 +148,6 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         chunks=chunks,
         graph=graph,
     )
-
-
-def _runs_sub_samples(chunk: Any) -> bool:
-    """Returns whether every forward runs a sub-sample (hybrid context parallelism, 0.16 to 0.19). How many sub-samples
-    a rank has then depends on the step's data, and not on the number of microbatches."""
-    return bool(getattr(getattr(innermost(chunk), "config", None), "hybrid_context_parallel", False))
-
-
-def _graph_phase(wrapper: Any, stage: str) -> str | None:
-    """Returns what ``FullCudaGraphWrapper`` is about to do: ``capture``, ``replay``, or None for a warm-up, in which
-    the schedule really runs."""
-    if wrapper.cuda_graph[stage] is not None:
-        return "replay"
-    return "capture" if wrapper.curr_iter(stage) == wrapper.cuda_graph_warmup_steps else None
 
 
 def _caller() -> str | None:
@@ -156,3 +165,49 @@ def _caller() -> str | None:
 
 def _integer(value: Any) -> int | None:
     return value if type(value) is int else None  # a bool is no number of anything
+
+
+_FINALIZE = "finalize_model_grads_func"
+
+
+def patch_finalize(dispatcher: Dispatcher) -> None:
+    """Hooks ``config.finalize_model_grads_func`` of the model that the call runs.
+
+    Hosts set it on the config, possibly after the hooks were installed, or anew for every ``train()``. The schedules
+    read it from there at the end of a step (0.12 to 0.19). So it is hooked for each recorded call, and put back when
+    the call ends.
+    """
+    config = getattr(dispatcher.models[0], "config", None) if dispatcher.models else None
+    original = getattr(config, "__dict__", {}).get(_FINALIZE)
+    if original is None:
+        return
+    if dispatcher.finalize is None or dispatcher.finalize[0] is not original:  # made only once, not in every step
+        hook = ranged(original, dispatcher, always(codes.FINALIZE), fast=(codes.FINALIZE,))
+        dispatcher.finalize = original, functools.wraps(original)(hook)
+    dispatcher.of_this_call.put(config, _FINALIZE, *dispatcher.finalize)
+
+
+def _entered(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __enter__(graph: Any) -> Any:
+        result = original(graph)
+        cupti.graphs = True
+        with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
+            if dispatcher.call is not None:
+                names.begun(graph)
+        return result
+
+    return __enter__
+
+
+def _left(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __exit__(graph: Any, *exception: Any) -> Any:
+        failed = True
+        try:
+            result = original(graph, *exception)
+            failed = any(exception)
+            return result
+        finally:
+            with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
+                names.ended(graph, failed=failed)
+
+    return __exit__

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megaprof.autoload.contract import Facts, Hook, Host, Part, callers
-from megaprof.hooks.batch import Batch
+from megaprof.recorders.call import Batch
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig

@@ -19,7 +19,7 @@ from megaprof.autoload.contract import Facts, Hook, Host, Part, callers, over
 from megaprof.capture.process import process
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
-from megaprof.hooks.batch import Batch
+from megaprof.recorders.call import Batch
 from megaprof.runtime.armed import armed
 from megaprof.runtime.logs import logger, show_lines
 

@@ -9,10 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from megaprof.config import tools
+from megaprof.config import readers
 from megaprof.config.options import flag
-from megaprof.formats.names import artifact_path
+from megaprof.formats.names import artifact_path, parse_artifact_name
 from megaprof.parallel.topology import RankCoords
+from megaprof.runtime.interruption import Suppressed
 
 if TYPE_CHECKING:
     from megaprof.artifacts.writer import Writer
@@ -24,13 +25,10 @@ class Window:
     """The window that a recorder records. It identifies the artifact that the recorder writes."""
 
     target: str
-    """The work to capture: ``train_actor``, ``train_log_probs``, ``evaluate``, ``train_overall`` or ``annotated``."""
     role: str | None
     """The role that the work belongs to (actor, ref, critic, ...); None if the host names no role."""
     step: int
-    """The number of its step."""
     coords: RankCoords
-    """The coordinates of this rank."""
     final: bool = False
     """True if the process plans no further window and has no request for one, known when it closes."""
     repeat: int = 1
@@ -44,6 +42,14 @@ class Window:
     def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
         """Returns the path of this window's file with ``suffix``. Creates nothing."""
         return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
+
+    def names_in(self, folder: str) -> list[str]:
+        """Returns the names of its finished files in ``folder``, the directory of its rank, sorted."""
+        names = list[str]()
+        with Suppressed(OSError):
+            names = sorted(name for name in os.listdir(folder) if name.startswith(self.stem))
+        artifacts = ((name, parse_artifact_name(name)) for name in names)
+        return [name for name, artifact in artifacts if artifact is not None and artifact.repeat == self.repeat]
 
 
 class Recorder(Protocol):
@@ -77,22 +83,22 @@ def register_recorder(name: str, factory: RecorderFactory) -> None:
 
     Raises ValueError if the name is not one lower-case word, or already stands for another factory.
     """
-    tools.register(name, factory)
+    readers.register_tool(name, factory)
 
 
 def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:
     """Makes the recorders of windows in ``config.tool``. Raises ValueError if one cannot run in this process."""
-    windowed = (name for name in tools.known_tools() if name in config.tool and name != tools.TIMELINE)
+    windowed = (name for name in readers.known_tools() if name in config.tool and name != readers.TIMELINE)
     return tuple(_recorder(name, config, writer) for name in windowed)
 
 
 def _recorder(name: str, config: ProfileConfig, writer: Writer) -> Recorder:
-    if name in tools.BUILTIN:
-        module, _, attribute = tools.BUILTIN[name].partition(":")
+    if name in readers.BUILTIN:
+        module, _, attribute = readers.BUILTIN[name].partition(":")
         recorder: Recorder = getattr(import_module(module), attribute)(config, writer)
         return recorder
     try:
-        return cast("RecorderFactory", tools.registered[name])(config, writer)
+        return cast("RecorderFactory", readers.registered[name])(config, writer)
     except ValueError:
         raise
     except Exception as fault:

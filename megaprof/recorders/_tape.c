@@ -1112,7 +1112,7 @@ put_short(unsigned char *at, int64_t number)
     return at + 2;
 }
 
-/* Does the same as megaprof.recorders.timeline.packing.in_python. */
+/* Does the same as megaprof.recorders.tape.pack_in_python. */
 static PyObject *
 pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,20 +12,16 @@ from megaprof.formats.metadata import WithoutRange
 
 
 class CallFacts(NamedTuple):
-    """The facts that the arguments of one ``forward_backward_func`` call state."""
+    """The facts that the arguments of one ``forward_backward_func`` call state. A number is None if it is not given as
+    one. Lengths are tokens in a sequence, and the size of a microbatch is sequences."""
 
     schedule: str | None
     """``no_pipelining``, ``1f1b`` or ``interleaved``; None: no schedule ran."""
     forward_only: bool
-    """True: the call has no backward."""
     evaluation: bool
-    """True for a forward-only call that evaluates the model."""
     microbatches: int | None
-    """The number of microbatches; None: not given as a number."""
     seq_length: int | None
-    """The tokens in a sequence; None: not given as a number."""
     micro_batch_size: int | None
-    """The sequences in a microbatch; None: not given as a number."""
     chunks: tuple[Any, ...]
     """The model chunks of this rank, in the order of the call."""
     training: bool = False
@@ -45,19 +42,16 @@ class RecordedCall:
     """A recorded call while it runs."""
 
     facts: CallFacts
-    """The facts in its arguments."""
     tape: Any
     """The `recorders.tape.Tape` that matches backwards to forwards and takes the events of the timeline."""
     timed: bool = False
     """True: the call is in the timeline; its tape is a `recorders.timeline.step.RecordedStep`."""
     ranged: bool = False
     """True: an open window wants ranges around the functions that the schedule calls."""
-    outermost: ExitStack | None = None
-    """Closes the ranges around the whole call; None without a window."""
+    outermost: ExitStack = field(default_factory=ExitStack)
+    """Closes the ranges around the whole call. A window has some."""
     forwards: int = 0
-    """The number of forwards that have begun, counted while a window is open."""
     backwards: int = 0
-    """The number of backwards that have begun."""
     backward: int = 0
     """The microbatch and chunk of the last backward, as the position part of a code; 0: not known."""
     experts: list[Any] = field(default_factory=list)
@@ -68,3 +62,16 @@ class RecordedCall:
 
 #: Stands in for the call in a window in which no schedule ran.
 NO_CALL = CallFacts(None, False, False, None, None, None, ())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A method that runs the microbatches of one call, one after the other, without Megatron's schedule. Each has a
+    forward, and in training a backward by ``Tensor.backward``."""
+
+    model: Callable[[Any], Any]
+    """Gets the object that has the method, and returns the object's model."""
+    forward: str | None = None
+    """The name of the object's method that runs one microbatch forward; None if calling the model does that."""
+    forward_only: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
+    """Gets the call's arguments by name, and returns whether the call has no backward."""

@@ -101,18 +101,14 @@ def _rings() -> Iterator[bytes]:
         version = getattr(sys.modules.get("torch"), "__version__", "")
         raise NoFlightRecorder(f"torch {version} has no flight recorder that can be read")
     for handler, function in readers:
-        yield _handled(module, handler) or _called(function)
+        try:
+            yield _handled(module, handler) or function(True, False)
+        except (TypeError, RuntimeError) as fault:
+            raise NoFlightRecorder(f"torch's flight recorder cannot be read: {fault}") from None
 
 
 def _module() -> Any:
     return getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
-
-
-def _called(function: Callable[[bool, bool], bytes]) -> bytes:
-    try:
-        return function(True, False)
-    except (TypeError, RuntimeError) as fault:
-        raise NoFlightRecorder(f"torch's flight recorder cannot be read: {fault}") from None
 
 
 def _handled(module: Any, name: str) -> bytes | None:

@@ -44,7 +44,8 @@ class MemoryRecorder:
                 f"{flag('tool')} memory: there is no CUDA device here, or this process does not use it yet; drop "
                 "it, or install the hooks where and when the model is on its GPU"
             )
-        if _history_is_on():
+        is_on = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+        if is_on is not None and is_on():
             raise ValueError(
                 f"{flag('tool')} memory: memory history is already recorded in this process; switch that off "
                 "(--record-memory-history in Megatron-LM), or drop the tool"
@@ -99,11 +100,6 @@ class MemoryRecorder:
             raw.unlink(missing_ok=True)
             raise
         self._writer.submit(Artifact(raw, final))
-
-
-def _history_is_on() -> bool:
-    asked = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return asked is not None and bool(asked())
 
 
 def _out_of_memory(device: int, wanted: int, allocated: int, free: int) -> None:

@@ -15,8 +15,12 @@ import time
 from array import array
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
+from megaprof.formats import timeline
 from megaprof.formats.steps import codes
 
 _CONTAINERS = (list, tuple, dict)
@@ -66,8 +70,8 @@ class PythonTape:
         self.ran_forward = False
         """True once a forward has returned."""
         self.given: list[tuple[Any, ...]] = []
-        """The inputs of models, which `recorders.work` reads. Either the position of the forward, the boundaries of its
-        packed sequences, the boundaries with padding, and the version of the first tensor; or the position and a
+        """The inputs of models, which `recorders.describe` reads. Either the position of the forward, the boundaries of
+        its packed sequences, the boundaries with padding, and the version of the first tensor; or the position and a
         shape."""
         self.waits: list[tuple[int, int, int]] = []
         """The waits for data: code, start and end on the host's clock, whatever clock the tape has. A GPU is not asked,
@@ -155,20 +159,6 @@ class PythonTape:
         return self._positions.pop(_identity(output), 0)
 
 
-class PythonGate:
-    """The object that the hooks in C look at first. The hooks in Python look at the dispatcher instead."""
-
-    __slots__ = ("on_fault", "slow", "tape")
-
-    def __init__(self, on_fault: Callable[[BaseException], None]) -> None:
-        """``on_fault`` takes what the tape's clock raised. If the exception belongs to the host, it raises it again."""
-        self.on_fault = on_fault
-        self.tape: Any = None
-        """The tape that takes events; None: no call is recorded."""
-        self.slow = False
-        """True: hooks call their part in Python, which also writes ranges."""
-
-
 def _identity(output: object) -> int:
     """Returns the identity of the first tensor in ``output``, which ``forward_step`` returned: a tensor, a list or dict
     of tensors, or either followed by the number of tokens. The backward gets the same tensor, alone or in a list or
@@ -183,7 +173,10 @@ with contextlib.suppress(ImportError):  # built without a compiler
     _c = import_module("megaprof.recorders._tape")
 
 Tape: Any = PythonTape if _c is None else _c.Tape
-Gate: Any = PythonGate if _c is None else _c.Gate
+#: ``Gate(on_fault=...)``: what the hooks in C look at first; the hooks in Python look at the dispatcher instead. Its
+#: ``tape`` takes events; None: no call is recorded. If ``slow`` is True, hooks call their part in Python, which also
+#: writes ranges. ``on_fault`` takes what the tape's clock raised. If that belongs to the host, it raises it again.
+Gate: Any = SimpleNamespace if _c is None else _c.Gate
 #: ``Hook(gate, original, slow, code, first, second, overlap)``: a hooked function in C. None without the C part.
 #: ``code``: the event. For a forward it is the kind of event, and ``first`` and ``second`` are the place and name of
 #: the arguments with the model chunk and the microbatch. For a backward it is the kind, too, and ``first`` is that of
@@ -201,7 +194,7 @@ IN_C = Hook is not None
 #: addresses of functions of the GPU's runtime,
 #: ``int (*)(stream, int *status)`` and ``int (*)(event, stream)``. They return 0, or else an error.
 Marker: Any = getattr(_c, "Marker", None)
-#: `megaprof.recorders.timeline.packing.in_python` in C. None without the C part.
+#: `megaprof.recorders.tape.pack_in_python` in C. None without the C part.
 pack_in_c: Any = getattr(_c, "pack", None)
 
 
@@ -209,3 +202,31 @@ def raw(tape: Any) -> Any:
     """Returns the events of ``tape`` as a buffer of 64-bit integers: code, start and end of each event in turn. The
     tape cannot grow while the buffer is held."""
     return tape.events if isinstance(tape, PythonTape) else tape
+
+
+Packed = tuple[bytes, bytes, tuple[int, ...]]
+"""The packed events of a step: their codes as 64-bit integers, in the order of their starts; their times, packed by
+`formats.timeline.pack_times`; and their microseconds by kind of event, in the order of `codes.KINDS`."""
+
+
+def pack_in_python(events: Any, zero: int) -> Packed:
+    """Packs the events of one step as they are in a timeline file. The background thread does this for every step of an
+    always-on run, so it exists twice, like the tape.
+
+    ``events`` is a buffer of 64-bit integers: code, start and end of each event in turn, times in nanoseconds.
+    ``zero``: when the step began, in nanoseconds of the same clock. Rounds every time rather than every length, so that
+    errors do not add up. Raises ValueError if an event ends before it starts, or starts before the step."""
+    noted = np.frombuffer(events, dtype=np.int64).reshape(-1, 3)
+    order, times = noted[:, 0], (noted[:, 1:] - (zero - 500)) // 1000
+    if (times[1:, 0] < times[:-1, 0]).any():  # an exchange inside a combined pass ends, and is noted, before the pass
+        by_start = np.lexsort((-times[:, 1], times[:, 0]))
+        order, times = order[by_start], times[by_start]
+    lengths, kinds = times[:, 1] - times[:, 0], order & codes.KIND_MASK
+    kinds[kinds == codes.WAIT] = codes.P2P  # the wait for an overlapped exchange
+    totals = tuple(int(lengths[kinds == kind].sum()) for kind in codes.KINDS)
+    (packed,) = timeline.pack_times(times[None])
+    return order.tobytes(), packed, totals
+
+
+#: `pack_in_python`, or the same function in C if it was built.
+pack: Any = pack_in_c or pack_in_python

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -20,13 +23,9 @@ from megaprof.formats import graphs
 from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, TRACE_SUFFIX, kineto_temporary
 from megaprof.formats.ranges import GARBAGE, operation_range
-from megaprof.recorders import Window
-from megaprof.recorders.cupti import cupti
-from megaprof.recorders.garbage import Collections
-from megaprof.recorders.processor import Waits
-from megaprof.recorders.ranges import emit
-from megaprof.recorders.ranges.graph_names import names
-from megaprof.recorders.ranges.host_ranges import add_ranges
+from megaprof.recorders import Window, emit
+from megaprof.recorders.emit import LoggedRange, names
+from megaprof.recorders.host import Collections, Waits
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
@@ -155,7 +154,9 @@ class TorchRecorder:
         if observer is not None:
             observer.unregister_callback()
             self._observer = None
-        files = {suffix: self._final(window, suffix) for suffix in self._derived_suffixes()}
+        suffixes = [KERNELS_SUFFIX] if self._config.kernels else []
+        suffixes += [STACKS_SUFFIX, DEVICE_STACKS_SUFFIX] if "stacks" in self._config.export else []
+        files = {suffix: self._final(window, suffix) for suffix in suffixes}
         derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
         if metadata.get("device") == "cuda" and raw.exists():
             trace = open(raw, "rb")  # noqa: SIM115 - the function that it is given to closes it
@@ -172,20 +173,20 @@ class TorchRecorder:
 
     def discard(self) -> None:
         try:
-            self._leave_warm_up()
+            # It leaves the warm-up as torch does: starts a recording, which is then ended at once and is empty.
+            prepared, self._prepared = self._prepared, None
+            recording = None if prepared is None else prepared.taken()
+            if recording is not None and not torch._C._autograd._profiler_enabled():
+                self._profile = recording
+                recording.start_trace()
             self._end()
         finally:
-            if self._observer is not None:
-                _drop(self._observer)
-                self._observer = None
-
-    def _leave_warm_up(self) -> None:
-        """Leaves the warm-up as torch does: starts a recording, which is then ended at once and is empty."""
-        prepared, self._prepared = self._prepared, None
-        recording = None if prepared is None else prepared.taken()
-        if recording is not None and not torch._C._autograd._profiler_enabled():
-            self._profile = recording
-            recording.start_trace()
+            observer, self._observer = self._observer, None
+            if observer is not None:
+                path = observer.get_output_file_path()
+                observer.unregister_callback()
+                if path is not None:
+                    Path(path).unlink(missing_ok=True)
 
     def _end(self) -> None:
         """Switches Kineto off, however far its start or its stop has come. Can be run twice."""
@@ -201,7 +202,10 @@ class TorchRecorder:
                 if torch._C._autograd._profiler_enabled():
                     torch._C._autograd._disable_profiler()
         torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]  # the last step of stopping
-        _release(recording)
+        # Frees what was recorded at once. A ``profile`` is part of a reference cycle, so it would stay until the next
+        # garbage collection, which Megatron may have switched off. Until then it would hold the window's memory, and
+        # weak references to tensors. With those ``torch.utils.swap_tensors`` fails, which FSDP2 uses to move a model.
+        recording.profiler = None
         self._profile = None
 
     def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
@@ -210,10 +214,6 @@ class TorchRecorder:
 
     def _final(self, window: Window, suffix: str) -> Path:
         return window.path(self._directory, suffix)
-
-    def _derived_suffixes(self) -> tuple[str, ...]:
-        kernels = (KERNELS_SUFFIX,) if self._config.kernels else ()
-        return (*kernels, *((STACKS_SUFFIX, DEVICE_STACKS_SUFFIX) if "stacks" in self._config.export else ()))
 
 
 class _Prepared:
@@ -314,13 +314,6 @@ def _look_for_kernels(trace: BinaryIO, final: Path, how: Profiler) -> None:
     )
 
 
-def _drop(observer: ExecutionTraceObserver) -> None:
-    path = observer.get_output_file_path()
-    observer.unregister_callback()
-    if path is not None:
-        Path(path).unlink(missing_ok=True)
-
-
 def _stop(recording: profile) -> None:
     """Stops the recording without torch's own wait for the device, which has no limit. The session has already waited,
     with a limit.
@@ -333,8 +326,107 @@ def _stop(recording: profile) -> None:
     recording.stop()
 
 
-def _release(recording: profile) -> None:
-    """Frees what was recorded at once. A ``profile`` is part of a reference cycle, so it would stay until the next
-    garbage collection, which Megatron may have switched off. Until then it would hold the window's memory, and weak
-    references to tensors. With those ``torch.utils.swap_tensors`` fails, which FSDP2 uses to move a model."""
-    recording.profiler = None
+_TEARDOWN, _NO_RETURN = "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"
+_SINCE = 12, 6
+
+
+class Cupti:
+    """What is known of CUPTI in this process. Detaches it behind the last window, so that the job is as quick as
+    before.
+
+    Kineto leaves CUPTI attached when a session ends, and all that launches kernels is then slower for the rest of the
+    run (pytorch/pytorch#144455). A session that ends while ``TEARDOWN_CUPTI`` is 1 in the process's environment
+    detaches it, in the next CUDA call of the process. Kineto reads the variable anew each time.
+
+    A session that begins before that call records no kernel (pytorch/kineto#1554), and older versions of Kineto crash
+    if both sessions detach it (pytorch/kineto#1169). So only the last window does. The variable stays 1 until Kineto
+    has been prepared again, because it attaches CUPTI again only then. CUDA graphs crashed after that before CUDA 12.6
+    (pytorch/pytorch#151124); nobody promises that they do not any more, so processes with graphs keep CUPTI.
+    """
+
+    def __init__(self) -> None:
+        self.graphs = False
+        self._set = False  # whether the variable is ours
+
+    def prepared(self) -> None:
+        """Notes that Kineto has been prepared. The session does not detach CUPTI unless `ends` says so."""
+        if self._set:
+            self._set = False
+            os.environ.pop(_TEARDOWN, None)
+
+    def ends(self) -> str:
+        """Has the session that ends now detach CUPTI. Returns ``detached``, or why it does not."""
+        for name in (_TEARDOWN, _NO_RETURN):
+            if name in os.environ:
+                return f"attached: {name}={os.environ[name]} is set"
+        version = tuple(map(int, str(torch.version.cuda or "0").split(".")[:2]))
+        if version < _SINCE:
+            return f"attached: CUDA {torch.version.cuda} is older than {'.'.join(map(str, _SINCE))}"
+        if self.graphs:
+            return "attached: the process has CUDA graphs"
+        self._set, os.environ[_TEARDOWN] = True, "1"
+        return "detached"
+
+
+cupti = Cupti()
+
+
+_TAIL = re.compile(rb'\s*\],\s*"traceName"')
+_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
+_EVENTS = b'"traceEvents"'
+_CHUNK = 1 << 16
+
+
+def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
+    """Appends ``ranges`` to the events of ``trace``, an uncompressed Kineto trace, in place: garbage collections, and
+    our ranges without CPU activity.
+
+    Kineto records user annotations only with CPU activity, and that is the expensive part. Without it a window costs
+    next to no time, but its kernels belong to no microbatch. So the host times the ranges (0.3 us each) and adds them
+    to the trace as the user annotations that they would have been. Kernels are attributed by their launch calls, which
+    CUDA activity does record. Both clocks count nanoseconds since the epoch.
+
+    Reads and writes only the ranges and both ends of the file. Raises ValueError if the file does not look like
+    Kineto's (torch 2.6 to 2.13), and leaves it unchanged.
+    """
+    if not ranges:
+        return
+    with open(trace, "r+b") as file:
+        base = _base_time(file)
+        start = max(0, file.seek(0, os.SEEK_END) - _CHUNK)
+        file.seek(start)
+        tail = file.read()
+        ends = list(_TAIL.finditer(tail))
+        if not ends:
+            raise ValueError(f"{trace} has no end of Kineto's, so our ranges cannot be added to it")
+        position = ends[-1].start()
+        empty = tail[:position].rstrip().endswith(b"[")
+        events = ",\n".join(
+            json.dumps(
+                {
+                    "ph": "X",
+                    "cat": "user_annotation",
+                    "name": logged.name,
+                    "pid": os.getpid(),
+                    "tid": logged.thread,
+                    "ts": (logged.start - base) / 1000,
+                    "dur": (logged.end - logged.start) / 1000,
+                    "args": {"clock": "host"},
+                }
+            )
+            for logged in ranges
+        )
+        file.seek(start + position)
+        file.write((b"\n" if empty else b",\n") + events.encode() + tail[position:])
+
+
+def _base_time(trace: BinaryIO) -> int:
+    """Returns the base that Kineto counts from; 0 without one. Kineto writes it before the events, after metadata of
+    any length. Raises ValueError for a trace without events."""
+    head = b""
+    while _EVENTS not in head:
+        if not (chunk := trace.read(_CHUNK)):
+            raise ValueError("the trace has no events")
+        head += chunk
+    base = _BASE.search(head)
+    return 0 if base is None else int(base[1])

@@ -12,8 +12,8 @@ from pathlib import Path
 from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
 from megaprof.cli.inputs import progress, writing
 from megaprof.cli.jobs.run import resolve
-from megaprof.config.memory import parse_limit
 from megaprof.config.options import flag
+from megaprof.config.readers import parse_limit
 from megaprof.formats.files import appearing
 from megaprof.formats.phrases import counted
 from megaprof.tune import state, trial, tuning, words
@@ -152,7 +152,7 @@ def memory_limit(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        size = parse_limit("--memory-limit", text).size
+        size, _ = parse_limit("--memory-limit", text)
     except ValueError as fault:
         raise UsageError(str(fault)) from None
     if size is None:

@@ -44,7 +44,7 @@ ARGUMENTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "cpu_op": (_OF_OPERATOR, _SHAPES | _BACKWARD | _COLLECTIVE | {"Rank", "Global rank start", "Global rank stride"}),
     "gpu_user_annotation": (_LINKED, frozenset()),
 }
-#: Megaprof's own ranges where only the GPU was recorded (`megaprof.recorders.ranges.host_ranges`).
+#: Megaprof's own ranges where only the GPU was recorded (`megaprof.recorders.torch_profiler`).
 _ADDED = frozenset({"clock"})
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")

@@ -429,8 +429,8 @@ def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, mo
 @pytest.mark.parametrize(
     "where",
     [
-        "hooks.megatron.patch_p2p",
-        "hooks.megatron.patch_schedules",
+        "hooks.schedules.patch_p2p",
+        "hooks.schedules._patch_schedules",
         "autoload.registry.adapt",
         "capture.profiler.AtExit.arm",
         "autoload.install.Listener",

@@ -26,7 +26,7 @@ from megaprof.autoload import install
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import always, ranged
-from megaprof.recorders.ranges.emit import Range
+from megaprof.recorders.emit import Range
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 WAYS = ("off", "armed", "ranges", "window")

@@ -249,7 +249,7 @@ def test_annotating_loads_neither_torch_nor_megatron() -> None:
 
 def test_a_process_that_nsys_records_has_ranges_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller never calls a schedule, and opens no window."""
-    from megaprof.recorders.ranges import emit
+    from megaprof.recorders import emit
 
     @annotate(role="rollout", message="generate")
     def generate() -> str:

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture import host_memory as guarding
+from megaprof.capture import this_rank
 from megaprof.capture.host_memory import CLOSING_FACTOR, HostMemoryGuard
 from megaprof.capture.process import process
 from megaprof.capture.this_rank import ThisRank
-from megaprof.config.memory import DEFAULT_SHARE, MemoryLimit, parse_limit
+from megaprof.config.readers import DEFAULT_SHARE, parse_limit
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
@@ -34,16 +35,16 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
-        ("64GiB", MemoryLimit(64 * GIB, DEFAULT_SHARE)),
-        ("64g", MemoryLimit(64 * GIB, DEFAULT_SHARE)),
-        ("64 GB", MemoryLimit(64 * 10**9, DEFAULT_SHARE)),
-        ("1.5TiB", MemoryLimit(3 << 39, DEFAULT_SHARE)),
-        ("1000000B", MemoryLimit(1000000, DEFAULT_SHARE)),
-        ("80%", MemoryLimit(None, 0.8)),
-        (" 100 % ", MemoryLimit(None, 1.0)),
+        ("64GiB", (64 * GIB, DEFAULT_SHARE)),
+        ("64g", (64 * GIB, DEFAULT_SHARE)),
+        ("64 GB", (64 * 10**9, DEFAULT_SHARE)),
+        ("1.5TiB", (3 << 39, DEFAULT_SHARE)),
+        ("1000000B", (1000000, DEFAULT_SHARE)),
+        ("80%", (None, 0.8)),
+        (" 100 % ", (None, 1.0)),
     ],
 )
-def test_limits(text: str, limit: MemoryLimit) -> None:
+def test_limits(text: str, limit: tuple[int | None, float]) -> None:
     assert parse_limit("--x", text) == limit
 
 
@@ -121,7 +122,7 @@ def test_this_machine_can_be_read() -> None:
 class Watched:
     """A guard over numbers that the test sets, and what it said."""
 
-    def __init__(self, limit: MemoryLimit, monkeypatch: pytest.MonkeyPatch, others: int = 0) -> None:
+    def __init__(self, limit: tuple[int | None, float], monkeypatch: pytest.MonkeyPatch, others: int = 0) -> None:
         self.resident, self.used, self.looks = 100, 100, threading.Semaphore(0)
         self.reasons: list[str] = []
         self.said = threading.Event()
@@ -147,16 +148,16 @@ def watchers() -> list[threading.Thread]:
 @pytest.mark.parametrize(
     ("limit", "change", "said"),
     [
-        (MemoryLimit(None, 0.8), {"used": 801}, "the container"),
-        (MemoryLimit(500, 0.95), {"resident": 501}, "this process"),
+        ((None, 0.8), {"used": 801}, "the container"),
+        ((500, 0.95), {"resident": 501}, "this process"),
         # 60 more in the window, and closing it may take seven times that; so may each other rank of the host.
-        (MemoryLimit(500, 0.95), {"resident": 160}, "this process"),
-        (MemoryLimit(None, 0.8), {"used": 460, "resident": 160}, "the container"),
-        (MemoryLimit(None, 0.8), {"others": 3, "used": 140, "resident": 125}, "the container"),
+        ((500, 0.95), {"resident": 160}, "this process"),
+        ((None, 0.8), {"used": 460, "resident": 160}, "the container"),
+        ((None, 0.8), {"others": 3, "used": 140, "resident": 125}, "the container"),
     ],
 )
 def test_a_bound_is_reported_once(
-    limit: MemoryLimit, change: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
+    limit: tuple[int | None, float], change: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(limit, monkeypatch, change.get("others", 0))
     watched.guard.start()
@@ -174,26 +175,26 @@ def test_a_bound_is_reported_once(
 
 
 @pytest.mark.parametrize(
-    ("local", "ranks", "options", "others"),
+    ("local", "select", "options", "others"),
     [
-        ("8", [0], {}, 0),
-        ("8", [0, 2, 5, 8], {}, 2),
-        ("8", None, {}, 7),
-        ("8", [0], {"on_demand": True}, 7),
-        ("", [0, 1], {}, 0),
+        ("8", "0", {}, 0),
+        ("8", "0,2,5,8", {}, 2),
+        ("8", "0", {"on_demand": True}, 7),
+        ("", "0,1", {}, 0),
     ],
 )
 def test_neighbours_are_ranks_of_this_host_that_capture(
-    local: str, ranks: list[int] | None, options: dict[str, Any], others: int, monkeypatch: pytest.MonkeyPatch
+    local: str, select: str, options: dict[str, Any], others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     layout = WorldLayout(ParallelSizes(dp=16))
-    here = ThisRank(layout.coords(0), layout, ranks, windowed=True, timed=False)
-    assert here.neighbours(ProfileConfig(("train_actor",), "/t", **options)) == others
+    monkeypatch.setattr(this_rank, "_place", lambda *_, **__: (layout.coords(0), layout))
+    config = ProfileConfig(("train_actor",), "/t", select=select, **options)
+    assert ThisRank.of(config, None, None, pipeline=False).neighbours == others
 
 
 def test_the_thread_lives_while_it_watches_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(MemoryLimit(None, 0.8), monkeypatch)
+    watched = Watched((None, 0.8), monkeypatch)
     for earlier in watchers():  # nobody waits for the thread of a window that has just closed
         earlier.join(30)
     assert watchers() == []
@@ -213,7 +214,7 @@ def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture, mo
 
     said: list[str] = []
     monkeypatch.setattr(guarding, "find_bounds", bounds)
-    guard = HostMemoryGuard(MemoryLimit(None, 0.8), said.append)
+    guard = HostMemoryGuard((None, 0.8), said.append)
     guard.start()
     for thread in watchers():
         thread.join(30)
@@ -348,12 +349,11 @@ def test_a_real_process_that_grows_past_its_limit(tmp_path: Path) -> None:
 CHILD = """
 import sys, threading
 from megaprof.capture import host_memory as guarding
-from megaprof.config.memory import MemoryLimit
 from megaprof.parallel.machine import find_bounds
 said = threading.Event()
 say = lambda reason: (print(reason), said.set())
 guarding.INTERVAL_SECONDS = 0.01
-guard = guarding.HostMemoryGuard(MemoryLimit(None, 0.5), say)
+guard = guarding.HostMemoryGuard((None, 0.5), say)
 print([b.read()[1] for b in find_bounds() if sys.argv[1] in b.name])
 guard.start()
 print(said.wait(0.5))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import megaprof
 from megaprof import ProfileConfig, annotate, install_hooks
 from megaprof.capture.process import process
-from megaprof.recorders.ranges import emit
+from megaprof.recorders import emit
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
 
 ROOT = str(Path(megaprof.__file__).parent)

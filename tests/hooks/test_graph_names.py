@@ -17,8 +17,7 @@ from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.formats.graphs import KEY, GraphNames, read_names
 from megaprof.parallel.chunks import innermost
-from megaprof.recorders.ranges import emit
-from megaprof.recorders.ranges.graph_names import names
+from megaprof.recorders.emit import names
 from tests.analysis.rows import rows
 from tests.hooks.cuda_graph_runtime import EXEC, Capture, Graph, Runtime, launches, made_up_runtime
 
@@ -144,7 +143,7 @@ def test_nothing_stays_of_the_capture(one_rank: Any, kernels: Runtime, tmp_path:
         assert torch.cuda.graph.__enter__ is not entered
         steps(one_rank, 3)
     assert (torch.cuda.graph.__enter__, torch.cuda.graph.__exit__) == (entered, left)
-    assert emit.mark is None
+    assert not names.noting
     assert annotations._annotations_enabled is False
     assert dict(annotations.get_kernel_annotations()) == {}
     assert annotations._pending_scopes == []
@@ -154,7 +153,7 @@ def test_a_capture_that_fails_is_the_hosts_and_leaves_no_names(one_rank: Any, ke
     with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="1")):
         with pytest.raises(RuntimeError, match="of the host"):
             steps(one_rank, 2, fails=True)
-        assert emit.mark is None
+        assert not names.noting
         assert names.text() is None
 
 

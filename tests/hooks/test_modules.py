@@ -20,7 +20,7 @@ from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.ranges import DISPATCHER_STEPS, LAYER_PARTS, MODULES, module_backward, module_range, parse
 from megaprof.hooks.modules import sites
 from megaprof.parallel.chunks import describe_chunk
-from megaprof.recorders.ranges import emit
+from megaprof.recorders import emit
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 SMALL: dict[str, Any] = {"hidden": 32, "seq_length": 16, "layers": 4, "microbatches": 4}

@@ -18,7 +18,7 @@ from megaprof.autoload.contract import Facts, Hook
 from megaprof.autoload.install import install_without_pipeline
 from megaprof.capture import profiler
 from megaprof.capture.process import process
-from megaprof.hooks.batch import Batch
+from megaprof.recorders.call import Batch
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 

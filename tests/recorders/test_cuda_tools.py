@@ -15,10 +15,9 @@ from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.parallel.topology import ParallelSizes, RankCoords
-from megaprof.recorders import Window
+from megaprof.recorders import Window, emit
 from megaprof.recorders.memory import MAX_ENTRIES, MemoryRecorder
 from megaprof.recorders.nsys import NsysRecorder
-from megaprof.recorders.ranges import emit
 
 COORDS = RankCoords(rank=3, pp=1, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes(pp=2))
 WINDOW = Window("train_actor", "ref", 7, COORDS)
@@ -122,7 +121,7 @@ def test_nsys_that_does_not_run_is_said_before_the_first_step(
         assert "'megaprof nsys' prints the command" in caplog.text
         caplog.clear()
         monkeypatch.setenv(SESSION_VARIABLE, "123")
-        monkeypatch.setattr(emit, "reaches_nobody", lambda: False)
+        monkeypatch.setattr(emit, "reaches_nobody", lambda: None)
         NsysRecorder(config(tmp_path, "nsys"), Writer())
         assert caplog.text == ""
 
@@ -149,7 +148,7 @@ def test_ranges_that_reach_nobody_are_said_once(
 ) -> None:
     """The nvtx package drops all ranges where it does not recognise the tool."""
     monkeypatch.setenv(SESSION_VARIABLE, "123")
-    monkeypatch.setattr(emit, "reaches_nobody", lambda: True)
+    monkeypatch.setattr(emit, "reaches_nobody", lambda: "0.2.12")
     recorder = NsysRecorder(config(tmp_path, "nsys"), Writer())
     for _ in range(2):
         recorder.start(WINDOW)

@@ -14,8 +14,7 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Demand
 from megaprof.recorders import Recorder, Window, build_recorders, torch_profiler
-from megaprof.recorders.cupti import Cupti, cupti
-from megaprof.recorders.torch_profiler import TorchRecorder
+from megaprof.recorders.torch_profiler import Cupti, TorchRecorder, cupti
 
 TEARDOWN, NO_RETURN = "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"
 
@@ -142,7 +141,7 @@ def test_the_metadata_say_what_became_of_it(
 GRAPH = """
 import sys, torch
 from megaprof import ProfileConfig, install_hooks
-from megaprof.recorders.cupti import cupti
+from megaprof.recorders.torch_profiler import cupti
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 init_distributed()
 torch.cuda.graph.__enter__ = lambda graph: graph

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megaprof.formats.steps import codes
 from megaprof.recorders import tape
-from megaprof.recorders.timeline.packing import in_python, pack
+from megaprof.recorders.tape import pack, pack_in_python
 
 in_c = pytest.mark.skipif(tape.pack_in_c is None, reason="megaprof was built without a C compiler")
 
@@ -28,7 +28,7 @@ def noted(events: list[tuple[int, int, int]]) -> np.ndarray:
 @in_c
 @given(EVENTS)
 def test_both_give_the_same_bytes(events: list[tuple[int, int, int]]) -> None:
-    assert tape.pack_in_c(noted(events), ZERO) == in_python(noted(events), ZERO)
+    assert tape.pack_in_c(noted(events), ZERO) == pack_in_python(noted(events), ZERO)
 
 
 @in_c
@@ -36,10 +36,10 @@ def test_both_give_the_same_bytes(events: list[tuple[int, int, int]]) -> None:
 def test_both_choose_the_same_unit(after: int, length: int) -> None:
     """Microseconds from 16 bits on: where rounding adds one, too."""
     events = noted([(codes.FORWARD, 1000 * after, 1000 * length)])
-    assert tape.pack_in_c(events, ZERO) == in_python(events, ZERO)
+    assert tape.pack_in_c(events, ZERO) == pack_in_python(events, ZERO)
 
 
-@pytest.mark.parametrize("packing", [in_python, pytest.param(pack, marks=in_c)])
+@pytest.mark.parametrize("packing", [pack_in_python, pytest.param(pack, marks=in_c)])
 def test_events_come_in_the_order_of_their_starts(packing: object) -> None:
     """Exchanges inside a combined pass end, and so are noted, before it."""
     inside, around, wait = codes.exchange("send_forward"), codes.combined(16, 16), codes.wait("recv_prev")
@@ -57,12 +57,12 @@ def test_events_come_in_the_order_of_their_starts(packing: object) -> None:
     }
 
 
-@pytest.mark.parametrize("packing", [in_python, pytest.param(pack, marks=in_c)])
+@pytest.mark.parametrize("packing", [pack_in_python, pytest.param(pack, marks=in_c)])
 def test_a_step_without_events_is_empty(packing: object) -> None:
     assert packing(b"", ZERO) == (b"", b"", (0, 0, 0, 0, 0))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("packing", [in_python, pytest.param(pack, marks=in_c)])
+@pytest.mark.parametrize("packing", [pack_in_python, pytest.param(pack, marks=in_c)])
 @pytest.mark.parametrize(("start", "length"), [(-2_000, 5_000), (5_000, -2_000)])
 def test_impossible_times_are_refused(packing: object, start: int, length: int) -> None:
     with pytest.raises(ValueError, match="order of their starts"):

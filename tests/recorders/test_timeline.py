@@ -23,10 +23,10 @@ from megaprof.formats import timeline as format
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.work import pack_work
 from megaprof.formats.timeline import Waited, read_timeline
+from megaprof.recorders.describe import read_work
 from megaprof.recorders.timeline import device, recorder
-from megaprof.recorders.timeline.progress import Tally
 from megaprof.recorders.timeline.recorder import STEPS_AT_ONCE, TimelineRecorder
-from megaprof.recorders.work import read_work
+from megaprof.recorders.timeline.step import Tally
 from tests.analysis.tables import tables_in
 
 

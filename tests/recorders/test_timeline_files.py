@@ -7,6 +7,7 @@ import functools
 import os
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders.timeline import files
 from megaprof.recorders.timeline.files import Facts, PackedStep, TimelineFiles
-from megaprof.recorders.timeline.step import Calls, Description
 from tests.formats.step_records import StepRecord
 
 COORDS = RankCoords(rank=3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=2))
@@ -24,9 +24,8 @@ SHAPE = list(range(200))
 
 
 @functools.cache
-def described(role: str) -> Description:
-    metadata = Metadata("train_actor", COORDS, (0, 0), role=role).as_dict()
-    return Description(Calls("train_actor", role), metadata)
+def described(role: str) -> dict[str, Any]:
+    return Metadata("train_actor", COORDS, (0, 0), role=role).as_dict()
 
 
 def step_of(step: int, key: str = "actor", shape: list[int] = SHAPE, facts: Facts = ()) -> PackedStep:

@@ -19,10 +19,8 @@ from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig
 from megaprof.formats.names import TRACE_SUFFIX, artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
-from megaprof.recorders import Window
-from megaprof.recorders.ranges import emit
-from megaprof.recorders.ranges.host_ranges import add_ranges
-from megaprof.recorders.torch_profiler import _PIECE, TorchRecorder
+from megaprof.recorders import Window, emit
+from megaprof.recorders.torch_profiler import _PIECE, TorchRecorder, add_ranges
 from tests import programs
 
 WINDOW = Window("train_actor", None, 7, RankCoords(rank=0, pp=0, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes()))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megaprof.autoload.ray import runtime_env
 from megaprof.cli import UsageError
 from megaprof.config.arguments import add_profile_args, config_from_args
-from megaprof.recorders import nsys_command as nsys
+from megaprof.recorders import nsys
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.config.options import ProfileConfig
-from megaprof.config.tools import BUILTIN
+from megaprof.config.readers import BUILTIN
 from megaprof.config.windows import TARGETS
 from megaprof.control.request import OPTIONS, SELECT, STEPS, TIMEOUT, Requester, requester_for
 from megaprof.formats.job import Refused

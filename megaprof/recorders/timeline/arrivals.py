@@ -30,16 +30,13 @@ _GLOO = "gloo:"
 
 @dataclass(frozen=True)
 class Written:
-    """A step that has been written to a file."""
+    """A step that has been written to a file. Its times, when its call began and when the host finished it, are
+    nanoseconds of the wall clock."""
 
     place: Place
-    """The place where it was written."""
     step: int
-    """Its number."""
     start_ns: int
-    """The time at which its call began, in nanoseconds of the wall clock."""
     end_ns: int
-    """The time at which the host finished its call, in nanoseconds of the wall clock."""
 
 
 class Reading:
@@ -50,7 +47,6 @@ class Reading:
         """The step after which the next reading takes place. Peers read after the same step, and end it at nearly
         the same time, so they read the same steps."""
         self.took = 0.0
-        """The CPU time of the last reading in seconds."""
         self.share = 0.0
         """The CPU time of the last reading as a part of the time until the next one."""
         self._written: deque[Written] = deque(maxlen=_STEPS)
@@ -92,7 +88,8 @@ class Reading:
         self.share = self.took / every / seconds
 
     def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[Place, int, bytes]]:
-        collectives = settled(entry for entry in entries if not entry.is_p2p and self._parallel(entry))
+        parallel = {name for name, group in self._groups.items() if "," in group.ranks}
+        collectives = settled(e for e in entries if not e.is_p2p and e.process_group[0] in parallel)
         times = np.array([entry.time_created_ns for entry in collectives], dtype=np.int64)
         # A ring that has overflowed begins in the middle of a step.
         since = entries[0].time_created_ns if entries and entries[0].record_id > 0 else 0
@@ -109,7 +106,9 @@ class Reading:
                 continue
             groups = list(self._grouped(step, called))
             if groups:
-                yield from self._described_in(step.place, groups)
+                if new := {arrivals.group for arrivals in groups} - self._described[step.place.file]:
+                    self._described[step.place.file] |= new
+                    yield step.place, format.GROUPS, pack_groups({name: self._groups[name] for name in sorted(new)})
                 yield step.place, format.COLLECTIVES, pack_arrivals(groups)
         if self._written and not whole and since:
             self._warn(
@@ -117,10 +116,6 @@ class Reading:
                 "the first process group"
             )
         self._written = deque(waiting, _STEPS)
-
-    def _parallel(self, entry: Call) -> bool:
-        group = self._groups.get(entry.process_group[0])
-        return group is not None and "," in group.ranks
 
     def _grouped(self, step: Written, called: Sequence[Call]) -> Iterator[Arrivals]:
         by_group: dict[str, list[Call]] = defaultdict(list)
@@ -139,12 +134,6 @@ class Reading:
                 continue
             numbers, values = np.array(sorted(times_us.items()), dtype=np.int64).T
             yield Arrivals(name, not host, 0, numbers, values)
-
-    def _described_in(self, place: Place, groups: Sequence[Arrivals]) -> Iterator[tuple[Place, int, bytes]]:
-        new = {arrivals.group for arrivals in groups} - self._described[place.file]
-        if new:
-            self._described[place.file] |= new
-            yield place, format.GROUPS, pack_groups({name: self._groups[name] for name in sorted(new)})
 
     def _warn(self, why: str) -> None:
         if why not in self._logged:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
-from megaprof.recorders.timeline.step import Description, Facts, PackedStep
+from megaprof.recorders.timeline.step import Facts, PackedStep
 from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.logs import logger
 
@@ -32,7 +32,6 @@ class Place(NamedTuple):
     file: int
     """The number of the file among the files of this rank, from 1 on."""
     row: int
-    """The step's position in it."""
 
 
 class TimelineFiles:
@@ -53,11 +52,11 @@ class TimelineFiles:
         self._path = directory
         self._file: int | None = None
         self._size = 0
-        self._descriptions: dict[Description, int] = {}
+        self._descriptions: dict[int, int] = {}  # by the id of metadata, which live as long as the recorder
         self._shapes: dict[bytes, int] = {}
         self._steps = 0
         self._number = 0
-        self._holding: dict[tuple[int, Description], bytes] = {}
+        self._holding: dict[tuple[int, int], bytes] = {}
         self._paused_until = 0.0
         self.bytes_written = 0
         self.steps_lost = 0
@@ -79,7 +78,9 @@ class TimelineFiles:
         """Writes facts next to steps that are already written: the step's place, which fact it is, and its bytes.
         Leaves out facts on steps of an earlier file. Writes none if they do not fit into the file."""
         records = [
-            format.fact_record(place.row, what, payload) for place, what, payload in facts if self._is_open(place)
+            format.fact_record(place.row, what, payload)
+            for place, what, payload in facts
+            if self._file is not None and place.file == self._number
         ]
         data = b"".join(records)
         if data and self._size + len(data) <= self._largest:
@@ -87,9 +88,6 @@ class TimelineFiles:
                 self._write(data)
             except OSError as fault:
                 self._pause(fault)
-
-    def _is_open(self, place: Place) -> bool:
-        return self._file is not None and place.file == self._number
 
     def _pause(self, fault: OSError) -> None:
         if from_host(fault):  # the last steps are written by the host's own thread
@@ -117,14 +115,15 @@ class TimelineFiles:
         # Facts go in front of the steps. Then steps of the same length follow each other, which is quick to read. And a
         # file that was cut off lacks steps rather than facts on steps.
         beside: list[bytes] = [] if size else [format.MAGIC]
-        for description, events, begun, spent, times, facts in steps:
+        for metadata, events, begun, spent, times, facts in steps:
+            description = id(metadata)
             number, shape, records = self._descriptions.get(description), self._shapes.get(events), b""
             if number is None or shape is None:
                 if size and max(len(self._descriptions), len(self._shapes)) >= format.MOST_NUMBERS:
                     break
                 if number is None:
                     number = self._descriptions[description] = len(self._descriptions)
-                    records = format.metadata_record(description.metadata)
+                    records = format.metadata_record(metadata)
                 if shape is None:
                     shape = self._shapes[events] = len(self._shapes)
                     records += format.shape_record(events)
@@ -143,7 +142,7 @@ class TimelineFiles:
             self._end_file()
         return count
 
-    def _fact_records(self, description: Description, row: int, facts: Facts) -> bytes:
+    def _fact_records(self, description: int, row: int, facts: Facts) -> bytes:
         """Returns the records of the facts on a step. Some facts hold until the next one of their kind. They are left
         out while they do not change: most jobs write them only once."""
         records = []
@@ -180,17 +179,13 @@ class TimelineFiles:
             with Suppressed(OSError):
                 os.ftruncate(self._file, self._size)
             raise
-        if not self._size:
-            self._make_room()
+        if not self._size:  # a new file has got its first step
+            while sum(size for _, size in self._ended) > self._most:
+                path, _ = self._ended.popleft()
+                with Suppressed(OSError):
+                    path.unlink()
         self._size += len(data)
         self.bytes_written += len(data)
-
-    def _make_room(self) -> None:
-        """Removes the oldest files while there are too many bytes. Called when a new file has got its first step."""
-        while sum(size for _, size in self._ended) > self._most:
-            path, _ = self._ended.popleft()
-            with Suppressed(OSError):
-                path.unlink()
 
     def _end_file(self) -> None:
         file, self._file = self._file, None

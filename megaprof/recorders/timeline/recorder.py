@@ -31,18 +31,21 @@ from megaprof.formats.steps.work import pack_work
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import CallFacts, RecordedCall
-from megaprof.recorders.describe import describe
-from megaprof.recorders.garbage import Collections
-from megaprof.recorders.parts import Parts
-from megaprof.recorders.processor import Waits, waited_ns
-from megaprof.recorders.tape import Tape, raw
+from megaprof.recorders.describe import Fetch, describe, read_work
+from megaprof.recorders.host import Collections, Parts, Waits, waited_ns
+from megaprof.recorders.tape import Packed, Tape, pack, raw
 from megaprof.recorders.timeline.arrivals import Reading, Written
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock, device_memory
 from megaprof.recorders.timeline.files import Place, TimelineFiles
-from megaprof.recorders.timeline.packing import Packed, pack
-from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally
-from megaprof.recorders.timeline.step import Calls, Description, Facts, PackedStep, RecordedStep
-from megaprof.recorders.work import Fetch, read_work
+from megaprof.recorders.timeline.step import (
+    Calls,
+    ChangeClock,
+    Facts,
+    Key,
+    PackedStep,
+    RecordedStep,
+    Tally,
+)
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
 
@@ -111,7 +114,6 @@ class TimelineRecorder:
         self._collections = Collections()
         self._collections.start()
         self.tally = Tally()
-        """The times of the last steps."""
         self._watch = ChangeClock()
         self._logged_losses = 0, 0
         self.steps_dropped = 0
@@ -140,7 +142,7 @@ class TimelineRecorder:
         calls.number = number
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
         step.number, step.index, step.own, step.between = number, calls.index, 0, None
-        step.description = self._description(calls, facts)
+        step.calls, step.metadata = calls, self._metadata(calls, facts)
         step.flags = (format.DISTURBED if disturbed else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._running = step
         step.start_ns = time.time_ns()
@@ -164,7 +166,7 @@ class TimelineRecorder:
         if step.began is None or step.ended is None:  # a CUDA graph was being captured
             step.flags |= format.INCOMPLETE
         self._running = None
-        calls, waiting = step.description.calls, self._waiting
+        calls, waiting = step.calls, self._waiting
         step.count = calls.ended(step.flags)
         calls.finished = step.number, calls.count
         waiting.append(step)
@@ -257,7 +259,7 @@ class TimelineRecorder:
             chosen = [written for step, packed in steps for written in self._chosen(step, packed)]
             places = self._files.append(chosen)
             if len(places) == len(chosen):
-                last = None if steps[-1][0].description.calls.before else places[-1], steps[-1][0]
+                last = None if steps[-1][0].calls.before else places[-1], steps[-1][0]
             if self._collectives is not None:
                 for place, (step, _) in zip(places, steps, strict=False):
                     self._collectives.wrote(Written(place, step.number, step.start_ns, step.end_ns))
@@ -275,7 +277,7 @@ class TimelineRecorder:
         it worth writing."""
         if self._finished is None:
             return [packed]
-        calls = step.description.calls
+        calls = step.calls
         calls.packed = step.count
         calls.before.append(packed)
         return calls.due()
@@ -299,7 +301,7 @@ class TimelineRecorder:
         if place is not None:
             self._files.add([(place, format.WAITED, payload)])
         else:
-            before = step.description.calls.before
+            before = step.calls.before
             before[-1] = before[-1]._replace(facts=(*before[-1].facts, (format.WAITED, payload)))
 
     def _read(self, *, last: bool = False) -> None:
@@ -346,17 +348,17 @@ class TimelineRecorder:
             else:
                 self._device.take_back([step.began, *step.marks, step.ended])
         if not step.flags & _UNUSUAL:
-            calls = step.description.calls
+            calls = step.calls
             share = host_bound.mean() if host_bound.size else math.nan
             self.tally.add((calls.target, calls.role), (duration, *totals), step.start_ns, share)
         begun, facts = (min(step.index, 0xFFFF), step.flags, step.number, step.start_ns), self._facts(step)
         spent = duration, *totals, step.own // 1000
-        step.description.calls.busy_until_ns = step.start_ns + 1000 * duration
+        step.calls.busy_until_ns = step.start_ns + 1000 * duration
         if host_bound.size:
             facts = (*facts, (format.HOST_BOUND, np.packbits(host_bound, bitorder="little").tobytes()))
         if waits and not step.flags & format.INCOMPLETE:
             facts = (*facts, (format.DATA, pack_data(waits)))
-        return PackedStep(step.description, shape, begun, spent, times, facts)
+        return PackedStep(step.metadata, shape, begun, spent, times, facts)
 
     def _facts(self, step: RecordedStep) -> Facts:
         """Returns what is written next to a step: the work of its microbatches, its memory, and the garbage collections
@@ -365,7 +367,7 @@ class TimelineRecorder:
         facts = [(format.WORK, self._work(step.given, fetch))]
         if step.memory is not None:
             facts.append((format.MEMORY, step.memory.pack()))
-        collected = [(collection.start, collection.end) for collection in self._collections.until(step.end_ns)]
+        collected = [(start, end) for start, end, _ in self._collections.until(step.end_ns)]
         if collected:
             facts.append((format.COLLECTIONS, pack_collections(collected, step.start_ns)))
         if step.between is not None:
@@ -383,23 +385,23 @@ class TimelineRecorder:
             self._last_shapes, self._work_of_shapes = given, work
         return work
 
-    def _description(self, calls: Calls, facts: CallFacts) -> Description:
-        """Returns the description of a call, made once for all calls with the same metadata. Lengths that vary from
-        call to call are null in it."""
+    def _metadata(self, calls: Calls, facts: CallFacts) -> dict[str, Any]:
+        """Returns the metadata of a call, made once for all calls with the same. Lengths that vary from call to call
+        are null in it."""
         lengths = facts.seq_length, facts.micro_batch_size
         if calls.lengths is None:
             calls.lengths = lengths
         varies = calls.lengths != lengths
         key = facts.schedule, facts.microbatches, facts.graph, varies
-        description = calls.descriptions.get(key)
-        if description is None:
-            description = calls.descriptions[key] = Description(calls, self._metadata(calls, facts, varies=varies))
-        return description
-
-    def _metadata(self, calls: Calls, facts: CallFacts, *, varies: bool) -> dict[str, Any]:
+        if (known := calls.metadata.get(key)) is not None:
+            return known
         window = Window(calls.target, calls.role, calls.number or 0, self._coords)
         metadata = describe(window, RecordedCall(facts, Tape()), self._config, None, self._framework)
-        metadata["ranges"] = _ranges(facts.graph)
+        calls.metadata[key] = metadata
+        metadata["ranges"] = {"microbatch": True}
+        if facts.graph is not None:
+            reason = "the step was replayed from a full-iteration CUDA graph"
+            metadata["ranges"] = {"microbatch": False, "reason": reason}
         if varies:
             metadata |= {"seq_length": None, "micro_batch_size": None}
         metadata["timeline"] = self._clock_on(metadata.get("device"))
@@ -454,7 +456,7 @@ def _between(step: RecordedStep, collected: list[tuple[int, int]]) -> dict[str, 
     """Returns the nanoseconds of each part of the host's loop before a step, without the time in which the GPU was
     still at work on the call before. Garbage collections in no other part are one. A process that gives its weights to
     a rollout waits for that until it next runs the schedule."""
-    since, spans, took_ns = step.description.calls.busy_until_ns, step.between or [], dict[str, int]()
+    since, spans, took_ns = step.calls.busy_until_ns, step.between or [], dict[str, int]()
     for start, end in collected:
         if end <= step.start_ns and not any(begin <= start < until for _, begin, until in spans):
             spans = [*spans, (GARBAGE, start, end)]
@@ -480,14 +482,8 @@ def _events(step: RecordedStep) -> Int64s:
 
 def _position(step: RecordedStep, code: int, since: float) -> Position:
     """Returns the position inside ``step``. ``code``: the event that runs there, 0 between two events."""
-    calls, name = step.description.calls, codes.name(code)
+    calls, name = step.calls, codes.name(code)
     if name is None:
         return Position(calls.target, step.number, BETWEEN, None, None, since, calls.role)
     microbatch, chunk = name.fields.get("mb"), name.fields.get("chunk")
     return Position(calls.target, step.number, name.label, microbatch, chunk, since, calls.role)
-
-
-def _ranges(graph: str | None) -> dict[str, Any]:
-    if graph is None:
-        return {"microbatch": True}
-    return {"microbatch": False, "reason": "the step was replayed from a full-iteration CUDA graph"}

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megaprof.recorders.parts import Parts
+from megaprof.recorders.host import Parts
 
 
 def names(parts: Parts, since: int = 0) -> list[str]:

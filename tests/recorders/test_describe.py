@@ -10,9 +10,9 @@ import torch
 
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.work import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
-from megaprof.hooks.models import _inputs_of
-from megaprof.recorders import work
-from megaprof.recorders.work import read_work
+from megaprof.hooks.inputs import _inputs_of
+from megaprof.recorders import describe
+from megaprof.recorders.describe import read_work
 
 
 def on_device(numbers: list[int]) -> Any:
@@ -56,8 +56,8 @@ def test_masks_and_positions_tell_of_models_without_packed_sequences(monkeypatch
         assert read(*(_inputs_of(position_ids=given) or ())) == Work(12, (3, 2, 1, 2, 4), POSITIONS)
     assert read(*(_inputs_of(ids, attention_mask=torch.ones(2, 1, 4, 4)) or ())) == Work(8, (4, 4), SHAPES)
     assert _inputs_of() is None
-    monkeypatch.setattr("megaprof.hooks.models.MOST_SEQUENCES", 4)
-    monkeypatch.setattr(work, "MOST_SEQUENCES", 4)
+    monkeypatch.setattr("megaprof.hooks.inputs.MOST_SEQUENCES", 4)
+    monkeypatch.setattr(describe, "MOST_SEQUENCES", 4)
     assert read(*(_inputs_of(position_ids=positions) or ())) is None, "too many to keep"
 
 

@@ -1,24 +1,32 @@
-"""Hooks on models, which note the lengths of the sequences that the models were given in a recorded call."""
+"""Hooks on what a recorded call is given: the lengths of its models' sequences, the tokens of each expert, and how long
+each forward waits for its data.
+
+The experts of a MoE layer have ``forward(hidden_states, tokens_per_expert, ...)`` (0.12 to 0.19), where the number of
+tokens of each local expert is a small tensor. The hook keeps the tensor, which is read when the window is closed and
+the device has finished.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
+from megaprof.formats import ranges
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.work import MASK, POSITIONS
-from megaprof.hooks.modules import is_compiled
+from megaprof.hooks.dispatch import ranged
+from megaprof.hooks.modules import compiled_in, is_compiled, sites
 from megaprof.parallel.chunks import innermost
-from megaprof.recorders.call import CallFacts
+from megaprof.recorders.call import CallFacts, RecordedCall
+from megaprof.recorders.describe import MOST_SEQUENCES
 from megaprof.recorders.tape import Hook
-from megaprof.recorders.work import MOST_SEQUENCES
 from megaprof.runtime.device import capturing
-from megaprof.runtime.isolation import contained
+from megaprof.runtime.isolation import Contained, contained
 
 _PACKED, _TOKENS = "packed_seq_params", "input_ids"
 
@@ -82,7 +90,7 @@ def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
 def _inputs_of(
     input_ids: Any = None, *, attention_mask: Any = None, position_ids: Any = None, **others: Any
 ) -> tuple[Any, ...] | None:
-    """Returns the tensors and sizes from which `recorders.work` reads the lengths later; None if the arguments show
+    """Returns the tensors and sizes from which `recorders.describe` reads the lengths later; None if the arguments show
     none. Takes a few operations on the model's own device, and does not wait for them."""
     import torch
 
@@ -108,3 +116,87 @@ def _places(function: Callable[..., Any]) -> tuple[tuple[int, str], tuple[int, s
     passed = names[1:] if names[:1] == ["self"] else names
     packed, tokens = (passed.index(name) if name in passed else sys.maxsize for name in (_PACKED, _TOKENS))
     return (packed, _PACKED), (tokens, _TOKENS)
+
+
+_COUNTS = "tokens_per_expert"
+
+
+def patch_experts(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
+    """Notes how many tokens the experts of ``chunks`` get, until the call ends."""
+    for chunk in chunks:
+        compiled = compiled_in(chunk)
+        for owner, method, name in sites(chunk, parts=True):
+            read = ranges.parse(name)
+            if isinstance(read, ranges.RangeName) and read.label == ranges.EXPERTS and id(owner) not in compiled:
+                dispatcher.of_this_call.shadow(owner, method, partial(_counted, dispatcher))
+
+
+def _counted(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        call = dispatcher.call
+        # A forward that a backward recomputes was already counted.
+        if call is not None and call.ranged and call.tape.now & codes.KIND_MASK != codes.BACKWARD and not capturing():
+            with Contained("counting the tokens of experts", dispatcher.drop):
+                counts = args[1] if len(args) > 1 else kwargs.get(_COUNTS)
+                if counts is not None:
+                    call.experts.append(counts)
+        return original(*args, **kwargs)
+
+    return watched
+
+
+_ITERATOR = "data_iterator"
+
+
+def watch_data(dispatcher: Dispatcher, arguments: dict[str, Any]) -> None:
+    """Watches the data iterators among the arguments of a recorded call, for that call only: one, or one for each model
+    chunk. A stage without data has None. What is no plain iterator is passed on as it is."""
+
+    def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        tape = call.tape
+        # Without a timeline, nothing says when a forward has ended.
+        inside = not call.timed or tape.now & codes.KIND_MASK in (codes.FORWARD, codes.COMBINED)
+        return codes.DATA | (tape.forward or 0) * inside
+
+    def watched(iterator: Any) -> Any:
+        kind = type(iterator)
+        if not hasattr(kind, "__next__") or hasattr(kind, "__getitem__") or callable(iterator):
+            return iterator
+        return Watched(iterator, ranged(partial(next, iterator), dispatcher, code, fast=(codes.DATA,)))
+
+    given = arguments.get(_ITERATOR)
+    if given is not None:
+        arguments[_ITERATOR] = [watched(each) for each in given] if type(given) is list else watched(given)
+
+
+class Watched:
+    """Stands for an iterator in a call. It has the iterator's attributes and class, and its ``next`` is ``hook``.
+
+    ``next`` is a slot, so Python finds the hook without running any Python code: a method would take several times as
+    long. Nothing of the iterator itself is changed, and whoever else holds it is not watched.
+    """
+
+    __slots__ = ("__next__", "__weakref__", "_iterator")
+
+    def __init__(self, iterator: Any, hook: Any) -> None:
+        object.__setattr__(self, "_iterator", iterator)
+        object.__setattr__(self, "__next__", hook)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._iterator)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __bool__(self) -> bool:
+        return bool(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._iterator, name, value)

@@ -13,7 +13,7 @@ import pytest
 
 from megaprof.cli import main
 from megaprof.config.options import ProfileConfig
-from megaprof.recorders import nsys_command as nsys
+from megaprof.recorders import nsys
 
 
 def on(**fields: Any) -> ProfileConfig:

@@ -1,0 +1,189 @@
+"""What the host does beside its passes: in which part of its loop it is, how long Python collects garbage, and how long
+the training thread waits for a processor core because others run on the cores that it may use.
+
+A collection of the oldest objects stops the host for up to a second. torch 2.13 records collections itself
+(``record_python_gc_info``), but only with stacks, which cost more than everything else together.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from megaprof.formats.ranges import WAITING
+from megaprof.runtime.interruption import Suppressed
+
+if TYPE_CHECKING:
+    from megaprof.formats.timeline import Waited
+
+#: So many parts are kept until the next call begins.
+_MOST = 1024
+
+Span = tuple[str, int, int]
+"""A part, and when it began and ended, in nanoseconds of the wall clock."""
+
+
+class Parts:
+    """The parts of a process's loop, as they end. Only the outermost one counts: what saves a checkpoint may
+    evaluate."""
+
+    def __init__(self) -> None:
+        self.now: tuple[str, int] | None = None
+        """The part that runs, and since when. None between parts. Any thread may read it."""
+        self._spans: deque[Span] = deque(maxlen=_MOST)
+        self._thread: int | None = None
+        self._asked: set[object] = set()
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Makes the code inside work that another process asked for, on any thread. Behind it, this process waits until
+        it is asked again, or until it does something by itself."""
+        work = object()
+        self._asked.add(work)
+        self._stop_waiting()
+        try:
+            yield
+        finally:
+            self._asked.discard(work)
+            if not self._asked and self.now is None:
+                self.now = WAITING, time.time_ns()
+
+    @contextmanager
+    def inside(self, part: str | None) -> Iterator[None]:
+        """Makes the code inside one part; None: it is none. Another thread than the schedule's is no part of its
+        loop."""
+        entered = part is not None and threading.get_ident() == self._thread and self.enter(part)
+        try:
+            yield
+        finally:
+            if entered:
+                self.leave()
+
+    def enter(self, part: str, *, schedule: bool = False) -> bool:
+        """Begins a part, and returns whether it is the outermost one; then `leave` must follow. ``schedule``: it is a
+        call of the schedule."""
+        if schedule:
+            self._thread = threading.get_ident()
+        self._stop_waiting()
+        if self.now is not None:
+            return False
+        self.now = part, time.time_ns()
+        return True
+
+    def leave(self) -> None:
+        """Ends the part that runs."""
+        if self.now is not None:
+            self._spans.append((*self.now, time.time_ns()))
+            self.now = None
+
+    def _stop_waiting(self) -> None:
+        if self.now is not None and self.now[0] == WAITING:
+            self.leave()
+
+    def since(self, ns: int) -> list[Span]:
+        """Returns the parts that began after this time."""
+        spans = []
+        for span in reversed(self._spans):
+            if span[1] < ns:
+                break
+            spans.append(span)
+        return spans
+
+
+#: The generation whose collections take a long time.
+_OLDEST = 2
+#: The most collections that are kept. The oldest are dropped.
+_MOST_COLLECTIONS = 10_000
+
+
+Collection = tuple[int, int, int]
+"""A garbage collection: when it began and ended, in nanoseconds since the epoch, and the system's number of the thread
+on which Python ran it. All other threads waited."""
+
+
+class Collections:
+    """Keeps the times of collections of the oldest generation, whichever thread Python runs them on."""
+
+    def __init__(self) -> None:
+        self.ended: deque[Collection] = deque(maxlen=_MOST_COLLECTIONS)
+        self._began = 0
+
+    def start(self) -> None:
+        """Forgets earlier collections and begins to record."""
+        self.ended.clear()
+        if self._on_collection not in gc.callbacks:
+            gc.callbacks.append(self._on_collection)
+
+    def stop(self) -> None:
+        """Stops recording. Can be run twice."""
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
+
+    def until(self, moment: int) -> list[Collection]:
+        """Removes and returns the collections that began before ``moment``, in nanoseconds since the epoch."""
+        taken = []
+        while self.ended and self.ended[0][0] < moment:
+            taken.append(self.ended.popleft())
+        return taken
+
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
+        """Notes a collection. Python calls this before and after every collection, and prints what it raises."""
+        if info["generation"] < _OLDEST:
+            return
+        now = time.time_ns()
+        if phase == "start":
+            self._began = now
+        elif self._began:
+            self.ended.append((self._began, now, threading.get_native_id()))
+            self._began = 0
+
+
+#: Bytes that the system's answer has at most: three numbers of 64 bits.
+_LONGEST = 64
+
+
+def waited_ns(thread: int) -> int | None:
+    """Returns for how many nanoseconds, since it began, a thread of this process was ready to run but had no core.
+    ``thread``: the system's number of the thread. None if the system does not count it: only Linux does, if it was
+    built to (``run_delay`` in Documentation/scheduler/sched-stats.rst)."""
+    with Suppressed(OSError):
+        file = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            ran, waited, _ = os.read(file, _LONGEST).split()
+        finally:
+            os.close(file)
+        return int(waited) if int(ran) else None
+    return None
+
+
+class Waits:
+    """Measures how long one thread waits for a core between two readings."""
+
+    def __init__(self) -> None:
+        """For the calling thread. Reads nothing yet."""
+        self._thread = threading.get_native_id()
+        self._last: tuple[int, int] | None = None
+
+    @property
+    def began(self) -> bool:
+        """True if the last reading gave a number."""
+        return self._last is not None
+
+    def read(self, since_ns: int) -> Waited | None:
+        """Returns how long the thread waited since the last reading. ``since_ns``: the wall-clock time, in nanoseconds,
+        that the start of this interval is counted from. None if that is unknown, as at the first reading."""
+        from megaprof.formats.timeline import Waited  # brings numpy, which a process without hooks does not load
+
+        waited, now = waited_ns(self._thread), time.time_ns()
+        last, self._last = self._last, None if waited is None else (now, waited)
+        if waited is None or last is None:
+            return None
+        # The system counts a wait when it is over, even if it began before the last reading.
+        length = now - last[0]
+        return Waited((last[0] - since_ns) // 1000, length // 1000, min(waited - last[1], length) // 1000)
