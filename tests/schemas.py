@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,16 +19,24 @@ import msgspec
 
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.notes import Note
+from megaprof.analysis.report import document
 from megaprof.analysis.report.diff import Diff
-from megaprof.analysis.report.document import Document
 from megaprof.cli.files.merge import MergeAnswer
 from megaprof.cli.files.what_if import WhatIfAnswer
 from megaprof.cli.jobs.status import StatusAnswer
 from megaprof.control.request import Outcome
 from megaprof.export.cli import ExportAnswer
+from megaprof.foreign.facts import Foreign
 from megaprof.rehearse.rehearsal import Rehearsal
 from megaprof.tune.state import Tuning
 
+
+@dataclass(frozen=True, kw_only=True)
+class Document(document.Document):
+    foreign: Foreign | None = None
+
+
+Document.__doc__ = document.Document.__doc__
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 

@@ -14,10 +14,9 @@ import msgspec
 from mcp.server.mcpserver.exceptions import ResourceNotFoundError
 
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.text import sentences
 from megaprof.analysis.report.text.words import milliseconds, ratio, title
 from megaprof.analysis.simulation.simulate import simulate
-from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
+from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
 from megaprof.cli import COMMANDS, UsageError, parser_of
 from megaprof.cli.files.report import report_on
@@ -51,8 +50,8 @@ def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
     """Returns the JSON of ``megaprof report DIR --json -``. Raises CommandError, and the errors of reading files."""
     report = _report(directory, run)
     headline = [*filter(None, [report.of_several]), *map(_in_brief, report.targets)]
-    if report.foreign is not None:
-        headline.append(sentences.foreign_limits(report.foreign))
+    if report.section is not None:
+        headline.append(report.section.limits)
     return {"headline": headline, **report.to_json()}
 
 

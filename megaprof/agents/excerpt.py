@@ -14,7 +14,7 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Any
 
-from megaprof.formats.faults import Unanswerable
+from megaprof.formats.phrases import Unanswerable
 
 #: The most characters of an answer.
 MOST = 12_000

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _Usual = Literal["optimizer", "evaluation", "saving", "logging", "data"]
 _OfRL = Literal["train_log_probs", "rollout", "rewards", "weight_sync", "offload"]
 Part = _Usual | _OfRL
-"""A part of the host's loop (`megaprof.formats.steps.between`)."""
+"""A part of the host's loop (`megaprof.formats.steps.facts`)."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any
 
-from megaprof.artifacts.finish import FinishHook
-from megaprof.artifacts.writer import open_writer
+from megaprof.artifacts.writer import FinishHook, open_writer
 from megaprof.autoload import job_end, registry
 from megaprof.capture import profiler
 from megaprof.capture.dispatcher import Dispatcher

@@ -53,7 +53,7 @@ def wait(config: ProfileConfig | None, since: float) -> None:
     ``--profile-flush-seconds``. Without ``config``, the ``MEGAPROF_*`` environment says where they are. Never
     raises."""
     try:
-        from megaprof.artifacts.remote import is_remote
+        from megaprof.artifacts.places import is_remote
         from megaprof.config.options import ProfileConfig
 
         config = config or ProfileConfig.from_env()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megaprof.artifacts.remote import is_remote
+from megaprof.artifacts.places import is_remote
 from megaprof.capture.agenda import Agenda, Wish
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList, parse_schedule

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import NoReturn, TextIO
 
-from megaprof.formats.faults import Unanswerable
-from megaprof.formats.phrases import printable
+from megaprof.formats.phrases import Unanswerable, printable
 from megaprof.formats.remote import Unreachable
 from megaprof.version import __version__
 

@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 import megaprof.config.readers as read
-from megaprof.artifacts.remote import check_remote, is_remote
+from megaprof.artifacts.places import check_remote, is_remote
 from megaprof.config.readers import TIMELINE
 from megaprof.config.windows import (
     ANNOTATED,

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megaprof.artifacts.remote import is_remote
+from megaprof.artifacts.places import is_remote
 from megaprof.config.windows import NONE, parse_per_role
 
 _TRUE = ("1", "true", "yes", "on")

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import msgspec
 
-from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import SAFE, appearing
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import (
@@ -40,7 +39,7 @@ from megaprof.formats.job import (
     decode,
 )
 from megaprof.formats.names import sanitise, shard_of
-from megaprof.formats.phrases import ago
+from megaprof.formats.phrases import Unanswerable, ago
 
 #: Bytes of the longest record; a longer file is not read.
 LONGEST = 256 << 10

@@ -6,7 +6,7 @@ The columns are `COLUMNS`, whose names include the units.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,12 +20,12 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, with_texts
 from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats import timeline as format
-from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
 from megaprof.formats.job import BadRecord, RunRecord, decode
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.timeline import Timeline, UnreadableTimeline, read_timeline
+from megaprof.formats.phrases import Unanswerable
+from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 
 #: The number of rows that wait in memory until they are written together. A row takes about 200 bytes there.
 WAITING_ROWS = 500_000
@@ -71,7 +71,6 @@ class Exported:
     cut: int
     """The number of files that end inside a record, as happens if the job still runs or was killed."""
     warnings: tuple[Note, ...]
-    """Warnings about single files."""
 
 
 def export(
@@ -116,7 +115,7 @@ def _written(
                 cut += timeline.is_cut
                 if timeline.damage and not timeline.is_cut:
                     warnings.append(Note("cut", files=(path.name,), said=timeline.damage))
-                waiting_tables += tables_of(timeline, *run_and_start)
+                waiting_tables += (_table(*of_target, *run_and_start) for of_target in timeline.by_metadata())
             count = sum(map(len, waiting_tables))
             if waiting_tables and (count >= WAITING_ROWS or done == len(paths)):
                 writer.write_table(pa.concat_tables(waiting_tables))
@@ -135,14 +134,9 @@ def _named(directory: Path) -> tuple[str | None, int]:
     return None, 0
 
 
-def tables_of(timeline: Timeline, run: str | None = None, since_ns: int = 0) -> Iterator[pa.Table]:
-    """Yields the steps of a timeline as Arrow tables with `COLUMNS`, one table for each target and role. ``run``: the
-    name of the run for steps that began at ``since_ns`` or later."""
-    for metadata, steps in timeline.by_metadata():
-        yield _table(metadata, steps, run, since_ns)
-
-
 def _table(metadata: Metadata, steps: npt.NDArray[Any], run: str | None, since_ns: int) -> pa.Table:
+    """Returns steps of one target and role as an Arrow table with `COLUMNS`. ``run``: the name of the run for steps
+    that began at ``since_ns`` or later."""
     coords = metadata.coords
     without_times = (steps["flags"] & format.INCOMPLETE != 0) & (steps["duration"] == 0)
     constants = {name: getattr(coords, name) for name in ("rank", *_AXES)}

@@ -57,9 +57,7 @@ class Entry(Call):
     """A call with its inputs."""
 
     input_sizes: list[list[int]] = []
-    """Shapes of its inputs, in elements."""
     input_dtypes: list[str] = []
-    """Types of its inputs."""
 
 
 _C = TypeVar("_C", bound=Call)
@@ -104,7 +102,6 @@ class Flight(msgspec.Struct):
     """The dump of one process."""
 
     version: str | int
-    """The version of the format."""
     entries: list[Entry] = []
     """Its calls, as far back as torch's ring buffer goes; torch leaves an empty list out."""
     pg_config: dict[str, GroupConfig] = {}

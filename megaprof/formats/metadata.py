@@ -121,7 +121,7 @@ class Metadata:
     lengths: Annotated[tuple[tuple[Number, ...] | None, ...], Many] | None = None
     """For each of these microbatches, the lengths of its sequences, each of which attends to itself only."""
     lengths_from: str | None = None
-    """The source of the lengths, one of `megaprof.formats.steps.work.SOURCES`."""
+    """The source of the lengths, one of `megaprof.formats.steps.facts.SOURCES`."""
     expert_tokens: Annotated[tuple[Number, ...], Many] | None = None
     """Tokens that each of this rank's experts got in the window's first call, all MoE layers together; None without
     experts, and in timelines."""

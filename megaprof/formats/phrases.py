@@ -1,4 +1,4 @@
-"""Small pieces of text: counts, lists, durations, and names from elsewhere."""
+"""Small pieces of text: counts, lists, durations, names from elsewhere, and the exception whose text a user reads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+
+
+class Unanswerable(Exception):
+    """The input cannot answer what was asked; the message says why, on one line."""
 
 
 def counted(count: int, noun: str) -> str:

@@ -28,9 +28,13 @@ direction in which it only receives, of the next pass. Traces of earlier version
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from megaprof.parallel.schedules import EXCHANGES, SendReceive
 
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
 
 PREFIX = "megaprof/"
 DOMAIN = "megaprof"
+#: The key of `GraphNames` in a trace.
+GRAPHS_KEY = "megaprof_graphs"
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -197,6 +203,46 @@ def parse(name: str) -> RangeName | None:
         else:
             return None
     return RangeName(label, fields)
+
+
+@dataclass(frozen=True)
+class GraphNames:
+    """The ranges in which the nodes of CUDA graphs were captured. A replay runs no Python, so a trace has only the
+    graph and the node of each kernel, and these names once, under a key of their own."""
+
+    stacks: tuple[tuple[str, ...], ...]
+    """Range names around a node, the outermost first; each combination once."""
+    runs: tuple[tuple[int, int, int], ...]
+    """First node, last node, and the index of their stack, in order. A node's number is Kineto's ``graph node id``: the
+    graph in the upper 32 bits, the node in the lower ones, in the order of capture."""
+
+
+def graph_names(nodes: Mapping[int, tuple[str, ...]]) -> str:
+    """Returns ``nodes``, the ranges around each node by its number, as JSON. Consecutive nodes with the same ranges are
+    one run, so the JSON grows with the ranges of a graph and not with its kernels."""
+    stacks: dict[tuple[str, ...], int] = {}
+    runs: list[list[int]] = []
+    for node in sorted(nodes):
+        stack = stacks.setdefault(nodes[node], len(stacks))
+        if runs and runs[-1][2] == stack and runs[-1][1] >> 32 == node >> 32:
+            runs[-1][1] = node
+        else:
+            runs.append([node, node, stack])
+    return json.dumps({"stacks": list(stacks), "runs": runs}, separators=(",", ":"))
+
+
+def read_graph_names(text: bytes) -> GraphNames:
+    """Reads what `graph_names` returned. Raises ValueError for anything else."""
+    try:
+        names = msgspec.json.decode(text, type=GraphNames)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
+        raise ValueError(str(fault)) from None
+    previous_last = -1
+    for first_node, last_node, stack in names.runs:
+        if not (previous_last < first_node <= last_node < 1 << 63 and 0 <= stack < len(names.stacks)):
+            raise ValueError("its runs of nodes are not in order")
+        previous_last = last_node
+    return names
 
 
 def _words(text: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path, PosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
-from megaprof.formats.faults import Unanswerable
+from megaprof.formats.phrases import Unanswerable
 
 #: A search for our files ends after this many files of others, because home directories have more.
 MOST_OTHERS = 100_000

@@ -90,11 +90,9 @@ class Memory(NamedTuple):
     """The memory of a rank's device when a step ends, in bytes."""
 
     allocated: int
-    """Allocated bytes at that time."""
     peak: int
     """The most bytes that were allocated so far, or since the host last reset torch's counter."""
     capacity: int
-    """The size of the device's memory."""
 
     def pack(self) -> bytes:
         """Returns its bytes for a file."""
@@ -115,7 +113,6 @@ class Waited(NamedTuple):
     start: int
     """Start of the span, relative to the step's start."""
     length: int
-    """Length of the span."""
     waited: int
     """The time that the thread waited in the span."""
 
@@ -198,7 +195,6 @@ class Events:
     """The events of one step in the order of their starts; an enclosing one comes before what it encloses."""
 
     code: npt.NDArray[np.int64]
-    """The code of each (`codes`)."""
     start: Microseconds
     """When each began, in microseconds since the step's start."""
     end: Microseconds
@@ -353,7 +349,6 @@ class _Times(NamedTuple):
     """The places of the times of each step's events in a file."""
 
     data: bytes
-    """The file."""
     runs: tuple[range, ...]
     """The positions of the times, for each run of consecutive records of one length."""
     ends: tuple[int, ...]

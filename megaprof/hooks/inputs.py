@@ -18,7 +18,7 @@ from typing import Any
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import ranges
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.work import MASK, POSITIONS
+from megaprof.formats.steps.facts import MASK, POSITIONS
 from megaprof.hooks.dispatch import ranged
 from megaprof.hooks.modules import compiled_in, is_compiled, sites
 from megaprof.parallel.chunks import innermost

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
 from megaprof.formats.names import host
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.work import MASK, PACKED, SHAPES, SOURCES, Work
+from megaprof.formats.steps.facts import MASK, PACKED, SHAPES, SOURCES, Work
 from megaprof.parallel.chunks import describe_chunk, innermost
 from megaprof.parallel.machine import local_ranks, physical_cores
 from megaprof.version import __version__

@@ -4,7 +4,7 @@ graphs get these names, too, with torch's own annotations (torch 2.13 on, CUDA 1
 A replay runs no Python, so there can be no range around a part of it. But torch can find, while it captures a graph,
 which nodes are captured within a block, and Kineto writes the node of every kernel into the trace. What torch found is
 taken from it when the block ends: what it does with it later differs (2.13 to 2.15), and may fail the host's capture.
-The notes stay in this process. Every window writes them when it closes (`megaprof.formats.graphs`).
+The notes stay in this process. Every window writes them when it closes (`megaprof.formats.ranges`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib.metadata import version
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from megaprof.formats import graphs, ranges
+from megaprof.formats import ranges
 from megaprof.formats.ranges import DOMAIN
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -161,7 +161,7 @@ class GraphNames:
     def text(self) -> str | None:
         """Returns the names of all graphs so far as JSON; None if there are none."""
         if self._text is None and self._nodes:
-            self._text = graphs.written(self._nodes)
+            self._text = ranges.graph_names(self._nodes)
         return self._text
 
     def begun(self, graph: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megaprof.artifacts.remote import is_remote
+from megaprof.artifacts.places import is_remote
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL

@@ -19,7 +19,7 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, su
 from megaprof.artifacts.derived import DerivedFiles
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.formats import graphs
+from megaprof.formats import ranges
 from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, TRACE_SUFFIX, kineto_temporary
 from megaprof.formats.ranges import GARBAGE, operation_range
@@ -138,7 +138,7 @@ class TorchRecorder:
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
             if (of_graphs := names.text()) is not None:
-                recording.add_metadata_json(graphs.KEY, of_graphs)
+                recording.add_metadata_json(ranges.GRAPHS_KEY, of_graphs)
             _stop(recording)
             recording.export_chrome_trace(str(raw))
             garbage = operation_range(GARBAGE)

@@ -30,9 +30,9 @@ from megaprof.analysis.trace.steps import ModuleKey, steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import ranges
 from megaprof.formats import timeline as format
-from megaprof.formats.faults import Unanswerable
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import artifact_name
+from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.steps import codes
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 from megaprof.parallel.topology import AXES, WorldLayout

@@ -23,10 +23,9 @@ from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.faults import Unanswerable
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
-from megaprof.formats.phrases import json_of
+from megaprof.formats.phrases import Unanswerable, json_of
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse.links import Link, between, defaults
 from megaprof.rehearse.pipeline import Pipeline, Stage, alike, record, together, write

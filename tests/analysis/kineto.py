@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megaprof.formats.graphs import written
+from megaprof.formats.ranges import graph_names as written
 
 MS = 1000.0
 PID, DEVICE = 7, 0
@@ -82,7 +82,7 @@ def annotated(
 def replayed(events: list[dict[str, Any]], correlation: int) -> dict[str, Any]:
     """Turn one call with its ranges and launches, in place, into the replay of a graph that captured all of it: the
     outermost range is left, one launch at its start, and all activities with that launch's ``correlation`` and a node
-    each, in the order in which they were launched. Returns the names of the nodes, as `megaprof.formats.graphs` has
+    each, in the order in which they were launched. Returns the names of the nodes, as `graph_names` writes
     them. NCCL's kernels bear no process group: no operator runs in a replay.
     """
     complete = [event for event in events if event["ph"] == "X"]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.artifacts.finish import FinishHook
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Artifact, FinishHook, Writer
 from megaprof.formats.names import raw_path
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.artifacts import publish as publishing
-from megaprof.artifacts.publish import Incomplete, check_trace, publish, remove_leftovers
+from megaprof.artifacts import places as publishing
+from megaprof.artifacts.places import Incomplete, check_trace, publish, remove_leftovers
 from megaprof.formats.files import appearing
 from megaprof.formats.names import host, raw_path
 

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megaprof.artifacts.remote import Remote, check_remote
+from megaprof.artifacts.places import Remote, check_remote
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig
 from megaprof.formats.names import raw_path

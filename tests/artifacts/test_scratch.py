@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from megaprof.artifacts import scratch, writer
-from megaprof.artifacts.scratch import Scratch
+from megaprof.artifacts import places as scratch
+from megaprof.artifacts import writer
+from megaprof.artifacts.places import Scratch
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats.names import host
 from megaprof.parallel.machine import find_bounds

@@ -19,8 +19,6 @@ from typing import Any
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis import fuzzing
 from tests.analysis.collectives.test_hang import dump, entry
-from tests.analysis.foreign.test_foreign import Job
-from tests.analysis.foreign.test_pipeline import write_job
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
@@ -28,6 +26,8 @@ from tests.analysis.synthetic import TraceBuilder, chunk
 from tests.analysis.truth import files
 from tests.analysis.truth.drawing import draw
 from tests.analysis.truth.pipelines import Priced
+from tests.foreign.test_foreign import Job
+from tests.foreign.test_pipeline import write_job
 
 Input = Callable[[Path], Any]
 RECORDINGS = Path(__file__).with_name("recordings")

@@ -15,7 +15,8 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import read_trace
-from megaprof.formats.graphs import KEY, GraphNames, read_names
+from megaprof.formats.ranges import GRAPHS_KEY as KEY
+from megaprof.formats.ranges import GraphNames, read_graph_names
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.emit import names
 from tests.analysis.rows import rows
@@ -90,7 +91,7 @@ def test_kernels_of_a_whole_step_bear_their_microbatch_and_layer(
     (path,) = tmp_path.glob("*.gz")
     with gzip.open(path) as file:
         trace = json.load(file)
-    found = read_names(json.dumps(trace[KEY]).encode())
+    found = read_graph_names(json.dumps(trace[KEY]).encode())
     assert {node >> 32 for first, last, _ in found.runs for node in (first, last)} == {EXEC + 1}
     parts = [(n, part) for n in (1, 2) for part in ("attention", "mlp")]
     forward = [

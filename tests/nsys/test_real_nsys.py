@@ -17,7 +17,7 @@ import pytest
 
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace.nsys.files import find_nsys, read_nsys
+from megaprof.analysis.trace.nsys_windows import find_nsys, read_nsys
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.cli import main
 from megaprof.formats import ranges

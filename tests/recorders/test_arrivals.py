@@ -8,7 +8,7 @@ import pytest
 
 from megaprof.formats import timeline as format
 from megaprof.formats.flight import Entry, GroupConfig
-from megaprof.formats.steps.arrivals import unpack_arrivals, unpack_groups
+from megaprof.formats.steps.facts import unpack_arrivals, unpack_groups
 from megaprof.recorders import flight
 from megaprof.recorders.timeline.arrivals import Reading, Written
 from megaprof.recorders.timeline.files import Place

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.work import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
+from megaprof.formats.steps.facts import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
 from megaprof.hooks.inputs import _inputs_of
 from megaprof.recorders import describe
 from megaprof.recorders.describe import read_work

@@ -14,7 +14,7 @@ import torch
 from megaprof import install_hooks
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.formats import timeline as format
-from megaprof.formats.steps.data import unpack_data
+from megaprof.formats.steps.facts import unpack_data
 from megaprof.formats.timeline import read_timeline
 from megaprof.recorders import tape
 from megaprof.recorders.tape import PythonTape, Tape

@@ -21,7 +21,7 @@ from megaprof.autoload.install import Handle
 from megaprof.capture.process import process
 from megaprof.formats import timeline as format
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.work import pack_work
+from megaprof.formats.steps.facts import pack_work
 from megaprof.formats.timeline import Waited, read_timeline
 from megaprof.recorders.describe import read_work
 from megaprof.recorders.timeline import device, recorder

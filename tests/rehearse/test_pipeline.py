@@ -13,8 +13,8 @@ from megaprof import simulate
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.steps import ModuleKey
-from megaprof.formats.faults import Unanswerable
 from megaprof.formats.metadata import Metadata, ModelChunk
+from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.ranges import BACKWARD, FORWARD, LAYER
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief
-from megaprof.analysis.trace.nsys.files import NsysFile
+from megaprof.analysis.trace.nsys_windows import NsysFile
 from megaprof.analysis.trace.reading import Source, Timelines, find_timelines, read, sources_in, traces_in
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.steps import TracedStep
 from megaprof.analysis.trace.traces import UnreadableTrace
-from megaprof.formats.faults import Unanswerable
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name, sanitise
+from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 

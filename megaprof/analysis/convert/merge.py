@@ -29,9 +29,9 @@ from megaprof.analysis.report.text.notes import brief, with_texts
 from megaprof.analysis.table.jobs import jobs_of
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.table.traced import table_of
+from megaprof.analysis.trace import nsys_windows as nsys
 from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, read
-from megaprof.analysis.trace.nsys import files as nsys
 from megaprof.analysis.trace.reading import Source, traces_in
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import Part, UnreadableTrace, refusing

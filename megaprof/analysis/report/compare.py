@@ -36,7 +36,7 @@ from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.layouts import format_layout
 from megaprof.analysis.what_if.what_if import layout_of
-from megaprof.formats.faults import Unanswerable
+from megaprof.formats.phrases import Unanswerable
 
 FEWEST = 3
 #: Causes that come from the machine or its load. Another machine might not have them; no layout fixes them.

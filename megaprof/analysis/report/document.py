@@ -19,9 +19,9 @@ import numpy as np
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.drawn import StepTimeline
+from megaprof.analysis.report.tables import Section
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as text
 from megaprof.analysis.report.text.notes import with_text, with_texts
@@ -154,7 +154,7 @@ class Document:
     standstill: Standstill | None = None
     """The step in which the job stands still, or stood when it was killed, from its status files; None if it runs, if
     it ended normally, if its timelines show the step in which it ended, or if there are no status files."""
-    foreign: Foreign | None = None
+    foreign: Any = None
     """Facts from recordings without megaprof's ranges; None if there are ranges."""
 
     @classmethod
@@ -191,6 +191,8 @@ class Report(Document):
     there is no other run before or after it."""
     by_hand: tuple[Changeable | None, ...] = ()
     """One entry per target that predicts changes a person chooses; None if the target's ``what_if`` says why not."""
+    section: Section | None = None
+    """``foreign`` for people."""
 
     def with_standstill(self, last: Standstill | None, heard: float) -> Report:
         """Returns the report with the standstill that status files show, if they are of its run.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -18,27 +19,23 @@ from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.levels import EXCESS
 from megaprof.analysis.fleet.reading import Series, read_fleet
-from megaprof.analysis.foreign.facts import facts_of
-from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.text.notes import clause, with_texts
+from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.jobs import Job, jobs_of, warming_up
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
 from megaprof.analysis.table.traced import table_of
-from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
+from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
-from megaprof.analysis.trace.reading import Source, Timelines, find_timelines, read_all, sources_in
+from megaprof.analysis.trace.reading import OTHERS, Reading, Source, Timelines, find_timelines, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
-from megaprof.analysis.trace.traces import NOT_OURS, UnreadableTrace
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import what_if, withheld
-from megaprof.formats.faults import Unanswerable
-from megaprof.formats.phrases import listed
+from megaprof.formats.phrases import Unanswerable, listed
 from megaprof.formats.remote import files_below, place
 from megaprof.formats.timeline import SUFFIX
 
@@ -71,7 +68,7 @@ def analyze(
 
     Stages come from traces or, for targets without traces, from timelines. Timelines also show the whole run. A file
     that cannot be used becomes a warning of the report. If no file contains megaprof's ranges, the report shows what
-    these recordings do contain (`foreign`).
+    these recordings do contain (`Document.foreign`).
 
     Example: ``analyze("traces").targets[0].findings[0].text`` is the verdict on the first target.
 
@@ -110,7 +107,10 @@ def analyze(
     tabled = tables(traced, fleet_reading, fleets, workers)
     diagnosed = {key: _diagnosed(table) for key, table in tabled.items()}
     if not captured and not fleet_reading.series:
-        return _foreign(path, traces, sizes or {}, warnings)
+        others = set(_others(path) if path.is_dir() else ()) - {reading.path for reading in readings}
+        more = [*read_all(sorted(others), workers)]
+        warnings += of_files(reading.skipped for reading in more if reading.skipped is not None)
+        return _of_others(path, [*readings, *more], sizes or {}, warnings)
     job = (path.parent if path.is_file() else path).absolute()
     by_key, found = {fleet.key: fleet for fleet in fleets}, []
     # The iterations of ranks that also train are those of their training.
@@ -175,37 +175,24 @@ def _files(path: Path) -> tuple[list[Source], Timelines]:
     return traces, timelines
 
 
-def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int], warnings: Sequence[Note]) -> Report:
+def _of_others(path: Path, readings: Sequence[Reading], sizes: Mapping[str, int], warnings: Sequence[Note]) -> Report:
     """Returns a report on recordings without ranges of ours. ``warnings``: why they are no traces of ours. Raises
     NothingToReport."""
-    recordings, reasons = [], dict[str, str]()
-    others = _others(path) if path.is_dir() else []
-    for source in dict.fromkeys((*traces, *others)):
-        try:
-            recordings += read_recording(source)
-        except UnreadableTrace as fault:
-            reasons[fault.path.name] = fault.reason
-    for recording in recordings:
-        if recording.untimed is not None:
-            reasons[recording.path.name] = clause(recording.untimed)
-    recordings = [recording for recording in recordings if recording.untimed is None]
-    skipped = [Note("skipped", files=(name,), said=reason) for name, reason in reasons.items()]
-    if not recordings:
-        ours = [note for note in warnings if note.said != NOT_OURS]
-        theirs = [note for note in skipped if not any(note.files[0] in other.files for other in ours)]
-        said = with_texts((*ours, *of_files(theirs)))
+    if not any(reading.others for reading in readings):
+        said = with_texts(warnings)
         more = [f"And {len(said) - 5} more like it."] * (len(said) > 5)
         why = " ".join([*(f"{note.text.rstrip('.')}." for note in said[:5]), *more])
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. {why}")
-    files = dict.fromkeys(recording.path for recording in recordings)
-    foreign = facts_of(recordings, dict(sizes))
+    recordings = [each for reading in readings for each in reading.others]
+    facts, section = import_module(f"{OTHERS}.report").report_on(recordings, sizes)
     return Report(
         path=path,
         source=str(path),
-        traces=tuple(files),
+        traces=tuple(reading.path for reading in readings if reading.others),
         targets=(),
-        warnings=with_texts(of_files(skipped)),
-        foreign=replace(foreign, warnings=with_texts(foreign.warnings)),
+        warnings=with_texts(of_files(note for each in readings if not each.others and (note := each.skipped))),
+        foreign=facts,
+        section=section,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.words import ABSENT
 
 Emphasis = Literal["", "most", "slow", "fine"]
@@ -75,6 +76,19 @@ class TableView:
         """Milliseconds at the end of the axis of its bars."""
         bars = (bar for row in self.rows for cell in row.cells for bar in cell.bars)
         return max((piece.start + piece.width for bar in bars for piece in bar), default=0.0) or 1.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report that is not about a target."""
+
+    title: str
+    limits: str
+    """What it cannot show, and why."""
+    tables: tuple[TableView, ...]
+    clauses: tuple[str, ...]
+    """What else is found, the most important first."""
+    warnings: tuple[Note, ...]
 
 
 def row(*cells: str | int | Cell | None, emphasis: Emphasis = "") -> Row:

@@ -13,10 +13,10 @@ from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.printing import STYLES, heading, show_finding, show_table, show_warnings, text
 from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.report.text.words import counted, sentence, title, with_spread
-from megaprof.analysis.trace.nsys.files import is_nsys
+from megaprof.analysis.trace.nsys_windows import is_nsys
 
 _MOST_TRACES = 8
-#: Stages of a run and rows of foreign recordings. A page shows all.
+#: Stages of a run and rows of recordings by others. A page shows all.
 _MOST_ROWS = 16
 
 
@@ -34,14 +34,14 @@ def show(report: Report, console: Console) -> None:
         show_table(console, roles)
     for target in report.targets:
         _show_target(target, console)
-    if report.foreign is not None:
-        heading(console, "Recordings without ranges of megaprof's")
-        for view in views.foreign_tables(report.foreign):
+    if (section := report.section) is not None:
+        heading(console, section.title)
+        for view in section.tables:
             show_table(console, view, _MOST_ROWS)
-        for late in report.foreign.late[:4]:
-            console.print(text(sentence(sentences.late_clause(late))))
-        console.print(text(sentences.foreign_limits(report.foreign) + "."))
-        show_warnings(console, report.foreign.warnings)
+        for clause in section.clauses[:4]:
+            console.print(text(sentence(clause)))
+        console.print(text(section.limits + "."))
+        show_warnings(console, section.warnings)
     if report.warnings:
         heading(console, "Files")
         show_warnings(console, report.warnings)
@@ -57,7 +57,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"  and {len(report.traces) - _MOST_TRACES} more")
     if not all(map(is_nsys, report.traces)):
         console.print(text("To open one, drag it into https://ui.perfetto.dev or load it in chrome://tracing"))
-    if report.traces and report.foreign is None:  # recordings that megaprof did not make cannot be merged
+    if report.traces and report.section is None:  # recordings that megaprof did not make cannot be merged
         console.print(text("All ranks of a step on one timeline, in https://ui.perfetto.dev:"))
         console.print(text(f"  megaprof open {shlex.quote(report.source)}"), soft_wrap=True)
 

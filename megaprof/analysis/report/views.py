@@ -1,20 +1,17 @@
-"""The tables of a report, of recordings by other profilers, of two captures and of a running job, for every output."""
+"""The tables of a report, of two captures and of a running job, for every output."""
 
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Collection, Sequence
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import Stage
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.foreign.facts import Foreign, RankFacts
 from megaprof.analysis.report.diff import Difference, StageDiff, TargetDiff
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.tables import Cell, Column, Emphasis, Piece, TableView, row, stacked
-from megaprof.analysis.report.text import sentences
 from megaprof.analysis.report.text.what_if import name_of, worth_showing
 from megaprof.analysis.report.text.words import (
     ABSENT,
@@ -38,14 +35,6 @@ from megaprof.formats.ranges import WAITING
 from megaprof.metrics.figures import SlowRanks, Summary
 
 _STAGE = (Column("stage"), Column("ranks", "name"), Column("layers", "name"))
-_FOREIGN = "a\nstep", "recorded", "compute", "exposed", "idle", "host\nbound"
-_OF_RANK = Column("from", "text"), Column("steps"), *map(Column, _FOREIGN)
-_OF_EXPOSED = (
-    *(Column(name, "text") for name in ("operation", "group")),
-    *map(Column, ("kernels", "ms", "of\nrecorded")),
-)
-_PASSES = "forward", "backward", "both, per\nmicrobatch", "a\nstep", "exchanges", "of a\nstep"
-_OF_STAGE = tuple(map(Column, ("microbatches", *_PASSES)))
 _MARKS = {True: "*", False: "~", None: "?"}
 MARKS = "* beyond the spread of the samples; ~ within it; ? too few samples to tell"
 _TICKS = "▁▂▃▄▅▆▇█"
@@ -327,41 +316,6 @@ def what_if_table(predictions: WhatIf) -> TableView | None:
         )
     columns = Column("change", "text"), Column("step", "bars"), Column("step", unit="ms"), Column("speedup")
     return TableView("what if: before and after", columns, tuple(rows))
-
-
-def foreign_tables(foreign: Foreign) -> list[TableView]:
-    """Returns the facts of every rank, its exposed communication (first that of the rank that loses most to it), and
-    the stages, if the exchanges show them."""
-    folders = {rank.window: os.path.dirname(rank.file) for rank in foreign.ranks}
-    several = len(folders) > 1
-    ranks, exposed, stages = [], [], []
-
-    def name(rank: RankFacts) -> list[str | int]:
-        return ["?" if rank.rank is None else rank.rank, *([rank.window] if several else [])]
-
-    for rank in foreign.ranks:
-        times = rank.step_ms, rank.span_ms, rank.compute_ms, rank.exposed_ms, rank.idle_ms, rank.host_bound_ms
-        ranks.append(row(*name(rank), Cell(rank.rank_from, code=rank.file), rank.steps, *map(number, times)))
-    for rank in sorted(foreign.ranks, key=lambda rank: -rank.exposed_ms):
-        for each in rank.exposed:
-            group = f"{each.axis}: {each.group}" if each.axis else each.group
-            share = percent(each.ms / rank.span_ms if rank.span_ms else None)
-            exposed.append(row(*name(rank), each.operation, group, each.calls, number(each.ms), share))
-    for stage in foreign.stages:
-        of_stage = stage.forward_ms, stage.backward_ms, stage.microbatch_ms, stage.step_ms, stage.exchange_ms
-        share = percent(stage.exchange_ms / stage.step_ms if stage.step_ms else None)
-        which = f"{stage.stage} of {stage.stages}"
-        stages.append(row(which, some(stage.ranks), stage.microbatches, *map(number, of_stage), share))
-    windows = [row(window, folder) for window, folder in folders.items() if folder]
-    named = Column("rank", "name"), *([Column("window")] if several else [])
-    title = f"{sentences.FROM_EXCHANGES}, ms"
-    views = [
-        TableView("per rank, ms", (*named, *_OF_RANK), tuple(ranks), len(named)),
-        TableView("windows", (Column("window", "name"), Column("folder", "text")), tuple(windows)),
-        TableView("exposed communication", (*named, *_OF_EXPOSED), tuple(exposed), len(named)),
-        TableView(title, (Column("stage", "name"), Column("ranks", "name"), *_OF_STAGE), tuple(stages), 2),
-    ]
-    return [view for view in views if view.rows]
 
 
 def diff_table(target: TargetDiff) -> TableView:

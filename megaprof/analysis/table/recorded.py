@@ -33,9 +33,7 @@ from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.data import unpack_data
-from megaprof.formats.steps.garbage import unpack_collections
-from megaprof.formats.steps.work import unpack_work
+from megaprof.formats.steps.facts import unpack_collections, unpack_data, unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes
 

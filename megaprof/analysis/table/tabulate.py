@@ -16,7 +16,7 @@ from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankStep
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.steps import ModuleKey, TracedStep
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.steps.work import SOURCES
+from megaprof.formats.steps.facts import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 
 

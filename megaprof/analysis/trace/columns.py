@@ -1,4 +1,4 @@
-"""Holds the events of a file as columns, and reads those of Kineto's (`nsys.events` fills the same ones). Everything
+"""Holds the events of a file as columns, and reads those of Kineto's (`nsys_tables` fills the same ones). Everything
 else of a trace is a view of these columns.
 
 A column is an array with one number for each event. Names of events, and what is said about collectives, are numbered
@@ -74,7 +74,7 @@ class Columns:
     external: Numbers
     """The number that both share with the operator around the call; 0: none."""
     node: Numbers
-    """The node of a CUDA graph that the activity ran, as `formats.graphs` counts them; 0: none."""
+    """The node of a CUDA graph that the activity ran, as `formats.ranges` counts them; 0: none."""
     said: npt.NDArray[np.int32]
     """What they say about a collective, as indices into `Events.said`; 0: nothing."""
 
@@ -112,13 +112,15 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 class Events:
     """Events of one file, or of one process in it. Readers fill it."""
 
-    def __init__(self) -> None:
-        self.base = 0
+    def __init__(self, base: int = 0) -> None:
+        self.base = base
         """The moment from which times in the file count, in nanoseconds since the epoch."""
         self.impossible: Counter[str] = Counter()
         """The number of events without a possible time, by category."""
         self.allocations: dict[int, list[tuple[int, int]]] = {}
         """Times and allocated bytes by device, if memory was recorded."""
+        self.cut: set[int] = set()
+        """The ends of our ranges that were open when the process or the recording ended, if the file says so."""
         self.names: list[str] = []
         self.threads: list[tuple[Any, ...]] = []
         """Process, and thread or stream, of each place."""
@@ -208,11 +210,11 @@ class KinetoEvents(Events):
         for name, of_category in by_category.items():
             category = (name or "").lower()
             if category == OPERATOR:
-                if COMMUNICATES in self._wanted and (
-                    communicating := [event for event in of_category if event.name == COMMUNICATES]
-                ):
-                    self._put_events(COMMUNICATES, communicating)
-                of_category = of_category if operators else [each for each in of_category if _SPEAKS.match(each.name)]
+                speaking = {name for name in {each.name for each in of_category} if _SPEAKS.match(name)}
+                if COMMUNICATES in self._wanted and COMMUNICATES in speaking:
+                    self._put_events(COMMUNICATES, [each for each in of_category if each.name == COMMUNICATES])
+                if not operators:
+                    of_category = [each for each in of_category if each.name in speaking] if speaking else []
             if category in self._wanted and of_category:
                 self._put_events(category, [event for event in of_category if event.ph == "X"])
             elif name is None or category == INSTANT:
@@ -245,7 +247,11 @@ class KinetoEvents(Events):
             for row, args in ((row, events[row].args) for row in speaking):
                 said[row] = self._words[Said(args.collective, args.group, args.description, args.ranks)]
             return said
-        return _whole([*map(attrgetter(f"args.{column}"), events)])
+        values = [*map(attrgetter(f"args.{column}"), events)]
+        try:
+            return np.array(values, dtype=np.int64)
+        except OverflowError:  # the file is hostile
+            return np.array([value if abs(value) < LONGEST else 0 for value in values], dtype=np.int64)
 
     def _add_others(self, events: Sequence[Event]) -> None:
         """Adds allocations and the names of processes."""
@@ -258,10 +264,3 @@ class KinetoEvents(Events):
                 if possible and args.device >= 0 and 0 <= args.allocated < _MOST_BYTES:
                     self.allocations.setdefault(args.device, []).append((round(event.ts * 1000), args.allocated))
                     self._rows += 1
-
-
-def _whole(values: list[int]) -> Numbers:
-    try:
-        return np.array(values, dtype=np.int64)
-    except OverflowError:  # the file is hostile
-        return np.array([value if abs(value) < LONGEST else 0 for value in values], dtype=np.int64)

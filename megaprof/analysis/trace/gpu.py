@@ -53,7 +53,7 @@ class Activities:
     """True for kernels of NCCL's in which ranks send to and receive from each other, for an all-to-all or for the
     pipeline."""
     node: npt.NDArray[np.int64]
-    """The CUDA graph node that each activity ran, as `formats.graphs` counts them; 0 if no graph launched it."""
+    """The CUDA graph node that each activity ran, as `formats.ranges` counts them; 0 if no graph launched it."""
     row: npt.NDArray[np.int64]
     """The place of each activity in the order of reading."""
     impossible: int = 0
@@ -96,19 +96,8 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Launches, Col
     # there was no operator.
     peers = np.array([said.has_peers(sizes) for said in events.said], dtype=np.bool_)[on_gpu.said]
     collective = ~kernel & (on_gpu.external != on_gpu.correlation) & peers
-    untimed: npt.NDArray[np.bool_] = (on_gpu.spans == 0).all(axis=1)  # Kineto writes so what it does not know
-    gpu = arranged(
-        on_gpu.spans + events.base,
-        np.where((by_name < 0) | collective, by_group, by_name),
-        kernel,
-        by_name == BY_GROUP_PAIRWISE,
-        on_gpu.correlation,
-        calls.correlation,
-        calls.spans + events.base,
-        on_gpu.thread.astype(np.int64),
-        on_gpu.node,
-        untimed,
-    )
+    use = np.where((by_name < 0) | collective, by_group, by_name)
+    gpu = _arranged(events.base, on_gpu, calls, use, kernel, by_name == BY_GROUP_PAIRWISE)
     calls = calls.rows(events.named(calls, is_start))
     times, answered = calls.spans[:, 0] + events.base, np.isin(calls.correlation, on_gpu.correlation)
     anonymous = int((kernel & (on_gpu.correlation <= 0)).sum())
@@ -123,47 +112,39 @@ def is_start(name: str) -> bool:
     return "Launch" in name and ("Kernel" in name or "Graph" in name)
 
 
-def arranged(
-    spans: Intervals,
+def _arranged(
+    base: int,
+    on_gpu: Columns,
+    calls: Columns,
     use: npt.NDArray[np.int8],
     kernel: npt.NDArray[np.bool_],
     pairwise: npt.NDArray[np.bool_],
-    correlations: npt.NDArray[np.int64],
-    numbers: npt.NDArray[np.int64],
-    calls: Intervals,
-    stream: npt.NDArray[np.int64],
-    node: npt.NDArray[np.int64] | None = None,
-    untimed: npt.NDArray[np.bool_] | None = None,
 ) -> Activities:
     """Returns the activities in order of their start, each with its launch. Leaves out those whose times are
-    impossible, and shortens those that last too long.
-
-    The first five arrays, ``stream``, ``node`` and ``untimed`` have one row per activity. ``numbers`` and ``calls`` are
-    the correlations and times of the launching calls. ``node``: None if unknown. ``untimed``: True for activities
-    without a time; None without any.
-    """
+    impossible, and shortens those that last too long. ``base``: the moment from which times count. ``use``, ``kernel``
+    and ``pairwise``: of each activity."""
+    spans, node, correlations, numbers = on_gpu.spans + base, on_gpu.node, on_gpu.correlation, calls.correlation
     launched, has_launch = spans[:, 0], np.zeros(len(spans), dtype=np.bool_)
     if len(numbers):
         by_number = np.argsort(numbers, kind="stable")
         found = by_number[np.minimum(np.searchsorted(numbers[by_number], correlations), len(numbers) - 1)]
         has_launch = (numbers[found] == correlations) & (correlations > 0)
-        launched = np.where(has_launch, calls[found, 0], launched)
-    node = np.zeros(len(spans), dtype=np.int64) if node is None else node
+        launched = np.where(has_launch, calls.spans[found, 0] + base, launched)
     # The clocks of host and GPU differ by microseconds, but all activities of one graph launch stay together.
     launched = np.where(node > 0, launched, np.minimum(launched, spans[:, 0]))
     order = np.argsort(spans[:, 0], kind="stable")
     activities = Activities(
         spans[order], launched[order], has_launch[order], use[order], kernel[order], pairwise[order], node[order], order
     )
-    timed = np.ones(len(spans), dtype=np.bool_) if untimed is None else ~untimed
-    timed[timed] = _possible(spans[timed], calls)
+    timed = (on_gpu.spans != 0).any(axis=1)  # Kineto writes 0 for a time that it does not know
+    timed[timed] = _possible(spans[timed], calls.spans + base)
     possible = timed[order]
     if not possible.all():
         activities = replace(activities.rows(possible), impossible=int((~possible).sum()))
     # The activities of a graph have one launch, and may run at the same time.
     _, index, times = np.unique(correlations, return_inverse=True, return_counts=True)
     alone = (correlations <= 0) | (times[index] == 1)
-    ends = _possible_ends(activities.spans, np.where(alone, stream, -1)[activities.row])
+    ends = _possible_ends(activities.spans, np.where(alone, on_gpu.thread, -1)[activities.row])
     shortened = int((ends < activities.spans[:, 1]).sum())
     return replace(activities, spans=np.column_stack((activities.spans[:, 0], ends)), shortened=shortened)
 
@@ -213,9 +194,8 @@ class Peak:
     """Memory allocated in one call."""
 
     least: int
-    """The lowest number of bytes allocated: parameters, gradients, optimizer states."""
+    """The lowest number of bytes: parameters, gradients, optimizer states."""
     most: int
-    """The highest number of bytes allocated."""
     capacity: int | None
     """The device's memory in bytes; None if unknown."""
 

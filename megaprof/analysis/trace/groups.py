@@ -81,16 +81,14 @@ class ByName(dict[str, int]):
     Computed once per name."""
 
     def __missing__(self, name: str) -> int:
-        self[name] = use = _by_name(name)
+        use = COMPUTE
+        for pattern, axis in _AXIS_OF_KERNEL:
+            if pattern.search(name):
+                pairwise = any(part in name.lower() for part in _PAIRWISE)
+                use = USES.index(axis) if axis else BY_GROUP_PAIRWISE if pairwise else BY_GROUP
+                break
+        self[name] = use
         return use
-
-
-def _by_name(name: str) -> int:
-    for pattern, axis in _AXIS_OF_KERNEL:
-        if pattern.search(name):
-            pairwise = any(part in name.lower() for part in _PAIRWISE)
-            return USES.index(axis) if axis else BY_GROUP_PAIRWISE if pairwise else BY_GROUP
-    return COMPUTE
 
 
 def axis_of(description: str) -> str | None:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys, read_nsys
+from megaprof.analysis.trace.columns import Events, KinetoEvents
+from megaprof.analysis.trace.nsys_windows import NsysFile, NsysWindows, find_nsys, is_nsys, read_nsys
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes, processors, sizes_of
 from megaprof.analysis.trace.steps import TracedStep, steps_of
-from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
+from megaprof.analysis.trace.traces import (
+    NOT_OURS,
+    Trace,
+    UnreadableTrace,
+    events_of,
+    find_traces,
+    names_a_step,
+    read_trace,
+    refusing,
+    trace_of,
+)
 from megaprof.formats import timeline as format
 from megaprof.formats.inputs import memory_left
 from megaprof.formats.remote import files_below
@@ -32,6 +45,9 @@ _KEPT = 16 << 20
 #: For files with fewer bytes than this, one process is quicker than several.
 _TIMELINES_WORTH_IT = 512 << 20
 
+#: The extra for recordings by others, which reads files that hold no step of ours.
+OTHERS = "megaprof.foreign"
+
 Source = Path | NsysFile
 """A trace of Kineto, or a file of nsys."""
 
@@ -41,13 +57,12 @@ class Reading:
     """The result of reading one file."""
 
     path: Path
-    """The file."""
     steps: tuple[TracedStep, ...]
-    """Its steps."""
     warnings: tuple[Note, ...]
-    """Warnings about it."""
     skipped: Note | None = None
     """Why it has no steps; None if it has some."""
+    others: tuple[Any, ...] = ()
+    """What the extra `OTHERS` reads in it, if it has no steps."""
 
 
 def sources_in(place: Path) -> list[Source]:
@@ -64,17 +79,32 @@ def path_of(source: Source) -> Path:
 
 def read(source: Source) -> Reading:
     """Reads one file. Raises nothing, whatever the file holds."""
-    path = path_of(source)
+    path, reason = path_of(source), "it holds no range of a whole step"
+    events: KinetoEvents | Mapping[int, Events] | None = None
+    traces, warnings = list[Trace](), list[Note]()
     try:
-        traces = traces_in(source)
+        with refusing(path):
+            if isinstance(source, NsysFile):
+                windows = NsysWindows(source)
+                events = windows.processes
+                traces = windows.traces()
+            else:
+                events = kineto = events_of(source)
+                if "megaprof" not in kineto.document.top or names_a_step(kineto):
+                    traces = [trace_of(path, kineto)]
+                elif kineto.document.cut is not None:
+                    warnings = [Note("cut", files=(path.name,), said=kineto.document.cut)]
     except UnreadableTrace as fault:
-        return Reading(path, (), (), Note("skipped", files=(path.name,), said=fault.reason))
+        reason = fault.reason
     steps = tuple(step for trace in traces for step in steps_of(trace))
-    warnings = tuple(warning for trace in traces for warning in trace.warnings)
-    if not steps:
-        skipped = Note("skipped", files=(path.name,), said="it holds no range of a whole step")
-        return Reading(path, (), warnings, skipped)
-    return Reading(path, steps, warnings)
+    warnings += (warning for trace in traces for warning in trace.warnings)
+    if steps:
+        return Reading(path, steps, tuple(warnings))
+    others, why = [], None
+    if events is not None and not traces:  # no event was taken
+        others, why = import_module(f"{OTHERS}.recordings").recordings_in(path, events)
+    skipped = Note("skipped", files=(path.name,), said=why if why and reason == NOT_OURS else reason)
+    return Reading(path, (), tuple(warnings), skipped, tuple(others))
 
 
 def traces_in(source: Source) -> list[Trace]:

@@ -39,9 +39,7 @@ class Piece(NamedTuple):
     line: Line
     """Target, role and rank, for which steps are counted together."""
     first_step: int
-    """The lowest step."""
     last_step: int
-    """The highest step."""
     start_ns: int
     """When the first step began, in nanoseconds on the wall clock."""
     end_ns: int
@@ -87,7 +85,7 @@ class Runs:
 def runs_in(steps: Iterable[TracedStep], timelines: Timelines, run: int | None = None) -> Runs:
     """Returns the runs of the steps in traces and of the timelines. ``run``: the number of the run to choose, from 1;
     None for the newest. Raises NoSuchRun."""
-    traced_pieces = [*_traced(steps)]
+    traced_pieces = [_piece(step.metadata, (step.step, step.step), step.host, timeline=False) for step in steps]
     files: dict[tuple[object, ...], list[Path]] = {}
     for path in timelines.paths:
         name = parse_artifact_name(path.name)
@@ -160,11 +158,6 @@ class _Run:
 
 def _number(begins: Sequence[int], start_ns: int) -> int:
     return max(0, bisect_right(begins, start_ns) - 1)
-
-
-def _traced(steps: Iterable[TracedStep]) -> Iterator[Piece]:
-    for step in steps:
-        yield _piece(step.metadata, (step.step, step.step), step.host, timeline=False)
 
 
 def _recorded(timelines: Timelines, paths: Iterable[Path]) -> Iterator[Piece]:

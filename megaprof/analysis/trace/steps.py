@@ -112,7 +112,6 @@ class TracedStep:
     several such calls. Times are nanoseconds on the wall clock of its host."""
 
     target: str
-    """Its target."""
     role: str | None
     """The model's role; None if unknown. In a whole step, each call inside has its own role."""
     step: int
@@ -120,21 +119,17 @@ class TracedStep:
     index: int
     """Its index among the calls of its number and target, from 0. RL trains several times per step."""
     metadata: Metadata
-    """The rank's metadata, from its trace."""
     source: str
-    """The name of the trace's file."""
     host: tuple[int, int]
     """When the host was in it."""
     extent: tuple[int, int]
     """When it ran: on the GPU, if that was captured."""
     passes: Passes
-    """Its passes."""
     exchanges: Exchanges
     """Its exchanges with other stages, as the host saw them."""
     finalize: Intervals
     """When the host finalised gradients; disjoint."""
     has_kernels: bool
-    """True if kernels ran on a GPU."""
     on_gpu: bool = False
     """True if it is known what the GPU did for it."""
     kernels: Exchanges = _NO_EXCHANGES

@@ -6,17 +6,19 @@ microseconds). They are comparable between the ranks of one host. A file's name 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Columns, Events, KinetoEvents
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import (
+    MOST_UNSEEN,
     Activities,
     Allocations,
     Launches,
@@ -28,16 +30,15 @@ from megaprof.analysis.trace.gpu import (
 )
 from megaprof.analysis.trace.groups import COMMUNICATES
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
-from megaprof.analysis.trace.replays import replayed
-from megaprof.formats import graphs, ranges
+from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.remote import files_below
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
 _COMMUNICATING = ("c10d::", COMMUNICATES)
-#: Top-level values that are read besides the events.
-_TOP = ("megaprof", "deviceProperties", graphs.KEY)
+#: Top-level values that are read besides the events; the last one only in recordings by others.
+_TOP = ("megaprof", "deviceProperties", ranges.GRAPHS_KEY, "distributedInfo")
 
 
 #: Why a trace of another tool is no trace of ours.
@@ -58,7 +59,6 @@ class TracedRange:
     """One of megaprof's ranges in a trace."""
 
     name: ranges.RangeName
-    """Its name, parsed."""
     start: int
     """When it began, in wall-clock nanoseconds."""
     end: int
@@ -72,7 +72,6 @@ class Part:
     """One window of one process, in a file that holds several."""
 
     pid: int
-    """The number of the process."""
     begin: int
     """The moment from which launches belong to it, in wall-clock nanoseconds."""
     end: int
@@ -84,9 +83,7 @@ class Trace:
     """One readable file, or one window in it."""
 
     path: Path
-    """The file."""
     metadata: Metadata
-    """The rank's metadata in it."""
     ranges: tuple[TracedRange, ...]
     """Its ranges, sorted by start, with an enclosing range before those inside it."""
     collectives: tuple[tuple[str, int, int], ...] = ()
@@ -102,7 +99,6 @@ class Trace:
     """Why it has no kernels, or none with usable times, although the model ran on a GPU; None if it has some, or if the
     model ran on a CPU."""
     warnings: tuple[Note, ...] = ()
-    """Warnings about the file."""
     knows_collectives: bool = True
     """True if it would show collectives; False for Nsight Systems without GPU activity."""
     part: Part | None = None
@@ -142,12 +138,21 @@ def refusing(path: Path) -> Iterator[None]:
 def read_trace(path: Path) -> Trace:
     """Reads one trace of any size, gzipped or plain. Raises UnreadableTrace, and nothing else, for any content."""
     with refusing(path):
-        return _trace(path)
+        return trace_of(path, events_of(path))
 
 
-def _trace(path: Path) -> Trace:
-    """Returns the trace in a file. Raises Undecodable and OSError."""
-    events = KinetoEvents(path, top=_TOP, operators=_without_gpu)
+def events_of(path: Path) -> KinetoEvents:
+    """Returns what is read of a trace. Raises Undecodable and OSError."""
+    return KinetoEvents(path, top=_TOP, operators=_without_gpu)
+
+
+def names_a_step(events: Events) -> bool:
+    """Returns whether a range of a whole step is among the events."""
+    return any(parsed is not None and "step" in parsed.fields for parsed in map(ranges.parse, events.names))
+
+
+def trace_of(path: Path, events: KinetoEvents) -> Trace:
+    """Returns the trace of ours that a file holds. Raises Undecodable, and then takes none of the events."""
     document = events.document
     if "megaprof" not in document.top:
         raise Undecodable(document.cut or NOT_OURS)
@@ -175,20 +180,18 @@ def _trace(path: Path) -> Trace:
         warnings.append(Note("events_left_out", files=(path.name,), count=unusable))
     if document.cut is not None:
         warnings.append(Note("cut", files=(path.name,), said=document.cut))
-    if gpu is not None and graphs.KEY in document.top:
+    if gpu is not None and ranges.GRAPHS_KEY in document.top:
         try:
-            names = graphs.read_names(bytes(document.top[graphs.KEY]))
+            names = ranges.read_graph_names(bytes(document.top[ranges.GRAPHS_KEY]))
         except ValueError as fault:
             said = f"the names of its CUDA graphs are damaged, so replays have no ranges: {fault}"
             warnings.append(Note("cut", files=(path.name,), said=said))
         else:
             passes = union(times_of([traced for traced in traced_ranges if traced.name.label in ranges.PASSES]))
-            replays = replayed(gpu, names, passes)
-            gpu = replays.gpu
-            traced_ranges += (TracedRange(*named, replayed=True) for named in replays.ranges)
-            traced_ranges.sort(key=lambda traced: (traced.start, -traced.end))
-            if replays.unnamed is not None:
-                metadata = replace(metadata, ranges=replace(metadata.ranges, reason=replays.unnamed))
+            gpu, replayed, unnamed = _replayed(gpu, names, passes)
+            traced_ranges = sorted((*traced_ranges, *replayed), key=lambda traced: (traced.start, -traced.end))
+            if unnamed is not None:
+                metadata = replace(metadata, ranges=replace(metadata.ranges, reason=unnamed))
     return Trace(
         path=path,
         metadata=metadata,
@@ -203,6 +206,69 @@ def _trace(path: Path) -> Trace:
         base=events.base,
         memory=allocations(events),
     )
+
+
+def _replayed(
+    gpu: Activities, names: ranges.GraphNames, passes: Intervals
+) -> tuple[Activities, list[TracedRange], str | None]:
+    """Returns the ranges in graphs that were launched outside the host's ``passes``, a disjoint set of times. The graph
+    of a layer is launched inside a pass, so its pass is known already. Also returns the activities with launch times of
+    their own if their range is known, and why the ranges of some replay are unknown, None if all are known.
+
+    A replay is one launch that runs no Python, so all its kernels have the same launch time, and only the names that
+    they were captured with say their ranges. Each range gets times of its own, nanoseconds after that launch and in the
+    order of the capture, and its kernels count as launched at its time. So the rest of the analysis finds ranges and
+    launches as in a step without a replay. The times fit into the launch itself, which takes longer: a few
+    microseconds, and a nanosecond or more for each node.
+    """
+    run_of_row = _runs(gpu.node, names)
+    pass_index = np.searchsorted(passes[:, 0], gpu.launched, side="right") - 1
+    outside_passes = np.ones(len(pass_index), dtype=np.bool_)
+    if len(passes):
+        outside_passes = (pass_index < 0) | (gpu.launched > passes[np.maximum(pass_index, 0), 1])
+    rows = np.flatnonzero((gpu.node > 0) & gpu.known & outside_passes)
+    launched, named_ranges, unnamed = gpu.launched.copy(), list[TracedRange](), None
+    stacks = [[parsed for name in stack if (parsed := ranges.parse(name)) is not None] for stack in names.stacks]
+    rows = rows[np.argsort(gpu.launched[rows], kind="stable")]
+    moments, first = np.unique(gpu.launched[rows], return_index=True)
+    for moment, replay_rows in zip(moments.tolist(), np.split(rows, first[1:]), strict=bool(len(moments))):
+        kernel_runs = run_of_row[replay_rows[gpu.kernel[replay_rows]]]
+        if not len(kernel_runs) or (share := float((kernel_runs < 0).mean())) == 1:
+            continue  # this graph is the host's own
+        if share > MOST_UNSEEN:  # Megatron counts tokens between passes, outside any range
+            unnamed = f"{share:.0%} of the kernels of its CUDA graph have no name of a range"
+            continue
+        replay_rows = replay_rows[run_of_row[replay_rows] >= 0]
+        used_runs, run_number = np.unique(run_of_row[replay_rows], return_inverse=True)
+        launched[replay_rows] = moment + 1 + run_number  # kernels without a name keep their time, in no range
+        named_ranges += _around([stacks[names.runs[run][2]] for run in used_runs.tolist()], moment + 1)
+    return replace(gpu, launched=launched), named_ranges, unnamed
+
+
+def _runs(nodes: npt.NDArray[np.int64], names: ranges.GraphNames) -> npt.NDArray[np.int64]:
+    """Returns the index of each node's run; -1 if it has none."""
+    if not names.runs:
+        return np.full(len(nodes), -1, dtype=np.int64)
+    first, last, _ = np.array(names.runs, dtype=np.int64).T
+    run_index = np.searchsorted(first, nodes, side="right") - 1
+    return np.where((run_index >= 0) & (nodes <= last[run_index]), run_index, -1)
+
+
+def _around(stacks: Sequence[Sequence[ranges.RangeName]], moment: int) -> list[TracedRange]:
+    """Returns the ranges in ``stacks``. Kernels of the n-th stack are launched ``n`` nanoseconds after ``moment``."""
+    opened: list[tuple[ranges.RangeName, int]] = []
+    ends: list[int] = []
+    enclosing: list[int] = []  # the indices in `opened` of the ranges around the previous stack
+    for number, stack in enumerate(stacks):
+        depth = 0
+        while depth < min(len(enclosing), len(stack)) and opened[enclosing[depth]][0] == stack[depth]:
+            depth += 1
+        enclosing = [*enclosing[:depth], *range(len(opened), len(opened) + len(stack) - depth)]
+        opened += [(name, moment + number) for name in stack[depth:]]
+        ends += [0] * (len(stack) - depth)
+        for index in enclosing:
+            ends[index] = moment + number
+    return [TracedRange(name, begin, end, replayed=True) for (name, begin), end in zip(opened, ends, strict=True)]
 
 
 def _without_gpu(events: KinetoEvents) -> bool:

@@ -1,2 +1,1 @@
-"""One step of a timeline as numbers: its events, arrivals at collectives, garbage collections, work, and
-waits for data."""
+"""One step of a timeline as numbers: codes of its events, and facts about it."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from megaprof.formats import timeline as format
 from megaprof.formats.flight import Call, GroupConfig, settled
-from megaprof.formats.steps.arrivals import Arrivals, pack_arrivals, pack_groups
+from megaprof.formats.steps.facts import Arrivals, pack_arrivals, pack_groups
 from megaprof.recorders import flight
 from megaprof.recorders.timeline.files import Place
 from megaprof.runtime.logs import logger

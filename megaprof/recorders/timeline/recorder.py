@@ -24,10 +24,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.job import BETWEEN, Position
 from megaprof.formats.ranges import GARBAGE, WAITING
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.between import CALLS, pack_between, part_of_call
-from megaprof.formats.steps.data import pack_data
-from megaprof.formats.steps.garbage import pack_collections
-from megaprof.formats.steps.work import pack_work
+from megaprof.formats.steps.facts import CALLS, pack_between, pack_collections, pack_data, pack_work, part_of_call
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import CallFacts, RecordedCall

@@ -38,6 +38,13 @@ def test_of_traces_and_timelines_together(tmp_path: Path, opened: Counter[str]) 
     assert set(opened.values()) == {1}
 
 
+def test_of_recordings_by_others(tmp_path: Path, opened: Counter[str]) -> None:
+    REPORTS["foreign"](tmp_path)
+    report = analyze(tmp_path)
+    assert {path.name for path in report.traces} == opened.keys()
+    assert set(opened.values()) == {1}
+
+
 def test_of_a_run_that_changes_and_stands_still(tmp_path: Path, opened: Counter[str]) -> None:
     slow = [Slow(rank=5, from_step=60, factor=1.5), Slow(rank=3, from_step=20, until_step=20, factor=500.0)]
     write_timelines(tmp_path, WorldLayout(ParallelSizes.of(8, pp=2)), steps=120, microbatches=4, slow=slow)

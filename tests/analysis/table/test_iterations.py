@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from megaprof.analysis.table.iterations import EXCHANGES, UNKNOWN, iterations_of, parts_of
 from megaprof.formats import timeline as format
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.between import pack_between
-from megaprof.formats.steps.data import pack_data
+from megaprof.formats.steps.facts import pack_between, pack_data
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.synthetic import chunk

@@ -443,7 +443,7 @@ def test_traces_whose_kernels_nobody_launched_are_host_time(tmp_path):
 
 
 class TestImpossibleTimes:
-    """`gpu.arranged` sees the times of every reader."""
+    """`gpu.activities` sees the times of every reader."""
 
     def test_a_kernel_ends_where_the_next_of_its_stream_begins(self, step, tmp_path):
         step.kernel(1, 100)

@@ -13,7 +13,7 @@ import pytest
 
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.report.report import NothingToReport, analyze
-from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, read_nsys
+from megaprof.analysis.trace.nsys_windows import NsysFile, find_nsys, read_nsys
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.cli import main
 from tests.analysis.exchanging import exchanging
@@ -243,7 +243,7 @@ class TestRefused:
         assert "computed columns" in told(path)
 
     def test_a_query_that_never_ends(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megaprof.analysis.trace.nsys import tables
+        from megaprof.analysis.trace import nsys_tables as tables
 
         path = sorted(stages.glob("*.sqlite"))[0]
         numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100000)"
@@ -252,7 +252,7 @@ class TestRefused:
         assert "takes longer than any healthy file" in told(path)
 
     def test_more_rows_than_fit(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megaprof.analysis.trace.nsys import tables
+        from megaprof.analysis.trace import nsys_tables as tables
 
         monkeypatch.setattr(tables, "_ROW_BYTES", 1 << 50)
         assert "more than 0 rows" in told(sorted(stages.glob("*.sqlite"))[0])

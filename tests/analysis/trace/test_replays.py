@@ -12,7 +12,7 @@ import pytest
 
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.formats.graphs import KEY
+from megaprof.formats.ranges import GRAPHS_KEY as KEY
 from tests.analysis.rows import rows
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.tables import stages_of

@@ -16,11 +16,10 @@ import numpy as np
 
 from megaprof.formats import ranges
 from megaprof.formats import timeline as format
-from megaprof.formats.graphs import KEY
 from megaprof.formats.names import artifact_name
+from megaprof.formats.ranges import GRAPHS_KEY as KEY
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.data import pack_data
-from megaprof.formats.steps.garbage import pack_collections
+from megaprof.formats.steps.facts import pack_collections, pack_data
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from tests.analysis.kineto import launched, replayed
 from tests.analysis.nsys_files import write_nsys

@@ -11,8 +11,7 @@ from typing import Literal
 from megaprof.analysis.diagnosis.stages import Basis, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.levels import EXCESS, LASTING_STEPS, Shift
-from megaprof.analysis.foreign.facts import Foreign, Late
-from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, number, percent, spans, steps
+from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, percent, spans, steps
 from megaprof.formats.job import Standing, Standstill
 
 #: A report on more targets than this begins with a table of them.
@@ -20,18 +19,6 @@ FEW_TARGETS = 3
 _MOST = 8
 #: At most this many standstills, and ranks that were waited for in one, are described one by one.
 _FEW = 3
-#: What recordings without our ranges lack, and how to record it next time.
-_TO_SEE = "record with --profile-target train_actor --profile-select per-stage"
-FOREIGN = (
-    "These recordings hold no ranges of megaprof's: they show no stages, microbatches or bubbles, and no layout can be "
-    f"predicted. To see them, {_TO_SEE}"
-)
-FOREIGN_STAGES = (
-    "These recordings hold no ranges of megaprof's. Stages and microbatches follow from the exchanges of the pipeline "
-    "group, whose order is that of 1F1B; work before the first exchange of a step and after the last one does not "
-    f"count, and no layout can be predicted. To see more, {_TO_SEE}"
-)
-FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 #: How a step was timed.
 BASES: dict[Basis, str] = {
     "one_clock": "from the first stage's start to the last stage's end",
@@ -279,17 +266,3 @@ def trigger(job: Path, target: str, selection: str = "per-stage", steps: int = 2
     """Returns the command that captures some ranks of the job that writes to the directory ``job``."""
     where = f"{shlex.quote(str(job))} --target {shlex.quote(target)}"
     return f"megaprof trigger {where} --steps {steps} --select {shlex.quote(selection)}"
-
-
-def foreign_limits(foreign: Foreign) -> str:
-    """Returns what recordings without ranges can show, and how to record more."""
-    return FOREIGN_STAGES if foreign.stages else FOREIGN
-
-
-def late_clause(late: Late) -> str:
-    """Returns which rank comes last to the collectives of a group."""
-    often = f"{late.times} of {late.matched} times"
-    return (
-        f"rank {late.rank} came last to {late.operation} of {late.group} {often}: there the others' kernels took "
-        f"{number(late.waited_ms)} ms longer (median)"
-    )

@@ -8,12 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
-from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
 from megaprof.analysis.notes import OVERLAPPING, UNNAMED_GROUP, UNSEEN_AXIS, Note
 from megaprof.analysis.trace.groups import INSIDE, axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
 from megaprof.analysis.trace.steps import unfed
+from megaprof.foreign.pipeline import StageFacts, stages_of
+from megaprof.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 _NAMED = ("tp", "pp", "cp", "dp")

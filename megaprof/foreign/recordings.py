@@ -15,15 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
+from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
-from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import Activities, activities, without_times
 from megaprof.analysis.trace.groups import COMPUTE, USES, ByName
 from megaprof.analysis.trace.intervals import Intervals, intervals
-from megaprof.analysis.trace.nsys.files import NsysFile, processes
-from megaprof.analysis.trace.reading import Source, path_of
 from megaprof.analysis.trace.steps import owners
-from megaprof.analysis.trace.traces import UnreadableTrace, refusing
 
 _MOST_RANKS = 1 << 20
 #: Operations in the names of kernels that communicate, in lower case.
@@ -69,15 +66,12 @@ class Recording:
     """The recording of one process with a GPU."""
 
     path: Path
-    """The file."""
     rank: int | None
-    """Global rank; None if unknown."""
     rank_from: str
     """Source of the rank, or another name of the process."""
     world: int | None
     """Number of ranks of the job; None if the recording does not say."""
     gpu: Activities
-    """Activities of the GPU."""
     communication: Mapping[tuple[str, Group], npt.NDArray[np.int64]]
     """Rows of ``gpu`` that communicate, by operation and group, in order of time. All other rows are computation,
     copies and memsets."""
@@ -109,43 +103,37 @@ class Recording:
         return computes
 
 
-def read_recording(source: Source) -> list[Recording]:
-    """Returns one recording for each process with GPU kernels in a file. Raises UnreadableTrace."""
-    path = path_of(source)
-    with refusing(path):
-        recordings = _nsys(source) if isinstance(source, NsysFile) else [_kineto(source)]
+def recordings_in(path: Path, events: KinetoEvents | Mapping[int, Events]) -> tuple[list[Recording], str | None]:
+    """Returns one recording for each process with GPU kernels in a file, or why there is none with possible times.
+    ``events``: those of a trace of Kineto's, or those of each process in a file of nsys."""
+    if not isinstance(events, KinetoEvents):
+        with_kernels = {pid: each for pid, each in sorted(events.items()) if each.has(KERNEL)}
+        recordings = []
+        for pid, each in with_kernels.items():
+            rank, rank_from = _rank(None, path.name if len(with_kernels) == 1 else "")
+            rank_from = rank_from if rank is not None else f"process {pid}"
+            recordings.append(_recording(path, each, _NSYS_STEP, rank, rank_from))
+    elif events.has(KERNEL):
+        info: dict[str, Any] = {}
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            info = msgspec.json.decode(events.document.top.get("distributedInfo", b"{}"), type=dict[str, Any])
+        recording = _recording(path, events, _STEP, *_rank(info.get("rank"), path.name))
+        unreadable = recording.unreadable + events.document.unreadable
+        world, cut = _count(info.get("world_size")), events.document.cut
+        recordings = [replace(recording, world=world, unreadable=unreadable, cut=cut)]
+    else:
+        return [], _ASCEND if events.processes & _OF_ASCEND else _NO_KERNELS
     recordings = [recording for recording in recordings if recording.gpu.kernel.any() or recording.untimed]
-    if not recordings:
-        raise UnreadableTrace(path, _NO_KERNELS)
-    return recordings
-
-
-def _kineto(path: Path) -> Recording:
-    events = KinetoEvents(path, top=("distributedInfo",))
-    if not events.has(KERNEL):
-        raise Undecodable(_ASCEND if events.processes & _OF_ASCEND else _NO_KERNELS)
-    info: dict[str, Any] = {}
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        info = msgspec.json.decode(events.document.top.get("distributedInfo", b"{}"), type=dict[str, Any])
-    recording = _recording(path, events, _STEP, *_rank(info.get("rank"), path.name))
-    unreadable = recording.unreadable + events.document.unreadable
-    return replace(recording, world=_count(info.get("world_size")), unreadable=unreadable, cut=events.document.cut)
-
-
-def _nsys(file: NsysFile) -> list[Recording]:
-    recordings, by_process = [], processes(file)
-    for pid, events in sorted(by_process.items()):
-        rank, rank_from = _rank(None, file.path.name if len(by_process) == 1 else "")
-        rank_from = rank_from if rank is not None else f"process {pid}"
-        recordings.append(_recording(file.path, events, _NSYS_STEP, rank, rank_from))
-    return recordings
+    if any(recording.untimed is None for recording in recordings):
+        return recordings, None
+    return [], next((clause(recording.untimed) for recording in recordings if recording.untimed), _NO_KERNELS)
 
 
 def _recording(path: Path, events: Events, step: re.Pattern[str], rank: int | None, rank_from: str) -> Recording:
     """Returns the recording of one process. ``step``: what the names of steps look like."""
     gpu, _, on_gpu = activities(events, None)
     host = events.take(ANNOTATION), events.take(OPERATOR)
-    launched = events.meant(_launched, *host)
+    launched = events.meant(lambda name: name[len("nccl:") :] if name.startswith("nccl:") else None, *host)
     spans = intervals((start, end) for _, start, end in launched)
     communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
     by_name = ByName()
@@ -171,10 +159,6 @@ def _recording(path: Path, events: Events, step: re.Pattern[str], rank: int | No
         unreadable=impossible + gpu.impossible,
         numbers=frozenset(int(match[1]) for match, _, _ in steps if match[1] is not None),
     )
-
-
-def _launched(name: str) -> str | None:
-    return name.removeprefix("nccl:") if name.startswith("nccl:") else None
 
 
 def _operation(kernel: str, named: str | None) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.cli import main
+from megaprof.foreign.facts import Foreign
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, kinds

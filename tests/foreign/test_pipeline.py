@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report.report import analyze
 from megaprof.cli import main
-from tests.analysis.foreign.test_foreign import SEND_RECV, Job
+from megaprof.foreign.facts import Foreign
 from tests.analysis.synthetic import kinds
+from tests.foreign.test_foreign import SEND_RECV, Job
 
 DESCRIPTION = "PIPELINE_MODEL_PARALLEL_GROUP"
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.foreign.recordings import SEND_RECEIVE, Recording
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.intervals import Intervals, difference, total, union
+from megaprof.foreign.recordings import SEND_RECEIVE, Recording
 from megaprof.parallel.schedules import PassId, PipelineSchedule, stage_program
 
 _GROUP = "PIPELINE_MODEL_PARALLEL_GROUP"

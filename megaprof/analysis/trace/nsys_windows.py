@@ -18,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST
+from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST, Events
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
-from megaprof.analysis.trace.nsys.events import ProcessEvents, events_in
-from megaprof.analysis.trace.nsys.export import exported
-from megaprof.analysis.trace.nsys.tables import Tables, opened
+from megaprof.analysis.trace.nsys_tables import (
+    RANGES,
+    REPORT,
+    SQLITE,
+    events_in,
+    exported,
+    opened,
+)
 from megaprof.analysis.trace.steps import FORWARD_ONLY
-from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
+from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, refusing
 from megaprof.formats import ranges
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
@@ -33,8 +38,9 @@ from megaprof.formats.nsys import read_sidecar, sidecars
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
-SQLITE, REPORT = ".sqlite", ".nsys-rep"
-
+_NO_RANGES = "it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx"
+#: What steps are called in recordings by others (GLOB).
+_LIKE_STEPS = "*[Ss][Tt][Ee][Pp]*", "*[Ii][Tt][Ee][Rr]*"
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
 
 
@@ -70,16 +76,8 @@ def find_nsys(source: Path) -> list[NsysFile]:
 
 def read_nsys(file: NsysFile) -> list[Trace]:
     """Returns megaprof's windows in a file, in order of process and time. Raises UnreadableTrace, and nothing else."""
-    with refusing(file.path), opened(path := exported(file.path)) as tables:
-        return _Reader(path, file.sizes, tables).traces()
-
-
-def processes(file: NsysFile) -> dict[int, ProcessEvents]:
-    """Returns the events of every process with GPU activities, with ranges that may be named like a step. Raises
-    Undecodable and OSError."""
-    with opened(exported(file.path)) as tables:
-        named_like_steps = "*[Ss][Tt][Ee][Pp]*", "*[Ii][Tt][Ee][Rr]*"
-        return {pid: events for pid, events in events_in(tables, named_like_steps).items() if events.has(KERNEL)}
+    with refusing(file.path):
+        return NsysWindows(file).traces()
 
 
 def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
@@ -103,34 +101,40 @@ def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
 _start = attrgetter("start")
 
 
-class _Reader:
-    """One open file."""
+class NsysWindows:
+    """The windows in a file. Raises Undecodable, and OSError if it cannot be read."""
 
-    def __init__(self, path: Path, sizes: ParallelSizes | None, tables: Tables) -> None:
-        self._path = path
-        self._sizes = sizes
-        has_host = tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value")
-        hosts = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'") if has_host else ()
-        self._host = next((name for (name,) in hosts if isinstance(name, str) and name), None)
+    def __init__(self, file: NsysFile) -> None:
+        self._path, self._sizes = exported(file.path), file.sizes
         self._metadata: dict[Path, Metadata] = {}
         self._notes: list[Note] = []
-        self._has_gpu = tables.has("TARGET_INFO_GPU", "id") and any(tables.rows("SELECT id FROM TARGET_INFO_GPU"))
-        if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
-            raise Undecodable("it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx")
-        self._processes = events_in(tables, [f"{ranges.PREFIX}*"])
+        with opened(self._path) as tables:
+            has_host = tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value")
+            hosts = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'") if has_host else ()
+            self._host = next((name for (name,) in hosts if isinstance(name, str) and name), None)
+            self._has_gpu = tables.has("TARGET_INFO_GPU", "id") and any(tables.rows("SELECT id FROM TARGET_INFO_GPU"))
+            self._has_ranges = tables.has(*RANGES)
+            if not self._has_ranges and not tables.has("TARGET_INFO_SESSION_START_TIME"):
+                raise Undecodable(_NO_RANGES)
+            self.processes = events_in(tables, (f"{ranges.PREFIX}*", *_LIKE_STEPS))
+            """The events of each process."""
 
     def traces(self) -> list[Trace]:
-        opened = {pid: _ranges(events) for pid, events in sorted(self._processes.items())}
+        if not self._has_ranges:
+            raise Undecodable(_NO_RANGES)
+        if not any(map(names_a_step, self.processes.values())):
+            return []
+        opened = {pid: _ranges(events) for pid, events in sorted(self.processes.items())}
         opened = {pid: traced for pid, traced in opened.items() if traced}
         traces = [trace for pid, traced in opened.items() for trace in self._of_process(pid, traced, len(opened) == 1)]
-        if broken := sum(events.impossible[ANNOTATION] for events in self._processes.values()):
+        if broken := sum(events.impossible[ANNOTATION] for events in self.processes.values()):
             self._notes.append(Note("events_left_out", files=(self._path.name,), count=broken))
         if traces and self._notes:
             traces[0] = replace(traces[0], warnings=(*self._notes, *traces[0].warnings))
         return traces
 
     def _of_process(self, pid: int, traced: list[TracedRange], only_process: bool) -> Iterator[Trace]:
-        events = self._processes[pid]
+        events = self.processes[pid]
         windows = list(self._windows(pid, traced, only_process))
         gpu = activities(events, None)[0] if windows else None
         for number, (metadata, outermost, warnings) in enumerate(windows):
@@ -174,7 +178,7 @@ class _Reader:
             last_path = path
         # A process that ended with open ranges: they have no end, or all have the end of the process.
         ends = Counter(row.end for row in rows)
-        cut_ends = self._processes[pid].cut | {end for end, count in ends.items() if count > 1}
+        cut_ends = self.processes[pid].cut | {end for end, count in ends.items() if count > 1}
         bare_steps = sorted({metadata.steps[0] for path, metadata, _ in windows if path is None})
         for path, metadata, outermost in windows:
             if not metadata.truncated and outermost[-1].end in cut_ends:
@@ -213,13 +217,6 @@ class _Reader:
                     self._notes.append(note)
         return self._metadata.get(path)
 
-    def _neighbours(self) -> ParallelSizes | None:
-        """Returns the sizes in other metadata next to the file; None if there are none."""
-        for path in sidecars(self._path.parent):
-            if (metadata := self._read_sidecar(path)) is not None:
-                return metadata.sizes
-        return None
-
     def _derived(
         self, pid: int, top: TracedRange, step: int, rows: list[TracedRange], only_process: bool
     ) -> Metadata | None:
@@ -231,11 +228,14 @@ class _Reader:
         coordinates = {axis: number for axis, number in fields.items() if number is not None and number < MOST}
         if len(coordinates) < len(AXES) or chunks > MOST:
             return None
-        job_sizes = self._sizes or self._neighbours()
+        beside = map(self._read_sidecar, sidecars(self._path.parent))
+        job_sizes = self._sizes or next((metadata.sizes for metadata in beside if metadata is not None), None)
         least_sizes = {axis: max(number + 1, getattr(job_sizes, axis, 1)) for axis, number in coordinates.items()}
         sizes = ParallelSizes(**least_sizes, vpp=chunks)
         match = _IN_NAME.search(self._path.name) if only_process else None
-        rank = int(match[1]) if match else _rank(coordinates, sizes)
+        # Without a number, a rank gets its place in Megatron's order, if the sizes are right.
+        place = coordinates["cp"] + sizes.cp * (coordinates["dp"] + sizes.dp * coordinates["pp"])
+        rank = int(match[1]) if match else coordinates["tp"] + sizes.tp * place
         if rank >= MOST:
             return None
         microbatches = [number for name in passes if (number := name.fields.get("mb")) is not None]
@@ -253,7 +253,7 @@ class _Reader:
         )
 
 
-def _ranges(events: ProcessEvents) -> list[TracedRange]:
+def _ranges(events: Events) -> list[TracedRange]:
     return [TracedRange(*meant) for meant in events.meant(ranges.parse, events.take(ANNOTATION))]
 
 
@@ -283,12 +283,6 @@ def _chunk(chunk: int, inner_rows: Sequence[TracedRange]) -> ModelChunk:
         mtp=labels.count(ranges.MTP_LAYER),
         loss=ranges.OUTPUT_LAYER in labels,
     )
-
-
-def _rank(place: dict[str, int], sizes: ParallelSizes) -> int:
-    """Returns a number for a rank whose number is unknown: its place in Megatron's order, if the sizes are right."""
-    inner = place["dp"] + sizes.dp * place["pp"]
-    return place["tp"] + sizes.tp * (place["cp"] + sizes.cp * inner)
 
 
 def _shown_sizes(paths: Sequence[Path]) -> ParallelSizes | None:

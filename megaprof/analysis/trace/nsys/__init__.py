@@ -1,1 +1,0 @@
-"""Reads files of Nsight Systems."""
