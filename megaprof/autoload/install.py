@@ -192,6 +192,8 @@ def _install(
     session.handle, handle._session = handle, session
     with Contained("installing the hooks", partial(_undo, session)):
         profiler.enter(session, _with_schedules if pipeline else _without_schedules)
+        if session.timeline is not None:
+            session.at_end.append(process.parts.watch_optimizers())
         if config.listens:
             handle._listener = _listen(session, this_rank.layout, directory)
     return handle

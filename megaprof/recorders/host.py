@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class Parts:
         self._spans: deque[Span] = deque(maxlen=_MOST)
         self._thread: int | None = None
         self._asked: set[object] = set()
+        self._optimizes: int | None = None  # since when
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -75,6 +76,26 @@ class Parts:
             return False
         self.now = part, time.time_ns()
         return True
+
+    def watch_optimizers(self) -> Callable[[], None]:
+        """Makes every step of an optimizer of torch's a part, if it is in no other one. Returns what ends that."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        def before(*_: Any) -> None:
+            alone = self.now is None and threading.get_ident() == self._thread
+            self._optimizes = time.time_ns() if alone else None
+
+        def after(*_: Any) -> None:  # not if the step fails
+            if self._optimizes is not None:
+                self._spans.append(("optimizer", self._optimizes, time.time_ns()))
+                self._optimizes = None
+
+        def end() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        return end
 
     def leave(self) -> None:
         """Ends the part that runs."""

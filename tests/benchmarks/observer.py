@@ -2,7 +2,8 @@
 
 Every job first runs without megaprof, and switches its fault on and off in turn: these twins differ by what the fault
 really costs. Then it runs with the fault under a default capture (``--profile-tool torch``), whose profiled steps are
-longer than the others. The price of the fault in the report of that is compared with the difference.
+longer than the others. The price of the fault in the report of that is compared with the difference. A fault between
+the steps is a part of whole iterations, which a timeline has, so what the report says of that part is compared.
 
 The last line is JSON. ``found``: faults that are named, in the right place, as ``[number, of]``; ``within``: those
 whose price differs from the twins' difference by 5 % of the step or less; ``inside``: those whose interval contains the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -26,6 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megaprof.analysis.report.report import analyze
+from megaprof.formats.steps.facts import PARTS
 from megaprof.testing import GPTWorkload, run_ranks
 from tests.analysis.truth.engines import Named, report
 from tests.benchmarks.cores import awake, real_time
@@ -43,13 +47,19 @@ WITHIN = 0.05
 @dataclass(frozen=True)
 class Fault:
     """What is wrong with a job of ``workload``, and by which kinds of causes, at which stage or rank, it counts as
-    found. ``longer``: milliseconds of what the fault adds."""
+    found; or which part of its iterations, if it is between the steps. ``longer``: milliseconds of what the fault adds.
+    ``every``: in one of so many steps."""
 
     workload: GPTWorkload
     kinds: tuple[str, ...]
     longer: float = 0.0
     stage: int | None = None
     rank: int | None = None
+    every: int = 1
+
+    @property
+    def part(self) -> str | None:
+        return self.kinds[0] if self.kinds[0] in PARTS else None
 
     def is_named(self, named: Named) -> bool:
         here = named.stage == self.stage if self.rank is None else self.rank in named.ranks
@@ -69,6 +79,9 @@ FAULTS = {
     "data-rank": Fault(_workload(2, dp=2), ("data_wait",), 10.0, rank=1),
     "data-eighth": Fault(_workload(2, microbatches=16), ("data_wait",), 60.0, stage=0),
     "host": Fault(_workload(3), ("slow_forward",), 8.0, stage=1),
+    "optimizer": Fault(_workload(2), ("optimizer",), 60.0),
+    "checkpoint": Fault(_workload(2), ("saving",), 800.0, every=20),
+    "evaluation": Fault(_workload(2), ("evaluation",), every=10),
 }
 
 
@@ -139,6 +152,8 @@ def _break(name: str, gpt: Any, switch: _Switch) -> None:
         faults.pace(layers, layer_ms)
     if name == "slow-link" and rank in (0, 1):
         faults.after_exchange(1 - rank, wait)
+    if name == "optimizer":
+        gpt.optimizer.register_step_pre_hook(lambda *_: wait())
     if name == "host" and rank == fault.stage:
         faults.before_forward(gpt.chunks[0], wait)
     # The first stage's ranks are the first ones.
@@ -151,7 +166,8 @@ def run_rank(name: str, out: Path) -> tuple[list[float], list[float]]:
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megaprof import add_profile_args, install_hooks
+    from megaprof import ProfileConfig, add_profile_args, evaluation, install_hooks
+    from megaprof.capture.process import process
     from megaprof.testing import build, cpu_megatron, init_distributed
 
     torch.set_num_threads(1)
@@ -163,9 +179,44 @@ def run_rank(name: str, out: Path) -> tuple[list[float], list[float]]:
         gpt = build(FAULTS[name].workload)
         _break(name, gpt, switch)
 
+        def between(part: str) -> None:
+            with process.parts.inside(part):
+                if part == "evaluation":
+                    with evaluation():
+                        gpt.log_probs_pass(get_forward_backward_func())
+                else:
+                    torch.save([chunk.state_dict() for chunk in gpt.chunks], out.with_suffix(f".{rank}.checkpoint"))
+                    time.sleep(fault.longer / 1e3)
+
+        fault, rank, steps = FAULTS[name], torch.distributed.get_rank(), itertools.count(1)
+
         def step(run: Callable[..., Any]) -> None:
             torch.distributed.barrier()
             gpt.train_step(run)
+            if name in ("checkpoint", "evaluation") and switch.on and next(steps) % fault.every == 0:
+                between(fault.kinds[0])
+
+        def iterations(out: Path) -> None:
+            """What a timeline records of the iterations: three times those with the fault."""
+            config = ProfileConfig(("train_actor",), str(out), tool=("timeline",), select="all")
+            with install_hooks(gpt.chunks, config):
+                hooked = get_forward_backward_func()
+                for _ in range(3 * max(fault.every, IN_A_ROW) + 1):
+                    step(hooked)
+
+        if fault.part is not None:
+            twins: tuple[list[float], list[float]] = ([], [])
+            step(forward_backward := get_forward_backward_func())
+            for turn in range(TURNS):
+                switch.on = turn % 4 in (1, 2)
+                begin, count = time.perf_counter(), max(fault.every, IN_A_ROW)
+                for _ in range(count):
+                    step(forward_backward)
+                torch.distributed.barrier()
+                twins[switch.on].append(1e3 * (time.perf_counter() - begin) / count)
+            switch.on = True
+            iterations(out)
+            return twins
 
         taken: list[float] = []
         forward_backward = get_forward_backward_func()
@@ -183,7 +234,7 @@ def run_rank(name: str, out: Path) -> tuple[list[float], list[float]]:
                 step(timed)
         longest = torch.tensor(taken, dtype=torch.float64)
         torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX)
-        twins: tuple[list[float], list[float]] = ([], [])
+        twins = ([], [])
         for number, ms in enumerate(longest.tolist()):
             twins[number // IN_A_ROW % 4 in (1, 2)].append(ms)
         switch.on = True
@@ -202,9 +253,14 @@ def measure(name: str, out: Path) -> Outcome:
     fault = FAULTS[name]
     env = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     without, faulty = run_ranks(run_rank, fault.workload.world_size, name, out, timeout=170.0, env=env)[0]
-    said = report(out).named
-    found = next((each for each in said if fault.is_named(each)), None)
-    price, low, high = (None, None, None) if found is None else (found.price, found.low, found.high)
+    said, found = (), None
+    if fault.part is None:
+        said = report(out).named
+        found = next((each for each in said if fault.is_named(each)), None)
+        price, low, high = (None, None, None) if found is None else (found.price, found.low, found.high)
+    else:
+        ((target, *_),) = [analyze(out).targets]
+        price = low = high = (target.iterations.ms_of(fault.part) or None) if target.iterations else None
     error = sum(statistics.variance(each) / len(each) for each in (without, faulty)) ** 0.5
     others = tuple(f"{each} {each.price:.0f} ms" for each in said if each is not found)
     return Outcome(name, statistics.fmean(without), statistics.fmean(faulty), error, price, low, high, others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from megaprof.recorders.host import Parts
 
@@ -57,3 +58,25 @@ def test_a_process_waits_between_what_it_is_asked_for() -> None:
         pass
     assert parts.now is None
     assert names(parts) == ["saving", "waiting", "waiting", "train_actor"]
+
+
+def test_the_step_of_a_torch_optimizer_is_a_part_once_and_only_alone() -> None:
+    parts = Parts()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    ends = [parts.watch_optimizers() for _ in range(2)]  # two models
+    optimizer.step()  # on a thread that made no call yet
+    assert parts.enter("train_actor", schedule=True)
+    optimizer.step()
+    parts.leave()
+    optimizer.step()
+
+    def fail() -> float:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        optimizer.step(fail)
+    optimizer.step()
+    for end in ends:
+        end()
+    optimizer.step()
+    assert names(parts) == ["optimizer", "optimizer", "train_actor"]

@@ -96,6 +96,7 @@ def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank:
     for part, ms in (("rollout", 300), ("waiting", 100), ("weight_sync", 50)):
         assert ms <= training.ms_of(part)
     assert training.ms_of("reference") > 0
+    assert training.ms_of("optimizer") > 0
     assert training.ms_of("train_log_probs") == 0
     assert sum(part.ms for part in training.parts) == pytest.approx(training.ms)
     assert training.rollout_ahead_ms is not None

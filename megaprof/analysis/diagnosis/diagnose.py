@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,8 +18,10 @@ from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
+from megaprof.formats.steps.facts import PARTS
 from megaprof.parallel.peers import began
 
 
@@ -75,8 +77,8 @@ class Cause:
     take too many."""
     reason: str | None = None
     """Why microbatches or replicas differ: ``data`` (the lengths of their sequences) or ``machine`` (not explained by
-    these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts) or ``machine``. None
-    if not known."""
+    these). Why a rank or a stage is slow: ``expert_load`` (the tokens of its experts) or ``machine``. Why a rank
+    enters late: the part of its iterations that is dear on it (`PartOfIteration`). None if not known."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,19 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
         term.group,
         parts,
         more_steps=0 if sure else more_steps(len(gain), price.value - price.low - doubt, most - doubt),
+        reason=_dear_part(table.iterations, term.ranks) if kind == "late_entry" else None,
     )
+
+
+def _dear_part(iterations: Iterations | None, ranks: Sequence[int]) -> str | None:
+    """Returns the part between the steps that takes longer on one of these ranks than on average, by most; None if none
+    does."""
+    if iterations is None:
+        return None
+    between = [part for part in iterations.parts if part.name in PARTS and part.rank in ranks]
+    dearest = max(between, key=lambda part: part.rank_ms - part.ms, default=None)
+    known = dearest is not None and dearest.rank_ms - dearest.ms > LEAST * iterations.ms
+    return dearest.name if dearest is not None and known else None
 
 
 def _sizes(term: Term, view: View) -> dict[str, Floats]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megaprof.analysis.diagnosis.averages import averages
-from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _needed, diagnose
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _dear_part, _needed, diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.exchanges import receivers
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
@@ -16,6 +16,7 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.diagnosis.view import EXCHANGE
 from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
+from megaprof.analysis.table.iterations import Iterations, PartOfIteration
 from megaprof.analysis.table.table import WAIT, Table, Unfit
 from tests.analysis.tables import tables_in
 from tests.analysis.truth.files import BETWEEN, write
@@ -669,3 +670,16 @@ def test_a_stage_without_layers_tells_nothing_of_them() -> None:
     assert found.unit.tolist() == [5.0, 10.0]
     assert (found.stage == 1.0).all()
     assert (found.ends == ends).all()
+
+
+def test_a_late_entry_names_the_part_that_is_dear_on_its_rank_alone() -> None:
+    def of(name: str, rank: int, rank_ms: float, ms: float = 10.0) -> PartOfIteration:
+        return PartOfIteration(name, ms, 1.0, rank_ms, rank, rank_ms)
+
+    parts = of("forward", 1, 900.0), of("optimizer", 0, 300.0), of("saving", 1, 80.0), of("logging", 1, 40.0)
+    iterations = Iterations(10, 1000.0, 800.0, (*parts, of("between", 1, 500.0)))
+    assert _dear_part(iterations, (1,)) == "saving"
+    assert _dear_part(iterations, (0, 1)) == "optimizer"
+    assert _dear_part(iterations, (2,)) is None
+    assert _dear_part(replace(iterations, parts=(of("saving", 1, 12.0),)), (1,)) is None
+    assert _dear_part(None, (1,)) is None

@@ -176,6 +176,13 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     return f"Apart from delays of single passes, {{who}} computes {longer} its peers{{when}}."
 
 
+def _late(cause: Cause, measured: TargetStages) -> str:
+    longer = "something between the steps takes longer on {it}, such as data loading or other work of the host"
+    if cause.reason is not None:
+        longer = f"{cause.reason.replace('_', ' ')} takes longer on {{it}} (where an iteration goes)"
+    return f"{{Who}} enter{{s}} the step later than the others{{when}}: {longer}."
+
+
 def _times(factor: float) -> str:
     """Returns a factor: ``about 1.3 times``. Factors from 100 on are in words: ``hundreds of times``."""
     if factor < 100:
@@ -296,11 +303,7 @@ WORDS: dict[str, Words] = {
         "Exchanges between stages {one} and {other} take {transfer_ms} once both stages are there{when}, and those of "
         "other links {usual_ms}.",
     ),
-    "late_entry": Words(
-        "late entry{of}",
-        "{Who} enter{s} the step later than the others{when}: something between the steps takes longer on {it}, such "
-        "as data loading or other work of the host.",
-    ),
+    "late_entry": Words("late entry{of}", _late),
     "data_wait": Words("data wait{of_ranks}", _data, _workers),
     "uneven_microbatches": Words("uneven microbatches{of}", _uneven),
     "unequal_replicas": Words(
