@@ -26,9 +26,8 @@ from megaprof.analysis.convert.captures import NothingToMerge as NothingToMerge
 from megaprof.analysis.convert.captures import StepName, choose
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, with_texts
-from megaprof.analysis.table.jobs import jobs_of
 from megaprof.analysis.table.table import Table
-from megaprof.analysis.table.traced import table_of
+from megaprof.analysis.table.traced import jobs_of, table_of
 from megaprof.analysis.trace import nsys_windows as nsys
 from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, read

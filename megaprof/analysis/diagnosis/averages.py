@@ -22,8 +22,8 @@ from megaprof.analysis.diagnosis.stages import (
 from megaprof.analysis.fleet.reading import Series
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
-from megaprof.analysis.table.jobs import Job
 from megaprof.analysis.table.table import DATA, Floats, Table
+from megaprof.analysis.table.traced import Job
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.steps import GROUPS, Passes, TracedStep, grouped
 from megaprof.formats.metadata import Metadata

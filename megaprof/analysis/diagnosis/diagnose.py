@@ -9,18 +9,26 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.averages import shown
 from megaprof.analysis.diagnosis.examine import Examined, more_steps, most_gained
-from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
-from megaprof.analysis.diagnosis.lengths import Fit, Lengths, explain, fit, of_microbatches, of_replicas, reason
-from megaprof.analysis.diagnosis.model import Content, divided, ends_of
-from megaprof.analysis.diagnosis.naming import BOTH, active, looks
-from megaprof.analysis.diagnosis.policy import FILLED, LEAST, MINOR, MOST, TOGETHER
+from megaprof.analysis.diagnosis.lengths import (
+    Fit,
+    Lengths,
+    explain,
+    fit,
+    load_of_rank,
+    load_of_stage,
+    of_microbatches,
+    of_replicas,
+    reason,
+)
+from megaprof.analysis.diagnosis.model import Content, divided, ends_of, of_both
+from megaprof.analysis.diagnosis.policy import CERTAIN, FILLED, LEAST, MINOR, MOST, TOGETHER
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.iterations import Iterations
-from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
+from megaprof.analysis.table.tabulate import measured
 from megaprof.formats.steps.facts import PARTS
 from megaprof.parallel.peers import began
 
@@ -211,8 +219,8 @@ def _by_content(computed: Content, cause: Cause) -> Cause:
     where = cause.stage, slice(None) if cause.chunk is None else cause.chunk
     whole_ms, part_ms, more_ms = (ms[where].reshape(-1, ms.shape[-1]).sum(axis=0) for ms in (whole, part, more))
     excess_ms = part_ms if part_ms.any() else more_ms
-    looking = BOTH if cause.kind == "ends" else looks(excess_ms, whole_ms)
-    kind = _OF_CONTENT[cause.kind] if looking == BOTH else looking
+    kind = None if cause.kind == "ends" else _of_kind(excess_ms, whole_ms)
+    kind = kind or _OF_CONTENT[cause.kind]
     parts = {f"{name}_ms": float(ms) for name, ms in zip(("forward", "backward"), excess_ms, strict=False)}
     return replace(cause, kind=kind, parts=parts, chunk=cause.chunk if kind == "slow_chunk" else None)
 
@@ -292,7 +300,9 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
     if sure and (kind in _LARGE or term.once or term.ranks):
         # Not its gain, which also depends on what else happened in a step.
         size = _LARGE[kind](sizes) if kind in _LARGE else _taken_ms(run, term)
-        there = active(size)
+        # It is present where its size is above half of the 90th percentile.
+        there = size > MOST * np.quantile(size, CERTAIN)
+        there = there if there.any() else np.ones(len(size), dtype=bool)
         begins = began(there)
         if begins:
             there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
@@ -379,6 +389,17 @@ def _taken_ms(run: Examined, term: Term) -> Floats:
     before, after = run.view.state, term.change(run.view).state
     taken_ms: Floats = (before.passes - after.passes).sum(axis=(1, 2, 3, 4, 5)) + before.tail - after.tail
     return taken_ms
+
+
+def _of_kind(excess_ms: Floats, whole: Floats) -> str | None:
+    """Returns which kind of pass is longer by ``excess_ms`` [k], where passes take ``whole`` [k]; None if all kinds
+    are. A backward that is longer by one forward recomputes it."""
+    if of_both(excess_ms):
+        return None
+    forward, backward = float(excess_ms[0]), float(excess_ms[1])
+    if forward > backward:
+        return "slow_forward"
+    return "recomputation" if abs(backward - float(whole[0])) < MINOR * float(whole[0]) else "slow_backward"
 
 
 #: The names of contents that are longer in all kinds of passes.

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.naming import of_both
-from megaprof.analysis.diagnosis.policy import DRAWS
+from megaprof.analysis.diagnosis.policy import DRAWS, MINOR
 from megaprof.analysis.samples import LEVEL, MAD
-from megaprof.analysis.table.modules import EMBEDDING, LOSS, measured
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
+from megaprof.analysis.table.tabulate import EMBEDDING, LOSS, measured
 from megaprof.parallel.peers import of_others
 
 
@@ -181,6 +180,12 @@ def divided(
         ends[..., -1, -1, :] = over[..., -1, -1, :]
     rest = np.maximum(content / stage / (layers_ms + ends), 1.0)
     return Content(content, unit, fixed, ends, *((stage, rest) if c > 1 else (stage * rest, np.ones_like(rest))))
+
+
+def of_both(excess_ms: Floats) -> np.typing.NDArray[np.bool_]:
+    """Returns whether all kinds of passes share ``excess_ms`` [..., k], instead of one having nearly all of it."""
+    shared: np.typing.NDArray[np.bool_] = excess_ms.min(axis=-1) >= MINOR * excess_ms.max(axis=-1)
+    return shared
 
 
 def _in_every_pass(over: Floats, unit: Floats, held: Floats) -> Floats:

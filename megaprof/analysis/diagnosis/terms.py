@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.exchanges import receivers
 from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.state import receivers
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.table.table import DATA, WAIT, Floats, Table
 from megaprof.parallel.peers import of_others
@@ -174,23 +174,17 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
     waits = table.waited_beside.mean(axis=(0, 1)).max(axis=-1)
     received = receivers(table.schedule)[:count]
 
-    def beside(v: View) -> Floats:
-        """Returns what a usual exchange of each link takes in addition to `State.link`, [n, d, link]: one in both
-        directions at once takes longer than one alone."""
-        usual = [np.median(v.held[EXCHANGE][:, :, passes], axis=(2, 3)) for passes in received if passes.any()]
-        return np.stack(usual, axis=-1) if len(usual) == count else np.zeros((*v.state.link.shape[:2], count))
-
     for stage in range(count) if count > 1 else ():
 
         def quick(v: View, stage: int = stage) -> View:
-            usual, usual_beside = (
-                np.median(np.delete(ms, stage, axis=-1), axis=-1) for ms in (v.state.link[..., :count], beside(v))
-            )
-            link = v.state.link.copy()
-            link[..., stage] = np.minimum(link[..., stage], usual)
-            longer = np.maximum(beside(v)[..., stage] - usual_beside, 0.0)[..., None, None, None, None]
+            link, exchange = v.state.link.copy(), v.exchange.copy()
+            for ms in (link, exchange):
+                usual = np.median(np.delete(ms[..., :count], stage, axis=-1), axis=-1)
+                ms[..., stage] = np.minimum(ms[..., stage], usual)
+            longer = (v.exchange - exchange)[..., stage, None, None, None, None]
             held = np.minimum(v.held[EXCHANGE], longer * received[stage][..., None])
-            return v.waiting(link=link).less(held, held={**v.held, EXCHANGE: v.held[EXCHANGE] - held})
+            parts = {**v.held, EXCHANGE: v.held[EXCHANGE] - held}
+            return v.waiting(link=link).less(held, held=parts, exchange=exchange)
 
         ends = [stage, (stage + 1) % s]
         yield Term("slow_link", quick, stage=stage, link=(ends[0], ends[1]), waited_ms=float(waits[ends].sum()))
@@ -199,12 +193,14 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
 
         def at_once(v: View) -> View:
             # This is what all links have in common; a slow one among several has a term of its own.
-            link, longer = (
-                np.maximum(ms - np.quantile(ms, 0.5, axis=-1, keepdims=True, method="lower"), 0.0)
-                for ms in (v.state.link, beside(v))
+            link, exchange = (
+                np.maximum(ms - np.quantile(ms[..., :these], 0.5, axis=-1, keepdims=True, method="lower"), 0.0)
+                for ms, these in ((v.state.link, s), (v.exchange, count))
             )
-            left = np.minimum(v.held[EXCHANGE], np.einsum("ndl,lsck->ndsck", longer, received)[..., None])
-            return v.waiting(link=link).less(v.held[EXCHANGE] - left, held={**v.held, EXCHANGE: left})
+            longer = np.einsum("ndl,lsck->ndsck", exchange[..., :count], received)[..., None]
+            left = np.minimum(v.held[EXCHANGE], longer)
+            parts = {**v.held, EXCHANGE: left}
+            return v.waiting(link=link).less(v.held[EXCHANGE] - left, held=parts, exchange=exchange)
 
         # Where a profiled GPU waits for its host in passes, it may also do so between them.
         doubt = float(table.profiled and table.idle.any())

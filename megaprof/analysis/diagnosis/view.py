@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.model import Content, Model
 from megaprof.analysis.diagnosis.policy import MOST
-from megaprof.analysis.diagnosis.state import State
+from megaprof.analysis.diagnosis.state import State, receivers
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.table import DATA, QUARTILE, Floats, Table
 from megaprof.parallel.peers import of_others
@@ -48,6 +48,9 @@ class View:
     such a step, if that is more than twice as much, because the longest one of a usual step is another pass."""
     stalling: npt.NDArray[np.intp]
     """[n, d, s]: which pass that is, in a flattened [c, k, m]."""
+    exchange: Floats
+    """[n, d, link]: what a usual exchange of each link takes in addition to `State.link`, as one in both directions at
+    once takes longer than one alone."""
     least: Floats
     exposed: Mapping[str, Floats]
     idle: Floats
@@ -150,7 +153,7 @@ class View:
 
 
 _FACTORS = ("level", "work", "rank", "pace", "peers", "own", "least")
-_PER_STEP = (*_FACTORS, "timely", "first", "stalled", "stalling", "idle")
+_PER_STEP = (*_FACTORS, "timely", "first", "stalled", "stalling", "exchange", "idle")
 
 
 def _put(values: Floats, where: slice, new: Floats) -> Floats:
@@ -180,6 +183,10 @@ def viewed(table: Table, state: State, model: Model) -> View:
     else:
         over = over.copy()
         over[:, :, 0, 0, 0, 0] = 0.0
+    exchanged, exchange = state.passes - table.passes, np.zeros((n, d, s))
+    for link, passes in enumerate(receivers(table.schedule)):
+        if passes.any():
+            exchange[..., link] = np.median(exchanged[:, :, passes], axis=(2, 3))
     flat = over.reshape(n, d, s, -1)
     stalling = flat.argmax(axis=-1)
     longest = np.take_along_axis(flat, stalling[..., None], axis=-1)[..., 0]
@@ -196,9 +203,10 @@ def viewed(table: Table, state: State, model: Model) -> View:
         first=np.maximum(first, 0.0),
         stalled=np.maximum(np.where(usual < MOST * longest, longest, longest - usual), 0.0),
         stalling=stalling,
+        exchange=exchange,
         exposed=table.exposed,
         idle=table.idle,
-        held={**table.held, EXCHANGE: state.passes - table.passes},
+        held={**table.held, EXCHANGE: exchanged},
     )
 
 

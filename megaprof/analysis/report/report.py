@@ -24,9 +24,8 @@ from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.table.files import tables
-from megaprof.analysis.table.jobs import Job, jobs_of, warming_up
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
-from megaprof.analysis.table.traced import table_of
+from megaprof.analysis.table.traced import Job, jobs_of, table_of, warming_up
 from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers

@@ -154,7 +154,9 @@ class Replay:
             table[self._transfers] = links[part].T[self._links]
             for first, last, inputs in self._levels:
                 level_ends = table[first:last]
-                begins = np.maximum.reduce(table.take(inputs, axis=0), axis=0)
+                begins = table.take(inputs[0], axis=0)
+                for others in inputs[1:]:
+                    np.maximum(begins, table.take(others, axis=0), out=begins)
                 if ended:
                     begins[is_pass[first:last]] = 0.0
                 level_ends += begins
@@ -225,8 +227,7 @@ class _Nodes:
     """The nodes of a schedule while it is compiled: first the stages' entries, then all passes, then all transfers."""
 
     def __init__(self, schedule: PipelineSchedule) -> None:
-        stages, kinds = schedule.stages, schedule.kinds
-        self.schedule = schedule
+        self.schedule, stages, kinds = schedule, schedule.stages, schedule.kinds
         shape = stages, schedule.chunks, len(kinds), schedule.microbatches
         self.passes = stages + np.arange(prod(shape)).reshape(shape)
         """The node of each pass, [stage, chunk, kind, microbatch]."""
@@ -298,9 +299,8 @@ class _Nodes:
         return sources, targets
 
     def _node(self, stage: int, pass_id: PassId) -> int:
-        schedule = self.schedule
-        position = (stage * schedule.chunks + pass_id.chunk) * len(self._kind) + self._kind[pass_id.kind]
-        return schedule.stages + position * schedule.microbatches + pass_id.microbatch
+        position = (stage * self.schedule.chunks + pass_id.chunk) * len(self._kind) + self._kind[pass_id.kind]
+        return self.schedule.stages + position * self.schedule.microbatches + pass_id.microbatch
 
 
 _NONE = np.empty(0, dtype=np.intp)

@@ -20,10 +20,9 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankRow, Series, numbers_of
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
-from megaprof.analysis.table.job import forward_share, place_of, schedule_of
-from megaprof.analysis.table.jobs import warming_up
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
-from megaprof.analysis.table.tabulate import tabulate
+from megaprof.analysis.table.tabulate import forward_share, place_of, schedule_of, tabulate
+from megaprof.analysis.table.traced import warming_up
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union

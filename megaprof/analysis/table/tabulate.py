@@ -1,8 +1,13 @@
-"""Puts the recordings of ranks into one table of passes: which of them, in which steps, on which clock."""
+"""Puts the recordings of ranks into one table of passes: which of them, in which steps, on which clock.
+
+Also reads a job from the metadata of its ranks, and the times of the parts of model chunks from their ranges.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +16,14 @@ from megaprof.analysis.clocks.clocks import one_clock
 from megaprof.analysis.fleet.reading import CALLS, Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.iterations import iterations_of
-from megaprof.analysis.table.job import rendezvous_of
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
-from megaprof.analysis.trace.steps import ModuleKey, TracedStep
-from megaprof.formats.metadata import Metadata
+from megaprof.analysis.trace.steps import RECOMPUTE, ModuleKey, TracedStep
+from megaprof.formats import ranges
+from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.steps.facts import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.parallel.topology import RankCoords
 
 
 def tabulate(
@@ -259,3 +265,110 @@ def _names(ranks: Sequence[RankSteps], shape: tuple[int, int, int]) -> list[list
     stages = [ranks[first : first + shape[2]] for first in range(0, len(ranks), shape[2])]
     named = 1 if len({sum(len(rank.names) for rank in peers) for peers in stages}) > 1 else None
     return [[name for rank in peers for name in rank.names[:named]] for peers in stages]
+
+
+def place_of(coords: RankCoords) -> tuple[int, int]:
+    """Returns replica and peer. Peers wait for each other inside a pass. They are tensor- and context-parallel ranks,
+    and those that exchange tokens for experts, which are spread over several data-parallel ranks."""
+    sizes = coords.sizes
+    tp_cp_ranks = sizes.tp * sizes.cp
+    spread = max(1, sizes.etp * sizes.ep // math.gcd(sizes.etp * sizes.ep, tp_cp_ranks))
+    peer = (coords.dp % spread * sizes.cp + coords.cp) * sizes.tp + coords.tp
+    return coords.dp // spread, peer
+
+
+def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = False) -> PipelineSchedule:
+    """Returns the schedule. ``combined``: whether forwards and backwards ran as one. Raises Unfit if the metadata do
+    not say enough, or if Megatron refuses the schedule."""
+    if metadata.schedule is None or not metadata.chunks or not metadata.microbatches:
+        raise Unfit(Note("schedule_unknown", said="the files name no schedule, or not its microbatches"))
+    try:
+        return PipelineSchedule.checked(
+            metadata.sizes.pp,
+            len(metadata.chunks),
+            metadata.microbatches,
+            name=metadata.schedule,
+            group_size=metadata.microbatch_group_size,
+            forward_only=forward_only,
+            combined=combined,
+        )
+    except ValueError as fault:
+        raise Unfit(Note("schedule_unknown", said=f"it cannot be rebuilt: {fault}")) from None
+
+
+def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
+    """Returns whether a sender waits for its receiver by Megatron's settings. It does unless exchanges overlap with
+    computing. Only the interleaved schedule overlaps them, and not in forward-only passes."""
+    if metadata.schedule != "interleaved":
+        return metadata.sizes.pp > 1
+    overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
+    return metadata.sizes.pp > 2 and (forward_only or overlap is False)
+
+
+def forward_share(forwards: Sequence[float], backwards: Sequence[float]) -> float:
+    """Returns the fraction of a combined pass (a forward and a backward that run as one) that counts as its forward.
+    With ``overlap_moe_expert_parallel_comm``, Megatron alternates between their layers, so neither has a time of its
+    own, but a table has them separately. Where they are divided changes neither their sum nor a replay, in which they
+    run as one. It follows from the forwards that ran alone
+    at the beginning of the step and the backwards that ran alone at its end; without any, it is a half."""
+    if not len(forwards) or not len(backwards):
+        return 0.5
+    forward, backward = float(np.median(forwards)), float(np.median(backwards))
+    return forward / (forward + backward) if forward + backward > 0 else 0.5
+
+
+EMBEDDING, MTP, LOSS = "embedding", "mtp", "loss"
+
+
+def measured(table: Table) -> dict[str, Floats]:
+    """Returns the milliseconds of a microbatch, [k], by part: a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`.
+    They are averages over the chunks that hold the part. Parts without ranges are missing.
+
+    Embedding and loss are what remains of a pass after all layers of their chunk. They include reading the batch, an
+    encoder, and the loss function.
+    """
+    ms_by_part: dict[str, list[Floats]] = {}
+    # A range holds the GPU's computing, or all of the time on a CPU. Delays of a pass are added in proportion.
+    pass_ms, computing_ms = table.passes, table.compute.max(axis=3) if _on_gpu(table) else table.passes
+    delay_factor = pass_ms.mean(axis=(0, 1, 5)) / np.maximum(computing_ms.mean(axis=(0, 1, 5)), 1e-9)  # [s, c, k]
+    computed_ms = np.median(computing_ms, axis=(0, 1, 5))
+    for stage, chunk in np.ndindex(*table.layers.shape):
+        metadata = table.metadata[stage]
+        if metadata is None or chunk >= len(metadata.chunks):
+            continue
+        model_chunk = metadata.chunks[chunk]
+        parts = [(name, _times(table.modules[stage], key)[: computed_ms.shape[2]]) for name, key in _parts(model_chunk)]
+        remaining_ms = computed_ms[stage, chunk] - sum(ms for _, ms in parts)
+        if (
+            model_chunk.layers is not None
+            and len(parts) == model_chunk.layers + (model_chunk.mtp or 0)
+            and model_chunk.embedding != model_chunk.loss
+        ):
+            parts.append((EMBEDDING if model_chunk.embedding else LOSS, np.maximum(remaining_ms, 0.0)))
+        for name, ms in parts:
+            if np.isfinite(ms).all():
+                ms_by_part.setdefault(name, []).append(ms * delay_factor[stage, chunk])
+    return {name: np.mean(samples_ms, axis=0) for name, samples_ms in ms_by_part.items()}
+
+
+def _on_gpu(table: Table) -> bool:
+    return any(metadata is not None and metadata.device not in (None, "cpu") for metadata in table.metadata)
+
+
+def _parts(model_chunk: ModelChunk) -> Iterator[tuple[str, ModuleKey]]:
+    """Yields the kind of every layer of a chunk, and the key of its forward."""
+    kinds = model_chunk.kinds if model_chunk.kinds is not None else ("layer",) * (model_chunk.layers or 0)
+    for kind, number in zip(kinds, model_chunk.layer_numbers or (), strict=False):
+        yield kind, ModuleKey(ranges.LAYER, number, None, ranges.FORWARD)
+    for number in range(1, (model_chunk.mtp or 0) + 1):
+        yield MTP, ModuleKey(ranges.MTP_LAYER, number, None, ranges.FORWARD)
+
+
+def _times(modules: Mapping[ModuleKey, Sequence[int]], forward: ModuleKey) -> Floats:
+    """Returns milliseconds of a module's ranges, [forward, backward]; NaN without any."""
+    pass_ms = np.full(2, np.nan)
+    for row, kinds in enumerate(((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))):
+        ranges_ns = [modules.get(forward._replace(kind=kind), ()) for kind in kinds]
+        if ranges_ns[0]:
+            pass_ms[row] = sum(statistics.median(ns) for ns in ranges_ns if ns) / 1e6
+    return pass_ms

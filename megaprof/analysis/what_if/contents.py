@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.model import divided, ends_of
 from megaprof.analysis.diagnosis.policy import KINDS_DIFFER
-from megaprof.analysis.table.modules import EMBEDDING, LOSS, MTP
 from megaprof.analysis.table.table import Floats
+from megaprof.analysis.table.tabulate import EMBEDDING, LOSS, MTP
 from megaprof.analysis.what_if.layout_search import Unit
 from megaprof.analysis.what_if.layouts import Layout
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from math import comb, inf, prod
 from typing import TypeAlias
 
@@ -38,8 +38,9 @@ class _Problem:
         schedule, self.factor = replay.schedule, factor
         self.pp, self.vpp, self.microbatches = schedule.stages, schedule.chunks, schedule.microbatches
         self.names = [name for name, _ in units]
-        self.by_kind = [list(times) for times in zip(*(times for _, times in units), strict=True)]
-        self.work = [sum(times) for times in zip(*self.by_kind, strict=True)]
+        of_units = np.array([times for _, times in units])
+        self.ms_before = np.pad(np.cumsum(of_units, axis=0), ((1, 0), (0, 0)))  # [unit, kind]
+        self.work = of_units.sum(axis=1).tolist()
         self.pipeline, self.p2p_ms = replay, p2p_ms
         self.stages_need, self.step_ms = needs, dict[_Counts, float]()
         self.layers_before = np.cumsum([0, *(name.count("t") + name.count("m") for name in self.names)])
@@ -47,8 +48,7 @@ class _Problem:
         self.budget = min(_MOST, max(_FEWEST, _PASSES_PER_SEARCH // self.passes))
 
     def bounds(self, counts: _Counts) -> list[tuple[int, int]]:
-        begins = [sum(counts[:piece]) for piece in range(len(counts) + 1)]
-        return list(pairwise(begins))
+        return list(pairwise(accumulate(counts, initial=0)))
 
     def pieces(self, counts: _Counts) -> Layout:
         return tuple("".join(self.names[begin:end]) for begin, end in self.bounds(counts))
@@ -64,13 +64,10 @@ class _Problem:
         at_once = max(1, _PASSES_AT_ONCE // self.passes)
         for first in range(0, len(fresh), at_once):
             some = fresh[first : first + at_once]
-            piece_ms = [
-                [[sum(units[begin:end]) for begin, end in self.bounds(counts)] for units in self.by_kind]
-                for counts in some
-            ]
-            # [layout, kind, chunk, stage] to [layout, stage, chunk, kind, microbatch]
-            pieces = np.array(piece_ms).reshape(len(some), len(self.by_kind), self.vpp, self.pp)
-            times = (pieces.transpose(0, 3, 2, 1) * self.factor)[..., None]
+            before = np.pad(np.cumsum(some, axis=1), ((0, 0), (1, 0)))
+            # [layout, chunk and stage, kind] to [layout, stage, chunk, kind, microbatch]
+            pieces = np.diff(self.ms_before[before], axis=1).reshape(len(some), self.vpp, self.pp, -1)
+            times = (pieces.swapaxes(1, 2) * self.factor)[..., None]
             passes = np.broadcast_to(times, (*times.shape[:-1], self.microbatches))
             step_ms = self.pipeline.step_ms(passes, link=self.p2p_ms)
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))

@@ -19,8 +19,8 @@ from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
-from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import Floats, Table
+from megaprof.analysis.table.tabulate import measured
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.changes import Prediction, apart, baseline

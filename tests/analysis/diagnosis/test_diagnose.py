@@ -10,9 +10,9 @@ import pytest
 from megaprof.analysis.diagnosis.averages import averages
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _dear_part, _needed, diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.exchanges import receivers
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.state import receivers
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.diagnosis.view import EXCHANGE
 from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
@@ -398,7 +398,8 @@ def test_what_both_directions_at_once_take_longer_belongs_to_the_slow_link(tmp_p
     longer = 5.0 * receivers(run.table.schedule)[1][..., None] + np.zeros_like(run.view.state.passes)
     state = replace(run.view.state, passes=run.view.state.passes + longer)
     held = {**run.view.held, EXCHANGE: run.view.held[EXCHANGE] + longer}
-    slow = replace(run, view=replace(run.view, state=state, held=held))
+    exchange = run.view.exchange + 5.0 * (np.arange(run.view.exchange.shape[-1]) == 1)
+    slow = replace(run, view=replace(run.view, state=state, held=held, exchange=exchange))
     costs = float((state.step_ms(run.replay) - run.view.state.step_ms(run.replay)).mean())
     every = terms(slow.table, slow.view, slow.step_ms)
     (link,) = (term for term in every if (term.kind, term.stage) == ("slow_link", 1))
