@@ -102,7 +102,8 @@ def test_two_actors_are_one_pipeline(way: str, tmp_path: Path, capsys: pytest.Ca
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names
         armed, parts = drive(tmp_path, env, given, Path(short))
     assert armed == [["megaprof.autoload.arming"]] * 2
-    assert parts == [["waiting", "waiting", "train_actor", "train_actor", "train_log_probs", "waiting"]] * 2
+    step = ["train_actor", "optimizer"]
+    assert parts == [["waiting", "waiting", *step, *step, "train_log_probs", "waiting"]] * 2
     found = sorted(path.name.split(".pt.")[0] for path in out.glob("*.pt.*"))
     assert found == [
         f"{target}.pp{pp}-tp0-cp0-ep0-dp0.rank0000{pp}"
