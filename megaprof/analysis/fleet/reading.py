@@ -59,7 +59,6 @@ class RankRow(NamedTuple):
     host: str | None
     files: tuple[Path, ...]
     steps: int
-    """Number of steps that count."""
     mean_ms: float
     """Milliseconds of forward, backward and combined passes in an average step; NaN without steps."""
     left_out: int
@@ -71,7 +70,6 @@ class RankRow(NamedTuple):
     ended: int
     """End of its last step, in nanoseconds on the wall clock."""
     device_clock: bool
-    """True if its times are the GPU's."""
 
 
 CallOf = Callable[[int, int, int], list[Pass[int]]]
@@ -293,6 +291,8 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]]) -> Calls:
     pieces = [np.ascontiguousarray(part.steps).view(_BYTES) for parts in ranks for part in parts]
     all_calls = np.concatenate(pieces).view(format.STEP_TYPE)
     numbers, column = np.unique(numbers_of(all_calls), return_inverse=True)
+    if len(ranks) * len(numbers) > 2 * len(all_calls) and len(ranks) > 1:  # few calls in common: most would be empty
+        return _add_ranks(series, ranks[::2]).joined(_add_ranks(series, ranks[1::2]))
     place = np.full((len(ranks), len(numbers)), -1)
     # If the job continued from a checkpoint, a rank has a call twice. The later one counts, as it is assigned last.
     order = np.argsort(all_calls["start_ns"], kind="stable")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import astuple
 from pathlib import Path
 
@@ -112,6 +113,30 @@ def test_captured_failed_and_untimed_steps_are_left_out(tmp_path: Path) -> None:
     (series,) = read_fleet(Timelines(paths[:1])).series.values()
     (rank,) = series.ranks
     assert (rank.steps, rank.left_out, rank.last_step) == (7, 3, 9)
+
+
+def test_ranks_without_common_steps_take_no_more_memory(tmp_path: Path) -> None:
+    together = write_timelines(tmp_path / "together", WorldLayout(ParallelSizes.of(48)), steps=20, microbatches=1)
+    apart = [tmp_path / path.name for path in together]
+    for rank, (path, other) in enumerate(zip(together, apart, strict=True)):
+        timeline = format.read_timeline(path)
+        records = [format.MAGIC, format.metadata_record(timeline.metadata[0].as_dict()), format.shape_record([])]
+        for step in timeline.steps:
+            kinds = {name: int(step[name]) for name in ("forward", "backward", "finalize")}
+            begin, number = int(step["start_ns"]), int(step["step"]) + 20 * rank
+            records.append(step_record(StepRecord(0, 0, number, 0, begin, int(step["duration"]), [], [], kinds)))
+        other.write_bytes(b"".join(records))
+    peaks = []
+    for paths in (together, apart):
+        timelines = Timelines(paths, keep=False)
+        tracemalloc.start()
+        (series,) = read_fleet(timelines).series.values()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert [row.steps for row in series.ranks] == [20] * 48
+        assert sum(len(rows) for _, rows in series.compute) == 48
+    assert series.calls.steps.tolist() == list(range(960))
+    assert peaks[1] < 2 * peaks[0]
 
 
 def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
