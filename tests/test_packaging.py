@@ -69,14 +69,14 @@ def test_what_is_imported_is_declared() -> None:
     packages = declared()
     known = {"megaprof", *sys.stdlib_module_names}.union(*(packages[extra] for extra in FOR_USERS))
     unknown = {(path, name, at_once) for path, name, at_once in imports() if name not in known}
-    of_hosts = {each for each in unknown if each[0].parts[1] == "autoload" and each[1] in HOSTS and not each[2]}
+    of_hosts = {each for each in unknown if each[0].parts[1] == "hosts" and each[1] in HOSTS and not each[2]}
     assert {(str(path), name) for path, name, _ in unknown - of_hosts} == set()
 
 
 def test_what_training_imports_comes_with_the_base_install_or_the_extra_train() -> None:
     packages = declared()
     known = {"megaprof", *sys.stdlib_module_names} | packages[""] | packages["train"]
-    reading = {"agents", "analysis", "cli", "demo", "export", "rehearse", "tune", "ui"}
+    reading = {"agents", "analysis", "cli", "demo", "export", "foreign", "rehearse", "tune", "ui"}
     missing = {(str(path), name) for path, name, at_once in imports() if at_once and name not in known}
     assert {each for each in missing if each[0].split("/")[1] not in reading} == set()
 

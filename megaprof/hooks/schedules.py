@@ -25,7 +25,6 @@ from megaprof.hooks.p2p import patch_p2p
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import names
-from megaprof.recorders.torch_profiler import cupti
 from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Contained
 from megaprof.runtime.patching import Patches, modules_with
@@ -174,8 +173,7 @@ def patch_finalize(dispatcher: Dispatcher) -> None:
     """Hooks ``config.finalize_model_grads_func`` of the model that the call runs.
 
     Hosts set it on the config, possibly after the hooks were installed, or anew for every ``train()``. The schedules
-    read it from there at the end of a step (0.12 to 0.19). So it is hooked for each recorded call, and put back when
-    the call ends.
+    read it from there at the end of a step (0.12 to 0.19). So it is hooked for each recorded call, then put back.
     """
     config = getattr(dispatcher.models[0], "config", None) if dispatcher.models else None
     original = getattr(config, "__dict__", {}).get(_FINALIZE)
@@ -190,6 +188,8 @@ def patch_finalize(dispatcher: Dispatcher) -> None:
 def _entered(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     def __enter__(graph: Any) -> Any:
         result = original(graph)
+        from megaprof.recorders.torch_profiler import cupti  # torch's, which is there by then
+
         cupti.graphs = True
         with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
             if dispatcher.call is not None:

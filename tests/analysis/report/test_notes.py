@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any, get_args
 
-import megaprof.analysis
+import megaprof
 from megaprof.analysis.notes import Kind, Note
 from megaprof.analysis.report.text.notes import clause, with_texts
 from tests.analysis.synthetic import kinds
@@ -25,7 +25,7 @@ FACTS: dict[str, Any] = {
 def made() -> list[Note]:
     """One note for each place that makes some, with all of its facts."""
     notes = []
-    for path in Path(megaprof.analysis.__file__).parent.rglob("*.py"):
+    for path in Path(megaprof.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Note":
                 facts = {each.arg: FACTS[each.arg] for each in node.keywords if each.arg}
