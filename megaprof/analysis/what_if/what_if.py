@@ -216,11 +216,11 @@ _Priced: TypeAlias = tuple[Prediction, Floats]
 
 
 def _best(compared: Sequence[_Priced], held: Sequence[int]) -> _Priced | None:
-    """Returns the fastest layout that certainly gains enough; of those that cannot be told apart from it, one that
-    needs no more activations than stages were seen to hold."""
+    """Returns the fastest layout that certainly gains enough; of those that are as fast, one that needs no more
+    activations than stages were seen to hold."""
     gaining = [each for each in compared if each[0].speedup.low > 1.0 + LEAST and each[0].fits is not False]
-    modest = (each for each in gaining if not each[0].exceeds(held) and not apart(gaining[0][1], each[1]))
-    return next(modest, gaining[0]) if gaining else None
+    as_fast = [each for each in gaining if gaining[0][0].speedup.value - each[0].speedup.value < LEAST]
+    return next((each for each in as_fast if not each[0].exceeds(held)), gaining[0]) if gaining else None
 
 
 def _alike(best: _Priced, compared: Sequence[_Priced]) -> tuple[str, ...]:

@@ -684,3 +684,14 @@ def test_a_late_entry_names_the_part_that_is_dear_on_its_rank_alone() -> None:
     assert _dear_part(iterations, (2,)) is None
     assert _dear_part(replace(iterations, parts=(of("saving", 1, 12.0),)), (1,)) is None
     assert _dear_part(None, (1,)) is None
+
+
+def test_no_price_exceeds_what_other_stages_leave_of_a_step(tmp_path) -> None:
+    noisy = replace(HEALTHY, stages=2, layers=((6,), (2,)), noise=0.5, steps=3, microbatches=4, forward_only=True)
+    run = examine(table_of(noisy, tmp_path))
+    of_ranks = run.view.state.passes.sum(axis=(3, 4, 5))
+    for term in terms(run.table, run.view, run.step_ms):
+        if term.fitted and term.stage is not None:
+            gain = run.gain(term)
+            left_ms = np.delete(of_ranks, term.stage, axis=2).max(axis=(1, 2)).mean()
+            assert gain.mean() <= run.price(term, gain).high <= run.step_ms - left_ms + 1e-6

@@ -54,6 +54,14 @@ _EXPERTS = (
     "--moe-router-enable-expert-bias and --moe-expert-capacity-factor even them."
 )
 
+#: What hides communication, by group.
+_OVERLAP = {
+    "tp": "If it is off, Megatron's --tp-comm-overlap hides a part of it (with --sequence-parallel).",
+    "ep": "If it is off, Megatron's --overlap-moe-expert-parallel-comm hides it behind other microbatches.",
+    "dp": "If they are off, Megatron's --overlap-grad-reduce and --overlap-param-gather (the latter with "
+    "--use-distributed-optimizer) hide most of it.",
+}
+
 _Say = Callable[[Cause, TargetStages], str]
 
 
@@ -121,6 +129,7 @@ def _facts(cause: Cause) -> Mapping[str, object]:
         "Who": capital(who),
         "s": "" if several else "s",
         "it": "them" if several else "it",
+        "its": "their" if several else "its",
         "stage": cause.stage,
         "stages": ("steps of " if of_steps(cause) else "") + (stages(of) if of else ""),
         "chunk": cause.chunk,
@@ -196,7 +205,9 @@ def _why_slow(cause: Cause, measured: TargetStages) -> str:
     if tokens is None or usual is None:
         if cause.share < 1.0 and cause.since is None and costs_only_there(cause):
             return "It comes and goes: another program may run on its host at times."
-        return "Nothing that was recorded says why." if cause.kind == "unexplained" else ""
+        if cause.kind == "unexplained":
+            return "Nothing that was recorded says why."
+        return "Look at the clocks and the temperature of {its} GPU, and at what else runs on {its} host."
     got = f"In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
     if cause.reason == "machine":
         return f"{got}: that explains at most {percent(cause.parts['explained'])} of it, and the rest is the machine."
@@ -313,10 +324,11 @@ WORDS: dict[str, Words] = {
             "" if cause.reason == "machine" else _OVER_REPLICAS.get(measured.framework or "", _OVER_REPLICAS[""])
         ),
     ),
-    "communication": Words("{exchanges}", _communication),
+    "communication": Words("{exchanges}", _communication, lambda cause, measured: _OVERLAP.get(cause.group or "", "")),
     "host_bound": Words(
         "host bound{of}",
         "The GPU waits for the host inside passes: it has nothing to do, because nothing was launched in time.",
+        "CUDA graphs (Megatron's --cuda-graph-impl) need less of the host; larger microbatches give a GPU more to do.",
     ),
     "stalls": Words(
         "stalls{of}",
