@@ -78,8 +78,11 @@ def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:
         raise ValueError(f"packing={packing[:20]!r} is none of {', '.join(PLANS)}")
     pieces = _pieces(run, choices.get("layout", "").strip())
     # A typed layout may have another number of chunks. If the number itself was changed, the layout is split anew.
-    if chunks != whole("was", choices.get("was"), chunks_before) and chunks * run.stages != len(pieces):
-        pieces = split(captured.pieces, run.stages, chunks)
+    if chunks * run.stages != len(pieces) and choices.get("chunks"):
+        if choices.get("layout") and "was" not in choices:
+            raise ValueError(f"chunks={chunks} on {run.stages} stages is not a layout of {len(pieces)} pieces")
+        if chunks != whole("was", choices.get("was"), chunks_before):
+            pieces = split(captured.pieces, run.stages, chunks)
     return Setting(
         pieces,
         whole("microbatches", choices.get("microbatches"), captured.microbatches),

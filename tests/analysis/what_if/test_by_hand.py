@@ -148,6 +148,11 @@ def test_another_number_of_chunks_is_named_with_the_captured_one(tmp_path: Path)
     assert "per stage" not in other
 
 
+def test_a_layout_and_another_number_of_chunks_contradict_each_other(known: Changeable) -> None:
+    with pytest.raises(ValueError, match="chunks=2 on 4 stages is not a layout of 4 pieces"):
+        chosen(known, {"layout": "4,4,4,4", "chunks": "2"})
+
+
 def test_model_chunks_are_counted_in_a_layout_that_is_written_short() -> None:
     """As on 8 stages of one chunk each: ``Et|(t|)*6tL``."""
     now = WhatIf(layout=format_layout(("Et", *["t"] * 6, "tL")))
