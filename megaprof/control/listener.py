@@ -217,8 +217,8 @@ class Listener:
                     (self._announce if self._leads else self._learn)(control)
                 with self._complaining():
                     self._look_for_request(control)
-            with self._complaining():
-                self._write_status()
+                with self._complaining():
+                    self._write_status(control)
         except Unsafe as fault:
             self._refuse(str(fault))
 
@@ -298,11 +298,12 @@ class Listener:
             if self._capture.answer.final or not self._capture.records:
                 self._capture = None
 
-    def _write_status(self, *, ended: bool = False) -> None:
+    def _write_status(self, control: int, *, ended: bool = False) -> None:
         if self._ousted:
             return  # the directory is another job's
         status = self._describe(ended=ended)
-        with self._control.open(*folder_of(STATUS, status.rank, self._coords.sizes.world), create=True) as folder:
+        names = folder_of(STATUS, status.rank, self._coords.sizes.world)
+        with self._control.open(*names, create=True, control=control) as folder:
             write(folder, name_of(status.rank), status)
         if ended:
             self._standstill.leave()
@@ -388,7 +389,7 @@ class Listener:
             self._capture.end()
         with suppress(OSError, Unsafe), self._control.open() as control:
             with suppress(OSError):
-                self._write_status(ended=True)
+                self._write_status(control, ended=True)
             run = read(control, RUN, RunRecord) if self._leads else None
             if run is not None and run.run == self._own.run:
                 write(control, RUN, replace(run, ended=time.time()))

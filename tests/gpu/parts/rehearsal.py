@@ -66,7 +66,7 @@ def run(work: Path, cpu: bool) -> Found:
     found.within(no_times, "the predicted step is the measured one", made.step_ms.value, target.step_ms, 0.05)
     inside = target.step_ms is not None and made.step_ms.holds(target.step_ms)
     found.on_a_gpu(no_times, "the measured step is inside the interval", inside, True)
-    for one, other in zip(predicted.measured.stages, target.measured.stages, strict=True):
+    for one, other in zip(predicted.stages, target.stages, strict=True):
         computed = [None if each.compute_ms is None else each.compute_ms.mean for each in (one, other)]
         found.within(no_times, f"stage {one.pp}: compute", *computed, 0.05)
     for stage, (most, (_, bytes_)) in enumerate(zip(made.what_if.allocated or (None,) * job.pp, ranks, strict=True)):
