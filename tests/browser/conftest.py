@@ -19,7 +19,8 @@ try:
     from playwright import sync_api
 except ModuleNotFoundError:  # `make test` has no driver; a conftest cannot be skipped
     sync_api = None
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_NAMES = "chromium", "chromium-browser", "google-chrome", "chromium-headless-shell"
+CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 #: `make test-ui` unpacks axe-core there.
 AXE = Path(sys.prefix) / "package" / "axe.min.js"
 RECENT = {
