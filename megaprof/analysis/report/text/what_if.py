@@ -21,6 +21,7 @@ _GIB = 1 << 30
 #: The name of a change by hand that changes nothing.
 AS_CAPTURED = "as captured"
 _UNSURE = "it is not certain that another layout with as many model chunks is faster: the best one found"
+_NONE = "no other layout with as many model chunks was found to be faster: the best one"
 _TIMES = {0.5: "half", 2.0: "twice"}
 _PACKINGS = {
     "balanced": "the same sequences in microbatches that take equally long",
@@ -198,15 +199,16 @@ def _advice(predictions: WhatIf) -> str:
         others = " or ".join(alike[:3]) + " or others" * (len(alike) > 3)
         whether = f"; whether {others} would be slower or faster than that is not certain, and {tell} would show"
         return f"{name}: {times}, {instead}{whether if alike else ''}"
+    unsure = _UNSURE if first.speedup.value > 1.0 else _NONE
     if predictions.advice == "open":
         wanted = predictions.more_steps + (predictions.replay_error.count if predictions.replay_error else 0)
-        return f"{_UNSURE}, {name}, would be {times}; {wanted} steps would show it"
+        return f"{unsure}, {name}, would be {times}; a capture of {wanted} steps would show it"
     would = f"{name} would be {times}"
     if predictions.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, predictions)}"
     if predictions.advice == "unsure":
         return (
-            f"{_UNSURE}, {name}, would be {times} if nothing else changes, and more steps would not show whether it is"
+            f"{unsure}, {name}, would be {times} if nothing else changes, and more steps would not show whether it is"
         )
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
