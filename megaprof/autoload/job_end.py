@@ -134,24 +134,32 @@ def between_methods(manager: Any) -> None:
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
         executor = make(*args, **kwargs)
-        if inspect.isgeneratorfunction(executor.method) or inspect.isasyncgenfunction(executor.method):
-            return executor
-        from megaprof.capture.process import process
-
-        @functools.wraps(executor)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with process.parts.asked():
-                return executor(*args, **kwargs)
-
-        @functools.wraps(executor)
-        async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            with process.parts.asked():
-                return await executor(*args, **kwargs)
-
-        return coroutine if inspect.iscoroutinefunction(executor.method) else method
+        with Suppressed(Exception):  # another version of Ray's may make another kind of executor
+            return _asking(executor)
+        return executor
 
     made._megaprof = True  # type: ignore[attr-defined]
     manager._make_actor_method_executor = made
+
+
+def _asking(executor: Any) -> Any:
+    """Returns an executor of an actor's method that says when it runs. That of a generator only makes one, and stays as
+    it is."""
+    if inspect.isgeneratorfunction(executor.method) or inspect.isasyncgenfunction(executor.method):
+        return executor
+    from megaprof.capture.process import process
+
+    @functools.wraps(executor)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        with process.parts.asked():
+            return executor(*args, **kwargs)
+
+    @functools.wraps(executor)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        with process.parts.asked():
+            return await executor(*args, **kwargs)
+
+    return coroutine if inspect.iscoroutinefunction(executor.method) else method
 
 
 def watch() -> None:

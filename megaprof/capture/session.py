@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Numbers = Callable[[str], tuple["int | None", "int | None"]]
 """Gets the target of a call that begins, and returns the host's numbers of the call and of the host's step that it is
-in. A number is None if unknown, and negative if the host has none (`megaprof.capture.agenda.Call`)."""
+in. A number is None if unknown, and negative if the host has none."""
 
 
 class Pace:

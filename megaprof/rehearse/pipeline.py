@@ -33,6 +33,7 @@ from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import artifact_name
 from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.steps import codes
+from megaprof.formats.steps.facts import pack_modules
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 from megaprof.parallel.topology import AXES, WorldLayout
 from megaprof.rehearse import alone
@@ -285,6 +286,6 @@ def write(pipeline: Pipeline, directory: Path) -> None:
                     parts[chunk, kind] += part
                 of_layers = (usual - (1.0 - parts) * quick) / np.maximum(parts, 1e-9)
                 layers = [(key, round(part * of_layers[chunk, kind])) for key, chunk, kind, part in stage.layers]
-                records.append(format.fact_record(step, format.MODULES, msgspec.json.encode(layers)))
+                records.append(format.fact_record(step, format.MODULES, pack_modules(layers)))
         name = artifact_name("timeline", None, 0, metadata.coords, format.SUFFIX)
         (directory / name).write_bytes(b"".join(records))

@@ -130,3 +130,12 @@ def test_whoever_asked_for_hooks_hears_of_them_elsewhere(tmp_path: Path, code: s
 def test_of_many_first_processes_one_speaks(tmp_path: Path) -> None:
     assert said(tmp_path, "-c", "print(1)", SLURM_PROCID="3") == []
     assert len(said(tmp_path, "-c", "print(1)", SLURM_PROCID="0")) == 1
+
+
+def test_an_executor_of_another_kind_stays_as_it_is() -> None:
+    class Manager:
+        def _make_actor_method_executor(self, name: str) -> object:
+            return name
+
+    job_end.between_methods(Manager)
+    assert Manager()._make_actor_method_executor("of a later version of Ray's") == "of a later version of Ray's"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import unpack_collections, unpack_data, unpack_work
+from megaprof.formats.steps.facts import unpack_collections, unpack_data, unpack_modules, unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes
 
@@ -321,9 +320,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     modules = dict[ModuleKey, tuple[int, ...]]()
     for payload in timeline.facts(format.MODULES).values():
-        with suppress(msgspec.MsgspecError):
-            found = msgspec.json.decode(payload, type=list[tuple[ModuleKey, int]])
-            modules |= {key: (ns,) for key, ns in found}
+        modules |= {ModuleKey(*module): (ns,) for module, ns in unpack_modules(payload)}
     arrivals = {}
     for number, (_, timeline, row) in step_rows.items():
         if (came := step_arrivals(timeline, row, *rank.names[0])) is not None:

@@ -2,7 +2,7 @@
 
 Kineto copies the arguments of torch's operator ``record_param_comms`` to the kernels that were launched inside it.
 Among them is the description of the process group. No group is named without CPU operators, in files of nsys, and for
-communication that does not go through a ``ProcessGroup``. `attribution` finds out what is still certain then.
+communication that does not go through a ``ProcessGroup``. What is still certain then, `steps` finds out.
 """
 
 from __future__ import annotations

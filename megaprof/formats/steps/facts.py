@@ -213,6 +213,24 @@ def unpack_groups(payload: bytes) -> dict[str, GroupConfig]:
         return {}
 
 
+Module = tuple[str, int | None, int | None, str]
+"""A kind of pass through a module: its label (`ranges.MODULES`), its layer, the layer's MTP layer, and ``forward`` or
+``backward``."""
+
+
+def pack_modules(times_ns: Iterable[tuple[Module, int]]) -> bytes:
+    """Returns the bytes for how many nanoseconds passes through modules take."""
+    return msgspec.json.encode(list(times_ns))
+
+
+def unpack_modules(payload: bytes) -> list[tuple[Module, int]]:
+    """Reads what `pack_modules` wrote; returns none if the bytes are damaged."""
+    try:
+        return msgspec.json.decode(payload, type=list[tuple[Module, int]])
+    except msgspec.MsgspecError:
+        return []
+
+
 _TARGETS = "train_actor", "train_log_probs", "evaluate", "train_overall", "annotated"
 #: The parts, by their number in a file, from 1 on.
 PARTS = (

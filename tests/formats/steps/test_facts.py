@@ -16,9 +16,11 @@ from megaprof.formats.steps.facts import (
     pack_arrivals,
     pack_between,
     pack_data,
+    pack_modules,
     unpack_arrivals,
     unpack_between,
     unpack_data,
+    unpack_modules,
 )
 
 
@@ -96,3 +98,9 @@ def test_who_never_waits_takes_two_bytes() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\0", b"\0\0", b"\0\1x", b"\xff\1xx", b"\0\2xx"])
 def test_damaged_waits_say_nothing(payload: bytes) -> None:
     assert unpack_data(payload) is None
+
+
+def test_times_of_modules_come_back_and_damaged_ones_say_nothing() -> None:
+    times = [(("layer", 3, None, "forward"), 8_000_000), (("embedding", None, None, "backward"), 5)]
+    assert unpack_modules(pack_modules(times)) == times
+    assert unpack_modules(pack_modules(times)[:-3]) == unpack_modules(b"[1]") == []
