@@ -3,7 +3,7 @@
     python -m tests.gallery [OUT]
 
 The jobs are generated as the tests generate theirs, or were recorded on a GPU, and the pages are what
-`megaprof report --html` writes of them. docs/gallery.md shows them.
+`megaprof report --html` writes of them. docs/index.md lists them.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_the_readmes_script_is_the_example_and_two_lines_are_all_that_was_added(
 
 @pytest.mark.slow
 def test_the_documented_test_of_an_integration_runs(tmp_path: Path) -> None:
-    (snippet,) = blocks("python", (ROOT / "docs" / "testing.md").read_text())
+    (snippet,) = blocks("python", (ROOT / "docs" / "reference.md").read_text())
     (tmp_path / "snippet.py").write_text(snippet)
     ran = _run([sys.executable, "snippet.py"], tmp_path)
     assert ran.returncode == 0, ran.stderr

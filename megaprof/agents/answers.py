@@ -29,11 +29,10 @@ from megaprof.metrics.look import look_at
 
 #: Pages of docs/ and what they are about. setup.py puts the same pages into the installed package.
 PAGES = {
-    "agents": "these tools: how to ask for parts, limits, what the user is asked before a capture",
-    "exit-codes": "exit codes of the commands, and which of them print JSON",
     "on-demand": "a running job: status, captures on demand",
     "options": "every option of a job, with its variable and default",
     "report": "how to read a report: words, causes, what-if; how it measures, and why a number may be missing",
+    "scripts": "exit codes, JSON, and these tools: parts of answers, limits, what the user is asked before a capture",
     "timeline": "the timeline that every rank can keep",
 }
 #: Fields that a summary leaves out of every document: tables, and series over the steps of a run.

@@ -46,7 +46,7 @@ COMMANDS = {
     "watch": ("cli.jobs.watch", "show a running job's stages as a live table"),
 }
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
-#: The meaning of each exit code, as in docs/exit-codes.md. The meaning of a code never changes.
+#: The meaning of each exit code, as in docs/scripts.md. The meaning of a code never changes.
 EXIT_CODES = {
     0: "The command did what it was asked to do.",
     FAILED: "The input is not sufficient, or only part of the work was done; one line on standard error says why.",

@@ -1,7 +1,7 @@
 """Real megatron-core on the CPU, for megaprof's tests and demo, and for tests of your own integration.
 
 Nothing here is a mock: ranks are processes, the model is megatron-core's GPTModel, and its schedules run over gloo.
-docs/testing.md has a complete test of an integration.
+docs/reference.md has a complete test of an integration.
 
 `run_ranks` raises `RanksFailed` with every rank's traceback, signal or stack, and leaves no process behind.
 `cpu_megatron` alone is enough to run a model of your own.

@@ -1,7 +1,7 @@
 """What every rank asks of its host and of the file system: measured on a real job, computed for any number of ranks.
 
     python -m tests.benchmarks.load    start-up cost and file operations of a real two-rank job; last line JSON
-    python -m tests.benchmarks.scale --table      the table of docs/cluster.md
+    python -m tests.benchmarks.scale --table      the table
 
 The table multiplies what one rank does, as constants of the code say (intervals, sizes, files kept, ranks a directory),
 by the ranks. How many operations that is, ``START``, ``LOOK`` and ``END``, is what the first command counts; a test

@@ -1,7 +1,7 @@
 """A large job's timelines: written by a generator, selected, named, reported on, exported; how long, how much memory.
 
     python -m tests.benchmarks.scale [--ranks 16384] [--steps 100]
-    python -m tests.benchmarks.scale --table    the load on a file system, computed, as docs/cluster.md has it
+    python -m tests.benchmarks.scale --table    the load on a file system, computed
 
 The job is TP 8, PP 16, CP 2, EP 8 (ETP 1) with 32 microbatches and what is left of the ranks as DP. Two ranks in it
 become slow on the way. The report must name their groups of coupled ranks (they wait for each other in a microbatch,

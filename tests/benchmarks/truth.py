@@ -2,7 +2,7 @@
 
 Every pipeline is drawn from the seed (`tests.analysis.truth.drawing`), simulated by code that shares nothing with the
 analysis, and written as files. An engine reads these, and what it says is compared with the truth
-(`tests.analysis.truth.grading`; docs/benchmarks.md has the rules). The seed of a published figure is its date.
+(`tests.analysis.truth.grading`). The seed of a published figure is its date.
 
     python -m tests.benchmarks.truth [--pipelines N] [--seed S] [--engine report] [--only N ...] [--keep DIR]
 

@@ -91,7 +91,7 @@ def test_a_field_that_is_missing_or_unknown_is_found(tmp_path: Path, capsys: pyt
 
 
 def test_the_documents_have_the_exit_codes() -> None:
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "docs" / "exit-codes.md").read_text(), re.M)
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "docs" / "scripts.md").read_text(), re.M)
     assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
 
 

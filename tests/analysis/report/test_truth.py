@@ -9,9 +9,7 @@ import pytest
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
 from tests.analysis.scenarios import Scenario, write
-from tests.analysis.truth.rules import rules
 
-PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 EIGHT = (4,) * 8
 TWICE = ((2, 2), (2, 2), (2, 2), (2, 2))
 BOTH = ("forward", "backward")
@@ -236,14 +234,3 @@ def test_the_report_names_what_is_wrong_and_what_it_costs(scenario, tmp_path):
     assert {row.ranks: row.pp for row in target.slow_ranks} == slow
     for row in target.slow_ranks:
         assert row.compute_ms.mean > target.stages[row.pp].compute_ms.mean
-
-
-def test_the_rules_in_the_documents_are_those_of_the_code():
-    written = PAGE.read_text(encoding="utf-8").split("<!-- rules -->\n")[1].split("<!-- end of rules -->")[0]
-    assert written == rules(), "run python -m tests.analysis.report.test_truth"
-
-
-if __name__ == "__main__":
-    before, rest = PAGE.read_text(encoding="utf-8").split("<!-- rules -->\n")
-    after = rest.split("<!-- end of rules -->")[1]
-    PAGE.write_text(f"{before}<!-- rules -->\n{rules()}<!-- end of rules -->{after}", encoding="utf-8")

@@ -1,4 +1,10 @@
-"""How good a diagnosis is, against the truth: one table says which names mean the same fault (docs/benchmarks.md)."""
+"""How good a diagnosis is, against the truth: one table says which names mean the same fault.
+
+A fault is worth what it costs alone, averaged over all steps. A named cause is there if it costs `NOTHING` of the step
+alone, or with all others fixed, or in the steps in which it is present. Messages between stages take time in every
+pipeline, so they have a price. A price may be that of the cause alone or, if the diagnosis says so, with the causes
+before it fixed; of a cause that is not present in all steps, that of the steps in which it is, or the average.
+"""
 
 from __future__ import annotations
 
