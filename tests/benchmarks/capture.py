@@ -86,19 +86,20 @@ def ours(gpt: Any, directory: Path) -> dict[str, float]:
     with install_hooks(gpt.chunks, config) as handle:
         before = [timed(gpt.train_step) for _ in range(STEPS_BEFORE)]
         gpt.train_step()
-        begun = watch.started["end"]
+        # Later steps end, too: a capture keeps a timeline of some steps behind it.
+        begun, blocked, blocked_cpu = watch.started["end"], watch.seconds["end"], watch.cpu["end"]
         during = []
         while not handle.flush(0):
             during.append(timed(gpt.train_step))
         total = time.perf_counter() - begun if not during else None
     measured = {
-        "blocked": watch.seconds["end"],
-        "blocked_cpu": watch.cpu["end"],
+        "blocked": blocked,
+        "blocked_cpu": blocked_cpu,
         "stop": watch.cpu["stop"],
         "export": watch.cpu["export_chrome_trace"],
         "step_while_writing": statistics.median(during) / statistics.median(before) if during else float("nan"),
     }
-    (file,) = directory.iterdir()
+    (file,) = directory.glob("*.pt.trace.json.gz")
     # A step may end long after the file does, so the file says itself when it was complete.
     complete = file.stat().st_ctime - time.time() + time.perf_counter()
     return {**measured, "total": total if total is not None else complete - begun}
@@ -128,7 +129,7 @@ def measure(side: str, layers: int, microbatches: int) -> dict[str, float]:
         directory = Path(place, "traces")
         directory.mkdir()
         result = {"ours": ours, "theirs": theirs}[side](gpt, directory)
-        (file,) = directory.iterdir()
+        (file,) = directory.glob("*.pt.trace.json.gz")
         result["size"] = file.stat().st_size
         dist.destroy_process_group()
     result["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -7,7 +7,7 @@ the steps is a part of whole iterations, which a timeline has, so what the repor
 
 The last line is JSON. ``found``: faults that are named, in the right place, as ``[number, of]``; ``within``: those
 whose price differs from the twins' difference by 5 % of the step or less; ``inside``: those whose interval contains the
-difference, give or take two standard errors of it. ``faults`` has each, in milliseconds.
+difference, give or take two standard errors of it; a part of iterations has none. ``faults`` has each, in milliseconds.
 
     python -m tests.benchmarks.observer [--only FAULT ...] [--repeats N] [--keep DIR]
 """
@@ -107,9 +107,11 @@ class Outcome:
         return self.price is not None and abs(self.price - self.truth) <= WITHIN * self.with_ms
 
     @property
-    def inside(self) -> bool:
-        known = self.low is not None and self.high is not None
-        return known and self.low - 2 * self.error_ms <= self.truth <= self.high + 2 * self.error_ms
+    def inside(self) -> bool | None:
+        """None: there is no interval."""
+        if self.low is None or self.high is None:
+            return None
+        return self.low - 2 * self.error_ms <= self.truth <= self.high + 2 * self.error_ms
 
 
 class _Switch:
@@ -254,13 +256,15 @@ def measure(name: str, out: Path) -> Outcome:
     env = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     without, faulty = run_ranks(run_rank, fault.workload.world_size, name, out, timeout=170.0, env=env)[0]
     said, found = (), None
+    price = low = high = None
     if fault.part is None:
         said = report(out).named
         found = next((each for each in said if fault.is_named(each)), None)
-        price, low, high = (None, None, None) if found is None else (found.price, found.low, found.high)
+        if found is not None:
+            price, low, high = found.price, found.low, found.high
     else:
-        ((target, *_),) = [analyze(out).targets]
-        price = low = high = (target.iterations.ms_of(fault.part) or None) if target.iterations else None
+        target = analyze(out).targets[0]
+        price = (target.iterations.ms_of(fault.part) or None) if target.iterations else None
     error = sum(statistics.variance(each) / len(each) for each in (without, faulty)) ** 0.5
     others = tuple(f"{each} {each.price:.0f} ms" for each in said if each is not found)
     return Outcome(name, statistics.fmean(without), statistics.fmean(faulty), error, price, low, high, others)
@@ -282,20 +286,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 outcomes.append(one)
                 said = "not named"
                 if one.price is not None:
-                    said = f"priced at {one.price:.1f} ms ({one.low:.1f} to {one.high:.1f})"
+                    said = f"priced at {one.price:.1f} ms"
+                if one.low is not None:
+                    said += f" ({one.low:.1f} to {one.high:.1f})"
+                said += ("" if one.within else " WRONG") + (" OUTSIDE" if one.inside is False else "")
                 print(
                     f"{name:12} {one.without_ms:6.0f} -> {one.with_ms:6.0f} ms: truth {one.truth:.1f} "
-                    f"± {one.error_ms:.1f} ms, {said}{'' if one.within else ' WRONG'}{'' if one.inside else ' OUTSIDE'}"
+                    f"± {one.error_ms:.1f} ms, {said}"
                     f"{''.join(f'; {other}' for other in one.others)}",
                     flush=True,
                 )
+    bounded = [one.inside for one in outcomes if one.inside is not None]
     print(
         json.dumps(
             {
                 "benchmark": "observer",
                 "found": [sum(one.price is not None for one in outcomes), len(outcomes)],
                 "within": [sum(one.within for one in outcomes), len(outcomes)],
-                "inside": [sum(one.inside for one in outcomes), len(outcomes)],
+                "inside": [sum(map(bool, bounded)), len(bounded)],
                 "faults": [asdict(one) for one in outcomes],
                 "load": load,
                 "minutes": round((time.monotonic() - begin) / 60, 1),
