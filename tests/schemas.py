@@ -21,9 +21,9 @@ from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report import document
 from megaprof.analysis.report.diff import Diff
-from megaprof.cli.files.merge import MergeAnswer
-from megaprof.cli.files.what_if import WhatIfAnswer
-from megaprof.cli.jobs.status import StatusAnswer
+from megaprof.cli.merge import MergeAnswer
+from megaprof.cli.status import StatusAnswer
+from megaprof.cli.what_if import WhatIfAnswer
 from megaprof.control.request import Outcome
 from megaprof.export.cli import ExportAnswer
 from megaprof.foreign.facts import Foreign

@@ -16,15 +16,13 @@ from mcp.server.mcpserver.exceptions import ResourceNotFoundError
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text.words import milliseconds, ratio, title
 from megaprof.analysis.simulation.simulate import simulate
-from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
-from megaprof.analysis.trace.traces import TRACE_SUFFIXES
+from megaprof.analysis.trace.reading import RECORDINGS
 from megaprof.cli import COMMANDS, UsageError, parser_of
-from megaprof.cli.files.report import report_on
-from megaprof.cli.files.what_if import CHOICES, answer_to, in_words
-from megaprof.cli.jobs import status as job_status
+from megaprof.cli import status as job_status
+from megaprof.cli.report import report_on
+from megaprof.cli.what_if import CHOICES, answer_to, in_words
 from megaprof.formats.phrases import json_of
 from megaprof.formats.remote import RemotePath, files_below
-from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
 #: Pages of docs/ and what they are about. setup.py puts the same pages into the installed package.
@@ -41,8 +39,6 @@ _SERIES = "buckets step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: The most passes that are replayed; more would keep the server busy.
 _MOST_PASSES = 200_000
-#: The endings of the files that a report is made from. Without such files, the report is not kept.
-_SOURCES = (*TRACE_SUFFIXES, TIMELINE, SQLITE, REPORT)
 
 
 def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
@@ -117,7 +113,7 @@ def _stamp(path: Path) -> Hashable:
     if isinstance(path, RemotePath):
         return None
     try:
-        files = files_below(path, _SOURCES) if path.is_dir() else [path]
+        files = files_below(path, RECORDINGS) if path.is_dir() else [path]
         return frozenset((str(file), status.st_size, status.st_mtime_ns) for file in files if (status := file.stat()))
     except OSError:
         return None

@@ -21,8 +21,8 @@ from pydantic import BaseModel, Field
 from megaprof.agents import answers
 from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.cli import COMMANDS, CommandError, Parser, UsageError, in_a_line, parser_of
-from megaprof.cli.files.diff import comparison
-from megaprof.cli.jobs.trigger import prepare
+from megaprof.cli.diff import comparison
+from megaprof.cli.trigger import prepare
 from megaprof.formats.phrases import counted
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__

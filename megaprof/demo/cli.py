@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.cli import INTERRUPTED, TERMINATED, CommandError, UsageError
-from megaprof.cli.files.report import report_directory
+from megaprof.cli.report import report_directory
 from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.demo import faults, live
 from megaprof.formats.phrases import counted

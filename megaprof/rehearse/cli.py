@@ -13,7 +13,7 @@ from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.html import page
 from megaprof.cli import UsageError
 from megaprof.cli.inputs import writing
-from megaprof.cli.jobs.run import resolve
+from megaprof.cli.run import resolve
 from megaprof.formats.files import appearing
 from megaprof.rehearse import links, rehearsal
 from megaprof.tune.cli import end_what_runs, memory_limit

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
 from megaprof.cli.inputs import progress, writing
-from megaprof.cli.jobs.run import resolve
+from megaprof.cli.run import resolve
 from megaprof.config.options import flag
 from megaprof.config.readers import parse_limit
 from megaprof.formats.files import appearing

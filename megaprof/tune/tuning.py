@@ -3,15 +3,29 @@ gain, or no trial is left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+
+from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.text.what_if import assumptions, name_of
+from megaprof.analysis.samples import Interval
+from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.what_if.changeable import Changeable
+from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.what_if import WhatIf, half_as_deep
+from megaprof.formats import timeline as format
 from megaprof.tune import trial as runs
 from megaprof.tune.command import without_saving
-from megaprof.tune.proposals import as_measured, best_proposal, steps_that_tell
-from megaprof.tune.state import Trial, Tuning, store
+from megaprof.tune.state import Proposal, Trial, Tuning, store
+
+_GIB = 1 << 30
 
 TrialListener: TypeAlias = Callable[[Trial], None]
 
@@ -117,3 +131,175 @@ def _free_name(directory: Path, number: int) -> str:
     """Returns the name of a new directory for a trial."""
     names = (f"trial-{number}" + (f".{attempt}" if attempt > 1 else "") for attempt in range(1, 1000))
     return next(name for name in names if not (directory / name).exists())
+
+
+def as_measured(
+    trial: Trial, directory: Path, memory_limit: int | None = None, first_trial: Trial | None = None
+) -> Trial:
+    """Returns ``trial`` with the results from its timelines in ``directory``. ``memory_limit``: bytes that a stage may
+    allocate, if that is less than its device has; ``first_trial``: the trial of the command as it was given."""
+    try:
+        report = analyze(directory, memory_limit=memory_limit)
+    except NothingToReport as fault:
+        return replace(trial, outcome="failed", why=str(fault))
+    pairs = zip(report.targets, report.by_hand, strict=True)
+    target, changeable = next((pair for pair in pairs if pair[0].target == runs.TARGET), (None, None))
+    if target is None:
+        return replace(trial, outcome="failed", why="no training step was recorded whole")
+    spread = target.step_time_ms
+    if spread is None:
+        return replace(trial, outcome="failed", why=target.withheld.text if target.withheld else "it has no step time")
+    layout, ms_between = target.what_if.layout, _between_ms(directory)
+    more_between = 0.0
+    if first_trial is not None and first_trial.stages not in (None, target.sizes.pp):
+        more_between = (ms_between or 0.0) - (first_trial.between_ms or 0.0)
+    measured = replace(
+        trial,
+        layout=layout,
+        stages=target.sizes.pp,
+        step_ms=Interval.of(spread.mean, spread.error).clipped(1e-9) + Interval.of(more_between),
+        between_ms=ms_between,
+        steps=spread.count,
+        memory=target.what_if.allocated,
+        framework=target.framework,
+        role=target.role,
+        verdict=target.findings[0].text,
+        says=target.advice.text if target.advice else "; ".join(note.text for note in target.what_if.warnings) or None,
+    )
+    mismatch = trial.proposal and _mismatch(trial.proposal, layout, target.microbatches)
+    if mismatch:
+        return replace(measured, outcome="not_as_asked", why=mismatch, step_ms=None)
+    make_proposal = partial(_proposal, target.what_if, measured, spread.mean, more_between)
+    fitting = [
+        prediction
+        for prediction in target.what_if.candidates
+        if prediction.flags and prediction.layout and prediction.fits is not False
+    ]
+    proposals = tuple(
+        make_proposal(prediction) for prediction in sorted(fitting, key=lambda prediction: -prediction.speedup.low)
+    )
+    half = None if changeable is None else _half_as_deep(changeable)
+    half_proposal = make_proposal(half) if isinstance(half, Prediction) else half
+    measured = replace(measured, outcome="measured", next=proposals, half_as_deep=half_proposal)
+    if memory_limit is None or measured.memory is None or max(measured.memory) <= memory_limit:
+        return measured
+    reason = f"a stage had more than {memory_limit / _GIB:.4g} GiB allocated"
+    return replace(measured, outcome="above_limit", why=reason)
+
+
+def _between_ms(directory: Path) -> float | None:
+    """Returns milliseconds from the end of a step to the beginning of the next one (the optimizer, and everything else
+    in the training loop): the median on the rank with the shortest gap, since the gaps of other ranks include waiting
+    for it. None if no rank made two steps."""
+    medians = []
+    for path in find_timelines(directory).paths:
+        with suppress(format.UnreadableTimeline):
+            timeline = format.read_timeline(path)
+            numbers = [number for number, metadata in enumerate(timeline.metadata) if metadata.target == runs.TARGET]
+            steps = timeline.steps[np.isin(timeline.steps["metadata"], numbers)]
+            begins = steps["start_ns"].astype(np.int64)
+            ends = begins + steps["duration"].astype(np.int64) * 1000
+            if len(steps) > 1:
+                medians.append(float(np.median(begins[1:] - ends[:-1])) / 1e6)
+    return min(medians, default=None)
+
+
+def _mismatch(proposal: Proposal, layout: str | None, microbatches: int | None) -> str | None:
+    """Returns why a run is not the proposed one; None if nothing contradicts it."""
+    if layout is not None and layout != proposal.layout:
+        return f"it ran with layout {layout} and not {proposal.layout}: the command does not take the options"
+    if None not in (proposal.microbatches, microbatches) and microbatches != proposal.microbatches:
+        return (
+            f"each replica ran {microbatches} microbatches and not {proposal.microbatches}: the command does not keep "
+            "the batch that all replicas have together"
+        )
+    return None
+
+
+def best_proposal(tuning: Tuning) -> Proposal | None:
+    """Returns what to try next: of all layouts that were predicted and not tried, the one with the best lower end.
+
+    If no layout gains `policy.LEAST` over the best trial at its lower end, returns half as many stages, if they may be
+    tried and gain as much; otherwise None. If a layout was predicted twice, the more certain prediction counts. If no
+    trial keeps the memory limit, any layout that is predicted to keep it counts as a gain.
+    """
+    best = _best(tuning, [proposal for trial in tuning.measured for proposal in trial.next])
+    halves = [trial.half_as_deep for trial in tuning.measured if isinstance(trial.half_as_deep, Proposal)]
+    return _best(tuning, halves) if best is None and tuning.depth else best
+
+
+def _best(tuning: Tuning, proposals: Iterable[Proposal]) -> Proposal | None:
+    best, surest = tuning.best, dict[tuple[int | None, str], Proposal]()
+    for proposal in sorted(_untried(tuning, proposals), key=lambda each: each.step_ms.high - each.step_ms.low):
+        surest.setdefault(_key(proposal), proposal)
+    quickest = min(surest.values(), key=lambda proposal: proposal.step_ms.high, default=None)
+    if quickest is None or best is None or best.step_ms is None:
+        return quickest
+    return quickest if quickest.step_ms.high * (1 + LEAST) < best.step_ms.value else None
+
+
+def steps_that_tell(tuning: Tuning) -> int:
+    """Returns how many more steps a repetition of the best trial needs to tell whether layouts gain, when none
+    certainly does; 0 if it was repeated already, or would take longer than all remaining trials together."""
+    best = tuning.best
+    if best is None or tuning.repeated(best):
+        return 0
+    most_steps = (tuning.most_trials - len(tuning.trials) - 1) * tuning.steps
+    return max(
+        (proposal.more_steps for proposal in _untried(tuning, best.next) if proposal.more_steps <= most_steps),
+        default=0,
+    )
+
+
+def _key(proposal: Proposal) -> tuple[int | None, str]:
+    """Returns stages and layout: the same pieces may be chunks of fewer stages."""
+    return proposal.stages, proposal.layout
+
+
+def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
+    """Returns the proposals that may still be tried. Leaves out layouts that have been tried, and proposals that need
+    at least as much memory on every stage as one that ran out of memory."""
+    outcomes = [(trial.proposal, trial.outcome) for trial in tuning.trials if trial.proposal is not None]
+    tried_keys = {_key(proposal) for proposal, _ in outcomes}
+    tried_keys |= {(trial.stages, trial.layout) for trial in tuning.trials if trial.layout is not None}
+    too_large = [proposal.memory for proposal, outcome in outcomes if outcome == "out_of_memory" and proposal.memory]
+
+    def as_large(needed: tuple[int, ...]) -> bool:
+        same = (memory for memory in too_large if len(memory) == len(needed))
+        return any(all(own >= other for own, other in zip(needed, memory, strict=True)) for memory in same)
+
+    return [each for each in proposals if _key(each) not in tried_keys and not as_large(each.memory or ())]
+
+
+def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float, prediction: Prediction) -> Proposal:
+    """Returns the proposal to try a prediction. ``step_ms``: the part of the trial's step that a change may shorten, in
+    milliseconds; ``more_between``: the milliseconds that were added to it."""
+    is_depth = prediction.kind == "depth"
+    # The measured step that trials are compared by, divided by the predicted speedup.
+    predicted = Interval.of(step_ms).over(prediction.speedup) + Interval.of(more_between)
+    if is_depth:
+        ms_between = trial.between_ms or 0.0
+        predicted = Interval(predicted.value + ms_between / 2, predicted.low, predicted.high + ms_between)
+    return Proposal(
+        what=name_of(prediction, what_if),
+        layout=prediction.layout or "",
+        flags=prediction.flags,
+        step_ms=predicted,
+        against=trial.number,
+        memory=prediction.needed,
+        more_steps=prediction.more_steps,
+        stages=len(prediction.layers),
+        microbatches=prediction.microbatches if is_depth else None,
+        assumes=tuple(assumptions(prediction)),
+    )
+
+
+def _half_as_deep(changeable: Changeable) -> Prediction | str:
+    """Returns the prediction of half as many stages, or why there is none."""
+    try:
+        half = half_as_deep(changeable)
+    except ValueError as reason:
+        return str(reason)
+    if half.fits is False:
+        return f"a stage of half as many would need {max(half.needed or ()) / _GIB:.4g} GiB"
+    return half

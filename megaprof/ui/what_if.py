@@ -12,8 +12,17 @@ from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes_of
 from megaprof.analysis.report.text.what_if import name_of
-from megaprof.analysis.what_if.by_hand import StagesAfter, chosen, moved, number_of, stages_after, whole
-from megaprof.analysis.what_if.changeable import Changeable, Tried, tried
+from megaprof.analysis.what_if.changeable import (
+    Changeable,
+    StagesAfter,
+    Tried,
+    chosen,
+    moved,
+    number_of,
+    stages_after,
+    tried,
+    whole,
+)
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout, options_of
 from megaprof.analysis.what_if.packing import PLANS

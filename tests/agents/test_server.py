@@ -27,8 +27,8 @@ from megaprof.agents import answers
 from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.agents.server import CANNOT_ASK, DECLINED, server
 from megaprof.cli import FAILED, main
-from megaprof.cli.files.report import report_on
-from megaprof.cli.jobs import status as job_status
+from megaprof.cli import status as job_status
+from megaprof.cli.report import report_on
 from megaprof.control.blame import find_culprits
 from megaprof.control.directory import RunningJob
 from megaprof.control.request import STEPS
@@ -37,8 +37,8 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
-from tests.cli.jobs.test_status import Job
 from tests.cli.running import ROOT, check
+from tests.cli.test_status import Job
 from tests.control import places
 from tests.control.control_jobs import running
 

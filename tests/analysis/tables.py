@@ -9,9 +9,8 @@ from megaprof.analysis.diagnosis import averages
 from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import Key, read_fleet
-from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
-from megaprof.analysis.table.traced import jobs_of, table_of
+from megaprof.analysis.table.traced import jobs_of, table_of, tables
 from megaprof.analysis.trace.reading import find_timelines, read_all, sources_in
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.steps import TracedStep

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.rehearse.rehearsal import Rehearsal, rehearsed
-from megaprof.tune import proposals, state, trial
+from megaprof.tune import state, trial, tuning
 from megaprof.tune.command import with_layout
 from tests.benchmarks.cores import awake, real_time
 from tests.benchmarks.tune import ENV, RANKS
@@ -126,7 +126,7 @@ def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
 def _run(words: list[str], place: Path, world: int, steps: int) -> state.Trial:
     place.mkdir(parents=True)
     trial.run([*RANKS, str(world), *words], place.absolute(), steps, TIME_LIMIT)
-    return proposals.as_measured(state.Trial(1, (), str(place)), place)
+    return tuning.as_measured(state.Trial(1, (), str(place)), place)
 
 
 def _memory(made: Rehearsal, real: state.Trial) -> float | None:

@@ -32,7 +32,7 @@ from megaprof import simulate
 from megaprof.analysis.what_if.layouts import Layout, format_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
-from megaprof.tune import proposals, state, trial, tuning, words
+from megaprof.tune import state, trial, tuning, words
 from tests.benchmarks.cores import awake
 from tests.tune import job
 
@@ -137,7 +137,7 @@ def _say(tried: state.Trial) -> None:
 def _measured(case: Case, layout: str, place: Path, steps: int) -> float:
     place.mkdir(parents=True)
     trial.run(case.command(layout), place.absolute(), steps, 300.0)
-    found = proposals.as_measured(state.Trial(1, (), str(place)), place)
+    found = tuning.as_measured(state.Trial(1, (), str(place)), place)
     if found.step_ms is None:
         raise SystemExit(f"{layout}: {found.why}")
     return found.step_ms.value

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.jobs.test_status import Job
+from tests.cli.test_status import Job
 from tests.ui.pages import TOKEN, make, serving
 
 try:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, analyze, annotate, install_hooks
-from megaprof.analysis.convert.merge import merge
+from megaprof.analysis.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.autoload import megatron_lm
 from megaprof.capture import profiler

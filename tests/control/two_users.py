@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 import megaprof.cli
-import megaprof.cli.jobs.status
-import megaprof.cli.jobs.trigger
-import megaprof.cli.jobs.watch
+import megaprof.cli.status
+import megaprof.cli.trigger
+import megaprof.cli.watch
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 

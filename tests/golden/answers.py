@@ -23,7 +23,7 @@ from megaprof.analysis.collectives.dumps import BadDump
 from megaprof.analysis.collectives.hang import hang_of
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.hang import plain
-from megaprof.cli.files.what_if import answer_to
+from megaprof.cli.what_if import answer_to
 from tests.golden.inputs import HANGS, REPORTS, WHAT_IFS
 
 EXPECTED = Path(__file__).with_suffix("")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaprof.analysis.clocks.clocks import TOLERANCE_MS
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.table.clocks import TOLERANCE_MS
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.parallel.schedules import phase_order, producer

@@ -80,7 +80,7 @@ def test_a_rank_that_shares_its_core_is_known_to_wait(tmp_path: Path) -> None:
     assert json.loads(next(tmp_path.rglob("rank00001.json")).read_text())["waits"] > 0.1
     (table,) = tables_in(tmp_path).values()
     assert isinstance(table, Table)
-    assert table.waited is not None
-    waited = table.waited[:, 1, 0, 0]
+    assert table.core_waits is not None
+    waited = table.core_waits[:, 1, 0, 0]
     assert waited.sum() > 0.1 * table.length.sum()
     assert (table.held.get("processor_wait", 0.0) <= table.passes).all()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.analysis.convert.merge import merge
+from megaprof.analysis.merge import merge
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.nsys_windows import find_nsys, read_nsys
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace

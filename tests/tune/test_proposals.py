@@ -14,9 +14,8 @@ from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.tune import state
-from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Proposal, Trial, Tuning
-from megaprof.tune.tuning import completed, upcoming
+from megaprof.tune.tuning import best_proposal, completed, upcoming
 from megaprof.tune.words import COLUMNS, failures, sentence, show, trials
 from tests.analysis.job_timelines import write_timelines
 from tests.cli.running import megaprof

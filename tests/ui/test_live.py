@@ -26,7 +26,7 @@ from megaprof.ui.live import Now, Point
 from megaprof.ui.server import now_html, track
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
-from tests.cli.jobs.test_status import Job
+from tests.cli.test_status import Job
 from tests.control import places
 from tests.control.control_jobs import running
 from tests.ui.pages import HERE, Reader, address, browsing, page

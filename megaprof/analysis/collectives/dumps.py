@@ -32,23 +32,20 @@ class BadDump(ValueError):
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective, or one side of an exchange, that a rank has called."""
+    """A collective, or one side of an exchange, that a rank has called. Its name, and sizes and types of its inputs, as
+    torch has them; the name of its group is the same on all ranks."""
 
     rank: int
     group: str
-    """Name of the group, the same on all of its ranks."""
     batch: tuple[str, int, int]
     """The same for the exchanges of one batch, which end together."""
     number: int
     """Number among the group's collectives, from 1 on; for an exchange, the number of collectives before it."""
     name: str
-    """In torch: ``all_reduce``, ``_all_gather_base``, ``send``."""
     peer: int | None
     """The other rank of an exchange; None for a collective."""
     sizes: tuple[tuple[int, ...], ...]
-    """Shapes of its inputs, in elements."""
     dtypes: tuple[str, ...]
-    """Types of its inputs, as torch names them."""
     called: float
     """When the rank called it, in seconds since 1970 by the clock of its host."""
     started: bool

@@ -28,7 +28,6 @@ from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
-from megaprof.analysis.table.tabulate import measured
 from megaprof.formats.steps.facts import PARTS
 from megaprof.parallel.peers import began
 
@@ -155,7 +154,7 @@ def diagnose(run: Examined) -> Diagnosis:
     replica, peer = shown(table, *slow)
     # As in the table of microbatches.
     usual_ms = np.median(table.working[:, replica, :, peer], axis=(0, 4))
-    computed = divided(usual_ms, table.layers, ends_of(measured(table), *table.layers.shape))
+    computed = divided(usual_ms, table.layers, ends_of(table.part_ms, *table.layers.shape))
     causes, perhaps = (
         [_by_experts(asked, _by_content(computed, cause)) for cause in some] for some in (causes, perhaps)
     )
@@ -312,7 +311,7 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
     if kind == GARBAGE:
         parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
     if kind == WAIT:
-        parts["waited_ms"] = float(table.waited.mean(axis=0).max())
+        parts["waited_ms"] = float(table.core_waits.mean(axis=0).max())
     if kind == DATA and DATA in table.held:
         waits = run.view.held[DATA][there, :, term.stage, :, 0]  # [step, d, c, m]
         waits = waits[:, waits.sum(axis=(0, 2, 3)).argmax()]  # of the replica that waits longest

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.policy import DRAWS, MINOR
 from megaprof.analysis.samples import LEVEL, MAD
-from megaprof.analysis.table.table import QUARTILE, Floats, Table
-from megaprof.analysis.table.tabulate import EMBEDDING, LOSS, measured
+from megaprof.analysis.table.table import EMBEDDING, LOSS, QUARTILE, Floats, Table
 from megaprof.parallel.peers import of_others
 
 
@@ -101,12 +100,12 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     chosen = zip(steps, blocks(len(steps), log.shape[-1], random), strict=True)
     drawn = np.stack([_undisturbed(log[rows][..., columns]) for rows, columns in chosen])
     # Nobody knows whether a stage waits for a processor core in all of its passes: each draw assumes that or not.
-    waits = table.waited.mean(axis=(0, 1)).max(axis=-1) / np.maximum(took.sum(axis=(3, 4, 5)).mean((0, 1)), 1e-9)
+    waits = table.core_waits.mean(axis=(0, 1)).max(axis=-1) / np.maximum(took.sum(axis=(3, 4, 5)).mean((0, 1)), 1e-9)
     inside = random.permuted(np.tile(np.arange(len(drawn))[:, None] % 2, s), axis=0) * np.minimum(waits, 1.0)
     drawn *= 1.0 - inside[..., None, None]
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     return Model(
-        content=divided(content, table.layers, measured_ends := ends_of(measured(table), s, c)),
+        content=divided(content, table.layers, measured_ends := ends_of(table.part_ms, s, c)),
         draws=divided(drawn, table.layers, measured_ends, np.random.default_rng(1)),
         level=np.exp(level),
         work=np.exp(work),
@@ -201,7 +200,7 @@ def _in_every_pass(over: Floats, unit: Floats, held: Floats) -> Floats:
 
 
 def ends_of(ms_by_part: Mapping[str, Floats], stages: int, chunks: int) -> Floats | None:
-    """Returns embedding and loss by ranges (`modules.measured`), [s, c, k]; None without both, or on one chunk."""
+    """Returns embedding and loss by ranges (`Table.part_ms`), [s, c, k]; None without both, or on one chunk."""
     if not {EMBEDDING, LOSS} <= ms_by_part.keys() or stages * chunks == 1:
         return None
     ends = np.zeros((stages, chunks, len(ms_by_part[EMBEDDING])))

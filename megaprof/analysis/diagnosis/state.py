@@ -62,7 +62,7 @@ def measured(table: Table) -> tuple[State, Replay]:
     for model in models:
         replay = compiled(schedule, *model)
         link = links(table, replay)
-        apart = table.start - replay.earliest(table.end, entry=entry, link=link)
+        apart = table.start - replay.starts(table.end, entry=entry, link=link, ended=True)
         missed = float(np.mean(np.abs(apart)))
         if best is None or missed < best[0] - _RESOLUTION:
             between = _between(apart) if table.clocks else 0.0

@@ -171,7 +171,7 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
         return
     wraps = table.schedule.chunks > 1 and s > 2
     count = s if wraps else s - 1
-    waits = table.waited_beside.mean(axis=(0, 1)).max(axis=-1)
+    waits = table.core_waits_beside.mean(axis=(0, 1)).max(axis=-1)
     received = receivers(table.schedule)[:count]
 
     for stage in range(count) if count > 1 else ():
@@ -219,7 +219,7 @@ def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
 
         ranks = tuple(table.ranks[replica, stage].tolist())
         doubt = float(table.profiled)  # by what closing the window before took on this rank
-        waited_ms = float(table.waited_beside[:, replica, stage].mean(axis=0).max())
+        waited_ms = float(table.core_waits_beside[:, replica, stage].mean(axis=0).max())
         yield Term(
             "late_entry", timely, stage, replica=replica, ranks=ranks, once=True, doubt=doubt, waited_ms=waited_ms
         )
@@ -259,7 +259,8 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         def going_on(v: View, kind: str = kind) -> View:
             return v.less(v.held[kind], held={**v.held, kind: np.zeros_like(v.held[kind])})
 
-        yield Term(kind, going_on, ranks=longest(table.waited, table.ranks, step_ms) if kind == WAIT else (), once=True)
+        ranks = longest(table.core_waits, table.ranks, step_ms) if kind == WAIT else ()
+        yield Term(kind, going_on, ranks=ranks, once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
 

@@ -177,7 +177,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
     # With one stage, the opening may explain all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
     # If a peer arrives late because it had no core, the first pass waits for it and not for data.
-    first = (first - others if s > 1 else first) - table.waited_beside[:, :, 0].max(axis=2)
+    first = (first - others if s > 1 else first) - table.core_waits_beside[:, :, 0].max(axis=2)
     if DATA in table.held:
         first = np.zeros_like(first)
     else:

@@ -28,10 +28,17 @@ from megaprof.analysis.fleet.levels import (
     shifts,
     single_steps,
 )
-from megaprof.analysis.fleet.reading import FleetReading, Key, RankRow, Series, bucketed, read_fleet, stacked
-from megaprof.analysis.fleet.standstills import standstills
-from megaprof.analysis.trace.pool import Workers
-from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.fleet.reading import (
+    FleetReading,
+    Key,
+    RankRow,
+    Series,
+    bucketed,
+    read_fleet,
+    stacked,
+    standstills,
+)
+from megaprof.analysis.trace.reading import Workers, find_timelines
 from megaprof.formats.job import Standstill
 from megaprof.parallel.peers import misfits
 from megaprof.parallel.topology import ParallelSizes

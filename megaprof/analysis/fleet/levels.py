@@ -58,28 +58,22 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of steps, [bucket]. A series has one value per bucket."""
+    """The buckets of steps, [bucket], of which a series has one value each: their first and last step, the number of
+    steps, and the seconds that these took."""
 
     first: Integers
-    """First step of each."""
     last: Integers
-    """Last step of each."""
     steps: Integers
-    """Number of steps in each."""
     seconds: Floats
-    """Seconds that each took."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """A stretch of a series in which it keeps its level."""
+    """A stretch of a series, [begin, end), in which it keeps its level. ``middle`` is the logarithm of its median."""
 
     begin: int
-    """Place of its first value in the series."""
     end: int
-    """Place after its last value."""
     middle: float
-    """Logarithm of its median."""
     error: float
     """Standard error of ``middle``."""
 

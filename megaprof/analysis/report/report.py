@@ -23,13 +23,22 @@ from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text.notes import with_texts
-from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
-from megaprof.analysis.table.traced import Job, jobs_of, table_of, warming_up
+from megaprof.analysis.table.tabulate import warming_up
+from megaprof.analysis.table.traced import Job, jobs_of, table_of, tables
 from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
-from megaprof.analysis.trace.pool import NoCluster as NoCluster
-from megaprof.analysis.trace.pool import Progress, Workers
-from megaprof.analysis.trace.reading import OTHERS, Reading, Source, Timelines, find_timelines, read_all, sources_in
+from megaprof.analysis.trace.reading import (
+    OTHERS,
+    Progress,
+    Reading,
+    Source,
+    Timelines,
+    Workers,
+    find_timelines,
+    read_all,
+    sources_in,
+)
+from megaprof.analysis.trace.reading import NoCluster as NoCluster
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.what_if.changeable import Changeable

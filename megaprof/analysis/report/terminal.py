@@ -13,7 +13,7 @@ from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.printing import STYLES, heading, show_finding, show_table, show_warnings, text
 from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.report.text.words import counted, sentence, title, with_spread
-from megaprof.analysis.trace.nsys_windows import is_nsys
+from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
 
 _MOST_TRACES = 8
 #: Stages of a run and rows of recordings by others. A page shows all.
@@ -55,7 +55,7 @@ def show(report: Report, console: Console) -> None:
         console.print(text(f"  {name}"), soft_wrap=True)
     if len(report.traces) > _MOST_TRACES:
         console.print(f"  and {len(report.traces) - _MOST_TRACES} more")
-    if not all(map(is_nsys, report.traces)):
+    if not all(path.name.endswith((SQLITE, REPORT)) for path in report.traces):
         console.print(text("To open one, drag it into https://ui.perfetto.dev or load it in chrome://tracing"))
     if report.traces and report.section is None:  # recordings that megaprof did not make cannot be merged
         console.print(text("All ranks of a step on one timeline, in https://ui.perfetto.dev:"))

@@ -106,19 +106,16 @@ class Replay:
         return np.concatenate([table[self._passes].T for table in tables]).reshape(shape)
 
     def starts(
-        self, passes: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
+        self,
+        passes: npt.ArrayLike,
+        *,
+        entry: npt.ArrayLike | None = None,
+        link: npt.ArrayLike | None = None,
+        ended: bool = False,
     ) -> Milliseconds:
-        """Returns when each pass begins, in milliseconds and in the shape of ``passes``. Raises ValueError as `step_ms`
-        does."""
-        shape, _, tables = self._tables(passes, entry, link)
-        return np.concatenate([table[self._before].max(axis=0).T for table in tables]).reshape(shape)
-
-    def earliest(
-        self, ends: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
-    ) -> Milliseconds:
-        """Returns when each pass could have begun if all others ended when ``ends`` says, in milliseconds and in the
-        shape of ``ends``, which is that of passes. Raises ValueError as `step_ms` does."""
-        shape, _, tables = self._tables(ends, entry, link, ended=True)
+        """Returns when each pass begins, in milliseconds and in the shape of ``passes``. If these are when passes
+        ``ended``, it is when each could have begun if all others ended then. Raises ValueError as `step_ms` does."""
+        shape, _, tables = self._tables(passes, entry, link, ended)
         return np.concatenate([table[self._before].max(axis=0).T for table in tables]).reshape(shape)
 
     def _tables(

@@ -43,8 +43,9 @@ class Simulation:
         Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward``, ``backward`` or ``weight``),
         ``start_ms`` and ``end_ms``.
         """
-        starts = self._replay.starts(self._passes, **self._around)
-        ends = self._replay.ends(self._passes, **self._around)
+        entry, link = map(self._around.get, ("entry", "link"))
+        starts = self._replay.starts(self._passes, entry=entry, link=link)
+        ends = self._replay.ends(self._passes, entry=entry, link=link)
         passes = []
         for stage in range(self.schedule.stages):
             for pass_id in phase_order(self.schedule, stage):

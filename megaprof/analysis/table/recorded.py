@@ -20,13 +20,11 @@ from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankRow, S
 from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
-from megaprof.analysis.table.tabulate import forward_share, place_of, schedule_of, tabulate
-from megaprof.analysis.table.traced import warming_up
+from megaprof.analysis.table.tabulate import forward_share, place_of, schedule_of, tabulate, warming_up
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
-from megaprof.analysis.trace.pool import Workers, at_most, in_processes
-from megaprof.analysis.trace.reading import Timelines
+from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
 from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
@@ -119,8 +117,8 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     ]
     items = [item._replace(peer=0) for item in items] if one_peer else items
     of_table = timelines.only(path for item in items for path in item.files)
-    workers = at_most(workers, timelines.useful_processes(len(items)))
-    rank_steps = [rank for rank in in_processes(partial(_steps, of_table, plan), items, workers) if rank is not None]
+    read = in_processes(partial(_steps, of_table, plan), items, workers, timelines.useful_processes(len(items)))
+    rank_steps = [rank for rank in read if rank is not None]
     if not rank_steps:
         raise Unfit(Note("no_step", said="no rank recorded the times of its microbatches"))
     table = tabulate(key, _without_waiting(rank_steps), plan.metadata, schedule, plan.origin)
@@ -197,16 +195,10 @@ def _plan(timelines: Timelines, key: Key, files: Sequence[Path], left_out_steps:
     steps = np.concatenate([part for _, part in largest_group])
     combined = bool((steps["combined"] > 0).any())
     schedule = schedule_of(metadata, metadata.forward_only, combined=combined)
-    warm_numbers = _warm(steps)
+    numbers, first = np.unique(numbers_of(steps), return_index=True)
+    warm_numbers = numbers[warming_up(steps["duration"][first].tolist()) :]
     cold = tuple(number for number in sorted(set(steps["step"].tolist())) if number < warm_numbers[0] >> CALLS)
     return _Plan(key, schedule, metadata, warm_numbers, cold, np.concatenate(arrival_steps), int(steps["start_ns"][0]))
-
-
-def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """Returns the numbers of the steps without the first ones that take longer than the rest."""
-    numbers, first = np.unique(numbers_of(steps), return_index=True)
-    warm_numbers: npt.NDArray[np.int64] = numbers[warming_up(steps["duration"][first].tolist()) :]
-    return warm_numbers
 
 
 def _shape(metadata: Metadata) -> tuple[object, ...]:
@@ -257,7 +249,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, collected_ms = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
-    thread_waits_ms, host_passes = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
+    core_waits_ms, host_passes = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     loading_ms, loads = np.zeros(shape), False
     left, enter, reduced = np.full((3, len(numbers)), np.nan)
     device = False
@@ -303,7 +295,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         end_us = times[:, events, 1] - np.where(halves < 0, 1.0 - forward_shares, 0.0) * length_us
         start.reshape(len(numbers), -1)[table_rows, cells] = entered_ms + begin_us / 1e3
         end.reshape(len(numbers), -1)[table_rows, cells] = entered_ms + end_us / 1e3
-        thread_waits_ms[step_indices] = _waited(timeline, [step_rows[numbers[t]][2] for t in step_indices])
+        core_waits_ms[step_indices] = _core_waits(timeline, [step_rows[numbers[t]][2] for t in step_indices])
         garbage = timeline.facts(format.COLLECTIONS)
         for index, t in enumerate(table_rows[:, 0].tolist()):
             if payload := garbage.get(step_rows[numbers[t]][2]):
@@ -355,7 +347,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         },
         idle=np.zeros(shape),
         held={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
-        waited=thread_waits_ms,
+        core_waits=core_waits_ms,
         exposed={},
         left=left,
         enter=enter,
@@ -369,7 +361,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     )
 
 
-def _waited(timeline: format.Timeline, rows: Sequence[int]) -> Floats:
+def _core_waits(timeline: format.Timeline, rows: Sequence[int]) -> Floats:
     """Returns how many milliseconds the thread waited for a processor core in each of these steps of a file and since
     the step before, [row]; 0 if the counter was not read. It is read about once a second, so steps share what it
     counted by the time that they took."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +15,16 @@ from megaprof.analysis.collectives.arrivals import StepArrivals
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.iterations import Iterations, Parts
 from megaprof.analysis.trace.gpu import Peak
-from megaprof.analysis.trace.steps import ModuleKey
-from megaprof.formats.metadata import Metadata
+from megaprof.analysis.trace.steps import RECOMPUTE, ModuleKey
+from megaprof.formats import ranges
+from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes
 
 Floats = npt.NDArray[np.float64]
 
+#: Parts of a model besides its kinds of layers.
+EMBEDDING, MTP, LOSS = "embedding", "mtp", "loss"
 GARBAGE, WAIT, DATA = "garbage_collection", "processor_wait", "data_wait"
 #: Quantile of the passes of one kind that shows what they take without delays, because delays only add. Reports call it
 #: "the quicker passes": under a load that delays most passes, it contains delays, too.
@@ -64,8 +70,6 @@ class Table:
     """[d][s][p]: their hosts."""
     metadata: tuple[Metadata | None, ...]
     """[s]: metadata of one rank of the stage; None for a stage that was not recorded."""
-    layers: Floats
-    """[s, c]: decoder layers; NaN if not known."""
     start: Floats
     """[t, d, s, c, k, m]: when each pass began, counted from the begin of the step: when the first rank entered it (the
     first one of the same replica, if replicas do not wait for each other). If another rank was still in the call
@@ -95,7 +99,7 @@ class Table:
     as far as that delayed the pass. ``processor_wait``: how long its thread had no processor core, as far as the pass
     took longer than others (`tabulate`). ``data_wait``: how long one of its ranks waited for data. A cause that never
     occurs is missing; ``data_wait`` only if no file says how long ranks waited."""
-    waited: Floats
+    core_waits: Floats
     """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the step before; 0 if
     no file says."""
     entry: Floats
@@ -136,6 +140,51 @@ class Table:
     warnings: tuple[Note, ...] = ()
     """Notes that a reader of the table must know."""
 
+    def held_by(self, stage: int, chunk: int) -> ModelChunk:
+        """Returns what a model chunk of a stage holds."""
+        metadata = self.metadata[stage]
+        return ModelChunk() if metadata is None or chunk >= len(metadata.chunks) else metadata.chunks[chunk]
+
+    @cached_property
+    def part_ms(self) -> dict[str, Floats]:
+        """Milliseconds of a microbatch, [k], by part: a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`, averaged
+        over the chunks that hold it. Parts without ranges are missing.
+
+        Embedding and loss are what remains of a pass after all layers of their chunk. They include reading the batch,
+        an encoder, and the loss function.
+        """
+        ms_by_part: dict[str, list[Floats]] = {}
+        # A range holds the GPU's computing, or all of the time on a CPU. Delays of a pass are added in proportion.
+        on_gpu = any(metadata is not None and metadata.device not in (None, "cpu") for metadata in self.metadata)
+        pass_ms, computing_ms = self.passes, self.compute.max(axis=3) if on_gpu else self.passes
+        delay_factor = pass_ms.mean(axis=(0, 1, 5)) / np.maximum(computing_ms.mean(axis=(0, 1, 5)), 1e-9)  # [s, c, k]
+        computed_ms = np.median(computing_ms, axis=(0, 1, 5))
+        for stage, chunk in np.ndindex(*computed_ms.shape[:2]):
+            held, modules = self.held_by(stage, chunk), self.modules[stage]
+            parts = [(name, _times(modules, key)[: computed_ms.shape[2]]) for name, key in _parts(held)]
+            if held.layers is not None and len(parts) == held.layers + (held.mtp or 0) and held.embedding != held.loss:
+                remaining_ms = computed_ms[stage, chunk] - sum(ms for _, ms in parts)
+                parts.append((EMBEDDING if held.embedding else LOSS, np.maximum(remaining_ms, 0.0)))
+            for name, ms in parts:
+                if np.isfinite(ms).all():
+                    ms_by_part.setdefault(name, []).append(ms * delay_factor[stage, chunk])
+        return {name: np.mean(samples_ms, axis=0) for name, samples_ms in ms_by_part.items()}
+
+    @cached_property
+    def layers(self) -> Floats:
+        """[s, c]: decoder layers; NaN if not known. If ranges measured all kinds of them, each counts as what its kind
+        takes relative to the average layer; so does an MTP layer, if it was measured, too."""
+        shape = len(self.metadata), self.schedule.chunks
+        chunks = [self.held_by(*place) for place in np.ndindex(shape)]
+        kinds = Counter(kind for held in chunks for kind in held.kinds or ())
+        ms = {kind: float(self.part_ms[kind].sum()) for kind in (*kinds, MTP) if kind in self.part_ms}
+        counts: list[float | None] = [held.layers for held in chunks]
+        if len(ms) > 1 and ms.keys() >= kinds.keys() and all(held.kinds is not None for held in chunks):
+            average_ms = sum(ms[kind] * count for kind, count in kinds.items()) / kinds.total()
+            of_chunks = [[*(held.kinds or ()), *[MTP] * (held.mtp or 0)] for held in chunks]
+            counts = [round(sum(ms.get(kind, 0.0) for kind in of) / average_ms, 9) for of in of_chunks]
+        return np.array(counts, dtype=float).reshape(shape)  # None becomes NaN
+
     @property
     def profiled(self) -> bool:
         """True if its times are of steps that a profiler recorded, which take longer than others."""
@@ -166,11 +215,11 @@ class Table:
         return self.reduces and self.captured < self.sizes.dp
 
     @property
-    def waited_beside(self) -> Floats:
-        """[t, d, s, p]: the part of ``waited`` that is outside of passes."""
+    def core_waits_beside(self) -> Floats:
+        """[t, d, s, p]: the part of ``core_waits`` that is outside of passes."""
         inside = self.held[WAIT].sum(axis=(3, 4, 5))[..., None] if WAIT in self.held else 0.0
-        waited_beside: Floats = np.maximum(self.waited - inside, 0.0)
-        return waited_beside
+        core_waits_beside: Floats = np.maximum(self.core_waits - inside, 0.0)
+        return core_waits_beside
 
     @property
     def passes(self) -> Floats:
@@ -207,8 +256,8 @@ class RankSteps:
     left: Floats
     enter: Floats
     reduced: Floats
-    waited: Floats
-    """[t]: see `Table.waited`; 0 if no file says."""
+    core_waits: Floats
+    """[t]: see `Table.core_waits`; 0 if no file says."""
     work: Floats
     """[t, m, 3]: see `Table.work`."""
     lengths_from: str | None = None
@@ -226,3 +275,22 @@ class RankSteps:
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
     parts: Sequence[Parts] = ()
     """The parts of its iterations, by file."""
+
+
+def _parts(model_chunk: ModelChunk) -> Iterator[tuple[str, ModuleKey]]:
+    """Yields the kind of every layer of a chunk, and the key of its forward."""
+    kinds = model_chunk.kinds if model_chunk.kinds is not None else ("layer",) * (model_chunk.layers or 0)
+    for kind, number in zip(kinds, model_chunk.layer_numbers or (), strict=False):
+        yield kind, ModuleKey(ranges.LAYER, number, None, ranges.FORWARD)
+    for number in range(1, (model_chunk.mtp or 0) + 1):
+        yield MTP, ModuleKey(ranges.MTP_LAYER, number, None, ranges.FORWARD)
+
+
+def _times(modules: Mapping[ModuleKey, Sequence[int]], forward: ModuleKey) -> Floats:
+    """Returns milliseconds of a module's ranges, [forward, backward]; NaN without any."""
+    pass_ms = np.full(2, np.nan)
+    for row, kinds in enumerate(((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))):
+        ranges_ns = [modules.get(forward._replace(kind=kind), ()) for kind in kinds]
+        if ranges_ns[0]:
+            pass_ms[row] = sum(statistics.median(ns) for ns in ranges_ns if ns) / 1e6
+    return pass_ms

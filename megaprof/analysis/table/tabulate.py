@@ -1,29 +1,31 @@
 """Puts the recordings of ranks into one table of passes: which of them, in which steps, on which clock.
 
-Also reads a job from the metadata of its ranks, and the times of the parts of model chunks from their ranges.
+Also reads a job from the metadata of its ranks.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.clocks.clocks import one_clock
 from megaprof.analysis.fleet.reading import CALLS, Key
 from megaprof.analysis.notes import Note
+from megaprof.analysis.table.clocks import one_clock
 from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
-from megaprof.analysis.trace.steps import RECOMPUTE, ModuleKey, TracedStep
-from megaprof.formats import ranges
-from megaprof.formats.metadata import Metadata, ModelChunk
+from megaprof.analysis.trace.steps import ModuleKey, TracedStep
+from megaprof.formats.metadata import Metadata
 from megaprof.formats.steps.facts import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import RankCoords
+
+#: First steps are left out as long as they take this many times as long as the median step.
+WARM_UP = 1.25
 
 
 def tabulate(
@@ -81,11 +83,11 @@ def tabulate(
     if DATA in held_ms and not all(rank.alone for rank in table_ranks):
         # Its peers get their data from it, so they wait for it as long.
         compute = np.maximum(compute - (held[DATA][:, :, :, None] - held_ms[DATA]), 0.0)
-    waited = stacked("waited")
-    if waited.any():
+    core_waits = stacked("core_waits")
+    if core_waits.any():
         passes_ms = (end.max(axis=3) - start.min(axis=3)) - sum(held.values())
         # A GPU waits for its host only while it is idle.
-        waits_ms = _waits_inside(idle if idle.any() else passes_ms, waited)
+        waits_ms = _waits_inside(idle if idle.any() else passes_ms, core_waits)
         held[WAIT] = waits_ms.max(axis=3)
         if idle.any():
             idle = idle - held[WAIT]
@@ -113,7 +115,6 @@ def tabulate(
             for first in range(0, len(names), shape[1])
         ),
         metadata=tuple(stage_ranks[0].metadata for stage_ranks in ranks_by_stage),
-        layers=np.array([_layers(stage_ranks[0].metadata, schedule.chunks) for stage_ranks in ranks_by_stage]),
         start=start.min(axis=3),
         end=end.max(axis=3),
         compute=compute,
@@ -123,7 +124,7 @@ def tabulate(
         exposed={group: exposed_ms.min(axis=3) for group, exposed_ms in parts("exposed", "start", 0.0).items()},
         idle=idle,
         held=held,
-        waited=waited,
+        core_waits=core_waits,
         entry=entry,
         reduction=(step_end - last_pass_end),
         length=step_end,
@@ -144,21 +145,15 @@ def tabulate(
     )
 
 
-def _waits_inside(took: Floats, waited: Floats) -> Floats:
+def _waits_inside(took: Floats, core_waits: Floats) -> Floats:
     """Returns how long each peer waited for a processor core in passes, [t, d, s, p, c, k, m]. Nothing records in which
-    passes a rank ``waited``, but waiting makes them longer: it is the same part of what each took beyond the lower
+    passes a rank waited, but waiting makes them longer: it is the same part of what each took beyond the lower
     quartile of all replicas, and never more than that."""
     took = np.nan_to_num(took)  # a stage that was not recorded
     excess = np.maximum(took - np.quantile(took, QUARTILE, axis=(0, 1, 5), keepdims=True), 0.0)
-    part = np.minimum(waited.sum(axis=0) / np.maximum(excess.sum(axis=(0, 3, 4, 5)), 1e-9)[..., None], 1.0)
+    part = np.minimum(core_waits.sum(axis=0) / np.maximum(excess.sum(axis=(0, 3, 4, 5)), 1e-9)[..., None], 1.0)
     inside: Floats = excess[:, :, :, None] * part[..., None, None, None]
     return inside
-
-
-def _layers(metadata: Metadata | None, chunks: int) -> list[float]:
-    """Returns the layers of every chunk; NaN if the model did not say."""
-    layer_counts = [None] * chunks if metadata is None else [chunk.layers for chunk in metadata.chunks]
-    return [np.nan if layers is None else float(layers) for layers in layer_counts]
 
 
 def modules_of(recorded: Sequence[RankSteps | TracedStep]) -> dict[ModuleKey, tuple[int, ...]]:
@@ -238,7 +233,7 @@ def _placeholder(like: RankSteps, stage: int) -> RankSteps:
         left=nan_times,
         enter=nan_times,
         reduced=nan_times,
-        waited=np.zeros_like(like.waited),
+        core_waits=np.zeros_like(like.core_waits),
     )
 
 
@@ -265,6 +260,12 @@ def _names(ranks: Sequence[RankSteps], shape: tuple[int, int, int]) -> list[list
     stages = [ranks[first : first + shape[2]] for first in range(0, len(ranks), shape[2])]
     named = 1 if len({sum(len(rank.names) for rank in peers) for peers in stages}) > 1 else None
     return [[name for rank in peers for name in rank.names[:named]] for peers in stages]
+
+
+def warming_up(lengths: Sequence[float]) -> int:
+    """Returns how many of the first steps take longer than the rest."""
+    longest = WARM_UP * statistics.median(lengths)
+    return next(number for number, length in enumerate(lengths) if length <= longest) if len(lengths) > 2 else 0
 
 
 def place_of(coords: RankCoords) -> tuple[int, int]:
@@ -315,60 +316,3 @@ def forward_share(forwards: Sequence[float], backwards: Sequence[float]) -> floa
         return 0.5
     forward, backward = float(np.median(forwards)), float(np.median(backwards))
     return forward / (forward + backward) if forward + backward > 0 else 0.5
-
-
-EMBEDDING, MTP, LOSS = "embedding", "mtp", "loss"
-
-
-def measured(table: Table) -> dict[str, Floats]:
-    """Returns the milliseconds of a microbatch, [k], by part: a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`.
-    They are averages over the chunks that hold the part. Parts without ranges are missing.
-
-    Embedding and loss are what remains of a pass after all layers of their chunk. They include reading the batch, an
-    encoder, and the loss function.
-    """
-    ms_by_part: dict[str, list[Floats]] = {}
-    # A range holds the GPU's computing, or all of the time on a CPU. Delays of a pass are added in proportion.
-    pass_ms, computing_ms = table.passes, table.compute.max(axis=3) if _on_gpu(table) else table.passes
-    delay_factor = pass_ms.mean(axis=(0, 1, 5)) / np.maximum(computing_ms.mean(axis=(0, 1, 5)), 1e-9)  # [s, c, k]
-    computed_ms = np.median(computing_ms, axis=(0, 1, 5))
-    for stage, chunk in np.ndindex(*table.layers.shape):
-        metadata = table.metadata[stage]
-        if metadata is None or chunk >= len(metadata.chunks):
-            continue
-        model_chunk = metadata.chunks[chunk]
-        parts = [(name, _times(table.modules[stage], key)[: computed_ms.shape[2]]) for name, key in _parts(model_chunk)]
-        remaining_ms = computed_ms[stage, chunk] - sum(ms for _, ms in parts)
-        if (
-            model_chunk.layers is not None
-            and len(parts) == model_chunk.layers + (model_chunk.mtp or 0)
-            and model_chunk.embedding != model_chunk.loss
-        ):
-            parts.append((EMBEDDING if model_chunk.embedding else LOSS, np.maximum(remaining_ms, 0.0)))
-        for name, ms in parts:
-            if np.isfinite(ms).all():
-                ms_by_part.setdefault(name, []).append(ms * delay_factor[stage, chunk])
-    return {name: np.mean(samples_ms, axis=0) for name, samples_ms in ms_by_part.items()}
-
-
-def _on_gpu(table: Table) -> bool:
-    return any(metadata is not None and metadata.device not in (None, "cpu") for metadata in table.metadata)
-
-
-def _parts(model_chunk: ModelChunk) -> Iterator[tuple[str, ModuleKey]]:
-    """Yields the kind of every layer of a chunk, and the key of its forward."""
-    kinds = model_chunk.kinds if model_chunk.kinds is not None else ("layer",) * (model_chunk.layers or 0)
-    for kind, number in zip(kinds, model_chunk.layer_numbers or (), strict=False):
-        yield kind, ModuleKey(ranges.LAYER, number, None, ranges.FORWARD)
-    for number in range(1, (model_chunk.mtp or 0) + 1):
-        yield MTP, ModuleKey(ranges.MTP_LAYER, number, None, ranges.FORWARD)
-
-
-def _times(modules: Mapping[ModuleKey, Sequence[int]], forward: ModuleKey) -> Floats:
-    """Returns milliseconds of a module's ranges, [forward, backward]; NaN without any."""
-    pass_ms = np.full(2, np.nan)
-    for row, kinds in enumerate(((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))):
-        ranges_ns = [modules.get(forward._replace(kind=kind), ()) for kind in kinds]
-        if ranges_ns[0]:
-            pass_ms[row] = sum(statistics.median(ns) for ns in ranges_ns if ns) / 1e6
-    return pass_ms

@@ -1,30 +1,30 @@
-"""Makes tables of passes from traces: the columns of each rank's steps become the rows of the table.
+"""Makes tables of passes from traces: the columns of each rank's steps become the rows of the table. With timelines of
+the same job, both become one table.
 
 Steps that belong together are found first. What is missing, recorded twice, or from another job becomes a note.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
-from megaprof.analysis.clocks.matching import meetings
-from megaprof.analysis.fleet.reading import CALLS, Key
+from megaprof.analysis.fleet.fleet import Fleet
+from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key
 from megaprof.analysis.notes import BEYOND_SCHEDULE, LAUNCHES_UNKNOWN, UNSEEN_AXIS, Note
+from megaprof.analysis.table.matching import meetings
+from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
-from megaprof.analysis.table.tabulate import forward_share, modules_of, place_of, schedule_of, tabulate
+from megaprof.analysis.table.tabulate import forward_share, modules_of, place_of, schedule_of, tabulate, warming_up
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
+from megaprof.analysis.trace.reading import Workers
 from megaprof.analysis.trace.steps import WHOLE_STEP, TracedStep, grouped
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
-
-#: First steps are left out as long as they take this many times as long as the median step.
-WARM_UP = 1.25
 
 
 @dataclass
@@ -152,12 +152,6 @@ def _without(job: Job, fault_in: Callable[[TracedStep], Note | None]) -> None:
     for note, step_numbers in steps.items():
         job.warn(msgspec.structs.replace(note, steps=tuple(sorted(step_numbers))))
     job.steps = undisturbed
-
-
-def warming_up(lengths: Sequence[float]) -> int:
-    """Returns how many of the first steps take longer than the rest."""
-    longest = WARM_UP * statistics.median(lengths)
-    return next(number for number, length in enumerate(lengths) if length <= longest) if len(lengths) > 2 else 0
 
 
 def _without_axes(job: Job) -> None:
@@ -305,9 +299,9 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
     for (t, number), (tokens, lengths) in sequences.items():
         if number < schedule.microbatches:
             work[t, number] = tokens, len(lengths), sum(length * length for length in lengths)
-    queued_ms = np.zeros(len(steps))
+    core_waits_ms = np.zeros(len(steps))
     for window in grouped(range(len(steps)), lambda t: steps[t].source).values():
-        queued_ms[window] = _queued([steps[t] for t in window]) / len(window)
+        core_waits_ms[window] = _core_wait([steps[t] for t in window]) / len(window)
     names = set.intersection(*(set(step.spent) for step in steps))
     spent = {name: np.array([step.spent[name] for step in steps]) * _MS for name in names}
     if loads:
@@ -327,7 +321,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         working=working,
         spent=spent,
         idle=idle,
-        waited=queued_ms,
+        core_waits=core_waits_ms,
         held={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
         exposed=exposed,
         left=np.array([np.nan, *((step.extent[1] - origin) * _MS for step in steps[:-1])]),
@@ -365,7 +359,7 @@ def _experts(steps: Sequence[TracedStep]) -> float:
     return float(np.mean([*tokens_by_source.values()])) if tokens_by_source else np.nan
 
 
-def _queued(steps: Sequence[TracedStep]) -> float:
+def _core_wait(steps: Sequence[TracedStep]) -> float:
     """Returns how many milliseconds the training thread waited for a core in a window that holds only these calls."""
     profiler = steps[0].metadata.profiler
     if profiler is None or profiler.waited_ns is None or any(step.target != step.metadata.target for step in steps):
@@ -381,3 +375,93 @@ def _reduced(step: TracedStep, origin: int) -> float:
     if step.on_gpu:
         return (step.extent[1] - origin) * _MS
     return (int(step.finalize[-1, 1]) - origin) * _MS if len(step.finalize) else np.nan
+
+
+def tables(
+    traced: Mapping[Key, Table | Unfit], reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
+) -> dict[Key, Table | Unfit]:
+    """Returns the table of every job, or why there is none. A table is made from traces, from timelines, or from both
+    together. ``traced``: the tables from traces; ``fleets``: the survey of the timelines."""
+    by_key = tables_of_timelines(reading, fleets, workers)
+    for key, from_traces in traced.items():
+        from_timelines = by_key.get(key)
+        if isinstance(from_timelines, Table) and isinstance(from_traces, Table):
+            by_key[key] = completed(from_timelines, from_traces) or from_traces
+        elif not isinstance(from_timelines, Table):
+            by_key[key] = from_traces
+    return by_key
+
+
+def completed(recorded: Table, traced: Table) -> Table | None:
+    """Returns the table of a timeline with what a trace shows about passes. How long they take is a matter of steps
+    without a profiler, and so of the timeline; what they consist of is a matter of the trace. Returns None if the two
+    do not show the same passes, or one of them not as the GPU ran them.
+
+    On a GPU, kernels take as long under a profiler as without it. So compute and transfers are taken over in
+    milliseconds, and what is left of the timeline's pass is waiting: for peers, as far as their arrivals show it, and
+    else for the host. On a CPU, the profiler makes compute longer, so transfers are taken over, and shares of peers.
+    """
+    on_gpu = "host_bound" in traced.spent
+    whole = all(metadata is not None for metadata in (*recorded.metadata, *traced.metadata))
+    if recorded.schedule != traced.schedule or recorded.device != on_gpu or not whole:
+        return None
+    passes, peers = recorded.passes, recorded.working.shape[3]
+    usual = [np.maximum(ms, 1e-9)[..., None] for ms in (passes.mean(axis=(0, 5)), np.median(passes, axis=(0, 5)))]
+    replicas = [np.flatnonzero(traced.ranks[:, 0, 0] == rank) for rank in recorded.ranks[:, 0, 0]]
+
+    def parts(traced_ms: Floats) -> Floats:
+        """Returns which part of a pass takes ``traced_ms`` [t, d, s, (p,) c, k, m] in the trace, [d, s, (p,) c, k, 1].
+        By means, bursts in the other steps would look like waiting, and by medians, other microbatches."""
+        of_pass = []
+        for ms, took in zip((traced_ms.mean(axis=(0, -1)), np.median(traced_ms, axis=(0, -1))), usual, strict=True):
+            of_replicas = np.stack([ms[same if len(same) else ...].mean(axis=0) for same in replicas])[..., None]
+            of_pass.append(of_replicas / (took if of_replicas.ndim == 5 else took[:, :, None]))
+        return np.where(of_pass[0] > of_pass[1], *of_pass)
+
+    def of_peers(traced_ms: Floats) -> Floats:
+        """Returns the times of the timeline's peers, [t, d, s, p, ...]; of other ones, all wait for the longest."""
+        return (
+            traced_ms if traced_ms.shape[3] == peers else np.repeat(traced_ms.max(axis=3, keepdims=True), peers, axis=3)
+        )
+
+    left, exposed = np.ones_like(usual[0]), dict[str, Floats]()
+    for group, exposed_ms in traced.exposed.items():
+        waits = recorded.spent.get(f"{group}_waiting")
+        part = parts(exposed_ms)
+        if waits is not None:  # even the last peer waits, because another one comes last to another collective
+            of_pass = np.nanmean(waits.min(axis=3) / np.maximum(passes.sum(axis=(3, 4, 5)), 1e-9), axis=0)
+            part = part + of_pass[..., None, None, None]
+        part = np.minimum(part, left)
+        exposed[group], left = passes * part, left - part
+    working, compute, idle, spent = recorded.working, recorded.compute, recorded.idle, dict(recorded.spent)
+    own = parts(of_peers(traced.working))  # [d, s, p, c, k, 1]
+    if on_gpu:
+        own = np.minimum(own, left[:, :, None])
+        idle = np.maximum(passes * (left - own.max(axis=2)) - sum(recorded.held.values()), 0.0)
+        working = passes[:, :, :, None] * own
+        compute = np.minimum(passes[:, :, :, None] * parts(of_peers(traced.compute)), working)
+        spent["host_bound"] = np.broadcast_to(idle.sum(axis=(3, 4, 5))[..., None], working.shape[:4])
+        for name in filter(traced.spent.__contains__, ("pp", "dp", "gradients")):  # outside of passes
+            of_ranks = np.median(of_peers(traced.spent[name]), axis=0)
+            usual_ms = [np.median(of_ranks[same if len(same) else ...], axis=0) for same in replicas]
+            spent[name] = np.broadcast_to(np.stack(usual_ms), working.shape[:4])
+    elif not any(name.endswith("_waiting") for name in spent):
+        working = (passes * left)[:, :, :, None] * (own / np.maximum(own.max(axis=2, keepdims=True), 1e-9))
+        compute = np.minimum(compute, working)
+    for group in exposed.keys() - spent.keys():
+        others = sum(ms for other, ms in exposed.items() if other != group)
+        spent[group] = (passes - idle - others).sum(axis=(3, 4, 5))[..., None] - working.sum(axis=(4, 5, 6))
+    notes = [note for note in (*recorded.warnings, *traced.warnings) if note.kind != "first_steps"]
+    return replace(
+        recorded,
+        exposed=exposed,
+        idle=idle,
+        working=working,
+        compute=compute,
+        spent=spent,
+        profiled_length=traced.length,
+        experts=traced.experts if recorded.ranks.shape == traced.ranks.shape else None,
+        memory=tuple(map(combined_peak, zip(recorded.memory, traced.memory, strict=True))),
+        modules=traced.modules,
+        warnings=tuple(n for n in notes if n.kind != "exposed_unknown" or not n.names or {*n.names} - spent.keys()),
+    )

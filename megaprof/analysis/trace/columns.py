@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Event, Undecodable, read, whole_number
+from megaprof.analysis.trace.decoding import Args, Event, Undecodable, read, whole_number
 from megaprof.analysis.trace.groups import COMMUNICATES, COMPUTE, ByName, is_parallel
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.inputs import fits
@@ -101,12 +101,18 @@ class Numbered(dict[Any, int]):
 
 
 _NAME, _START, _DURATION, _PLACE = attrgetter("name"), attrgetter("ts"), attrgetter("dur"), attrgetter("pid", "tid")
+#: The types in which values are collected; those of all other columns are numbers in an event's arguments.
+_TYPES = {"name": "i", "start": "d", "duration": "d", "thread": "i", "said": "i"}
 #: The columns that a category has, besides names and times.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((KERNEL, *COPIES), ("thread", "correlation", "external", "node", "said")),
     **dict.fromkeys(LAUNCHES, ("correlation",)),
     **{COMMUNICATES: ("external", "said"), ANNOTATION: (), OPERATOR: ("thread",)},
 }
+#: How Kineto begins many an event that is never read (arrows), unless its category is wanted, and unless operators are.
+_ARROWS = (b'ph": "s", ', b'ph": "f", ')
+_OTHERS = {name: f'ph": "X", "cat": "{name}", '.encode() for name in ("python_function", "gpu_user_annotation")}
+_OPERATORS = tuple(b'ph": "X", "cat": "cpu_op", "name": "' + name for name in (b"aten::", b"autograd::"))
 
 
 class Events:
@@ -170,6 +176,10 @@ _EMPTY, _EMPTY_32 = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
 _NONE = Columns(_EMPTY_32, _EMPTY.reshape(0, 2), _EMPTY_32, _EMPTY, _EMPTY, _EMPTY, _EMPTY_32)
 
 
+def _said_in(args: Args) -> Said:
+    return Said(args.collective, args.group, args.description, args.ranks)
+
+
 class KinetoEvents(Events):
     """The events of one trace of Kineto's. Raises Undecodable, and OSError if the file cannot be read."""
 
@@ -190,11 +200,14 @@ class KinetoEvents(Events):
         self._numbers, self._places, self._words = Numbered(), Numbered(), Numbered({Said(): 0})
         self._uses = ByName()
         self._wanted = columns
+        self._collected: defaultdict[str, dict[str, array[Any]]] = defaultdict(dict)
         self._rows = 0
         self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
+        document.passed_over = (*_ARROWS, *(begin for name, begin in _OTHERS.items() if name not in columns))
         with_operators = True
         for events in document:
-            with_operators = with_operators and operators(self)
+            if with_operators and not operators(self):
+                with_operators, document.passed_over = False, document.passed_over + _OPERATORS
             self._add(events, with_operators)
             if not fits(self._rows * _ROW_BYTES):
                 raise Undecodable("it has more events than fit into memory (see --max-input-mib)")
@@ -202,6 +215,8 @@ class KinetoEvents(Events):
         if not -LONGEST < self.base < LONGEST:
             raise Undecodable("its `baseTimeNanoseconds` is out of range")
         self.names, self.threads, self.said = [*self._numbers], [*self._places], [*self._words]
+        while self._collected:
+            self._put_collected(*self._collected.popitem())
 
     def _add(self, events: Sequence[Event], operators: bool) -> None:
         by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
@@ -212,46 +227,47 @@ class KinetoEvents(Events):
             if category == OPERATOR:
                 speaking = {name for name in {each.name for each in of_category} if _SPEAKS.match(name)}
                 if COMMUNICATES in self._wanted and COMMUNICATES in speaking:
-                    self._put_events(COMMUNICATES, [each for each in of_category if each.name == COMMUNICATES])
+                    self._collect(COMMUNICATES, [each for each in of_category if each.name == COMMUNICATES])
                 if not operators:
                     of_category = [each for each in of_category if each.name in speaking] if speaking else []
             if category in self._wanted and of_category:
-                self._put_events(category, [event for event in of_category if event.ph == "X"])
+                self._collect(category, [event for event in of_category if event.ph == "X"])
             elif name is None or category == INSTANT:
                 self._add_others(of_category)
 
-    def _put_events(self, category: str, events: Sequence[Event]) -> None:
-        count = len(events)
-        self._rows += count
-        with np.errstate(over="ignore", invalid="ignore"):
-            start = np.fromiter(map(_START, events), dtype=np.float64, count=count) * 1000
-            duration = np.fromiter(map(_DURATION, events), dtype=np.float64, count=count) * 1000
-        # A comparison with NaN is false, so this also drops times that are not a number.
-        possible = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
-        if not possible.all():
-            events, start, duration = [*compress(events, possible.tolist())], start[possible], duration[possible]
-            self.impossible[category] += count - len(events)
-        name = np.fromiter(map(self._numbers.__getitem__, map(_NAME, events)), dtype=np.int32, count=len(events))
-        begin = np.rint(start).astype(np.int64)
-        spans = np.column_stack((begin, begin + np.rint(duration).astype(np.int64)))
-        more = {column: self._column(column, events) for column in self._wanted[category]}
-        self.put(category, name=name, spans=spans, **more)
+    def _collect(self, category: str, events: Sequence[Event]) -> None:
+        """Collects what is read of some events. It becomes columns when all of it is there."""
+        self._rows += len(events)
+        self._columns.setdefault(category, [])
+        values: dict[str, Iterable[Any]] = {"start": map(_START, events), "duration": map(_DURATION, events)}
+        values |= {column: self._values(column, events) for column in ("name", *self._wanted[category])}
+        for column, of_events in values.items():
+            self._collected[category].setdefault(column, array(_TYPES.get(column, "q"))).extend(of_events)
 
-    def _column(self, column: str, events: Sequence[Event]) -> npt.NDArray[Any]:
+    def _values(self, column: str, events: Sequence[Event]) -> Iterable[Any]:
+        if column == "name":
+            return map(self._numbers.__getitem__, map(_NAME, events))
         if column == "thread":
-            places = map(self._places.__getitem__, map(_PLACE, events))
-            return np.fromiter(places, dtype=np.int32, count=len(events))
+            return map(self._places.__getitem__, map(_PLACE, events))
         if column == "said":
-            said, uses = np.zeros(len(events), dtype=np.int32), self._uses
-            speaking = [row for row, event in enumerate(events) if uses[event.name] != COMPUTE]
-            for row, args in ((row, events[row].args) for row in speaking):
-                said[row] = self._words[Said(args.collective, args.group, args.description, args.ranks)]
-            return said
+            uses, words = self._uses, self._words
+            return [0 if uses[event.name] == COMPUTE else words[_said_in(event.args)] for event in events]
         values = [*map(attrgetter(f"args.{column}"), events)]
         try:
-            return np.array(values, dtype=np.int64)
+            return array("q", values)
         except OverflowError:  # the file is hostile
-            return np.array([value if abs(value) < LONGEST else 0 for value in values], dtype=np.int64)
+            return [value if abs(value) < LONGEST else 0 for value in values]
+
+    def _put_collected(self, category: str, collected: Mapping[str, array[Any]]) -> None:
+        columns = {column: np.array(values) for column, values in collected.items()}
+        with np.errstate(over="ignore", invalid="ignore"):
+            start, duration = columns.pop("start") * 1000, columns.pop("duration") * 1000
+        # A comparison with NaN is false, so this also drops times that are not a number.
+        possible = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
+        self.impossible[category] += int((~possible).sum())
+        begin = np.rint(start[possible]).astype(np.int64)
+        spans = np.column_stack((begin, begin + np.rint(duration[possible]).astype(np.int64)))
+        self.put(category, spans=spans, **{column: values[possible] for column, values in columns.items()})
 
     def _add_others(self, events: Sequence[Event]) -> None:
         """Adds allocations and the names of processes."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -177,27 +177,23 @@ def _possible_ends(spans: Intervals, stream: npt.NDArray[np.int64]) -> npt.NDArr
     return ends
 
 
-@dataclass(frozen=True)
-class Allocations:
-    """The memory of one rank's device over time."""
+class Allocations(NamedTuple):
+    """The memory of one rank's device: when memory was allocated or released, in wall-clock nanoseconds, ascending; the
+    bytes allocated from each of these times on; and those of the device, None if the trace does not say."""
 
     times: npt.NDArray[np.int64]
-    """When memory was allocated or released, in wall-clock nanoseconds, ascending."""
     allocated: npt.NDArray[np.int64]
-    """Bytes allocated from each of these times on."""
     capacity: int | None
-    """The device's memory in bytes; None if the trace does not say."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Memory allocated in one call."""
+    """Bytes allocated in one call, at least (parameters, gradients, optimizer states) and at most, and those of the
+    device; None if unknown."""
 
     least: int
-    """The lowest number of bytes: parameters, gradients, optimizer states."""
     most: int
     capacity: int | None
-    """The device's memory in bytes; None if unknown."""
 
 
 def combined_peak(peaks: Iterable[Peak | None]) -> Peak | None:

@@ -54,11 +54,6 @@ class NsysFile:
     """The least parallel sizes of the job, from the ranges of its files; None if metadata have the sizes."""
 
 
-def is_nsys(path: Path) -> bool:
-    """Returns whether a file has a suffix of nsys."""
-    return path.name.endswith((SQLITE, REPORT))
-
-
 def find_nsys(source: Path) -> list[NsysFile]:
     """Returns the files of nsys under a directory, or one file. Leaves out reports whose export is next to them.
 

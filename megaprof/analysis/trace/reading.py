@@ -1,25 +1,33 @@
-"""Opens the traces and timelines of a job, each of them once for a whole report."""
+"""Opens the traces and timelines of a job, each of them once for a whole report, in this process, in several, or on a
+Ray cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from itertools import islice
+from multiprocessing import get_context
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import Events, KinetoEvents
-from megaprof.analysis.trace.nsys_windows import NsysFile, NsysWindows, find_nsys, is_nsys, read_nsys
-from megaprof.analysis.trace.pool import Progress, Workers, at_most, in_processes, processors, sizes_of
+from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
+from megaprof.analysis.trace.nsys_windows import NsysFile, NsysWindows, find_nsys, read_nsys
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import (
     NOT_OURS,
+    TRACE_SUFFIXES,
     Trace,
     UnreadableTrace,
     events_of,
@@ -29,8 +37,8 @@ from megaprof.analysis.trace.traces import (
     refusing,
     trace_of,
 )
+from megaprof.formats import inputs
 from megaprof.formats import timeline as format
-from megaprof.formats.inputs import memory_left
 from megaprof.formats.remote import files_below
 
 #: For fewer bytes of files than this, one process is faster than several.
@@ -45,11 +53,21 @@ _KEPT = 16 << 20
 #: For files with fewer bytes than this, one process is quicker than several.
 _TIMELINES_WORTH_IT = 512 << 20
 
+#: The suffixes of all recordings.
+RECORDINGS = (*TRACE_SUFFIXES, SQLITE, REPORT, format.SUFFIX)
 #: The extra for recordings by others, which reads files that hold no step of ours.
 OTHERS = "megaprof.foreign"
 
 Source = Path | NsysFile
 """A trace of Kineto, or a file of nsys."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+Progress = Callable[[int, int], None]
+"""A function that gets the number of files that are done, and the number of all files."""
+Workers = int | str
+"""The number of processes that read, or a Ray cluster: ``ray`` for the one that this machine belongs to (or that
+``RAY_ADDRESS`` names), or its address, ``ray://host:10001``."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,7 @@ class Reading:
 def sources_in(place: Path) -> list[Source]:
     """Returns the traces under a directory, by their suffixes, or the single file that ``place`` is."""
     if place.is_file():
-        return [*find_nsys(place)] if is_nsys(place) else [place]
+        return [*find_nsys(place)] if place.name.endswith((SQLITE, REPORT)) else [place]
     return [*find_traces(place), *find_nsys(place)]
 
 
@@ -114,23 +132,23 @@ def traces_in(source: Source) -> list[Trace]:
 
 def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
     """Yields the reading of each file, in order. ``workers``: the maximum number of processes, or a Ray cluster
-    (`pool.in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises
+    (`in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises
     NoCluster."""
     paths = list(map(path_of, sources))
-    for done, reading in enumerate(in_processes(read, sources, at_most(workers, _useful_processes(paths))), 1):
+    for done, reading in enumerate(in_processes(read, sources, workers, _useful_processes(paths)), 1):
         if progress is not None:
             progress(done, len(paths))
         yield reading
 
 
 def _useful_processes(paths: Sequence[Path]) -> int:
-    sizes = sizes_of(paths)
+    sizes = _sizes_of(paths)
     if sum(sizes.values()) < _WORTH_IT:
         return 1
     process_bytes = _PROCESS + max(
         size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items()
     )
-    return max(1, min(len(sizes), processors(), int(_SHARE * memory_left() / process_bytes)))
+    return max(1, min(len(sizes), _processors(), int(_SHARE * inputs.memory_left() / process_bytes)))
 
 
 class Timelines:
@@ -139,7 +157,7 @@ class Timelines:
     def __init__(self, paths: Iterable[Path] = (), *, keep: bool = True) -> None:
         self.paths = tuple(paths)
         """The files."""
-        self._bytes = sum(sizes_of(self.paths).values())
+        self._bytes = sum(_sizes_of(self.paths).values())
         self._keeps = keep and self._bytes <= _KEPT
         self._kept: dict[Path, format.Timeline] = {}
 
@@ -174,9 +192,96 @@ class Timelines:
 
     def useful_processes(self, items: int) -> int:
         """Returns the largest number of processes that is worth it for reading all files in so many ``items``."""
-        return 1 if self._bytes < _TIMELINES_WORTH_IT else max(1, min(items, processors()))
+        return 1 if self._bytes < _TIMELINES_WORTH_IT else max(1, min(items, _processors()))
 
 
 def find_timelines(directory: Path) -> Timelines:
     """Returns every timeline under ``directory``, sorted. Ignores hidden files, which are not megaprof's."""
     return Timelines(sorted(files_below(directory, (format.SUFFIX,)), key=attrgetter("parts")))
+
+
+class NoCluster(Exception):
+    """There is no Ray cluster to read on; the message says why."""
+
+
+def in_processes(
+    work: Callable[[Item], Result], items: Sequence[Item], workers: Workers, useful: int
+) -> Iterator[Result]:
+    """Yields the result of ``work`` for each item, in order, computed in ``workers`` processes, but at most ``useful``
+    ones; a cluster decides for itself. If one of them is killed, most likely for its memory, this process does the
+    rest, because one item at a time may still fit. Raises NoCluster.
+
+    Decoding holds the interpreter's lock, so threads would not help: two threads read two traces no faster than one
+    does. A process takes about half a second to start, and imports the main module again. So a script that asks for
+    several processes needs the usual guard (``if __name__ == "__main__"``).
+    """
+    done = 0
+    of_items = _here(work, items, min(workers, useful)) if isinstance(workers, int) else _on_ray(work, items, workers)
+    for result in of_items:
+        done += 1
+        yield result
+    yield from map(work, islice(items, done, None))
+
+
+def _here(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
+    if workers <= 1:
+        return
+    same_limits = partial(inputs.allow, inputs.allowed())
+    try:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=same_limits) as pool:
+            # Submit no more items than the processes work on, because results wait in memory until their turn.
+            for begin in range(0, len(items), 4 * workers):
+                yield from pool.map(work, items[begin : begin + 4 * workers])
+    except BrokenProcessPool:
+        return
+
+
+def _on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str) -> Iterator[Result]:
+    if not items:
+        return
+    with _cluster(address) as ray:
+        free = int(ray.available_resources().get("CPU", 0))
+        if free < 1:
+            raise NoCluster("no processor of the Ray cluster is free")
+        count = min(free, len(items))
+        pool = import_module("ray.util.multiprocessing").Pool(count, inputs.allow, (inputs.allowed(),))
+        try:
+            for begin in range(0, len(items), 4 * count):
+                yield from pool.imap(work, items[begin : begin + 4 * count])
+        except ray.exceptions.RayError:
+            return
+        finally:
+            pool.terminate()
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[Any]:
+    """Connects Ray to a running cluster, and closes the connection afterwards if it was made here."""
+    try:
+        ray = import_module("ray")
+    except ImportError as fault:
+        raise NoCluster(f"the package ray cannot be imported: {fault}") from None
+    ours = not ray.is_initialized()
+    if ours:
+        try:
+            ray.init(address="auto" if address == "ray" else address, log_to_driver=False, logging_level="ERROR")
+        except Exception as fault:
+            raise NoCluster(f"no Ray cluster can be reached: {' '.join(str(fault).split())[:300]}") from None
+    try:
+        yield ray
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
+    """Returns the size in bytes of each file that exists."""
+    sizes = {}
+    for path in paths:
+        with suppress(OSError):
+            sizes[path] = path.stat().st_size
+    return sizes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,16 +34,14 @@ Line = tuple[str, str | None, int]
 
 
 class Piece(NamedTuple):
-    """Steps that follow each other in one file."""
+    """Steps that follow each other in one file, from begin to end in nanoseconds on the wall clock."""
 
     line: Line
     """Target, role and rank, for which steps are counted together."""
     first_step: int
     last_step: int
     start_ns: int
-    """When the first step began, in nanoseconds on the wall clock."""
     end_ns: int
-    """When the last step ended, in nanoseconds on the wall clock."""
     process: str | None = None
     """The process that recorded it; None if unknown."""
     sizes: ParallelSizes | None = None
@@ -107,14 +105,15 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
     # If a process has both, its timeline shows which steps it continues.
     with_timeline = {piece.process for piece in all_pieces if piece.timeline} - {None}
     begins, first_steps = [0], [0]
-    current_run, processes, ended_ns = _Run(), set[str](), 0
+    current_run, processes, ended_ns = dict[Line, Piece](), set[str](), 0
     for piece in (piece for piece in all_pieces if piece.timeline or piece.process not in with_timeline):
-        if piece.process not in processes and current_run.is_contradicted_by(piece):
+        if piece.process not in processes and _contradicts(piece, current_run):
             # Other ranks may have begun a little earlier than the ranks that were looked at.
             begins.append((min(ended_ns, piece.start_ns) + piece.start_ns) // 2)
             first_steps.append(piece.start_ns)
-            current_run = _Run()
-        current_run.add(piece)
+            current_run = {}
+        first_step = min(piece.first_step, current_run.get(piece.line, piece).first_step)
+        current_run[piece.line] = piece._replace(first_step=first_step)
         if piece.process is not None:
             processes.add(piece.process)
         ended_ns = max(ended_ns, piece.end_ns)
@@ -126,34 +125,18 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
     return Runs(tuple(begins), tuple(first_steps), chosen, tuple(chosen_pieces))
 
 
-class _Run:
-    """A run, as the pieces so far show it."""
-
-    def __init__(self) -> None:
-        self._first: dict[Line, int] = {}
-        self._process: dict[Line, str | None] = {}
-        self._sizes: dict[tuple[str, str | None], ParallelSizes] = {}
-        self._chunks: dict[Line, tuple[ModelChunk, ...]] = {}
-
-    def add(self, piece: Piece) -> None:
-        line = piece.line
-        self._first[line] = min(piece.first_step, self._first.get(line, piece.first_step))
-        self._process[line] = piece.process
-        if piece.sizes is not None:
-            self._sizes[line[:2]] = piece.sizes
-        if piece.chunks:
-            self._chunks[line] = piece.chunks
-
-    def is_contradicted_by(self, piece: Piece) -> bool:
-        """Returns whether a piece of a new process belongs to another run."""
-        line = piece.line
-        if piece.sizes is not None and self._sizes.get(line[:2], piece.sizes) != piece.sizes:
-            return True
-        if piece.chunks and self._chunks.get(line, piece.chunks) != piece.chunks:
-            return True
-        if piece.timeline:
-            return piece.first_step <= self._first.get(line, -1)
-        return None not in (piece.process, self._process.get(line)) and self._process[line] != piece.process
+def _contradicts(piece: Piece, run: Mapping[Line, Piece]) -> bool:
+    """Returns whether a piece of a new process belongs to another run than the latest piece of each line in ``run``."""
+    of_model = (each.sizes for line, each in run.items() if line[:2] == piece.line[:2])
+    if any(sizes != piece.sizes and None not in (sizes, piece.sizes) for sizes in of_model):
+        return True
+    if (before := run.get(piece.line)) is None:
+        return False
+    if piece.chunks and before.chunks and before.chunks != piece.chunks:
+        return True
+    if piece.timeline:
+        return piece.first_step <= before.first_step
+    return None not in (piece.process, before.process) and before.process != piece.process
 
 
 def _number(begins: Sequence[int], start_ns: int) -> int:

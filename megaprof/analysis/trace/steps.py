@@ -117,7 +117,7 @@ class TracedStep:
     step: int
     """Its number, in the host's numbering if there is one."""
     index: int
-    """Its index among the calls of its number and target, from 0. RL trains several times per step."""
+    """Its index among the calls of its number and target. RL trains several times per step."""
     metadata: Metadata
     source: str
     host: tuple[int, int]
@@ -158,17 +158,14 @@ class TracedStep:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its number, and its index among the calls of that number."""
         return self.step, self.index
 
     @property
     def rank(self) -> int:
-        """Its global rank."""
         return self.metadata.coords.rank
 
     @property
     def stage(self) -> int:
-        """Its pipeline rank."""
         return self.metadata.coords.pp
 
     @property

@@ -56,26 +56,23 @@ class UnreadableTrace(Exception):
 
 @dataclass(frozen=True)
 class TracedRange:
-    """One of megaprof's ranges in a trace."""
+    """One of megaprof's ranges in a trace, in wall-clock nanoseconds."""
 
     name: ranges.RangeName
     start: int
-    """When it began, in wall-clock nanoseconds."""
     end: int
-    """When it ended, in wall-clock nanoseconds."""
     replayed: bool = False
     """True if it ran in the replay of a CUDA graph, and so took no time on the host."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One window of one process, in a file that holds several."""
+    """One window of one process, in a file that holds several. Launches belong to it from ``begin`` until before
+    ``end``, in wall-clock nanoseconds."""
 
     pid: int
     begin: int
-    """The moment from which launches belong to it, in wall-clock nanoseconds."""
     end: int
-    """The moment from which launches no longer belong to it, in wall-clock nanoseconds."""
 
 
 @dataclass(frozen=True)

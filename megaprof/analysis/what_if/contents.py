@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.model import divided, ends_of
 from megaprof.analysis.diagnosis.policy import KINDS_DIFFER
-from megaprof.analysis.table.table import Floats
-from megaprof.analysis.table.tabulate import EMBEDDING, LOSS, MTP
+from megaprof.analysis.table.table import EMBEDDING, LOSS, MTP, Floats
 from megaprof.analysis.what_if.layout_search import Unit
 from megaprof.analysis.what_if.layouts import Layout
 

@@ -248,17 +248,13 @@ def _ordered(order: Callable[[list[Microbatch]], list[Microbatch]]) -> Callable[
     return lambda sequences, step, count: [order(_longest_first(sequences, replica)) for replica in step]
 
 
-def _in_turns(longest_first: list[Microbatch]) -> list[Microbatch]:
-    """Returns the longest, the shortest, the second longest, the second shortest, and so on."""
-    return [longest_first[-(i + 1) // 2 if i % 2 else i // 2] for i in range(len(longest_first))]
-
-
 _PLANS: dict[str, Callable[[Sequences, Step, int], Step | None]] = {
     BALANCED: _balanced,
     BY_TOKENS: lambda sequences, step, count: _balanced(sequences, step, count, float),
     POOLED: _pooled,
     LONG_FIRST: _ordered(list),
     LONG_LAST: _ordered(lambda longest_first: longest_first[::-1]),
-    ALTERNATING: _ordered(_in_turns),
+    # The longest, the shortest, the second longest, the second shortest, and so on.
+    ALTERNATING: _ordered(lambda longest: [longest[-(i + 1) // 2 if i % 2 else i // 2] for i in range(len(longest))]),
     FEWER: _balanced,
 }

@@ -6,8 +6,9 @@ cannot contradict each other. Slow ranks stay as slow as they are: the gain with
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -19,20 +20,26 @@ from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
+from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.table.table import Floats, Table
-from megaprof.analysis.table.tabulate import measured
-from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
-from megaprof.analysis.what_if.changeable import Changeable
-from megaprof.analysis.what_if.changes import Prediction, apart, baseline
+from megaprof.analysis.what_if.changeable import WAYS, Changeable, flags_of, predicted
+from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, apart, baseline, priced
 from megaprof.analysis.what_if.contents import CostFit, Held, fitted
-from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
-from megaprof.analysis.what_if.memory import in_flight_layers, peaks
+from megaprof.analysis.what_if.layout_search import search
+from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, layers_per_stage, options_of
+from megaprof.analysis.what_if.memory import Whole, in_flight_layers, peaks
 from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.analysis.what_if.packing import plans, sequences_of
 from megaprof.formats.metadata import ModelChunk
+from megaprof.formats.phrases import counted
 
 _MOST_LAYERS = 10_000
+_MOST_LAYOUTS = 3
+#: How many layouts are priced: those with the shortest undisturbed step.
+_PRICED = 6
+_CHUNK_COUNTS = (1, 2, 3, 4)
 _ONE_STAGE = Note("no_layout", said="a single stage has no other one")
+_Priced: TypeAlias = tuple[Prediction, Floats]
 Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_better"]
 
 
@@ -106,7 +113,8 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         p2p_ms=steps.p2p_ms,
         allocated=peaks(table.memory),
     )
-    differ = _differ(diagnosis)
+    lengths = diagnosis.lengths
+    differ = None if lengths is None else max(lengths.squares, lengths.tokens_ratio) > 1.0 + LEAST
     sequences = sequences_of(run) if differ else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
@@ -128,7 +136,11 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     compared = layouts(changeable)
     best = _best(compared, changeable.in_flight)
     advised = None if best is None else best[0]
-    alike = () if best is None else _alike(best, compared)
+    alike = [
+        prediction.layout or ""
+        for prediction, gains in compared
+        if best and prediction is not advised and prediction.fits is not False and not apart(best[1], gains)
+    ]
     quicker = [prediction for prediction, _ in compared if prediction.speedup.value > 1.0]
     first = compared[0][0] if compared else None
     more = quicker[0].more_steps if best is None and quicker else 0
@@ -143,7 +155,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         advice=_advice(first, advised, more),
         in_flight=tuple(changeable.in_flight),
         allowed=None if memory is None else memory.allowed,
-        alike=alike,
+        alike=tuple(alike),
         more_steps=more,
     )
     return predictions, changeable
@@ -159,12 +171,6 @@ def _slower(run: Examined, ranks: Set[int]) -> Floats:
     ratio = run.view.state.passes / np.maximum(without.view.state.passes, 1e-9)
     slowest: Floats = ratio.mean(axis=(0, 3, 4, 5)).max(axis=0)
     return slowest
-
-
-def _differ(diagnosis: Diagnosis) -> bool | None:
-    """Returns whether microbatches or replicas differ in the sequences they get; None if that is not known."""
-    lengths = diagnosis.lengths
-    return None if lengths is None else max(lengths.squares, lengths.tokens_ratio) > 1.0 + LEAST
 
 
 def withheld(reason: Note) -> WhatIf:
@@ -209,10 +215,7 @@ def _held(table: Table) -> Held | Note:
         check_layout(pieces, schedule.stages, flat.count("t"), flat.count("m"))
     except ValueError as fault:
         return Note("no_layout", said=f"the captured one is not one of Megatron's: {fault}")
-    return Held(tuple(pieces), tuple(kinds), schedule.stages, measured(table))
-
-
-_Priced: TypeAlias = tuple[Prediction, Floats]
+    return Held(tuple(pieces), tuple(kinds), schedule.stages, table.part_ms)
 
 
 def _best(compared: Sequence[_Priced], held: Sequence[int]) -> _Priced | None:
@@ -221,14 +224,6 @@ def _best(compared: Sequence[_Priced], held: Sequence[int]) -> _Priced | None:
     gaining = [each for each in compared if each[0].speedup.low > 1.0 + LEAST and each[0].fits is not False]
     as_fast = [each for each in gaining if gaining[0][0].speedup.value - each[0].speedup.value < LEAST]
     return next((each for each in as_fast if not each[0].exceeds(held)), gaining[0]) if gaining else None
-
-
-def _alike(best: _Priced, compared: Sequence[_Priced]) -> tuple[str, ...]:
-    return tuple(
-        each.layout or ""
-        for each, gains in compared
-        if each is not best[0] and each.fits is not False and not apart(best[1], gains)
-    )
 
 
 def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Advice:
@@ -243,3 +238,123 @@ def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Adv
     if more:
         return "open"
     return "unsure" if first.speedup.high > 1.0 + LEAST else "none_better"
+
+
+def layouts(run: Changeable) -> list[_Priced]:
+    """Returns the quickest layouts other than the captured one, even if they gain nothing, as `priced` does; of those
+    with one name, and of those that do not fit into the measured memory, only the quickest."""
+    tried = [
+        predicted(run, "layout", replace(run.captured, pieces=pieces))
+        for pieces in _quickest(run, run.baseline.replay, _PRICED)
+    ]
+    first = dict[object, _Priced]()
+    for prediction, gains in sorted(tried, key=lambda each: each[0].step_ms.value):
+        first.setdefault((prediction.layers, prediction.fits), (prediction, gains))
+    return [*first.values()][:_MOST_LAYOUTS]
+
+
+def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
+    """Returns the layouts with the shortest undisturbed step, without the captured one. If some do not fit into the
+    measured memory, it returns the quickest of all, followed by the quickest that fit."""
+    schedule, memory = replay.schedule, run.memory
+    same = schedule.chunks == run.baseline.replay.schedule.chunks
+    factor = run.costs.factor if same else run.costs.of_stage[:, None]
+
+    def needs(stages: Whole, layers: Whole) -> Floats:
+        return np.where(layers.any(axis=1), np.zeros(len(stages)), np.inf)  # no stage may be without layers
+
+    searched = partial(
+        search,
+        run.costs.units,
+        replay,
+        p2p_ms=run.baseline.p2p_ms,
+        factor=factor * np.reshape(run.slower, (-1, 1, 1)),
+        needs=needs,
+        top=most + 1,
+    )
+    others = [pieces for pieces in searched() if pieces != run.pieces]
+    if memory is not None and not all(memory.fit(pieces, schedule)[0] for pieces in others):
+        part = partial(memory.part, schedule=schedule)
+        bounded = searched(needs=lambda stages, layers: needs(stages, layers) + part(stages, layers))
+        unfit = [pieces for pieces in others[:1] if not memory.fit(pieces, schedule)[0]]
+        others = [*unfit, *(pieces for pieces in bounded if pieces != run.pieces)]
+    return others[:most]
+
+
+def chunk_counts(run: Changeable) -> Iterator[Prediction]:
+    """Yields other numbers of model chunks per stage, each in its quickest layout. If that does not fit into the
+    measured memory, the quickest layout that fits follows."""
+    layers, captured = "".join(run.pieces).count("t"), run.baseline.replay.schedule.chunks
+    for chunks in _CHUNK_COUNTS:
+        if chunks == captured or layers < chunks * run.stages:
+            continue
+        try:
+            replay = rescheduled(run.baseline.replay, chunks, run.microbatches)
+        except ValueError:
+            continue  # Megatron refuses this number of microbatches with so many chunks
+        for pieces in _quickest(run, replay, 1 if run.memory is None else 2):
+            yield predicted(run, "chunks", replace(run.captured, pieces=pieces))[0]
+
+
+def balanced(run: Baseline) -> Prediction:
+    """Predicts the step with the measured work spread evenly over all chunks, as if layers could be divided."""
+
+    def even(content: Floats) -> Floats:
+        return np.broadcast_to(content.mean(axis=(-3, -2), keepdims=True), content.shape)
+
+    drawn = even(run.drawn)
+    return priced(run, "balanced", even(run.content), drawn, drawn)[0]
+
+
+def microbatch_counts(run: Baseline) -> Iterator[Prediction]:
+    """Yields twice and half as many microbatches, with the same tokens in all. The contents of chunks need not be
+    known."""
+    schedule, free = run.replay.schedule, np.concatenate([run.drawn] * WAYS)
+    captured = schedule.microbatches
+    for count in (2 * captured, captured // 2) if captured % 2 == 0 else (2 * captured,):
+        try:
+            change = Change(rescheduled(run.replay, schedule.chunks, count), captured / count)
+        except ValueError:
+            continue  # Megatron refuses this number of microbatches
+        prediction, _ = priced(run, "microbatches", run.content, run.drawn, free, change)
+        activations = 1.0 if schedule.forward_only else change.tokens
+        yield replace(prediction, microbatches=count, tokens=change.tokens, activations=activations)
+
+
+def half_as_deep(run: Changeable) -> Prediction:
+    """Predicts half as many stages on the same ranks, and so twice as many replicas, for the same global batch.
+
+    Every stage holds what two neighbours held, and every replica gets half of the microbatches, so the times of all
+    passes are known. The time in which twice as many replicas reduce the gradients of twice as many parameters is not:
+    it is assumed to be twice as long, which is almost nothing if there was one replica. Raises ValueError, with the
+    reason, if there is no such run or it cannot be predicted.
+    """
+    baseline, held, schedule = run.baseline, run.held, run.baseline.replay.schedule
+    if schedule.stages % 2:
+        raise ValueError(f"{schedule.stages} stages cannot be halved")
+    if schedule.microbatches % 2:
+        raise ValueError(f"twice as many replicas cannot share {schedule.microbatches} microbatches evenly")
+    if np.any(np.asarray(run.slower) > 1.0):
+        raise ValueError("a slow rank would hold a neighbour's layers, too")
+    stages, microbatches = schedule.stages // 2, schedule.microbatches // 2
+    pieces = tuple(map("".join, zip(held.pieces[::2], held.pieces[1::2], strict=True)))
+    flags = flags_of(replace(held, stages=stages), pieces)
+    if not flags:
+        raise ValueError("no option of Megatron's says the layout of such a model")
+    try:
+        change = Change(rescheduled(baseline.replay, schedule.chunks, microbatches, stages), reductions=2.0)
+    except ValueError:
+        shape = f"{schedule.chunks} chunks on {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
+        raise ValueError(f"Megatron has no schedule of {shape}") from None
+    needs = in_flight_layers(pieces, change.replay.schedule)
+    fits, needed = (None, None) if run.memory is None else run.memory.halved(needs)
+    return replace(
+        priced(baseline, "depth", baseline.content, baseline.drawn, baseline.drawn, change)[0],
+        layout=format_layout(pieces),
+        layers=layers_per_stage(pieces, stages),
+        microbatches=microbatches,
+        flags=flags,
+        in_flight=tuple(needs),
+        fits=fits,
+        needed=needed,
+    )

@@ -187,7 +187,7 @@ def test_what_ranks_wait_for_a_core_is_one_cause(recording, tmp_path):
     found = diagnose(examine(table))
     assert [(each.kind, each.reason) for each in found.causes] == [("processor_wait", None)]
     (cause,) = found.causes
-    waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape)
+    waited = np.broadcast_to(table.core_waits.mean(axis=0), table.ranks.shape)
     assert cause.parts["waited_ms"] == pytest.approx(waited.max())
     assert cause.ranks[0] == table.ranks[waited == waited.max()]
     assert sorted(cause.ranks) == sorted(table.ranks[waited >= LEAST * found.step_ms])

@@ -16,10 +16,9 @@ from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.table import recorded
-from megaprof.analysis.table.files import completed
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
-from megaprof.analysis.table.traced import _queued
+from megaprof.analysis.table.traced import _core_wait, completed
 from megaprof.analysis.trace.reading import find_timelines, read_all, sources_in
 from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep
 from megaprof.analysis.what_if.what_if import what_if
@@ -266,7 +265,7 @@ def test_lengths_are_of_steps_without_a_profiler_and_contents_of_profiled_ones(t
     run = replace(table_in(tmp_path), device=True)
     usual = np.median(run.passes, axis=(0, 5), keepdims=True) + 0.0 * run.passes
     contents = {"working": 0.6 * usual[:2, :, :, None], "compute": 0.5 * usual[:2, :, :, None]}
-    spent = {"host_bound": run.waited[:2], "pp": run.waited[:2]}
+    spent = {"host_bound": run.core_waits[:2], "pp": run.core_waits[:2]}
     traced = profiled(run, exposed={"tp": 0.1 * usual[:2]}, spent=spent, **contents)
     joined = completed(run, traced)
     assert joined is not None
@@ -285,7 +284,7 @@ def test_lengths_are_of_steps_without_a_profiler_and_contents_of_profiled_ones(t
 def test_nothing_that_a_pass_consists_of_takes_longer_than_the_pass(tmp_path: Path) -> None:
     write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
     run = replace(table_in(tmp_path), device=True)
-    traced = profiled(run, exposed={"tp": run.passes[:2]}, spent={"host_bound": run.waited[:2]})
+    traced = profiled(run, exposed={"tp": run.passes[:2]}, spent={"host_bound": run.core_waits[:2]})
     joined = completed(run, traced)
     assert joined is not None
     whole = joined.working.max(axis=3) + joined.idle + joined.exposed["tp"]
@@ -301,7 +300,7 @@ def test_on_a_cpu_a_profiler_makes_compute_longer_too(tmp_path: Path) -> None:
     assert not joined.idle.any()
     assert joined.compute[:, :, :, 0] + joined.exposed["tp"] == pytest.approx(run.passes, rel=0.1)
     # If timelines say who waited for whom in collectives, they say it in the compute of a rank.
-    waiting = replace(run, spent={"tp_waiting": 0.0 * run.waited})
+    waiting = replace(run, spent={"tp_waiting": 0.0 * run.core_waits})
     known = completed(waiting, profiled(waiting, exposed={"tp": 0.1 * run.passes[:2]}))
     assert known is not None
     assert known.compute is run.compute
@@ -313,7 +312,7 @@ def test_instruments_that_do_not_show_the_same_passes_are_not_joined(tmp_path: P
     fewer = run.schedule._replace(microbatches=4)
     assert completed(run, profiled(run, schedule=fewer)) is None
     # The host's times of a job on a GPU say when work was given to it, not how long it took.
-    assert completed(run, profiled(run, spent={"host_bound": run.waited[:2]})) is None
+    assert completed(run, profiled(run, spent={"host_bound": run.core_waits[:2]})) is None
     assert completed(replace(run, metadata=(None, *run.metadata[1:])), profiled(run)) is None
 
 
@@ -327,7 +326,7 @@ def test_waits_of_finished_steps_do_not_depend_on_the_step_that_is_not_finished(
     readings = {1: format.Waited(-1_000_000, 2_000_000, 500_000), 3: format.Waited(-1_000_000, 3_000_000, 900_000)}
     facts = {row: waited.pack() or b"" for row, waited in readings.items()}
     running, ended = (
-        recorded._waited(Timeline(Path(), (), (), steps[:count], None, {}, {format.WAITED: facts}), range(4))
+        recorded._core_waits(Timeline(Path(), (), (), steps[:count], None, {}, {format.WAITED: facts}), range(4))
         for count in (4, 5)
     )
     assert running.tolist() == pytest.approx([250.0, 250.0, 300.0, 300.0])
@@ -342,7 +341,7 @@ def test_a_rank_does_not_wait_longer_in_a_captured_step_than_that_takes() -> Non
         SimpleNamespace(target="train_actor", metadata=metadata, extent=(begin, begin + 400_000_000))
         for begin in (0, 450_000_000)
     )
-    assert _queued([first]) == 400.0
-    assert _queued([first, second]) == 850.0
+    assert _core_wait([first]) == 400.0
+    assert _core_wait([first, second]) == 850.0
     profiler.waited_ns = 300_000_000
-    assert _queued([first]) == 300.0
+    assert _core_wait([first]) == 300.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import read_fleet
+from megaprof.analysis.fleet.reading import read_fleet, standstills, stood_still
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.causes import in_brief
@@ -89,19 +89,18 @@ def test_slow_steps_are_no_standstill(tmp_path: Path) -> None:
 
 
 def test_a_step_that_an_exception_ended_is_told_where_it_is_the_last(tmp_path: Path) -> None:
-    from megaprof.analysis.fleet import standstills
     from megaprof.formats.timeline import read_timeline
 
     (path, *_) = write_timelines(tmp_path, LAYOUT, steps=10, microbatches=4)
     calls = read_timeline(path, events=False).steps.copy()
     coords = LAYOUT.coords(0)
     compute = calls["forward"].astype(int) + calls["backward"]
-    assert standstills.stood_still(calls, compute, coords)[1] == []
+    assert stood_still(calls, compute, coords)[1] == []
     calls["flags"][4] |= FAILED  # tried again, as after an exception that the host handles
-    assert standstills.stood_still(calls, compute, coords)[1] == []
+    assert stood_still(calls, compute, coords)[1] == []
     calls["flags"][-1] |= FAILED
-    _, rank_steps = standstills.stood_still(calls, compute, coords)
-    found = standstills.standstills(rank_steps, 9, lambda rank, step, index: ())
+    _, rank_steps = stood_still(calls, compute, coords)
+    found = standstills(rank_steps, 9, lambda rank, step, index: ())
     assert [(each.step, each.outcome, each.seconds, each.waited_for) for each in found] == [(9, "unfinished", 0.0, ())]
     (fleet,) = survey(read_fleet(find_timelines(tmp_path)))
     assert in_brief(None, replace(fleet, standstills=found)).text == "ended in the middle of step 9"

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megaprof.analysis.convert.merge import merge
+from megaprof.analysis.merge import merge
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.table.table import Table

@@ -56,7 +56,7 @@ def test_links_and_entries_of_their_own_equal_brute_force(run, rendezvous, data)
     }
     assert found == expected
     assert replay.step_ms(passes, **options) == max(end for _, end in expected.values())
-    np.testing.assert_allclose(replay.earliest(ends, **options), starts)  # each from the ends of the others
+    np.testing.assert_allclose(replay.starts(ends, **options, ended=True), starts)  # each from the ends of the others
 
 
 def test_a_pass_that_began_late_delays_no_other_beyond_its_end():
@@ -64,7 +64,7 @@ def test_a_pass_that_began_late_delays_no_other_beyond_its_end():
     replay = compiled(PipelineSchedule.checked(2, 1, 4), False)
     ends = replay.ends(np.full((2, 1, 2, 4), 10.0), link=1.0)
     later = ends + 5.0 * (ends > 40.0)
-    late = (later - 10.0) - replay.earliest(later, link=1.0)
+    late = (later - 10.0) - replay.starts(later, link=1.0, ended=True)
     assert (late >= 0.0).all()
     assert late[ends <= 40.0].max() == 0.0
     assert late.max() == 5.0

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from megaprof.analysis.clocks.matching import ends_of
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.table.matching import ends_of
 from megaprof.analysis.trace import groups
 from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.analysis.convert.merge import merge
+from megaprof.analysis.merge import merge
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.trace.nsys_windows import NsysFile, find_nsys, read_nsys
 from megaprof.analysis.trace.traces import UnreadableTrace

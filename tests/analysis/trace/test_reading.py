@@ -14,7 +14,7 @@ import pytest
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace import columns, pool, reading
+from megaprof.analysis.trace import columns, reading
 from megaprof.analysis.trace.reading import read_all
 from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
@@ -44,7 +44,7 @@ def test_several_processes_give_the_same_answer_in_the_same_order(tmp_path, alwa
 def test_a_killed_process_is_no_reason_to_give_up(tmp_path, always_worth_it, monkeypatch):
     pipeline(tmp_path, [2, 2, 2])
     paths = find_traces(tmp_path)
-    monkeypatch.setattr(pool, "ProcessPoolExecutor", _BreakingPool)
+    monkeypatch.setattr(reading, "ProcessPoolExecutor", _BreakingPool)
     assert [len(r.steps) for r in read_all(paths, workers=2)] == [1, 1, 1]
 
 
@@ -62,12 +62,12 @@ class _BreakingPool:
 
     def map(self, function, paths):
         yield function(paths[0])
-        raise pool.BrokenProcessPool("killed")
+        raise reading.BrokenProcessPool("killed")
 
 
 def test_few_bytes_are_not_worth_a_process(tmp_path, monkeypatch):
     pipeline(tmp_path, [2, 2])
-    monkeypatch.setattr(pool, "ProcessPoolExecutor", None)  # would fail when called
+    monkeypatch.setattr(reading, "ProcessPoolExecutor", None)  # would fail when called
     assert len(list(read_all(find_traces(tmp_path), workers=8))) == 2
 
 

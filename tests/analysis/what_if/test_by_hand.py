@@ -16,8 +16,7 @@ from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import activations, costs_line, name_of
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.what_if.by_hand import chosen, moved, split, stages_after
-from megaprof.analysis.what_if.changeable import Changeable, tried
+from megaprof.analysis.what_if.changeable import Changeable, chosen, moved, split, stages_after, tried
 from megaprof.analysis.what_if.changes import Prediction, resliced
 from megaprof.analysis.what_if.contents import Cost, CostFit
 from megaprof.analysis.what_if.layouts import check_layout, format_layout, parse_layout

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.what_if.candidates import half_as_deep
 from megaprof.analysis.what_if.changes import halved
+from megaprof.analysis.what_if.what_if import half_as_deep
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

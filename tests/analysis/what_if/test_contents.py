@@ -11,7 +11,7 @@ import pytest
 
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.simulation.simulate import simulate
+from megaprof.analysis.simulation.simulate import Simulation, simulate
 from megaprof.analysis.what_if.contents import Held, fitted, split
 from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -179,3 +179,56 @@ def test_ranges_of_layers_tell_causes_and_costs_alike(tmp_path: Path) -> None:
     assert causes == [("unexplained", 1), ("layers", 0), ("embedding_or_loss", 1)]
     prices = [cause.price.value for cause in report.diagnosis.causes]
     assert prices == pytest.approx([before - after for before, after in itertools.pairwise(steps)], rel=0.02)
+
+
+DENSE_MS, MOE_MS = 2.5, 10.0
+
+
+def first_dense(directory: Path, *, ranged: bool) -> TargetReport:
+    """Three dense layers and then twelve with experts, which take four times as long, on four stages: 3+4+4+4."""
+    held = [["dense"] * 3, *[["moe"] * 4] * 3]
+    layer_ms = [[{"dense": DENSE_MS, "moe": MOE_MS}[kind] for kind in kinds] for kinds in held]
+    run = step_of([sum(own) for own in layer_ms])
+    first = 1
+    for pp, (kinds, own) in enumerate(zip(held, layer_ms, strict=True)):
+        content = chunk(len(kinds), embedding=pp == 0, loss=pp == 3, first=first) | {"kinds": kinds}
+        trace = TraceBuilder(pp=pp, pp_size=4, microbatches=8, chunks=[content])
+        for each in (e for e in run.events if e.stage == pp):
+            getattr(trace, each.phase)(each.microbatch, each.start_ms, each.end_ms - each.start_ms)
+            begin, longer = each.start_ms, 1 if each.phase == "forward" else 2
+            for number, ms in enumerate(own if ranged else (), first):
+                label = ranges.module_range(ranges.LAYER, number)
+                trace.event(label if longer == 1 else ranges.module_backward(label), begin, longer * ms)
+                begin += longer * ms
+        trace.call(0.0, run.step_ms)
+        trace.write(directory)
+        first += len(kinds)
+    return analyze(directory).targets[0]
+
+
+def step_of(forward_ms: list[float]) -> Simulation:
+    return simulate([[ms] for ms in forward_ms], [[2 * ms] for ms in forward_ms], 8)
+
+
+def test_layers_of_several_kinds_count_as_what_ranges_say_that_they_take(tmp_path: Path) -> None:
+    """The stage with dense layers holds too little, although it holds nearly as many layers as the others."""
+    report = first_dense(tmp_path, ranged=True)
+    before, spread, best = (step_of(ms).step_ms for ms in ([7.5, 40, 40, 40], [31.875] * 4, [37.5, 30, 30, 30]))
+    cause = report.diagnosis.causes[0]
+    assert (cause.kind, cause.price.value) == ("layers", pytest.approx(before - spread, rel=0.02))
+    assert report.what_if.best is not None
+    assert report.what_if.best.layers == (6, 3, 3, 3)
+    assert report.what_if.best.step_ms.value == pytest.approx(best, rel=0.02)
+
+
+def test_of_kinds_of_layers_that_nothing_tells_apart_no_layout_is_surely_better(tmp_path: Path) -> None:
+    """If all layers were alike, the first stage would hold quick ones by chance, and 4+4+4+3 would gain nothing."""
+    what_if = first_dense(tmp_path, ranged=False).what_if
+    assert what_if.costs is not None
+    assert "kinds_alike" in what_if.costs.assumptions
+    before = step_of([7.5, 40, 40, 40]).step_ms
+    taken = {(6, 3, 3, 3): [37.5, 30, 30, 30], (5, 4, 3, 3): [27.5, 40, 30, 30], (5, 3, 3, 4): [27.5, 30, 30, 40]}
+    for each in what_if.candidates:
+        if each.layers in taken:
+            assert each.speedup.holds(before / step_of(taken[each.layers]).step_ms), each
+    assert what_if.best is None or what_if.best.layers in taken

@@ -15,8 +15,7 @@ from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.what_if import packing
-from megaprof.analysis.what_if.by_hand import chosen
-from megaprof.analysis.what_if.changeable import Changeable, NotCaptured
+from megaprof.analysis.what_if.changeable import Changeable, NotCaptured, chosen
 from megaprof.analysis.what_if.changes import baseline
 from megaprof.analysis.what_if.contents import Held
 from megaprof.analysis.what_if.packing import PLANS, _dealt, plan, plans, sequences_of, switch_of

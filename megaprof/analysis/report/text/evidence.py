@@ -150,9 +150,11 @@ def _layers(cause: Cause, measured: TargetStages) -> str:
     counts = {stage.pp: [c.holds.layers if c.holds else None for c in stage.chunks] for stage in measured.stages}
     most = cause.stages or (() if cause.stage is None else (cause.stage,))
     whole = {pp: sum(count or 0 for count in layers) for pp, layers in counts.items() if None not in layers}
+    others = sorted({count for pp, count in whole.items() if pp not in most})
     if not most or len(whole) < len(counts) or any(pp not in whole for pp in most):
         return "The layers are not spread evenly over the model chunks."
-    others = sorted({count for pp, count in whole.items() if pp not in most})
+    if whole[most[0]] <= max(others, default=0):  # layers of several kinds count as what they take
+        return "The layers are not spread evenly over the model chunks."
     who = "the other holds" if len(whole) - len(most) == 1 else "the others hold"
     against = f", and {who} {' to '.join(map(str, dict.fromkeys(others[:1] + others[-1:])))}" * bool(others)
     hold, apiece = ("holds", "") if len(most) == 1 else ("hold", " each")

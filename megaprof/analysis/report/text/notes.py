@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from megaprof.analysis.notes import Kind, Note
 from megaprof.analysis.report.text.words import counted, milliseconds, percent, ranks, spans, stages, steps
-from megaprof.analysis.table.traced import WARM_UP
+from megaprof.analysis.table.tabulate import WARM_UP
 from megaprof.formats.phrases import listed
 
 #: Kinds whose clause names the stages itself; the clauses of other kinds begin with the stages.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
 from megaprof.analysis.report.text.words import counted, number, percent, ranks, sentence, speedup
-from megaprof.analysis.table.tabulate import EMBEDDING, LOSS
+from megaprof.analysis.table.table import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import Assumption, CostFit
 from megaprof.analysis.what_if.layouts import parse_layout

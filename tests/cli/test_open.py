@@ -17,8 +17,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from megaprof.cli import browser
-from megaprof.cli.files import open
+from megaprof.cli import browser, open
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import pipeline
 from tests.cli.running import ROOT, megaprof
@@ -51,7 +50,7 @@ def opening(port: int) -> Iterator[list[subprocess.Popen[str]]]:
 
 def start(port: int, *arguments: object, **environment: str) -> subprocess.Popen[str]:
     """The command on another port than Perfetto's."""
-    code = f"import megaprof.cli.files.open as o, megaprof.cli as c; o.PORT = {port}; raise SystemExit(c.main())"
+    code = f"import megaprof.cli.open as o, megaprof.cli as c; o.PORT = {port}; raise SystemExit(c.main())"
     return subprocess.Popen(
         [sys.executable, "-c", code, "open", *map(str, arguments)],
         stdout=subprocess.PIPE,

@@ -84,10 +84,11 @@ def comparison(before: Path, after: Path) -> Diff:
 def _report(path: Path) -> Document:
     from megaprof.analysis.report.document import Document
     from megaprof.analysis.report.report import analyze
+    from megaprof.analysis.trace.reading import RECORDINGS
     from megaprof.formats.inputs import read_input
 
     try:
-        if path.is_file() and not path.name.endswith((".pt.trace.json", ".gz", ".sqlite", ".nsys-rep")):
+        if path.is_file() and not path.name.endswith((*RECORDINGS, ".gz")):
             return Document.from_json(read_input(path))
         return analyze(path)
     except Unreachable:

@@ -18,8 +18,8 @@ from pathlib import Path
 from threading import Event
 
 from megaprof.cli import CommandError, browser, say
-from megaprof.cli.files.merge import add_source, merged_into, say_merged
 from megaprof.cli.inputs import heed_input_option
+from megaprof.cli.merge import add_source, merged_into, say_merged
 from megaprof.formats.inputs import open_input
 
 PORT = 9001
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Merges the step, unless the file is merged already, and waits until the page has fetched it."""
     heed_input_option(arguments)
-    from megaprof.analysis.convert.merge import is_merged
+    from megaprof.analysis.merge import is_merged
 
     if arguments.dir.is_file() and is_merged(arguments.dir):
         _hand_over(arguments.dir)

@@ -1,8 +1,9 @@
 """Merges the captured ranks of a step into one Perfetto timeline, in Chrome's JSON trace format.
 
 Each rank is a process, named by its coordinates and sorted by stage. All are on the clock of their table of passes, as
-in a report. An arrow leads from each send to its receive. Each rank is read twice, once for the clocks and once for its
-events. Ranks are written one after the other, event by event, so no whole trace is in memory.
+in a report. An arrow leads from each send to its receive. Step and ranks are chosen by file names as far as possible.
+Each rank is read twice, once for the clocks and once for its events. Ranks are written one after the other, event by
+event, so no whole trace is in memory.
 
 Process, thread and flow ids are unique only within a file, so each gets a new one. Perfetto takes a process id of 0 for
 the idle task, and a thread id that equals a process id for its main thread, so the new ids avoid both.
@@ -12,31 +13,36 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 from isal import igzip
 
-from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
-from megaprof.analysis.convert.captures import NothingToMerge as NothingToMerge
-from megaprof.analysis.convert.captures import StepName, choose
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, with_texts
+from megaprof.analysis.table.matching import End, Ends, ends_of, exchanged
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.table.traced import jobs_of, table_of
 from megaprof.analysis.trace import nsys_windows as nsys
 from megaprof.analysis.trace.columns import KERNEL
-from megaprof.analysis.trace.decoding import Document, read
-from megaprof.analysis.trace.reading import Source, traces_in
+from megaprof.analysis.trace.decoding import Document
+from megaprof.analysis.trace.decoding import read as decoded
+from megaprof.analysis.trace.nsys_windows import NsysFile
+from megaprof.analysis.trace.reading import Source, Timelines, find_timelines, read, sources_in, traces_in
+from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import Part, UnreadableTrace, refusing
 from megaprof.formats import ranges
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
+from megaprof.formats.metadata import Metadata
+from megaprof.formats.names import parse_artifact_name, sanitise
+from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 from megaprof.version import __version__
@@ -50,6 +56,43 @@ _INSIDE_NS = 10  # an arrow that ended exactly with a slice would belong to the 
 _ARRIVAL_NS = 5  # the length of the slice in which an arrow ends; less than _INSIDE_NS, so it is inside the receive
 _LONGEST = 1 << 53  # microseconds
 _OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
+#: If more ranks were captured, only one per stage is taken by default, because a timeline with more is unreadable.
+MOST_RANKS = 64
+_PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
+
+
+class NothingToMerge(Unanswerable):
+    """No captured step can be merged; the message says what there is instead."""
+
+
+class StepName(NamedTuple):
+    """One captured step, as its file names show it."""
+
+    target: str
+    """Sanitised target."""
+    role: str
+    """Sanitised role; empty if there is none."""
+    step: int
+    """The first step of the window."""
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> StepName:
+        """Returns the name of the step that a file's metadata describe."""
+        return cls(sanitise(metadata.target), sanitise(metadata.role) if metadata.role else "", metadata.steps[0])
+
+    def __str__(self) -> str:
+        return f"{self.target}{f' ({self.role})' if self.role else ''} step {self.step}"
+
+
+class Chosen(NamedTuple):
+    """The files of one captured step, the other steps of the same run, how many captured ranks are not among the files,
+    and the runs that have traces in the directory: the step belongs to the chosen one."""
+
+    name: StepName
+    files: tuple[Source, ...]
+    others: tuple[StepName, ...]
+    left_out: int
+    runs: Runs
 
 
 @dataclass(frozen=True)
@@ -130,7 +173,7 @@ def merge(
 ) -> Merged:
     """Merges one captured step under ``source`` into ``out`` (gzipped if that ends in ``.gz``).
 
-    `captures.choose` chooses the run, step and ranks. ``progress(done, total)`` is called after each file. ``out``
+    `choose` chooses the run, step and ranks. ``progress(done, total)`` is called after each file. ``out``
     appears whole or not at all. It replaces nothing but an older merged timeline. Files that cannot be used become
     warnings.
 
@@ -140,7 +183,10 @@ def merge(
         ValueError: ``out`` exists and is not a merged timeline.
         OSError: ``out`` cannot be written.
     """
-    _refuse_to_lose(out)
+    if out.is_dir():
+        raise ValueError(f"{out} is a directory, not a file")
+    if out.exists() and not (out.is_file() and out.stat().st_size == 0) and not is_merged(out):
+        raise ValueError(f"{out} exists and is no merged timeline of megaprof's: it is not overwritten")
     warnings: list[Note] = []
     chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks, run=run)
     name, files = chosen.name, chosen.files
@@ -244,26 +290,22 @@ def _one_clock(ranks: list[_Rank], warnings: list[Note]) -> tuple[dict[int, int]
 
 def _connect(ranks: list[_Rank], offset_ns: Mapping[int, int], numbers: Iterator[int], warnings: list[Note]) -> int:
     """Gives each rank its ends of the arrows. Returns the number of arrows."""
-    rank_by_number = {rank.coords.rank: rank for rank in ranks}
-    links = links_between({number: rank.ends for number, rank in rank_by_number.items()})
     for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
         if reason and len(ranks) > 1:
             unknown_ranks = tuple(rank.coords.rank for rank in ranks if rank.ends.unknown == reason)
             warnings.append(Note("no_arrows", ranks=unknown_ranks, said=reason))
-    arrows = backwards = 0
-    for link in links:
-        sender, receiver = rank_by_number[link.sender], rank_by_number[link.receiver]
-        clock_difference_ns = offset_ns[link.receiver] - offset_ns[link.sender]
-        for message in link.messages:
-            send, receive = sender.ends.sends[message], receiver.ends.receives[message]
-            departure, arrival = _inside(send, send.time[0]), _inside(receive, receive.time[1])
-            if arrival + clock_difference_ns < departure:
-                backwards += 1
-                continue
-            name, number = f"{message.kind} mb={message.microbatch} chunk={message.chunk}", next(numbers)
-            sender.arrows.setdefault(send.within, []).append(_Arrow("s", number, name, departure))
-            receiver.arrows.setdefault(receive.within, []).append(_Arrow("f", number, name, arrival))
-            arrows += 1
+    by_number, arrows, backwards = {rank.coords.rank: rank for rank in ranks}, 0, 0
+    for message, sending, receiving in exchanged({number: rank.ends for number, rank in by_number.items()}):
+        sender, receiver = by_number[sending], by_number[receiving]
+        send, receive = sender.ends.sends[message], receiver.ends.receives[message]
+        departure, arrival = _inside(send, send.time[0]), _inside(receive, receive.time[1])
+        if arrival + offset_ns[receiving] < departure + offset_ns[sending]:
+            backwards += 1
+            continue
+        name, number = f"{message.kind} mb={message.microbatch} chunk={message.chunk}", next(numbers)
+        sender.arrows.setdefault(send.within, []).append(_Arrow("s", number, name, departure))
+        receiver.arrows.setdefault(receive.within, []).append(_Arrow("f", number, name, arrival))
+        arrows += 1
     if backwards:
         warnings.append(Note("no_arrows", count=backwards, said="by these clocks they arrived before they were sent"))
     return arrows
@@ -318,7 +360,7 @@ def _events(rank: _Rank) -> Iterator[Any]:
         if rank.part is not None:
             yield from nsys.events_of(rank.path, rank.part, rank.base)
             return
-        document: Document[Any] = read(rank.path, Any)
+        document: Document[Any] = decoded(rank.path, Any)
         for events in document:
             yield from events
         yield from itertools.repeat(None, document.unreadable)
@@ -393,12 +435,96 @@ def is_merged(path: Path) -> bool:
         return False
 
 
-def _refuse_to_lose(out: Path) -> None:
-    """Raises ValueError if ``out`` is a trace or another file that would be lost. It may be an older merged timeline or
-    an empty file."""
-    if out.is_dir():
-        raise ValueError(f"{out} is a directory, not a file")
-    if not out.exists() or (out.is_file() and out.stat().st_size == 0):
-        return
-    if not is_merged(out):
-        raise ValueError(f"{out} exists and is no merged timeline of megaprof's: it is not overwritten")
+def choose(
+    source: Path,
+    warnings: list[Note],
+    *,
+    target: str | None = None,
+    role: str | None = None,
+    step: int | None = None,
+    ranks: Selector | None = None,
+    run: int | None = None,
+) -> Chosen:
+    """Returns the latest step of the first target in `_PREFERRED`, unless ``target``, ``role`` and ``step`` choose
+    another. ``ranks``: None for all ranks, or for the lowest of each stage if there are more than `MOST_RANKS`.
+    ``run``: the number of the run, from 1; None for the newest.
+
+    Files that cannot be used become ``warnings``. Raises NothingToMerge and NoSuchRun.
+    """
+    if not source.exists():
+        raise NothingToMerge(f"{source} does not exist")
+    captures: dict[StepName, list[tuple[Source, Place]]] = {}
+    for file in sources_in(source):
+        parsed = None if isinstance(file, NsysFile) else parse_artifact_name(file.name)  # nsys: may hold several
+        steps_and_places: list[tuple[StepName, Place]]
+        try:
+            steps_and_places = (
+                [(StepName(parsed.target, parsed.role or "", parsed.step), parsed.place)]
+                if parsed
+                else [(StepName.of(trace.metadata), trace.metadata.coords) for trace in traces_in(file)]
+            )
+        except UnreadableTrace as fault:
+            warnings.append(Note("skipped", files=(fault.path.name,), said=fault.reason))
+            continue
+        for name, coords in steps_and_places:
+            captures.setdefault(name, []).append((file, coords))
+    if not captures:
+        raise NothingToMerge("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
+    runs, steps_of_other_runs = _runs_of(source, captures, run)
+    captures = {name: files for name, files in captures.items() if name not in steps_of_other_runs}
+    matching_steps = [
+        name
+        for name in captures
+        if (target is None or name.target == sanitise(target))
+        and (role is None or name.role == sanitise(role))
+        and (step is None or name.step == step)
+    ]
+    if not matching_steps:
+        raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
+    chosen_step = min(
+        matching_steps,
+        key=lambda each: ((*_PREFERRED, each.target).index(each.target), each.target, -each.step, each.role),
+    )
+    files = captures.pop(chosen_step)
+    captured_ranks = {coords.rank for _, coords in files}
+    merged_ranks = _merged_ranks([coords for _, coords in files], captured_ranks, ranks)
+    if not merged_ranks:
+        raise NothingToMerge(
+            f"{chosen_step} was captured on {len(captured_ranks):,} ranks, and none of them is in '{ranks}'"
+        )
+    merged_files = tuple(dict.fromkeys(file for file, coords in files if coords.rank in merged_ranks))
+    return Chosen(chosen_step, merged_files, tuple(sorted(captures)), len(captured_ranks) - len(merged_ranks), runs)
+
+
+def _runs_of(
+    source: Path, captures: Mapping[StepName, Iterable[tuple[Source, Place]]], run: int | None
+) -> tuple[Runs, set[StepName]]:
+    """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. Decides by the
+    rank that has the most files. Raises NoSuchRun."""
+    file_counts = Counter(
+        rank for rank, _ in {(place.rank, file) for files in captures.values() for file, place in files}
+    )
+    rank, count = max(file_counts.items(), key=lambda item: (item[1], -item[0]))
+    if count == 1 and run is None:
+        return Runs(), set()  # if there were several runs, some rank would have at least two files
+    begin_ns: dict[StepName, list[int]] = {}
+    steps: list[TracedStep] = []
+    for name, files in captures.items():
+        of_rank = dict.fromkeys(file for file, place in files if place.rank == rank)
+        traced = [step for file in of_rank for step in read(file).steps]
+        begin_ns[name] = [step.host[0] for step in traced if StepName.of(step.metadata) == name]
+        steps += traced
+    timelines = find_timelines(source) if source.is_dir() else Timelines()
+    runs = runs_in(steps, timelines, run)
+    return runs, {name for name, starts in begin_ns.items() if starts and not any(map(runs.has, starts))}
+
+
+def _merged_ranks(places: Iterable[Place], captured_ranks: set[int], ranks: Selector | None) -> set[int]:
+    if ranks is not None:
+        return {place.rank for place in places if ranks.selects(place)}
+    if len(captured_ranks) <= MOST_RANKS:
+        return captured_ranks
+    lowest_by_stage: dict[int, int] = {}
+    for place in places:
+        lowest_by_stage[place.pp] = min(place.rank, lowest_by_stage.get(place.pp, place.rank))
+    return set(lowest_by_stage.values())

@@ -14,7 +14,7 @@ from megaprof.formats.phrases import of_several
 from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
-    from megaprof.analysis.convert.merge import Merged
+    from megaprof.analysis.merge import Merged
 
 EXAMPLES = (
     "megaprof merge traces -o step.json.gz",
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
     """Merges the step and ranks that the arguments choose into ``out``. Raises CommandError."""
-    from megaprof.analysis.convert.merge import merge
+    from megaprof.analysis.merge import merge
     from megaprof.analysis.trace.runs import NoSuchRun
     from megaprof.parallel.selectors import OPTION, parse_selector
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from megaprof.analysis.convert.merge import MARK, NothingToMerge, merge
+from megaprof.analysis.merge import MARK, NothingToMerge, merge
 from megaprof.analysis.report.text.notes import of_clocks
 from megaprof.analysis.trace.runs import NoSuchRun
 from tests.analysis.exchanging import exchanging, write

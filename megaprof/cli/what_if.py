@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predicts, and prints lines or JSON. Raises CommandError, and UsageError for a change that cannot be chosen."""
-    from megaprof.cli.files.report import report_on
+    from megaprof.cli.report import report_on
 
     heed_input_option(arguments)
     report = report_on(arguments.dir, arguments.run)
@@ -95,11 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
 def answer_to(
     report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None
 ) -> WhatIfAnswer:
-    """Returns the prediction of `by_hand.chosen` for a target of a report. Raises CommandError, and UsageError for a
+    """Returns the prediction of `changeable.chosen` for a target of a report. Raises CommandError, and UsageError for a
     change that has no prediction."""
     from megaprof.analysis.report.text.what_if import name_of, notes_on
-    from megaprof.analysis.what_if.by_hand import chosen, stages_after
-    from megaprof.analysis.what_if.changeable import NotCaptured
+    from megaprof.analysis.what_if.changeable import NotCaptured, chosen, stages_after
     from megaprof.analysis.what_if.layouts import options_of
 
     target_report, changeable = _find_target(report, target, role)

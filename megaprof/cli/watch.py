@@ -13,7 +13,7 @@ from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text.words import number, percent, ratio
 from megaprof.analysis.report.views import iterations_table, stages_now
-from megaprof.cli.jobs.status import silence
+from megaprof.cli.status import silence
 from megaprof.control.directory import NoJob, find_job
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import summarise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaprof.analysis.clocks.matching import ends_of, links_between
+from megaprof.analysis.table.matching import ends_of, exchanged
 from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import read_trace
 from tests.analysis.exchanging import exchanging, write
@@ -12,6 +12,14 @@ from tests.analysis.synthetic import BASE, TraceBuilder, chunk
 def ends(traces, directory):
     read = [read_trace(path) for path in write(traces, directory)]
     return {trace.metadata.coords.rank: ends_of(trace.metadata, steps_of(trace)) for trace in read}
+
+
+def by_ranks(ends_by_rank):
+    """Messages by the ranks of their sender and receiver."""
+    found = {}
+    for message, sender, receiver in exchanged(ends_by_rank):
+        found.setdefault((sender, receiver), []).append(message)
+    return found
 
 
 def test_boxes_are_in_order_and_know_their_microbatch(tmp_path):
@@ -30,17 +38,14 @@ def test_boxes_are_in_order_and_know_their_microbatch(tmp_path):
 
 
 def test_every_message_is_matched_with_its_receive(tmp_path):
-    found = links_between(ends(exchanging([0.0, 0.0, 0.0], microbatches=4), tmp_path))
-    assert [(link.sender, link.receiver, len(link.messages)) for link in found] == [
-        (0, 1, 4),
-        (1, 0, 4),
-        (1, 2, 4),
-        (2, 1, 4),
-    ]
-    for link in found:
-        assert [message.microbatch for message in link.messages] == [0, 1, 2, 3]
-        for send, receive in zip(link.sends, link.receives, strict=True):
-            assert receive[1] >= send[0] + 100_000  # it travelled 0.1 ms, and may have been there before
+    ends_by_rank = ends(exchanging([0.0, 0.0, 0.0], microbatches=4), tmp_path)
+    found = by_ranks(ends_by_rank)
+    assert sorted(found) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    for (sender, receiver), messages in found.items():
+        assert [message.microbatch for message in messages] == [0, 1, 2, 3]
+        for message in messages:
+            sent, received = ends_by_rank[sender].sends[message].time, ends_by_rank[receiver].receives[message].time
+            assert received[1] >= sent[0] + 100_000  # it travelled 0.1 ms, and may have been there before
 
 
 def test_interleaved_stages_send_round_to_the_first_one(tmp_path):
@@ -68,7 +73,7 @@ def test_interleaved_stages_send_round_to_the_first_one(tmp_path):
         traces[stage].event(f"megaprof/{name}", start, 0.9)
     for trace in traces:
         trace.call(0, 13)
-    found = {(link.sender, link.receiver): link.messages for link in links_between(ends(traces, tmp_path))}
+    found = by_ranks(ends(traces, tmp_path))
     assert [(m.kind, m.stage, m.chunk) for m in found[0, 1]] == [
         ("forward", 1, 0),
         ("forward", 1, 1),

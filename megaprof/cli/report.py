@@ -20,7 +20,7 @@ from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
-    from megaprof.analysis.trace.pool import Workers
+    from megaprof.analysis.trace.reading import Workers
 
 
 _AXES = ("tp", "pp", "cp", "ep")
@@ -77,6 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         workers = int(workers)
     elif workers is not None and workers != "ray" and not str(workers).startswith("ray://"):
         raise UsageError(f"--workers {workers} must be a number of at least 1, ray, or ray://host:port")
+    sizes = {axis: size for axis in _AXES if (size := getattr(arguments, axis)) is not None}
+    for axis, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"--{axis} {size} must be at least 1")
     page: Path | None = arguments.html
     if arguments.open and page is None and browser.is_here():
         page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it after we end
@@ -86,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         json_file=Path(arguments.json) if arguments.json not in (None, "", "-") else None,
         html_file=page,
         number=arguments.run,
-        sizes=_sizes(arguments),
+        sizes=sizes,
         workers=workers,
     )
     if arguments.open and page is None:
@@ -138,14 +142,6 @@ def report_directory(
         if not browser.is_here():
             print(f"To copy it to your own machine: {browser.fetching(html_file)}")
     return report
-
-
-def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
-    sizes = {axis: getattr(arguments, axis) for axis in _AXES if getattr(arguments, axis) is not None}
-    for axis, size in sizes.items():
-        if size < 1:
-            raise UsageError(f"--{axis} {size} must be at least 1")
-    return sizes
 
 
 def report_on(

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.autoload.test_autoload import UNMET
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SHOW = """
 import json, multiprocessing, os, sys
 def answer():

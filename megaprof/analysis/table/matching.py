@@ -11,7 +11,7 @@ not mistaken for a slow network (`meetings`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,43 +28,33 @@ Interval = tuple[int, int]
 
 
 class Message(NamedTuple):
-    """The input of one pass on the stage that receives it."""
+    """The input of a pass in one call of a step (target, step, index): the stage that receives it, and kind, chunk and
+    microbatch of the pass that needs it."""
 
     label: str
-    """Target of the schedule call."""
     step: int
-    """Step of that call."""
     call: int
-    """Number of the call within the step."""
     stage: int
-    """Stage that receives."""
     kind: str
-    """``forward`` or ``backward``, of the pass that needs it."""
     chunk: int
-    """Model chunk of that pass."""
     microbatch: int
-    """Microbatch of that pass."""
 
 
 class End(NamedTuple):
-    """One end of a message; nanoseconds on its rank's clock."""
+    """One end of a message, in nanoseconds on its rank's clock: an interval that contains the moment when it happened,
+    and the range or kernel of the trace in which it happened."""
 
     time: Interval
-    """An interval that contains the moment when it happened."""
     within: Interval
-    """The range or kernel of the trace in which it happened."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """One rank's ends of messages."""
+    """One rank's ends of the messages that it sends and receives."""
 
     metadata: Metadata
-    """The rank's metadata."""
     sends: dict[Message, End]
-    """Sending ends, by message."""
     receives: dict[Message, End]
-    """Receiving ends, by message."""
     kernels: bool = False
     """True if the ends are NCCL's kernels, which run at both ends at once."""
     unknown: str | None = None
@@ -96,58 +86,37 @@ def ends_of(metadata: Metadata, steps: Sequence[TracedStep]) -> Ends:
     return ends
 
 
-@dataclass(frozen=True)
-class Link:
-    """Messages from one rank to another."""
-
-    sender: int
-    """Rank that sends."""
-    receiver: int
-    """Rank that receives."""
-    sends: Sequence[Interval]
-    """When each message was sent, in nanoseconds on the sender's clock."""
-    receives: Sequence[Interval]
-    """When each message was received, in the same order, in nanoseconds on the receiver's clock."""
-    rendezvous: bool = False
-    """True if a send ends only after its receive began (NCCL kernels; gloo buffers sends)."""
-    messages: Sequence[Message] = ()
-    """The messages, in the same order."""
-
-
-def links_of(steps: Iterable[TracedStep]) -> list[Link]:
-    """Returns the links between ranks, from one step of each."""
-    return links_between({step.rank: ends_of(step.metadata, [step]) for step in steps})
-
-
-def links_between(ends: Mapping[int, Ends]) -> list[Link]:
-    """Returns the links between neighbours of one pipeline, with the messages seen at both ends. ``ends``: by rank."""
-    column_of = {
-        rank: (rank_ends.metadata.coords.tp, rank_ends.metadata.coords.cp, rank_ends.metadata.coords.dp)
-        for rank, rank_ends in ends.items()
-    }
-    rank_at = {(column_of[rank], rank_ends.metadata.coords.pp): rank for rank, rank_ends in ends.items()}
-    links = []
-    for sender, sender_ends in sorted(ends.items()):
-        by_receiver: dict[int, list[Message]] = {}
-        for message in sender_ends.sends:
-            receiver = rank_at.get((column_of[sender], message.stage))
+def exchanged(ends: Mapping[int, Ends]) -> Iterator[tuple[Message, int, int]]:
+    """Yields the messages between neighbours of one pipeline that were seen at both ends, each with the ranks of its
+    sender and its receiver. ``ends``: by rank."""
+    coords = {rank: of_rank.metadata.coords for rank, of_rank in ends.items()}
+    rank_at = {(at.tp, at.cp, at.dp, at.pp): rank for rank, at in coords.items()}
+    for sender, of_sender in sorted(ends.items()):
+        at = coords[sender]
+        for message in of_sender.sends:
+            receiver = rank_at.get((at.tp, at.cp, at.dp, message.stage))
             if receiver is not None and message in ends[receiver].receives:
-                by_receiver.setdefault(receiver, []).append(message)
-        for receiver, messages in sorted(by_receiver.items()):
-            receiver_ends = ends[receiver]
-            sent = [sender_ends.sends[message].time for message in messages]
-            received = [receiver_ends.receives[message].time for message in messages]
-            kernels = sender_ends.kernels and receiver_ends.kernels
-            links.append(Link(sender, receiver, sent, received, kernels, messages))
-    return links
+                yield message, sender, receiver
 
 
 def _match(step: TracedStep, kind: str, overlapped: bool, ends: Ends) -> None:
     """Adds to ``ends`` what the passes of one kind in ``step`` sent and received."""
     placement, passes = step.metadata.placement, step.passes
     exchanges = step.kernels if ends.kernels else step.exchanges
-    sends = _sorted(exchanges, lambda label: _sends(label, kind), 0)
-    receives = _sorted(exchanges, lambda label: _received(label, kind, overlapped), 1)
+    # An overlapped exchange returns at once: it sends when it is posted, and its inputs have arrived when the wait for
+    # it ends.
+    sends = _sorted(
+        exchanges, lambda label: not label.startswith(ranges.WAIT) and SENDS[kind] in ranges.transfers(label), 0
+    )
+    receives = _sorted(
+        exchanges,
+        lambda label: (
+            label != ranges.WAIT_ANY
+            and RECEIVES[kind] in ranges.transfers(label)
+            and (label.startswith(ranges.WAIT) or not overlapped)
+        ),
+        1,
+    )
     number = ranges.PASSES.index(kind)
     of_kind = passes.kind == number  # a combined pass is a forward and a backward
     ids = np.where((passes.kind == 2)[:, None] & (number == 1), passes.ids[:, 2:], passes.ids[:, :2])
@@ -184,19 +153,6 @@ def _sorted(exchanges: Exchanges, wanted: Callable[[str], bool], by: int) -> npt
     return times[np.argsort(times[:, by], kind="stable")]
 
 
-def _sends(label: str, kind: str) -> bool:
-    """Returns whether an exchange sends results of passes of one kind. An overlapped exchange sends when it is posted,
-    not when it is waited for."""
-    return not label.startswith(ranges.WAIT) and SENDS[kind] in ranges.transfers(label)
-
-
-def _received(label: str, kind: str, overlapped: bool) -> bool:
-    """Returns whether inputs of passes of one kind have arrived when an exchange ends. An overlapped exchange
-    returns at once; its inputs have arrived when the wait for it ends."""
-    named = label != ranges.WAIT_ANY and RECEIVES[kind] in ranges.transfers(label)
-    return named and (label.startswith(ranges.WAIT) or not overlapped)
-
-
 def _end(of_pass: Interval, alone: bool, exchange: npt.NDArray[np.int64], moment: int, kernels: bool) -> End | None:
     """Returns an end in the ``exchange``, [0 or 1, 2]. Without an exchange, the end is in the pass: at ``moment``, or
     anywhere in a combined pass, which is not ``alone``. None if kernels are wanted."""
@@ -215,16 +171,14 @@ def meetings(steps: Sequence[TracedStep], offset: Mapping[int, int]) -> dict[int
     neighbours, by rank: for those whose exchanges all have their other end in ``steps``, one of each rank. ``offset``:
     nanoseconds to add to the times of each rank."""
     by_kernels = [step for step in steps if step.kernels.labels]
+    ends = {step.rank: ends_of(step.metadata, [step]) for step in by_kernels}
     # The time at which the later end arrived, by rank and kernel, on the rank's own clock.
     later_end_ns: dict[int, dict[Interval, int]] = {step.rank: {} for step in by_kernels}
-    for link in links_of(by_kernels):
-        if not link.rendezvous:
-            continue
-        by_send, by_receive = later_end_ns[link.sender], later_end_ns[link.receiver]
-        clock_difference_ns = offset[link.receiver] - offset[link.sender]
-        for send, receive in zip(link.sends, link.receives, strict=True):
-            by_send[send] = max(by_send.get(send, send[0]), receive[0] + clock_difference_ns)
-            by_receive[receive] = max(by_receive.get(receive, receive[0]), send[0] - clock_difference_ns)
+    for message, sender, receiver in exchanged(ends):
+        send, receive = ends[sender].sends[message].time, ends[receiver].receives[message].time
+        by_send, by_receive = later_end_ns[sender], later_end_ns[receiver]
+        by_send[send] = max(by_send.get(send, send[0]), receive[0] + offset[receiver] - offset[sender])
+        by_receive[receive] = max(by_receive.get(receive, receive[0]), send[0] + offset[sender] - offset[receiver])
     meetings_by_rank = {}
     for step in by_kernels:
         arrived_ns = later_end_ns[step.rank]

@@ -1,1 +1,0 @@
-"""Converts captures for other tools: to one merged Perfetto trace."""

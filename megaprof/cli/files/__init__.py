@@ -1,1 +1,0 @@
-"""Commands that answer from files of captures: reports, comparisons, predictions, other formats, and pages."""

@@ -1,1 +1,0 @@
-"""Commands on a running job, which work through the files in its directory."""
