@@ -137,13 +137,22 @@ def _loaded(name: str) -> None:
         logger.error("megaprof: %s cannot be hooked: %s: %s", name, type(fault).__name__, fault)
 
 
+def _config() -> ProfileConfig:
+    """Returns the configuration that this process was armed with, or that of the ``MEGAPROF_*`` environment. Raises
+    ValueError for a mistake in it, or in the host's own settings."""
+    from megaprof.config.options import ProfileConfig
+
+    if isinstance(armed.config, ValueError):
+        raise armed.config
+    return armed.config or ProfileConfig.from_env()
+
+
 def _finish_job() -> None:
     """Waits for the files of the job's other processes. This process runs the job, which is over."""
-    from megaprof.autoload import registry
     from megaprof.autoload.job_end import wait
 
     try:
-        config = armed.config or registry.config()
+        config = _config()
     except ValueError:  # the workers report it
         return
     wait(config, armed.since)
@@ -164,11 +173,10 @@ def _watch(schedules: ModuleType) -> None:
 def _keep_collectives() -> None:
     """Makes torch keep its last collectives, which show where a hang is. Must be called before torch's process groups
     exist."""
-    from megaprof.config.options import ProfileConfig
     from megaprof.recorders import flight
 
     try:
-        config = armed.config or ProfileConfig.from_env()
+        config = _config()
     except ValueError:  # reported when the hooks go in
         return
     if config.collectives:
@@ -238,18 +246,15 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
             return False
         if not pipeline and has_groups():
             return False
-        from megaprof.autoload import registry
-        from megaprof.autoload.install import install_hooks, install_without_pipeline
+        from megaprof.autoload import megatron_lm
+        from megaprof.autoload.install import install_hooks
         from megaprof.config.arguments import check_host_profilers
-        from megaprof.config.options import ProfileConfig
 
-        config = armed.config or registry.config() or ProfileConfig.from_env()
-        check_host_profilers(config, registry.arguments())
+        config = _config()
+        check_host_profilers(config, megatron_lm.arguments())
+        install_hooks(None, config, groups=groups, pipeline=pipeline)
         if pipeline:
-            install_hooks(None, config, groups=groups)
             armed.place = coords_from_parallel_state() if has_groups() else None
-        else:
-            install_without_pipeline(None, config)
     except NoGrid as reason:
         logger.error("megaprof: profiling is off: %s", reason)
     except ValueError:

@@ -15,19 +15,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megaprof.capture.process import process
-from megaprof.metrics.sinks import Writers
 from megaprof.recorders.call import Batch
 from megaprof.runtime.armed import armed
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 from megaprof.runtime.patching import Patches
-
-if TYPE_CHECKING:
-    from megaprof.config.options import ProfileConfig
-
 
 _Usual = Literal["optimizer", "evaluation", "saving", "logging", "data"]
 _OfRL = Literal["train_log_probs", "rollout", "rewards", "weight_sync", "offload"]
@@ -73,7 +68,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class Host:
-    """One host framework. Only ``name``, ``package`` and ``hooks`` must be given."""
+    """One host framework."""
 
     name: str
     """Its name, as in ``patches/`` and ``docs/hosts/``."""
@@ -81,16 +76,6 @@ class Host:
     """A package that is loaded if and only if it runs."""
     hooks: tuple[Hook, ...]
     """Its functions that say something about the calls inside them."""
-    arguments: Callable[[], Any | None] = lambda: None
-    """Returns its parsed command line, for `megaprof.install_hooks` without a configuration; None before it is
-    parsed."""
-    config: Callable[[], ProfileConfig | None] = lambda: None
-    """Returns what its own profiling settings ask of megaprof by name. Raises ValueError for what cannot be
-    honoured."""
-    iteration: Callable[[], int | None] | None = None
-    """Returns the number of the running training step; None for a host whose hooks do that."""
-    writers: Callable[[], Writers] = Writers
-    """Returns where it writes its scalars now."""
 
 
 _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)
@@ -146,6 +131,14 @@ def callers() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def local(name: str) -> int | None:
+    """Returns the variable ``name`` of the innermost caller that has a number in it."""
+    for frame in callers():
+        if name in frame.f_code.co_varnames and isinstance(value := frame.f_locals.get(name), int):
+            return value
+    return None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from megaprof.artifacts.writer import FinishHook, open_writer
-from megaprof.autoload import job_end, registry
+from megaprof.autoload import job_end, megatron_lm, registry
 from megaprof.capture import profiler
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
@@ -51,7 +51,6 @@ class Handle:
         self.role = role
         """Role of the model; None without one."""
         self._session: Session | None = None
-        self._listener: Listener | None = None
 
     @property
     def active(self) -> bool:
@@ -97,6 +96,7 @@ def install_hooks(
     role: str | None = None,
     iteration: Callable[[], int | None] | None = None,
     groups: Any = None,
+    pipeline: bool = True,
 ) -> Handle:
     """Hooks Megatron's schedules for ``model`` and returns a handle that removes the hooks.
 
@@ -115,38 +115,18 @@ def install_hooks(
         groups: The model's process groups (megatron-core's ``ProcessGroupCollection``) in a job without
             ``parallel_state``; by default, those that the model has. For several modules one after the other, their
             ``MultiModulePipelineCommunicator``.
+        pipeline: False for a trainer without Megatron's schedule: all ranks are one data-parallel group. The batches of
+            hosts that megaprof knows are steps (`megaprof.recorders.call.Batch`). Any other caller announces every step
+            and pass itself, through `megaprof.hooks.plain.PlainSteps`.
 
     Raises:
         ValueError: The configuration cannot be honoured. This is raised before the first step.
         ImportError: torch or megatron-core is not installed.
     """
-    return _install(_models(model), _config(config), role, iteration, groups, pipeline=True)
-
-
-def install_without_pipeline(
-    model: Any = None,
-    config: ProfileConfig | argparse.Namespace | None = None,
-    *,
-    role: str | None = None,
-    iteration: Callable[[], int | None] | None = None,
-) -> Handle:
-    """`install_hooks` for a trainer without Megatron's schedule: all ranks are one data-parallel group.
-
-    The batches of hosts that megaprof knows are steps (`megaprof.recorders.call.Batch`). Any other caller announces
-    every step and pass itself, through `megaprof.hooks.plain.PlainSteps`. Raises ValueError as `install_hooks` does.
-    """
-    return _install(_models(model), _config(config), role, iteration, pipeline=False)
-
-
-def _install(
-    models: tuple[Any, ...] | None,
-    config: ProfileConfig,
-    role: str | None,
-    iteration: Callable[[], int | None] | None,
-    groups: Any = None,
-    *,
-    pipeline: bool,
-) -> Handle:
+    models = _models(model)
+    if not isinstance(config, ProfileConfig):
+        args = megatron_lm.arguments() if config is None else config
+        config = ProfileConfig.from_env() if args is None else config_from_args(args)
     job_end.installed()
     role = None if role is None else checked_role(role, "install_hooks: role")
     handle = Handle(config, role)
@@ -195,7 +175,7 @@ def _install(
         if session.timeline is not None:
             session.at_end.append(process.parts.watch_optimizers())
         if config.listens:
-            handle._listener = _listen(session, this_rank.layout, directory)
+            _listen(session, this_rank.layout, directory)
     return handle
 
 
@@ -246,8 +226,7 @@ def start(
     """
     if _Started.handle is None:
         _Started.number = first
-        install = install_hooks if pipeline else install_without_pipeline
-        _Started.handle = install(model, config, role=role, iteration=lambda: _Started.number)
+        _Started.handle = install_hooks(model, config, role=role, iteration=lambda: _Started.number, pipeline=pipeline)
     return _Started.handle.active
 
 
@@ -272,12 +251,12 @@ def stop(timeout: float = 60.0) -> bool:
     return handle.flush(timeout)
 
 
-def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Listener | None:
+def _listen(session: Session, layout: WorldLayout | None, directory: str) -> None:
     """Starts to answer requests in ``directory``. Rank 0 also watches the job, if asked to. Rank 0 and the last rank,
     where Megatron-LM keeps its scalar writers, also sum up the job's figures."""
     listener = Listener(session, layout, directory)
     if not listener.start(process.background):
-        return None
+        return
     session.at_end.append(listener.close)
     config, coords = session.config, session.coords
     watchdog, overview, tasks = None, None, list[tuple[Callable[[], None], float]]()
@@ -286,21 +265,13 @@ def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Lis
         tasks.append((watchdog.look, listener.every))
     if coords.rank in (0, coords.sizes.world - 1):
         see = None if watchdog is None else watchdog.see
-        overview = Overview(config, listener, coords, session.role, registry.writers, see)
+        overview = Overview(config, listener, coords, session.role, megatron_lm.writers, see)
         tasks.append((overview.look, overview.every))
     for task, every in tasks:
         process.background.add(task, every)
         session.at_end.append(partial(process.background.remove, task))
     if overview is not None:
         session.at_end.append(overview.close)
-    return listener
-
-
-def _config(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
-    if isinstance(config, ProfileConfig):
-        return config
-    args = registry.arguments() if config is None else config
-    return ProfileConfig.from_env() if args is None else config_from_args(args)
 
 
 def _require(package: str) -> None:

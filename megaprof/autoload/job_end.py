@@ -48,15 +48,12 @@ _REASONS = (
 )
 
 
-def wait(config: ProfileConfig | None, since: float) -> None:
+def wait(config: ProfileConfig, since: float) -> None:
     """Waits for the files of a job that began at ``since`` (seconds since the epoch), at most for
-    ``--profile-flush-seconds``. Without ``config``, the ``MEGAPROF_*`` environment says where they are. Never
-    raises."""
+    ``--profile-flush-seconds``. Never raises."""
     try:
         from megaprof.artifacts.places import is_remote
-        from megaprof.config.options import ProfileConfig
 
-        config = config or ProfileConfig.from_env()
         if config.enabled and not is_remote(str(config.dir)):
             wait_for_files(str(config.dir), config.flush_seconds, since)
     except Exception as fault:

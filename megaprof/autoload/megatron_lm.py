@@ -15,12 +15,12 @@ from megaprof.metrics.sinks import Writers
 _RL = "megatron.rl.rl_utils"
 
 
-def _arguments() -> Any | None:
+def arguments() -> Any | None:
     """Returns its parsed arguments; None if its trainer is not loaded or has not parsed them yet."""
     return _global("_GLOBAL_ARGS")
 
 
-def _iteration() -> int | None:
+def iteration() -> int | None:
     """Returns the number of the running training iteration, which ``train()`` keeps in ``args.curr_iteration``; None
     outside ``train()``. It continues across a resume, like the numbers of --profile-step-start.
     """
@@ -28,7 +28,7 @@ def _iteration() -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _writers() -> Writers:
+def writers() -> Writers:
     """Returns its writers. Those of TensorBoard and W&B exist on the last rank only; the meter is that of its telemetry
     (nemo-lens, head of August 2026), on the ranks that export."""
     telemetry = _global("_GLOBAL_TELEMETRY_HANDLE")
@@ -82,7 +82,4 @@ HOST = Host(
         Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
         Hook("megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", _rerun),
     ),
-    arguments=_arguments,
-    iteration=_iteration,
-    writers=_writers,
 )

@@ -5,25 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
-from megaprof.autoload import contract
+from megaprof.autoload import contract, megatron_bridge, megatron_lm
 from megaprof.autoload.contract import Hook, Host
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
-from megaprof.metrics.sinks import Writers
-
-if TYPE_CHECKING:
-    from megaprof.config.options import ProfileConfig
-    from megaprof.runtime.patching import Patches
+from megaprof.runtime.patching import Patches
 
 #: A host that is built on another comes before it. Nothing else in the core names one that is an extra.
-_MODULES = (
-    *(f"megaprof.hosts.{name}" for name in ("slime", "verl", "skyrl", "ms_swift")),
-    *(f"{__package__}.{name}" for name in ("megatron_bridge", "megatron_lm")),
+HOSTS: tuple[Host, ...] = (
+    *(import_module(f"megaprof.hosts.{name}").HOST for name in ("slime", "verl", "skyrl", "ms_swift")),
+    megatron_bridge.HOST,
+    megatron_lm.HOST,
 )
-HOSTS: tuple[Host, ...] = tuple(import_module(name).HOST for name in _MODULES)
-#: The functions that return the iteration of a host whose hooks do not.
-_ITERATIONS = tuple(host.iteration for host in HOSTS if host.iteration is not None)
 #: Megatron-Core's optimizers, whoever the host is. A chained one calls others.
 _OPTIMIZERS = tuple(
     Hook("megatron.core.optimizer.optimizer", f"{name}.step", part="optimizer")
@@ -43,25 +36,10 @@ def framework() -> str | None:
     return next((host.name for host in HOSTS if host.package in sys.modules), None)
 
 
-def arguments() -> Any | None:
-    """Returns the parsed command line of the host that is loaded, or None."""
-    return next((parsed for host in HOSTS if (parsed := host.arguments()) is not None), None)
-
-
-def config() -> ProfileConfig | None:
-    """Returns the configuration that a host's own settings ask for, or None. Raises ValueError for a wrong setting."""
-    return next((asked for host in HOSTS if (asked := host.config()) is not None), None)
-
-
 def iteration() -> int | None:
     """Returns the number of the training step that the caller is in, whichever host it is, or None."""
     number = contract.iteration()
-    if number is None:
-        for ask in _ITERATIONS:
-            number = ask()
-            if number is not None:
-                break
-    return number
+    return megatron_lm.iteration() if number is None else number
 
 
 def numbers(target: str, given: Callable[[], int | None] | None = None) -> tuple[int | None, int | None]:
@@ -80,13 +58,3 @@ def numbers(target: str, given: Callable[[], int | None] | None = None) -> tuple
     elif host_step is None and not trains:
         host_step = step_number()
     return number, host_step
-
-
-def writers() -> Writers:
-    """Returns the writers to which the host that is loaded sends scalars on this rank."""
-    of_hosts = [host.writers() for host in HOSTS]
-    return Writers(
-        tensorboard=next((w.tensorboard for w in of_hosts if w.tensorboard is not None), None),
-        wandb=next((w.wandb for w in of_hosts if w.wandb is not None), None),
-        meter=next((w.meter for w in of_hosts if w.meter is not None), None),
-    )

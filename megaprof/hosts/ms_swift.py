@@ -105,7 +105,7 @@ def callback(args: Any, trainer: Any) -> Any:
     """
     from swift.callbacks.base import TrainerCallback
 
-    from megaprof.autoload.install import Handle, install_without_pipeline
+    from megaprof.autoload.install import Handle, install_hooks
     from megaprof.hooks.plain import PlainSteps
 
     class ProfilerCallback(TrainerCallback):  # type: ignore[misc]
@@ -122,8 +122,8 @@ def callback(args: Any, trainer: Any) -> Any:
                     )
             model = self.trainer.model
             self.patches = Patches()
-            self.handle = handle = install_without_pipeline(
-                model, config, iteration=lambda: self.trainer.state.global_step
+            self.handle = handle = install_hooks(
+                model, config, iteration=lambda: self.trainer.state.global_step, pipeline=False
             )
             if handle.active:
                 self.steps = steps = PlainSteps(model, args.gradient_accumulation_steps)

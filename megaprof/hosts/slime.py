@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaprof.autoload.arming import arm
-from megaprof.autoload.contract import Facts, Hook, Host, callers
+from megaprof.autoload.contract import Facts, Hook, Host, local
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -86,7 +86,7 @@ def _train(arguments: Mapping[str, Any]) -> Facts:
 def _forward_only(arguments: Mapping[str, Any]) -> Facts:
     """Reads ``forward_only``, whose ``store_prefix`` says whose weights are loaded: ``ref_``, ``teacher_``; empty for
     the model's own role."""
-    rollout = _local("rollout_id")
+    rollout = local("rollout_id")
     return Facts(
         role=arguments.get("store_prefix", "").rstrip("_") or _role(arguments),
         iteration=None if rollout is None else partial(_step, {**arguments, "rollout_id": rollout}),
@@ -97,16 +97,8 @@ def _forward_only(arguments: Mapping[str, Any]) -> Facts:
 def _step(arguments: Mapping[str, Any]) -> Any:
     """Returns the number that slime logs as ``train/step``, of the training step or of the log-probs for it. Both
     functions count a rollout's steps in a variable of their own, ``step_id``."""
-    step = _local("step_id")
+    step = local("step_id")
     return None if step is None else arguments["rollout_id"] * len(arguments["num_microbatches"]) + step
-
-
-def _local(name: str) -> int | None:
-    """Returns the variable ``name`` of the innermost caller that has a number in it."""
-    for frame in callers():
-        if name in frame.f_code.co_varnames and isinstance(value := frame.f_locals.get(name), int):
-            return value
-    return None
 
 
 def _role(arguments: Mapping[str, Any]) -> str:

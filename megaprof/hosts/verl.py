@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaprof.autoload.contract import Facts, Hook, Host, Part, callers, over
+from megaprof.autoload.contract import Facts, Hook, Host, Part, local, over
 from megaprof.capture.process import process
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
@@ -85,43 +85,41 @@ NO_STEP = 2**31 - 1
 _ANY_STEP = range(NO_STEP)
 
 
-class _Requested:
-    """The requests of verl's own settings to megaprof in this process, once they are seen. All None if the settings do
-    not name megaprof."""
-
-    config: ProfileConfig | ValueError | None = None
-    """The configuration, or the mistake in it."""
+class _Announced:
     step: int | None = None
-    """The trainer's step while it is to be profiled, else NO_STEP."""
-
-
-def _config() -> ProfileConfig | None:
-    """Returns what verl's own settings ask for; None if they do not name megaprof. Raises ValueError like
-    `config_from`."""
-    if isinstance(_Requested.config, ValueError):
-        raise _Requested.config
-    return _Requested.config
+    """The trainer's step while it is to be profiled, else NO_STEP; `_UNNUMBERED` if the trainer does not say. None if
+    verl's settings do not name megaprof."""
 
 
 def _adopt(worker: Any) -> None:
     """Takes verl's settings from a worker that has them; whatever else configures megaprof comes first."""
-    if _Requested.config is not None or process.sessions or "MEGAPROF_TARGET" in os.environ:
+    if armed.config is not None or process.sessions or "MEGAPROF_TARGET" in os.environ:
         return
+    worker_config: Any = getattr(worker, "config", None)
+    tree = worker_config._get_root() if hasattr(worker_config, "_get_root") else {}
     try:
-        config = config_of_worker(worker)
+        if "global_profiler" in tree:
+            config = _config_of_job(tree)
+        elif _get(worker_config, "profiler_config.tool") == TOOL:  # a worker that has its own profiler's settings alone
+            path = "critic.profiler" if _get(worker_config, "model_type") == "value_model" else "profiler"
+            config = _from_profilers(_ANY_STEP, {path: worker_config.profiler_config})
+        else:
+            return
     except ValueError as mistake:
         # Raised when the host asks for the schedule, because this function must not fail.
-        _Requested.config, _Requested.step = mistake, NO_STEP
+        armed.config, _Announced.step = mistake, NO_STEP
         return
     if config is not None:
-        _Requested.config, _Requested.step = config, NO_STEP if announces(worker) else _UNNUMBERED
+        # Its trainer does not announce steps that are from settings which it does not read.
+        announced = "global_profiler" not in tree or _get(tree, "global_profiler.steps") is not None
+        armed.config, _Announced.step = config, NO_STEP if announced else _UNNUMBERED
         armed.install()
 
 
 def _facts(arguments: Mapping[str, Any], role: str | None) -> Facts:
     _adopt(arguments["self"])
-    sent_step = _step_in(arguments.get("data")) if _Requested.step in (None, _UNNUMBERED) else None
-    return Facts(role=role, iteration=_Requested.step if sent_step is None else sent_step)
+    sent_step = _batch_value(arguments.get("data"), _SENT) if _Announced.step in (None, _UNNUMBERED) else None
+    return Facts(role=role, iteration=_Announced.step if sent_step is None else int(sent_step))
 
 
 def _reader_for(role: str) -> Any:
@@ -144,12 +142,6 @@ def _log_probs(arguments: Mapping[str, Any]) -> Facts:
     return _facts(arguments, "ref" if _batch_value(arguments.get("data"), "no_lora_adapter") else "actor")
 
 
-def _step_in(data: Any) -> int | None:
-    """Returns the trainer's step that came with a batch; None if none did."""
-    step = _batch_value(data, _SENT)
-    return None if step is None else int(step)
-
-
 def _batch_value(data: Any, name: str) -> Any:
     """Returns what came with a batch under a name, beside its tensors; None if nothing did."""
     for source in (getattr(data, "meta_info", None), getattr(data, "extra_info", None), data):
@@ -166,7 +158,8 @@ def _worker(arguments: Mapping[str, Any]) -> Facts:
     worker = arguments["self"]
     facts = _facts(arguments, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
     if _sft() and facts.iteration in (None, _UNNUMBERED):
-        facts = replace(facts, iteration=_sft_step())
+        # The trainer's step, which continues across a resume, is in a variable of its ``fit`` only.
+        facts = replace(facts, iteration=local("global_step"))
     return facts
 
 
@@ -181,43 +174,34 @@ def _sft() -> bool:
     return _SFT_TRAINER in sys.modules or getattr(main, "name", None) == _SFT_TRAINER
 
 
-def _sft_step() -> int | None:
-    """Returns the trainer's step, which continues across a resume. ``SFTTrainer.fit`` has it in a local variable
-    only."""
-    for frame in callers():
-        if frame.f_code.co_name == "fit" and isinstance(step := frame.f_locals.get("global_step"), int):
-            return step
-    return None
-
-
 def _start(arguments: Mapping[str, Any]) -> Facts:
     """Notes that a step to be profiled starts. verl's trainer calls this on every worker, whatever the tool."""
     _adopt(arguments["self"])
-    if _Requested.step is not None:
-        _Requested.step = arguments.get("kwargs", {}).get("profile_step", _UNNUMBERED)
+    if _Announced.step is not None:
+        _Announced.step = arguments.get("kwargs", {}).get("profile_step", _UNNUMBERED)
     return Facts()
 
 
 def _stop(arguments: Mapping[str, Any]) -> Facts:
     """Notes that the step is over. Ray may kill this worker before it gets to its end, so its files are finished."""
     over("step")
-    if _Requested.step is not None:
-        _Requested.step = NO_STEP
+    if _Announced.step is not None:
+        _Announced.step = NO_STEP
     return Facts()
 
 
 def _run_job(arguments: Mapping[str, Any]) -> Facts:
     """Learns from verl's settings where the workers' files are: the trainer's process waits for them at the end. It may
     be on any node, so it logs where it is."""
-    if _Requested.config is None and "MEGAPROF_TARGET" not in os.environ:
+    if armed.config is None and "MEGAPROF_TARGET" not in os.environ:
         config = arguments.get("config", getattr(arguments.get("self"), "config", None))
-        _Requested.config = config_of_job(config or {})
+        armed.config = _config_of_job(config or {})
     show_lines()
     logger.info("megaprof: verl's controller is process %d on %s", os.getpid(), socket.gethostname())
     return Facts()
 
 
-def config_of_job(job_config: Any) -> ProfileConfig | None:
+def _config_of_job(job_config: Any) -> ProfileConfig | None:
     """Returns what a job's whole configuration asks of megaprof; None unless it names megaprof as its tool. Raises
     ValueError like `config_from`."""
     if _get(job_config, "global_profiler.tool") == TOOL:
@@ -225,28 +209,6 @@ def config_of_job(job_config: Any) -> ProfileConfig | None:
     if _get(job_config, "profiler.tool") == TOOL:  # an SFT run
         return _from_profilers(_ANY_STEP, {"profiler": job_config["profiler"]})
     return None
-
-
-def config_of_worker(worker: Any) -> ProfileConfig | None:
-    """Returns what the configuration of a worker asks of megaprof; None unless it names megaprof as its tool. Raises
-    ValueError like `config_from`."""
-    worker_config: Any = getattr(worker, "config", None)
-    job_config = worker_config._get_root() if hasattr(worker_config, "_get_root") else {}
-    if "global_profiler" in job_config:
-        return config_of_job(job_config)
-    if _get(worker_config, "profiler_config.tool") != TOOL:
-        return None
-    # A worker that has only the settings of its own profiler; its trainer announces when to profile.
-    path = "critic.profiler" if _get(worker_config, "model_type") == "value_model" else "profiler"
-    return _from_profilers(_ANY_STEP, {path: worker_config.profiler_config})
-
-
-def announces(worker: Any) -> bool:
-    """Returns whether verl's trainer says when a step of `config_of_worker` begins: not if the steps are from settings
-    that it does not read."""
-    worker_config: Any = getattr(worker, "config", None)
-    job_config = worker_config._get_root() if hasattr(worker_config, "_get_root") else {}
-    return "global_profiler" not in job_config or _get(job_config, "global_profiler.steps") is not None
 
 
 def config_from(config: Any) -> ProfileConfig:
@@ -574,5 +536,4 @@ HOST = Host(
         Hook(f"{_EXPERIMENTAL}.one_step_off_policy.ray_trainer", "OneStepOffRayTrainer.fit", ends="job"),
         Hook(f"{_EXPERIMENTAL}.fully_async_policy.message_queue", "MessageQueueClient.clear_queue", ends="job"),
     ),
-    config=_config,
 )

@@ -14,10 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.ranges import WAITING
 from megaprof.runtime.interruption import Suppressed
+from megaprof.runtime.isolation import in_full
 
 if TYPE_CHECKING:
     from megaprof.formats.timeline import Waited
@@ -39,7 +42,7 @@ class Parts:
         self._spans: deque[Span] = deque(maxlen=_MOST)
         self._thread: int | None = None
         self._asked: set[object] = set()
-        self._optimizes: int | None = None  # since when
+        self._optimizes: list[int] = []  # since when, once for all who watch
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -83,19 +86,14 @@ class Parts:
 
         def before(*_: Any) -> None:
             alone = self.now is None and threading.get_ident() == self._thread
-            self._optimizes = time.time_ns() if alone else None
+            self._optimizes = [time.time_ns()] if alone else []
 
         def after(*_: Any) -> None:  # not if the step fails
-            if self._optimizes is not None:
-                self._spans.append(("optimizer", self._optimizes, time.time_ns()))
-                self._optimizes = None
-
-        def end() -> None:
-            for hook in hooks:
-                hook.remove()
+            while self._optimizes:
+                self._spans.append(("optimizer", self._optimizes.pop(), time.time_ns()))
 
         hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-        return end
+        return partial(in_full, *(hook.remove for hook in hooks))
 
     def leave(self) -> None:
         """Ends the part that runs."""
@@ -109,12 +107,8 @@ class Parts:
 
     def since(self, ns: int) -> list[Span]:
         """Returns the parts that began after this time."""
-        spans = []
-        for span in reversed(self._spans):
-            if span[1] < ns:
-                break
-            spans.append(span)
-        return spans
+        # A copy: other threads, on which methods of an actor end, add to it meanwhile.
+        return [*takewhile(lambda span: span[1] >= ns, reversed(list(self._spans)))]
 
 
 #: The generation whose collections take a long time.

@@ -18,7 +18,8 @@ class Armed:
 
     def __init__(self) -> None:
         self.config: Any = None
-        """The `ProfileConfig` that it was armed with; None if the environment or a host's own settings have it."""
+        """The `ProfileConfig` that it was armed with, or that a host's own settings ask for. The ValueError of a
+        mistake in these; None if the environment has it."""
         self.since = 0.0
         """When it was armed, in seconds since the epoch."""
         self.place: Any = None

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.autoload import arming, registry
+from megaprof.autoload import arming, megatron_lm, registry
 from megaprof.autoload.arming import PATH, environment
 from megaprof.capture import profiler
 from megaprof.capture.process import process
@@ -217,7 +217,7 @@ bridge.train({way!r}, config)
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_hosts_own_profiler_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "arguments", lambda: argparse.Namespace(profile=True, use_pytorch_profiler=True))
+    monkeypatch.setattr(megatron_lm, "arguments", lambda: argparse.Namespace(profile=True, use_pytorch_profiler=True))
     monkeypatch.setattr(armed, "config", ProfileConfig(target=("train_actor",), dir=str(tmp_path)))
     with pytest.raises(ValueError, match="--profile and --profile-target are both set"):
         arming.install()

@@ -14,7 +14,7 @@ from megaprof import ProfileConfig, analyze, install_hooks
 from megaprof import role as role_scope
 from megaprof.analysis.trace.reading import Timelines, find_timelines
 from megaprof.analysis.trace.runs import runs_in
-from megaprof.autoload.install import Handle, install_without_pipeline
+from megaprof.autoload.install import Handle
 from megaprof.capture import profiler
 from megaprof.capture.agenda import Demand
 from megaprof.capture.process import process
@@ -149,7 +149,7 @@ def test_on_demand(one_rank: Any, tmp_path: Path) -> None:
 
 def test_without_a_pipeline(one_rank: Any, tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
-    with install_without_pipeline(model, on(tmp_path, steps="3")):
+    with install_hooks(model, on(tmp_path, steps="3"), pipeline=False):
         plain = PlainSteps(model, 1)
         forward = plain.forward(lambda: model(torch.ones(4)).sum())
         backward = plain.backward(torch.Tensor.backward)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megaprof import ProfileConfig
+from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.autoload import arming, contract, install, registry
 from megaprof.autoload.contract import Facts, Hook
-from megaprof.autoload.install import install_without_pipeline
 from megaprof.capture import profiler
 from megaprof.capture.process import process
 from megaprof.recorders.call import Batch
@@ -91,7 +90,7 @@ def test_a_batch_is_a_step(engine: Engine, tmp_path: Path) -> None:
     plain = [engine.forward_backward_batch(data()) for _ in range(2)]
     wanted = config(tmp_path, "train_actor", "train_log_probs", steps="5", tool=("torch", "timeline"))
     before = torch.autograd.backward
-    with install_without_pipeline(None, wanted):
+    with install_hooks(None, wanted, pipeline=False):
         for engine.step in (4, 5, 5):  # of a step's mini-batches the first
             assert engine.forward_backward_batch(data(), forward_only=True) == plain[0]
             assert engine.forward_backward_batch(data()) == plain[0]
@@ -129,7 +128,7 @@ def test_all_batches_of_a_step_are_one_window(engine: Engine, tmp_path: Path) ->
 
 
 def test_an_exception_of_the_hosts_passes(engine: Engine, tmp_path: Path) -> None:
-    with install_without_pipeline(None, config(tmp_path, "train_actor", steps="0,1")):
+    with install_hooks(None, config(tmp_path, "train_actor", steps="0,1"), pipeline=False):
         with pytest.raises(KeyError, match="the host's own"):
             engine.fails(data())  # type: ignore[attr-defined]
         engine.step = 1
@@ -174,7 +173,7 @@ def test_positions_tell_where_sequences_begin(engine: Engine, tmp_path: Path) ->
     engine.module = Model()  # type: ignore[assignment]
     engine.forward_step = lambda row: engine.module(row, position_ids=row).sum()  # type: ignore[method-assign]
     rows = [torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[0, 1, 2, 3]])]
-    with install_without_pipeline(None, config(tmp_path, "train_actor", steps="0")):
+    with install_hooks(None, config(tmp_path, "train_actor", steps="0"), pipeline=False):
         forward = vars(engine.module).get("forward")
         engine.forward_backward_batch(rows)
         assert vars(engine.module).get("forward") is forward

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.autoload import registry
+from megaprof.autoload import arming, registry
 from megaprof.autoload.contract import Facts
 from megaprof.hosts import skyrl, slime, verl
 from megaprof.runtime.armed import armed
@@ -321,8 +321,8 @@ def test_verls_controller_says_where_it_is(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.fixture
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl._Requested, "config", None)
-    monkeypatch.setattr(verl._Requested, "step", None)
+    monkeypatch.setattr(armed, "config", None)
+    monkeypatch.setattr(verl._Announced, "step", None)
     monkeypatch.setattr(armed, "install", lambda: False)
 
 
@@ -340,8 +340,7 @@ def critic(**profiler: Any) -> Any:
 def test_verl_profiles_when_its_trainer_says_so() -> None:
     worker = critic()
     assert facts("train_batch", worker).iteration == verl.NO_STEP
-    config = registry.config()
-    assert config is not None
+    config = armed.config
     assert (config.role_select, str(config.selector("critic"))) == ("critic=0", "0")
     facts("start_profile", worker, kwargs={"profile_step": 5})
     assert facts("train_batch", worker) == Facts(role="critic", iteration=5)
@@ -358,15 +357,14 @@ def test_steps_that_verls_trainer_does_not_know_are_those_that_came_with_the_bat
     tree = verl_tree({**settings, **steps})
     worker = SimpleNamespace(config=SimpleNamespace(model_type="value_model", _get_root=lambda: tree))
     assert facts("train_batch", worker, data=SimpleNamespace(meta_info={"megaprof_step": 2})).iteration == 2
-    config = registry.config()
-    assert config is not None
+    config = armed.config
     assert config.plan("train_overall", "critic").captures(2, 0)
 
 
 @pytest.mark.usefixtures("unsettled")
 def test_verls_trainers_that_override_fit_wait_for_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
-    monkeypatch.setattr(armed, "finish_job", lambda: waited.append(registry.config()))
+    monkeypatch.setattr(armed, "finish_job", lambda: waited.append(armed.config))
     experimental = "verl.experimental"
 
     class OneStepOffRayTrainer:
@@ -420,14 +418,14 @@ def test_verl_settings_of_another_tool_are_left_to_verl(monkeypatch: pytest.Monk
     assert facts("train_batch", critic(tool="torch")).iteration is None
     monkeypatch.setenv("MEGAPROF_TARGET", "train_actor")
     assert facts("train_batch", critic()).iteration is None
-    assert registry.config() is None
+    assert armed.config is None
 
 
 @pytest.mark.usefixtures("unsettled")
 def test_verl_mistakes_are_raised_where_the_schedule_is_asked_for() -> None:
     facts("train_batch", critic(ranks=[-1]))
     with pytest.raises(ValueError, match=r"critic\.profiler\.ranks: -1"):
-        registry.config()
+        arming._config()
 
 
 @pytest.mark.hosts

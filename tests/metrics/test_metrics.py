@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.autoload import registry
+from megaprof.autoload import megatron_lm
 from megaprof.formats.job import RankStatus, RunRecord
 from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
@@ -188,7 +188,7 @@ def test_megatron_lms_tensorboard_writer_gets_them(
     writer = SummaryWriter(log_dir=str(tmp_path))
     host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer, _GLOBAL_WANDB_WRITER=None)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
-    ((name, sink),) = sinks.host_sinks(registry.writers())
+    ((name, sink),) = sinks.host_sinks(megatron_lm.writers())
     sink(summary)
     writer.close()
     events = EventAccumulator(str(tmp_path))
@@ -204,7 +204,7 @@ def test_wandbs_step_stays_the_hosts(summary: Summary, monkeypatch: pytest.Monke
     wandb = types.SimpleNamespace(log=lambda data, **options: logged.append((data, options)))
     host = types.SimpleNamespace(_GLOBAL_WANDB_WRITER=wandb)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
-    ((_, sink),) = sinks.host_sinks(registry.writers())
+    ((_, sink),) = sinks.host_sinks(megatron_lm.writers())
     sink(summary)
     ((data, options),) = logged
     assert options == {"commit": False}
@@ -213,14 +213,14 @@ def test_wandbs_step_stays_the_hosts(summary: Summary, monkeypatch: pytest.Monke
 
 OTEL = """
 import sys
-from megaprof.autoload import registry
+from megaprof.autoload import megatron_lm
 from megaprof.metrics import sinks
 from megaprof.metrics.figures import StageFigures, Summary
-assert sinks.meter(registry.writers().meter) is None and "opentelemetry" not in sys.modules
+assert sinks.meter(megatron_lm.writers().meter) is None and "opentelemetry" not in sys.modules
 from opentelemetry import metrics
-assert sinks.meter(registry.writers().meter) is None
+assert sinks.meter(megatron_lm.writers().meter) is None
 metrics.get_meter("host")  # a proxy, which the API makes by itself
-assert sinks.meter(registry.writers().meter) is None
+assert sinks.meter(megatron_lm.writers().meter) is None
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 reader = InMemoryMetricReader()
@@ -229,11 +229,11 @@ if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
     import types
     host = types.SimpleNamespace(_GLOBAL_TELEMETRY_HANDLE=types.SimpleNamespace(is_exporting=False))
     sys.modules["megatron.training.global_vars"] = host
-    assert sinks.meter(registry.writers().meter) is None
+    assert sinks.meter(megatron_lm.writers().meter) is None
     host._GLOBAL_TELEMETRY_HANDLE = types.SimpleNamespace(is_exporting=True, meter=provider.get_meter("megatron-lm"))
 else:
     metrics.set_meter_provider(provider)
-sink = sinks.OpenTelemetry(sinks.meter(registry.writers().meter), "actor")
+sink = sinks.OpenTelemetry(sinks.meter(megatron_lm.writers().meter), "actor")
 stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, *[None] * 6) for pp, ms in enumerate((40.0, None)))
 def seen():
     data = reader.get_metrics_data()
@@ -287,7 +287,7 @@ def test_a_writer_that_fails_is_left_alone(
     listener: Any = types.SimpleNamespace(
         job=types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh}), closed=False
     )
-    overview = sinks.Overview(config, listener, LAYOUT.coords(0), None, registry.writers)
+    overview = sinks.Overview(config, listener, LAYOUT.coords(0), None, megatron_lm.writers)
     for _ in range(3):
         overview.look()
         assert prometheus.exists()

@@ -13,9 +13,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megaprof.analysis.table.iterations import parts_of
 from megaprof.analysis.trace.traces import read_trace
+from megaprof.formats.timeline import SUFFIX, read_timeline
 from tests.integrations.driving import PATIENT_RAY
 from tests.trainers.digests import read_digests
 
@@ -33,8 +36,11 @@ PROFILE = (
     "--profile-activities",
     "cpu",
 )
-#: The same of a trainer for RL.
+#: The same of a trainer for RL, whose every step is in a timeline, too.
 RL_PROFILE = (
+    "--profile-tool",
+    "torch",
+    "timeline",
     "--profile-target",
     "train_actor",
     "train_log_probs",
@@ -158,6 +164,29 @@ def check(
         assert all(stage[f"{each}_ms"]["mean"] > 0 for stage in stages for each in passes)
     for key, number in microbatches.items():
         assert (found[key]["framework"], found[key]["microbatches"]) == (framework, number)
+
+
+def check_iterations(traces: Path, roles: Mapping[str, Collection[str]]) -> None:
+    """Of the ranks of each of the ``roles``, the report has whole iterations with these parts, among others. The parts
+    of every one add up to the time from one call of the schedule to another."""
+    found = {each["role"]: each["iterations"] for each in _report(traces).values() if each["iterations"] is not None}
+    print(json.dumps(found, indent=1))
+    assert found.keys() == roles.keys()
+    for role, names in roles.items():
+        parts = {part["name"]: part["ms"] for part in found[role]["parts"]}
+        assert {*names} <= parts.keys()
+        assert sum(parts.values()) == pytest.approx(found[role]["ms"])
+        assert (found[role]["rollout_ahead_ms"] is not None) == ("rollout" in names)
+    for path in traces.rglob("*" + SUFFIX):
+        timeline = read_timeline(path)
+        for key in {(each.target, each.role) for each in timeline.metadata}:
+            of_key = np.array([(each.target, each.role) == key for each in timeline.metadata])
+            rows = np.flatnonzero(of_key[timeline.steps["metadata"]])
+            starts = timeline.steps["start_ns"][rows] / 1e6
+            walls = starts - starts[:, None]
+            of_iterations = parts_of(timeline, rows).values()
+            for whole in np.sum([np.maximum(ms, 0.0) for ms in of_iterations], axis=0).reshape(-1):
+                assert np.isclose(walls, whole, rtol=0.01).any()
 
 
 def _report(directory: Path) -> dict[tuple[str, str | None], dict[str, Any]]:

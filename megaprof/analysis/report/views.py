@@ -96,16 +96,20 @@ def roles_table(targets: Sequence[TargetReport]) -> TableView | None:
     if not roles:
         return None
     shown = [name for name in _PHASES if any(phases[name] for _, _, phases in roles)]
+    waits = any(found.rollout_ahead_ms is not None for _, found, _ in roles)
     rows = []
     for target, found, phases in roles:
         pieces = ((_PHASES[name][0], phases[name], f"{name}: {number(phases[name])} ms") for name in shown)
         shares = [percent(phases[name] / found.ms) for name in shown]
-        shares += number(found.quicker_rollout_ms), number(found.rollout_ahead_ms)
+        shares += [number(found.quicker_rollout_ms), number(found.rollout_ahead_ms)] * waits
         rows.append(row(target.role or target.target, number(found.ms), Cell(bars=(stacked(pieces),)), *shares))
-    columns = Column("role", "name"), Column("a step", unit="ms"), Column("share", "bars"), *map(Column, shown)
-    columns += Column("rollout\n20% quicker", unit="ms"), Column("rollout\nahead", unit="ms")
+    columns = [Column("role", "name"), Column("a step", unit="ms"), Column("share", "bars"), *map(Column, shown)]
+    columns += [Column("rollout\n20% quicker", unit="ms"), Column("rollout\nahead", unit="ms")] * waits
     legend = tuple((_PHASES[name][0], name) for name in shown)
-    return TableView("what the ranks do in a step of reinforcement learning", columns, tuple(rows), legend=legend)
+    title = "what the ranks do in a step of reinforcement learning"
+    if not waits:
+        title += "; what rollouts cost is not known, as no rank was seen to wait for one after it gave its weights away"
+    return TableView(title, tuple(columns), tuple(rows), legend=legend)
 
 
 #: What the ranks of a role do in a step: how it is drawn, and its parts of an iteration, beside the step itself.

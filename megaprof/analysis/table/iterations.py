@@ -77,12 +77,12 @@ class Iterations:
         return sum(part.ms for part in self.parts if part.name in names)
 
 
-def parts_of(timeline: format.Timeline, metadata: Sequence[int]) -> Parts:
-    """Returns the parts of the iterations in a file, of steps with these metadata. They add up to the wall time of
-    each, on a GPU's clock as far as that agrees with the host's. With rollouts, an iteration has all steps from one to
+def parts_of(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> Parts:
+    """Returns the parts of the iterations in a file, of the steps of one target and role, which may have different
+    numbers of microbatches. They add up to the wall time of each, on a GPU's clock as far as that agrees with the
+    host's. With rollouts, an iteration has all steps from one to
     the next. Iterations in which a window was open, or a call failed, or whose next step is missing, do not count; a
     file of an earlier version has none."""
-    rows = np.flatnonzero(np.isin(timeline.steps["metadata"], metadata))
     steps, facts = timeline.steps[rows], timeline.facts(format.BETWEEN)
     first = np.flatnonzero(steps["index"] == 0)
     if len(first) < 2 or not facts:
@@ -115,7 +115,8 @@ def parts_of(timeline: format.Timeline, metadata: Sequence[int]) -> Parts:
     parts |= {"forward": calls["forward"] - in_forward, "backward": calls["backward"]}
     parts |= {"combined": calls["combined"] - (parts[DATA] - in_forward), GRADIENTS: calls["finalize"]}
     parts[EXCHANGES] = np.maximum(calls["duration"] - sum(parts.values()), 0.0)
-    own = part_of_call(timeline.metadata[metadata[0]].target, timeline.metadata[metadata[0]].role)
+    of_calls = timeline.metadata[steps["metadata"][0]]
+    own = part_of_call(of_calls.target, of_calls.role)
     parts |= {name: between[whole, place] for place, name in enumerate(PARTS) if name != own}
     parts[UNKNOWN] = np.diff(steps["start_ns"][first])[whole] / 1e6 - sum(parts.values())
     return parts

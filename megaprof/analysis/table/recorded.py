@@ -229,9 +229,7 @@ def _steps(timelines: Timelines, plan: _Plan, rank: _Rank) -> RankSteps | None:
     parts: list[Parts] = []
     for timeline, rows in timelines.steps_of(rank.files, plan.key):
         alike = [_shape(metadata) == _shape(plan.metadata) for metadata in timeline.metadata]
-        alike_numbers = np.intersect1d(np.flatnonzero(alike), timeline.steps["metadata"][rows]).tolist()
-        if alike_numbers:
-            parts.append(parts_of(timeline, alike_numbers))
+        parts.append(parts_of(timeline, rows))
         numbers = numbers_of(timeline.steps)
         is_wanted = _usable(timeline) & np.array(alike)[timeline.steps["metadata"]] & np.isin(numbers, plan.numbers)
         has_arrivals = np.isin(np.arange(len(is_wanted)), list(timeline.facts(format.COLLECTIVES)))

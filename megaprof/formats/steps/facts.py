@@ -3,7 +3,6 @@ data, arrivals at collectives, and what its rank did before it."""
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +40,6 @@ class Work:
         """The sum of the squares of the lengths, to which the cost of attention is proportional."""
         return sum(length * length for length in self.lengths)
 
-    @functools.cached_property
-    def packed(self) -> bytes:
-        """The microbatch as it is in a file. Microbatches that share this object are packed only once."""
-        return _OF_WORK.pack(min(self.tokens, _MOST_32), min(len(self.lengths), _MOST_32), self.squares)
-
 
 def pack_work(works: Mapping[int, Work]) -> bytes:
     """Returns one byte for the least exact source, and 16 for each microbatch up to the last one whose work is known.
@@ -54,7 +48,7 @@ def pack_work(works: Mapping[int, Work]) -> bytes:
         return b""
     rows = [bytes(_OF_WORK.size)] * (max(works) + 1)
     for microbatch, work in works.items():
-        rows[microbatch] = work.packed
+        rows[microbatch] = _OF_WORK.pack(min(work.tokens, _MOST_32), min(len(work.lengths), _MOST_32), work.squares)
     least_exact = max(map(SOURCES.index, {work.source for work in works.values()}))
     return b"".join((bytes((least_exact + 1,)), *rows))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.table.iterations import EXCHANGES, UNKNOWN, iterations_of, parts_of
+from megaprof.analysis.table.iterations import EXCHANGES, UNKNOWN, Parts, iterations_of, parts_of
 from megaprof.formats import timeline as format
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.facts import pack_between, pack_data
@@ -28,9 +28,10 @@ STEP = st.tuples(st.lists(CALL, min_size=1, max_size=3), BETWEEN, MS)
 def write(
     path: Path, steps: list[Any], *, flags: int = 0, target: str = "train_actor", role: str | None = None
 ) -> list[float]:
-    """A file of these steps; returns the wall time of each that has one behind it, in milliseconds."""
+    """A file of these steps, every second one with another number of microbatches; returns the wall time of each that
+    has one behind it, in milliseconds."""
     layout = WorldLayout(ParallelSizes(tp=1, pp=1, cp=1, ep=1, dp=1))
-    metadata = described(
+    one = described(
         layout.coords(0),
         [chunk(4, embedding=True, loss=True)],
         target=target,
@@ -39,7 +40,8 @@ def write(
         host="node-1",
         device="cpu",
     ) | {"timeline": {"clock": "host"}, "role": role}
-    out = [format.MAGIC, format.metadata_record(metadata), format.shape_record([])]
+    metadata = [format.metadata_record(one | {"microbatches": microbatches}) for microbatches in (1, 2)]
+    out = [format.MAGIC, *metadata, format.shape_record([])]
     now_us, row, before, walls = 0, 0, None, list[float]()
     for number, (calls, between, unknown) in enumerate(steps):
         began_us = now_us
@@ -47,7 +49,7 @@ def write(
             length = waits + forward + backward + gradients + rest
             spent = (1000 * length, 1000 * (waits + forward), 1000 * backward, 0, 1000 * gradients, 0, 0)
             begun = index, flags, number, START_NS + 1000 * now_us
-            out.append(format.step_record(0, 0, begun, spent, b""))
+            out.append(format.step_record(number % 2, 0, begun, spent, b""))
             data = [(codes.DATA | codes.phase(0, 0, 0), 0, 1_000_000 * waits)]
             out.append(format.fact_record(row, format.DATA, pack_data(data)))
             if index == 0 and before is not None:
@@ -61,11 +63,16 @@ def write(
     return walls[:-1]
 
 
+def read(path: Path) -> Parts:
+    timeline = read_timeline(path)
+    return parts_of(timeline, np.arange(len(timeline.steps)))
+
+
 @given(st.lists(STEP, min_size=2, max_size=6))
 def test_the_parts_of_every_iteration_add_up(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
     path = tmp_path_factory.mktemp("timeline") / "a.timeline.bin"
     walls = write(path, steps)
-    parts = parts_of(read_timeline(path), [0])
+    parts = read(path)
     assert sum(parts.values()) == pytest.approx(walls, rel=0.01, abs=1e-6)
     for number, (_, between, unknown) in enumerate(steps[:-1]):
         assert parts["optimizer"][number] == between.get("optimizer", 0)
@@ -83,7 +90,7 @@ def test_the_rank_on_which_a_part_is_dear_is_named(tmp_path: Path) -> None:
     for rank, saves in enumerate((0, 300, 0)):
         path = tmp_path / f"{rank}.timeline.bin"
         write(path, [([(5, 20, 40, 10, 25)], {"saving": saves * (n % 5 == 4)}, 0) for n in range(21)])
-        ranks[rank] = [parts_of(read_timeline(path), [0])]
+        ranks[rank] = [read(path)]
     found = iterations_of(ranks)
     assert found is not None
     (saving,) = (part for part in found.parts if part.name == "saving")
@@ -109,7 +116,7 @@ def test_an_iteration_with_rollouts_has_all_steps_until_the_next_one(tmp_path: P
             between |= {"weight_sync": 20, "rollout": long, "train_log_probs": 30, "reference": 40, "waiting": 5}
         steps.append((CALLS, between, 15))
     write(path, [*steps, (CALLS, {}, 0)])
-    found = iterations_of({0: [parts_of(read_timeline(path), [0])]})
+    found = iterations_of({0: [read(path)]})
     assert found is not None
     rest = 2 * (100 + 10 + 15) + 20 + 30 + 40 + 5
     assert (found.count, found.ms, found.step_ms) == (5, pytest.approx(rest + 240), 200)
@@ -121,11 +128,11 @@ def test_an_iteration_with_rollouts_has_all_steps_until_the_next_one(tmp_path: P
 def test_a_rollout_that_is_longer_than_the_rest_hides_that(tmp_path: Path) -> None:
     path = tmp_path / "a.timeline.bin"
     write(path, [(CALLS, {"rollout": 1000}, 50)] * 4)
-    found = iterations_of({0: [parts_of(read_timeline(path), [0])]})
+    found = iterations_of({0: [read(path)]})
     assert found is not None
     assert (found.ms, found.rollout_ahead_ms) == (1150, 1000)
     write(path, [(CALLS, {"waiting": 1000}, 50)] * 4)
-    found = iterations_of({0: [parts_of(read_timeline(path), [0])]})
+    found = iterations_of({0: [read(path)]})
     assert found is not None
     assert (found.quicker_rollout_ms, found.rollout_ahead_ms) == (None, None)
 
@@ -134,7 +141,7 @@ def test_the_calls_of_a_reference_alone_are_counted_once(tmp_path: Path) -> None
     path = tmp_path / "a.timeline.bin"
     steps: list[Any] = [(CALLS, {"reference": 100, "waiting": 300}, 0)] * 3
     write(path, steps, target="train_log_probs", role="ref")
-    parts = parts_of(read_timeline(path), [0])
+    parts = read(path)
     assert "reference" not in parts
     assert parts["waiting"].tolist() == [300, 300]
 
@@ -143,6 +150,6 @@ def test_disturbed_iterations_and_files_of_earlier_versions_say_nothing(tmp_path
     path = tmp_path / "a.timeline.bin"
     steps = [([(5, 20, 40, 10, 25)], {"saving": 5}, 0)] * 3
     write(path, steps, flags=format.DISTURBED)
-    assert iterations_of({0: [parts_of(read_timeline(path), [0])]}) is None
+    assert iterations_of({0: [read(path)]}) is None
     write(path, steps[:1])
-    assert iterations_of({0: [parts_of(read_timeline(path), [0])]}) is None
+    assert iterations_of({0: [read(path)]}) is None

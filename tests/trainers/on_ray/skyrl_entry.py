@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp, validate_cfg
 from skyrl.train.utils.utils import initialize_ray
@@ -45,6 +44,9 @@ class Engine:
     async def is_sleeping(self) -> bool:
         return False
 
+    async def get_world_size(self) -> tuple[int, None]:
+        return 2, None
+
     def increment_weight_version(self) -> None:
         self.weight_version += 1
 
@@ -67,8 +69,6 @@ class Experiment(BasePPOExp):
 
 @ray.remote(num_cpus=1)
 def train(configuration: SkyRLTrainConfig) -> None:
-    WorkerDispatch.init_weight_sync_state = lambda self, client: None
-    WorkerDispatch._broadcast_to_inference_engines = lambda self, client, model_id=None: None
     Experiment(configuration).run()
 
 

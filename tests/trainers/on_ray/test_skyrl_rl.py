@@ -1,7 +1,7 @@
 """SkyRL's RL trainer, whole, on two stages: ``python -m skyrl.train.entrypoints.main_base``, GRPO with a reference.
 
-Replaced: what test_skyrl_sft replaces, and the inference engine with the weights that it would be sent, by SkyRL's
-``trainer.override_entrypoint`` (skyrl_entry).
+Replaced: what test_skyrl_sft replaces, and the inference engine, by SkyRL's ``trainer.override_entrypoint``
+(skyrl_entry); the weights are exported to it all the same (skyrl_names).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 
 from tests.trainers import tiny
 from tests.trainers.on_ray.skyrl import EDGES, VARIABLES, packages
-from tests.trainers.running import RL_PROFILE, check, ray_environment, train
+from tests.trainers.running import RL_PROFILE, check, check_iterations, ray_environment, train
 
 pytestmark = pytest.mark.hosts
 
-STEPS, PROMPTS, ANSWERS, MINI_BATCH = 3, 4, 2, 2  # a step, a prompt, and prompts of a mini-batch
+STEPS, PROMPTS, ANSWERS, MINI_BATCH = 4, 4, 2, 2  # a step, a prompt, and prompts of a mini-batch
 MODELS = """
 megatron_config.pipeline_model_parallel_size=2
 megatron_config.transformer_config_kwargs.num_layers_in_first_pipeline_stage=7
@@ -52,3 +52,8 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     kinds = [f"{each}.step000002" for each in ("train_actor.actor", "train_log_probs.actor", "train_log_probs.ref")]
     microbatches = {("train_actor", "actor"): MINI_BATCH * ANSWERS}
     check(plain, profiled, traces, "skyrl", STEPS * PROMPTS // MINI_BATCH, kinds, microbatches)
+    roles = {
+        "actor": ("rollout", "train_log_probs", "optimizer", "offload", "weight_sync"),
+        "ref": ("waiting", "offload"),
+    }
+    check_iterations(traces, roles)

@@ -17,12 +17,12 @@ import torch
 
 from tests.integrations.driving import checkout
 from tests.trainers import tiny
-from tests.trainers.running import check, environment, ray_environment, train
+from tests.trainers.running import check, check_iterations, environment, ray_environment, train
 
 pytestmark = pytest.mark.hosts
 
 EDGES = "sglang,sglang_router,torch_memory_saver,deep_ep,flash_attn,ring_flash_attn,wandb,pylatexenc"
-ROLLOUTS, STEPS, SAMPLES = 3, 2, 8  # steps and samples of a rollout
+ROLLOUTS, STEPS, SAMPLES = 4, 2, 8  # steps and samples of a rollout
 ARGUMENTS = f"""
 --train-backend megatron --actor-num-nodes 1 --actor-num-gpus-per-node 2 --num-gpus-per-node 2 --debug-train-only
 --swiglu --num-layers {tiny.LAYERS} --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --kv-channels 16
@@ -65,6 +65,7 @@ def test_by_its_own_options(tmp_path: Path) -> None:
         command += [option, str(model)]
     command += ARGUMENTS.split()
     wanted = {"MEGAPROF_DIR": str(traces), "MEGAPROF_SELECT": "per-stage", "MEGAPROF_ACTIVITIES": "cpu"}
+    wanted["MEGAPROF_TOOL"] = "torch,timeline"
     for work, own, options in ((plain, {}, ""), (profiled, wanted, PROFILE)):
         with ray_environment(work, EDGES, slime, megatron_lm, **own) as env:
             train([*command, *options.split()], env, work, seconds=1200)
@@ -73,3 +74,4 @@ def test_by_its_own_options(tmp_path: Path) -> None:
     passes = ("train_actor", "actor"), ("train_log_probs", "actor"), ("train_log_probs", "ref")
     kinds = [f"{target}.{role}.step000002" for target, role in passes]
     check(plain, profiled, traces, "slime", ROLLOUTS * STEPS, kinds, dict.fromkeys(passes, 4), padded)
+    check_iterations(traces, {"actor": ("rollout", "train_log_probs", "reference", "optimizer", "offload", "data")})

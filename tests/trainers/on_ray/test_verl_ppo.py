@@ -1,4 +1,4 @@
-"""verl's RL trainer, whole, on two stages: ``python -m verl.trainer.main_ppo``, GRPO with a reference, three steps.
+"""verl's RL trainer, whole, on two stages: ``python -m verl.trainer.main_ppo``, GRPO with a reference, four steps.
 
 Replaced: the GPUs (`tests.trainers.cpu_process`; Ray is told that it has two), Transformer Engine (tests/stand_ins),
 which computes attention over packed sequences one by one, and the inference engine, by verl's own registries
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainers import tiny
-from tests.trainers.running import RL_PROFILE, check, ray_environment, train
+from tests.trainers.running import RL_PROFILE, check, check_iterations, ray_environment, train
 
 pytestmark = pytest.mark.hosts
 
@@ -23,7 +23,7 @@ EDGES = (
     "apex,modelopt,vllm,sglang,nvidia_resiliency_ext,megatron.energon,mamba_ssm,causal_conv1d,fla,flashinfer,"
     "diffusers,timm,open_clip,mlflow,comet_ml,cupy,wandb,torchvision,qwen_vl_utils,mathruler,pylatexenc"
 )
-STEPS, PROMPTS, ANSWERS, MINI_BATCH = 3, 4, 2, 2  # a step, a prompt, and prompts of a mini-batch
+STEPS, PROMPTS, ANSWERS, MINI_BATCH = 4, 4, 2, 2  # a step, a prompt, and prompts of a mini-batch
 MEGATRON = """
 megatron.pipeline_model_parallel_size=2 megatron.tensor_model_parallel_size=1 megatron.sequence_parallel=False
 megatron.override_transformer_config.attention_backend=unfused
@@ -69,3 +69,4 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     }
     kinds = [f"{target}.{role}.step000002" for target, role in microbatches]
     check(plain, profiled, traces, "verl", STEPS * PROMPTS // MINI_BATCH, kinds, microbatches)
+    check_iterations(traces, {"actor": ("rollout", "train_log_probs", "reference", "optimizer", "weight_sync")})
