@@ -6,17 +6,14 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from megaprof.autoload import contract, megatron_bridge, megatron_lm
+from megaprof.autoload import contract, megatron_lm
 from megaprof.autoload.contract import Hook, Host
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.runtime.patching import Patches
 
 #: A host that is built on another comes before it. Nothing else in the core names one that is an extra.
-HOSTS: tuple[Host, ...] = (
-    *(import_module(f"megaprof.hosts.{name}").HOST for name in ("slime", "verl", "skyrl", "ms_swift")),
-    megatron_bridge.HOST,
-    megatron_lm.HOST,
-)
+_MODULES = "hosts.slime", "hosts.verl", "hosts.skyrl", "hosts.ms_swift", "autoload.megatron_bridge"
+HOSTS: tuple[Host, ...] = (*(import_module(f"megaprof.{name}").HOST for name in _MODULES), megatron_lm.HOST)
 #: Megatron-Core's optimizers, whoever the host is. A chained one calls others.
 _OPTIMIZERS = tuple(
     Hook("megatron.core.optimizer.optimizer", f"{name}.step", part="optimizer")

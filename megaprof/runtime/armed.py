@@ -18,8 +18,7 @@ class Armed:
 
     def __init__(self) -> None:
         self.config: Any = None
-        """The `ProfileConfig` that it was armed with, or that a host's own settings ask for. The ValueError of a
-        mistake in these; None if the environment has it."""
+        """Its `ProfileConfig`, or the ValueError of a host's own settings; None if the environment has it."""
         self.since = 0.0
         """When it was armed, in seconds since the epoch."""
         self.place: Any = None

@@ -90,26 +90,22 @@ def roles_table(targets: Sequence[TargetReport]) -> TableView | None:
             continue
         phases = {name: found.ms_of(*parts) for name, (_, parts) in _PHASES.items()}
         phases["log-probs" if target.forward_only else "training"] += found.ms_of(*STEP)
-        known = {*STEP, *(part for _, parts in _PHASES.values() for part in parts)}
-        phases["other"] = sum(part.ms for part in found.parts if part.name not in known)
+        phases["other"] = round(found.ms - sum(phases.values()), 6)
         roles.append((target, found, phases))
     if not roles:
         return None
     shown = [name for name in _PHASES if any(phases[name] for _, _, phases in roles)]
-    waits = any(found.rollout_ahead_ms is not None for _, found, _ in roles)
     rows = []
     for target, found, phases in roles:
         pieces = ((_PHASES[name][0], phases[name], f"{name}: {number(phases[name])} ms") for name in shown)
         shares = [percent(phases[name] / found.ms) for name in shown]
-        shares += [number(found.quicker_rollout_ms), number(found.rollout_ahead_ms)] * waits
+        shares += [number(found.quicker_rollout_ms), number(found.rollout_ahead_ms)] * ("rollout" in shown)
         rows.append(row(target.role or target.target, number(found.ms), Cell(bars=(stacked(pieces),)), *shares))
     columns = [Column("role", "name"), Column("a step", unit="ms"), Column("share", "bars"), *map(Column, shown)]
-    columns += [Column("rollout\n20% quicker", unit="ms"), Column("rollout\nahead", unit="ms")] * waits
-    legend = tuple((_PHASES[name][0], name) for name in shown)
+    columns += [Column("rollout\n20% quicker", unit="ms"), Column("rollout\nahead", unit="ms")] * ("rollout" in shown)
     title = "what the ranks do in a step of reinforcement learning"
-    if not waits:
-        title += "; what rollouts cost is not known, as no rank was seen to wait for one after it gave its weights away"
-    return TableView(title, tuple(columns), tuple(rows), legend=legend)
+    title += "" if "rollout" in shown else "; none was seen to wait for a rollout after it gave its weights away"
+    return TableView(title, tuple(columns), tuple(rows), legend=tuple((_PHASES[name][0], name) for name in shown))
 
 
 #: What the ranks of a role do in a step: how it is drawn, and its parts of an iteration, beside the step itself.

@@ -99,7 +99,8 @@ def parts_of(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> Parts:
     # What a fact tells is of the iteration before it.
     between = np.add.reduceat(between[1 : begins[-1] + 1], begins[:-1])
     whole, first = np.logical_and.reduceat(known[: begins[-1]], begins[:-1]), first[begins]
-    whole &= np.add.reduceat(steps["flags"] & _LEFT_OUT > 0, first)[:-1] == 0
+    left_out = np.sort(timeline.steps["start_ns"][timeline.steps["flags"] & _LEFT_OUT > 0])  # calls of all targets
+    whole &= np.diff(np.searchsorted(left_out, steps["start_ns"][first])) == 0
     waits_us = np.zeros(len(timeline.steps))
     for row, payload in timeline.facts(format.DATA).items():
         if row < len(waits_us) and (waits := unpack_data(payload)) is not None:

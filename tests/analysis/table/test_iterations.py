@@ -25,22 +25,26 @@ BETWEEN = st.dictionaries(st.sampled_from(["optimizer", "evaluation", "saving", 
 STEP = st.tuples(st.lists(CALL, min_size=1, max_size=3), BETWEEN, MS)
 
 
+def of_calls(target: str, role: str | None, microbatches: int) -> bytes:
+    layout = WorldLayout(ParallelSizes(tp=1, pp=1, cp=1, ep=1, dp=1))
+    metadata = described(
+        layout.coords(0),
+        [chunk(4, embedding=True, loss=True)],
+        target=target,
+        steps=(0, 1),
+        microbatches=microbatches,
+        host="node-1",
+        device="cpu",
+    )
+    return format.metadata_record(metadata | {"timeline": {"clock": "host"}, "role": role})
+
+
 def write(
     path: Path, steps: list[Any], *, flags: int = 0, target: str = "train_actor", role: str | None = None
 ) -> list[float]:
     """A file of these steps, every second one with another number of microbatches; returns the wall time of each that
     has one behind it, in milliseconds."""
-    layout = WorldLayout(ParallelSizes(tp=1, pp=1, cp=1, ep=1, dp=1))
-    one = described(
-        layout.coords(0),
-        [chunk(4, embedding=True, loss=True)],
-        target=target,
-        steps=(0, 1),
-        microbatches=1,
-        host="node-1",
-        device="cpu",
-    ) | {"timeline": {"clock": "host"}, "role": role}
-    metadata = [format.metadata_record(one | {"microbatches": microbatches}) for microbatches in (1, 2)]
+    metadata = [of_calls(target, role, microbatches) for microbatches in (1, 2)]
     out = [format.MAGIC, *metadata, format.shape_record([])]
     now_us, row, before, walls = 0, 0, None, list[float]()
     for number, (calls, between, unknown) in enumerate(steps):
@@ -144,6 +148,18 @@ def test_the_calls_of_a_reference_alone_are_counted_once(tmp_path: Path) -> None
     parts = read(path)
     assert "reference" not in parts
     assert parts["waiting"].tolist() == [300, 300]
+
+
+def test_a_window_on_other_calls_disturbs_an_iteration(tmp_path: Path) -> None:
+    """Its log-probs were captured: they lie between two calls of the training."""
+    path = tmp_path / "a.timeline.bin"
+    write(path, [(CALLS, {"train_log_probs": 500 if number == 1 else 50}, 0) for number in range(4)])
+    begun = 0, format.DISTURBED, 2, START_NS + 300_000_000
+    captured = of_calls("train_log_probs", None, 1) + format.step_record(2, 0, begun, (1000, 0, 0, 0, 0, 0, 0), b"")
+    path.write_bytes(path.read_bytes() + captured)
+    timeline = read_timeline(path)
+    parts = parts_of(timeline, np.flatnonzero(timeline.steps["metadata"] < 2))
+    assert parts["train_log_probs"].tolist() == [50, 50]
 
 
 def test_disturbed_iterations_and_files_of_earlier_versions_say_nothing(tmp_path: Path) -> None:

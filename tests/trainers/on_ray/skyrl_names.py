@@ -1,5 +1,5 @@
-"""Two functions that SkyRL 0.4.0 takes from a later Megatron-Bridge than the newest release, both about experts; and what
-gives weights to its inference engines."""
+"""Two functions that SkyRL 0.4.0 takes from a later Megatron-Bridge than the newest release, both about experts; and
+what gives weights to its inference engines."""
 
 from types import ModuleType
 from typing import Any
