@@ -38,10 +38,9 @@ from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import Part, UnreadableTrace, refusing
 from megaprof.formats import ranges
-from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.names import parse_artifact_name, sanitise
+from megaprof.formats.names import appearing, parse_artifact_name, sanitise
 from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place

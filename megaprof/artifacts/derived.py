@@ -18,8 +18,7 @@ from typing import IO, Any
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats.names import KERNELS_SUFFIX, raw_path
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import from_host, logger
 
 #: The most windows whose files may wait for their turn. Each keeps a raw trace on disk, and nothing in memory.
 _QUEUE = 8

@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 
 from megaprof.formats.names import host, is_gone, is_leftover, repeats, temporary_path
 from megaprof.parallel.machine import find_bounds, local_ranks
-from megaprof.runtime.interruption import Suppressed, from_host
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import Suppressed, from_host, logger
 
 #: The most bytes that may wait in a process's scratch when another file is placed there.
 MOST_BYTES = 1 << 30

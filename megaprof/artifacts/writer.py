@@ -18,8 +18,7 @@ from pathlib import Path
 
 from megaprof.artifacts.places import Incomplete, Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
 from megaprof.formats.names import busy_path, kineto_temporary, plain_path, raw_path
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import from_host, logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
 FLUSH_SECONDS = 60.0

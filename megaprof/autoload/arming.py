@@ -24,8 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megaprof.runtime.armed import armed
-from megaprof.runtime.interruption import Suppressed
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import Suppressed, logger
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig

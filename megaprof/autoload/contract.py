@@ -20,8 +20,7 @@ from typing import Any, Literal
 from megaprof.capture.process import process
 from megaprof.recorders.call import Batch
 from megaprof.runtime.armed import armed
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import from_host, logger
 from megaprof.runtime.patching import Patches
 
 _Usual = Literal["optimizer", "evaluation", "saving", "logging", "data"]

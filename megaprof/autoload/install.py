@@ -24,20 +24,20 @@ from typing import Any
 from megaprof.artifacts.writer import FinishHook, open_writer
 from megaprof.autoload import job_end, megatron_lm, registry
 from megaprof.capture import profiler
-from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
+from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.session import Session
 from megaprof.capture.this_rank import ThisRank, moved
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import checked_role
+from megaprof.config.values import checked_role
 from megaprof.control.listener import Listener
 from megaprof.control.watchdog import Watchdog
 from megaprof.hooks.schedules import patch_megatron
 from megaprof.metrics.sinks import Overview, check_prometheus
 from megaprof.parallel.topology import WorldLayout
 from megaprof.recorders import build_recorders
-from megaprof.recorders.timeline.recorder import TimelineRecorder
+from megaprof.recorders.timeline import TimelineRecorder
 from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.patching import Patches
 

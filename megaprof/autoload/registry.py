@@ -8,7 +8,7 @@ from importlib import import_module
 
 from megaprof.autoload import contract, megatron_lm
 from megaprof.autoload.contract import Hook, Host
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
+from megaprof.config.values import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.runtime.patching import Patches
 
 #: A host that is built on another comes before it. Nothing else in the core names one that is an extra.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, Schedule
+from megaprof.config.values import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, Schedule
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:

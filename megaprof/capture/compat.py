@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.config.windows import TRAIN_OVERALL
+from megaprof.config.values import TRAIN_OVERALL
 
 #: Options that make the profiler hold weak references to tensors.
 HOLDING = ("record_shapes", "with_flops", "with_stack")

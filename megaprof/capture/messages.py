@@ -14,14 +14,13 @@ from typing import Any
 from megaprof.artifacts.places import is_remote
 from megaprof.capture.agenda import Agenda, Wish
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
-from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList, parse_schedule
+from megaprof.config.values import TRAIN_OVERALL, Schedule, StepList, parse_schedule
 from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Window
-from megaprof.recorders.timeline.step import BEFORE, BEHIND
-from megaprof.runtime.interruption import Suppressed
-from megaprof.runtime.logs import logger
+from megaprof.recorders.timeline_steps import BEFORE, BEHIND
+from megaprof.runtime.isolation import Suppressed, logger
 
 #: The most steps that a message lists.
 _LISTED = 5

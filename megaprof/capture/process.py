@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaprof.formats.nsys import SESSION_VARIABLE
-from megaprof.recorders.host import Parts
+from megaprof.capture.bounds import DeviceWait
+from megaprof.formats.metadata import SESSION_VARIABLE
+from megaprof.recorders.loop import Parts
 from megaprof.runtime.background import Background
-from megaprof.runtime.device import DeviceWait
 from megaprof.runtime.isolation import in_full
 from megaprof.runtime.patching import Patches
 

@@ -1,5 +1,6 @@
-"""Installs what a process has only once with its first session, and takes it back with the last one, after a fork and
-at exit: patches, SIGTERM handling, the background thread. All its state is in `megaprof.capture.process`."""
+"""What the sessions of a process share: the dispatcher, which finds the session that a call belongs to; and what is
+installed with the first session and taken back with the last one, after a fork and at exit (patches, SIGTERM handling).
+All its state is in `megaprof.capture.process`."""
 
 from __future__ import annotations
 
@@ -7,21 +8,185 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from megaprof.capture.dispatcher import Dispatcher
+from megaprof.capture.bounds import GRACE_SECONDS, capturing
 from megaprof.capture.process import process
 from megaprof.capture.session import Session
-from megaprof.runtime.device import capturing
+from megaprof.parallel.chunks import innermost
+from megaprof.recorders.call import CallFacts, RecordedCall
+from megaprof.recorders.tape import Gate
 from megaprof.runtime.ending import TERM_SECONDS, AtExit, Termination, in_forked_child
-from megaprof.runtime.isolation import in_full
+from megaprof.runtime.isolation import Contained, contained, fault_now, in_full, logger
 from megaprof.runtime.patching import Patches
 
 #: The longest time that the end of a host's step waits for unfinished files, in seconds; ``--profile-flush-seconds`` if
 #: that is less.
 STEP_END_SECONDS = 20.0
+
+
+class Dispatcher:
+    """Routes a ``forward_backward_func`` call to the session of the model that it runs.
+
+    The installed hooks of a process share one dispatcher. ``call`` is the call that is being recorded, or None. The
+    microbatch hooks look at nothing else, so an armed process without an open window pays one attribute read per
+    microbatch.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = process.sessions
+        """The sessions whose hooks are installed. Once the last one is removed it stays empty. Hooks of ours that
+        someone else has wrapped remain in place, and do nothing from then on."""
+        self.call: RecordedCall | None = None
+        """The call that is being recorded; None if none is. Hooks in Python look only at this."""
+        self.gate = Gate(on_fault=self._clock_failed)
+        self.inside: int | None = None
+        """The thread that is inside a schedule call; None if none is. It keeps an inner call from being recorded again:
+        a CUDA graph wrapper calls the schedule."""
+        self.of_this_call = Patches()
+        self.models: tuple[Any, ...] = ()
+        """The models inside the wrappers of the recorded call's chunks. Empty between calls."""
+        self.finalize: tuple[Any, Any] | None = None
+        """The function that finalises the gradients, as the last call found it, and our hook on it."""
+        self.close_modules: Callable[[], object] | None = None
+        """Closes the ranges of modules that are open in this thread. Can be run twice."""
+        self._recording: tuple[Session, RecordedCall] | None = None
+        self._last_model: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
+        """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
+        kept because unwrapping is slow: a torch module takes long to find that it lacks an attribute."""
+
+    def add(self, session: Session) -> None:
+        """Routes calls that run any model of ``session`` to it. A session without models gets the calls that no other
+        session takes."""
+        self._last_model = None
+        self.sessions.append(session)
+
+    def remove(self, session: Session) -> None:
+        """Stops routing calls to ``session``."""
+        self._last_model = None
+        if session in self.sessions:
+            self.sessions.remove(session)
+
+    @property
+    def level(self) -> str:
+        """The finest level of ranges for the call that is being recorded."""
+        recording = self._recording
+        return recording[0].config.ranges if recording is not None and recording[1].ranged else "step"
+
+    def _now(self, call: RecordedCall | None) -> None:
+        """Makes ``call`` the one that is being recorded; None: no call is recorded from now on."""
+        gate = self.gate
+        self.call = call
+        gate.tape = None if call is None or not call.timed else call.tape
+        # An open window needs ranges, or at least a check whether host memory runs out, which closes it early.
+        gate.slow = process.window is not None or (call is not None and call.ranged)
+
+    def _clock_failed(self, fault: BaseException) -> None:
+        """Contains ``fault``, which the clock of a tape raised. Raises it again if it belongs to the host."""
+        if not contained("reading the clock of the timeline", self.drop, fault):
+            raise fault
+
+    def begin(self, facts: CallFacts) -> RecordedCall | None:
+        """Begins a call. Returns it if it is recorded, else None. ``end`` must follow in either case."""
+        if process.asked:
+            self.settle()
+        session, models = self._route(facts.chunks)
+        call = None if session is None else session.begin(facts)
+        if session is not None and call is not None:
+            self._recording = session, call
+            self.models = models
+            self._now(call if call.timed or call.ranged else None)
+        return call
+
+    def end(self, *, failed: bool) -> None:
+        """Ends a call, recorded or not. ``failed``: it ended with an exception of the host's."""
+        self._now(None)
+        self.put_back()
+        self.models = ()
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording[0].end(recording[1], failed=failed)
+        for session in self.sessions:
+            if session.off is not None:  # a fault in this call, in which its recorders could not stop
+                session.abandon()
+        if process.asked:
+            self.settle()
+
+    def settle(self) -> None:
+        """Does what other threads have asked of the training thread. Only that thread may close a window, and not while
+        a CUDA graph is captured. In the middle of a call it does only what cannot wait: the device may be waiting for a
+        peer, which may be waiting for something that this rank has yet to send."""
+        if not self.sessions or capturing():  # without sessions, this dispatcher is no longer in use
+            return
+        for task in process.asked.copy():
+            if self._recording is None or task[1]:
+                in_full(task[0])
+                process.asked.remove(task)  # only now: the host may interrupt us
+
+    def cut(self, reason: str) -> None:
+        """Closes the open window now, even in the middle of a call. Keeps what the window has recorded. The timeline of
+        the call goes on."""
+        logger.warning("megaprof: the window closes early: %s", reason)
+        with Contained("closing a window early", self.drop):
+            in_full(self.close_modules)
+            call = None if self._recording is None else self._recording[1]
+            if call is not None:
+                call.ranged = False
+                call.outermost.close()
+            for session in self.sessions:
+                session.end_window(reason, None if call is None else GRACE_SECONDS)
+            self._now(call if call is not None and call.timed else None)
+
+    def put_back(self) -> None:
+        """Removes the patches that were made for the recorded call. Can be run twice."""
+        in_full(self.of_this_call.restore, self.close_modules)
+        self.close_modules = None
+
+    def forget(self) -> None:
+        """Forgets the call in progress, in a forked child: its sessions are the parent's."""
+        self._now(None)
+        self._recording = self.inside = self._last_model = None
+        self.models = ()
+
+    def drop(self) -> None:
+        """Switches off the sessions that a fault in a hook may have touched. Can be run twice.
+
+        Inside a schedule call, their recorders stop when the call ends: the fault may be in the middle of a backward,
+        and stopping Kineto inside the autograd engine crashes the process.
+        """
+        self._now(None)
+        recording = self._recording
+        touched = self.sessions.copy() if recording is None else [recording[0]]
+        for session in touched:
+            session.off = session.off or fault_now()
+        stops: list[Callable[[], object]] = []
+        if self.inside is None:
+            self._recording = None
+            stops = [session.abandon for session in touched]
+            stops += [] if recording is None else [recording[1].outermost.close]
+        in_full(self.put_back, *stops)
+
+    def _route(self, chunks: tuple[Any, ...]) -> tuple[Session | None, tuple[Any, ...]]:
+        """Returns the session that takes a call of ``chunks``, or None, and the models inside their wrappers."""
+        if self._last_model is not None and len(chunks) == 1:
+            chunk, model, session = self._last_model
+            if chunk() is chunks[0] and (unwrapped := model()) is not None:
+                return session, (unwrapped,)
+        models, taker = tuple(map(innermost, chunks)), None
+        for session in self.sessions:
+            if session.models is None:
+                taker = session  # unless another session has exactly this model
+            elif any(reference() is model for reference in session.models for model in models):
+                taker = session
+                break
+        if taker is not None and len(chunks) == 1 and chunks[0] is not None:
+            with suppress(TypeError):  # a model without weak references is looked up every time
+                self._last_model = weakref.ref(chunks[0]), weakref.ref(models[0]), taker
+        return taker, models
 
 
 def enter(session: Session, patch: Callable[[Patches, Dispatcher], None]) -> None:

@@ -31,10 +31,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaprof.capture.process import process
-from megaprof.config.windows import checked_role
+from megaprof.config.values import checked_role
 from megaprof.formats.ranges import DOMAIN
-from megaprof.runtime.isolation import Contained, in_full
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import Contained, in_full, logger
 
 if TYPE_CHECKING:
     from megaprof.recorders.emit import Range

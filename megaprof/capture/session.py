@@ -15,30 +15,25 @@ from typing import TYPE_CHECKING, Any
 from megaprof.artifacts.writer import Writer
 from megaprof.capture import compat
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
-from megaprof.capture.host_memory import HostMemoryGuard
+from megaprof.capture.bounds import HostMemoryGuard, capturing
 from megaprof.capture.messages import note_in_span, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, check_role
 from megaprof.config.options import ProfileConfig
-from megaprof.config.readers import parse_limit
-from megaprof.config.windows import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL
+from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
 from megaprof.formats import ranges
 from megaprof.formats.names import artifact_name, parse_artifact_name
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders import Recorder, Window
-from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
-from megaprof.recorders.describe import describe
+from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
 from megaprof.recorders.emit import Range
 from megaprof.recorders.emit import names as graph_names
 from megaprof.recorders.tape import Tape
-from megaprof.runtime.device import capturing
-from megaprof.runtime.interruption import Suppressed, from_host
-from megaprof.runtime.isolation import Contained, contained, fault_now, in_full
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import Contained, Suppressed, contained, fault_now, from_host, in_full, logger
 
 if TYPE_CHECKING:
-    from megaprof.recorders.timeline.recorder import TimelineRecorder
+    from megaprof.recorders.timeline import TimelineRecorder
 
 Numbers = Callable[[str], tuple["int | None", "int | None"]]
 """Gets the target of a call that begins, and returns the host's numbers of the call and of the host's step that it is

@@ -21,7 +21,7 @@ from megaprof.parallel.process_groups import (
 )
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
-from megaprof.runtime.logs import logger, show_lines
+from megaprof.runtime.isolation import logger, show_lines
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import msgspec
 
 from megaprof.cli import CommandError, UsageError, browser
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
-from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
+from megaprof.formats.names import appearing
 from megaprof.formats.remote import place
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import Any
 
 from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.config.options import ProfileConfig
-from megaprof.config.readers import BUILTIN
-from megaprof.config.windows import TARGETS
+from megaprof.config.values import BUILTIN, TARGETS
 from megaprof.control.request import OPTIONS, SELECT, STEPS, TIMEOUT, Requester, requester_for
 from megaprof.formats.job import Refused
 from megaprof.formats.phrases import counted

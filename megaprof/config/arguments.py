@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from megaprof.config.options import ALIASES, SCHEDULE, SWITCHES, ProfileConfig, destination, flag, options, variable
-from megaprof.config.windows import TARGETS
+from megaprof.config.values import TARGETS
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-import megaprof.config.readers as read
+import megaprof.config.values as read
 from megaprof.artifacts.places import check_remote, is_remote
-from megaprof.config.readers import TIMELINE
-from megaprof.config.windows import (
+from megaprof.config.values import (
     ANNOTATED,
     NONE,
     TARGETS,
+    TIMELINE,
     TRAIN_OVERALL,
     Plan,
     StepList,

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from megaprof.capture.agenda import Demand
 from megaprof.capture.compat import held_by
-from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
+from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.request import check, recorder_config
 from megaprof.formats.job import Answer, Refused, Request, RunRecord, State
+from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.formats.names import shard
-from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.formats.phrases import printable
 from megaprof.recorders import build_recorders
-from megaprof.recorders.timeline.step import Key
-from megaprof.runtime.logs import logger
+from megaprof.recorders.timeline_steps import Key
+from megaprof.runtime.isolation import logger
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session

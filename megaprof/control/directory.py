@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import msgspec
 
-from megaprof.formats.files import SAFE, appearing
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import (
     COLLECTIVES,
@@ -38,7 +37,7 @@ from megaprof.formats.job import (
     dead,
     decode,
 )
-from megaprof.formats.names import sanitise, shard_of
+from megaprof.formats.names import SAFE, appearing, sanitise, shard_of
 from megaprof.formats.phrases import Unanswerable, ago
 
 #: Bytes of the longest record; a longer file is not read.

@@ -48,9 +48,9 @@ from megaprof.formats.names import host
 from megaprof.formats.phrases import printable
 from megaprof.parallel.topology import AXES, RankCoords, WorldLayout
 from megaprof.recorders import flight
-from megaprof.recorders.timeline.step import ChangeClock, Key
+from megaprof.recorders.timeline_steps import ChangeClock, Key
 from megaprof.runtime.background import Background
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import logger
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session

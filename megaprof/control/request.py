@@ -21,8 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
-from megaprof.config.readers import TIMELINE
-from megaprof.config.windows import TARGETS
+from megaprof.config.values import TARGETS, TIMELINE
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, read, write
 from megaprof.formats.job import CAPTURE, LONGEST_TIMEOUT, MOST_STEPS, RUN, Answer, Refused, Request, RunRecord

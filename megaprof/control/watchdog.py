@@ -8,10 +8,10 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
+from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.request import STEPS, Requester, new_request
 from megaprof.formats.job import Refused
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import logger
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.cli import INTERRUPTED, TERMINATED, CommandError, UsageError
 from megaprof.cli.report import report_directory
-from megaprof.config.windows import TRAIN_ACTOR
+from megaprof.config.values import TRAIN_ACTOR
 from megaprof.demo import faults, live
 from megaprof.formats.phrases import counted
 

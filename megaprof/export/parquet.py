@@ -20,10 +20,10 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, with_texts
 from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats import timeline as format
-from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
 from megaprof.formats.job import BadRecord, RunRecord, decode
 from megaprof.formats.metadata import Metadata
+from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
+from megaprof.capture.profiler import Dispatcher
 from megaprof.formats.steps import codes
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range

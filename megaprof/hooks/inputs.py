@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megaprof.capture.dispatcher import Dispatcher
+from megaprof.capture.bounds import capturing
+from megaprof.capture.profiler import Dispatcher
 from megaprof.formats import ranges
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.facts import MASK, POSITIONS
 from megaprof.hooks.dispatch import ranged
 from megaprof.hooks.modules import compiled_in, is_compiled, sites
 from megaprof.parallel.chunks import innermost
-from megaprof.recorders.call import CallFacts, RecordedCall
-from megaprof.recorders.describe import MOST_SEQUENCES
+from megaprof.recorders.call import MOST_SEQUENCES, CallFacts, RecordedCall
 from megaprof.recorders.tape import Hook
-from megaprof.runtime.device import capturing
 from megaprof.runtime.isolation import Contained, contained
 
 _PACKED, _TOKENS = "packed_seq_params", "input_ids"
@@ -90,7 +89,7 @@ def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
 def _inputs_of(
     input_ids: Any = None, *, attention_mask: Any = None, position_ids: Any = None, **others: Any
 ) -> tuple[Any, ...] | None:
-    """Returns the tensors and sizes from which `recorders.describe` reads the lengths later; None if the arguments show
+    """Returns the tensors and sizes from which `recorders.call` reads the lengths later; None if the arguments show
     none. Takes a few operations on the model's own device, and does not wait for them."""
     import torch
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megaprof.capture.dispatcher import Dispatcher
+from megaprof.capture.profiler import Dispatcher
 from megaprof.formats import ranges
 from megaprof.formats.metadata import WithoutRange
 from megaprof.parallel.chunks import innermost, language_model

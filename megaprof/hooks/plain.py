@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
+from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
 from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import ranged, stepped

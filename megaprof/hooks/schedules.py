@@ -1,28 +1,34 @@
 """Installs all hooks on Megatron-Core. Here are those on the three schedules, so that every ``forward_backward_func``
-call may be recorded, and on what they call once: gradient finalisation and the capture of CUDA graphs.
+call may be recorded, and on what they call: passes of microbatches, exchanges between stages and the waits for
+overlapped ones, gradient finalisation, and the capture of CUDA graphs.
 
 Hosts call ``get_forward_backward_func``, which looks the schedules up in their module at each call (0.12 to 0.19), or
 import a schedule by its name. So it is replaced in every module that has it; in an armed process also behind that.
+
+The exchanges do not say which microbatch and chunk they exchange. But a stage always sends the result of the pass that
+ran last, and receives the input of the next pass in the schedule's order.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
-from megaprof.capture.dispatcher import Dispatcher
+from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
+from megaprof.formats import ranges
+from megaprof.formats.ranges import Place
 from megaprof.formats.steps import codes
-from megaprof.hooks.dispatch import always, ranged, stepped
+from megaprof.hooks.dispatch import Code, always, ranged, stepped
 from megaprof.hooks.inputs import patch_experts, patch_models, watch_data
-from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.modules import patch_modules
-from megaprof.hooks.p2p import patch_p2p
 from megaprof.parallel.chunks import innermost
+from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, backward_order, forward_order
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import names
 from megaprof.runtime.armed import armed
@@ -211,3 +217,180 @@ def _left(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
                 names.ended(graph, failed=failed)
 
     return __exit__
+
+
+def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
+    """Hooks ``forward_step`` and ``backward_step`` (which the schedules look up as module globals, 0.12 to 0.19),
+    ``backward_step_multimodule`` (0.19) and ``combined_forward_backward_step`` (0.14+)."""
+    from megatron.core.pipeline_parallel import schedules
+
+    patches.apply(schedules, "forward_step", lambda original: _forward(original, dispatcher))
+    patches.apply(schedules, "backward_step", lambda original: _backward(original, dispatcher))
+    patches.apply(schedules, "backward_step_multimodule", lambda original: _backward(original, dispatcher))
+    try:
+        from megatron.core.pipeline_parallel import combined_1f1b
+    except ImportError:
+        return
+    patches.apply(combined_1f1b, "combined_forward_backward_step", lambda original: _combined(original, dispatcher))
+
+
+def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+    places = (_place(original, "model"), "model"), (_place(original, "current_microbatch"), "current_microbatch")
+    position = _position(original, "model", codes.FORWARD)
+
+    def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        encoded: int = position(call, args, kwargs)
+        call.forwards += call.ranged
+        return encoded
+
+    return ranged(original, dispatcher, code, _produced, fast=(codes.FORWARD, *places))
+
+
+def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+    output = _argument(original, "output_tensor")
+
+    def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return codes.BACKWARD | _begin_backward(call, output(args, kwargs))
+
+    place = _place(original, "output_tensor"), "output_tensor"
+    return ranged(original, dispatcher, code, fast=(codes.BACKWARD, place))
+
+
+def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+    """Returns the hook of a combined forward and backward. Either may be missing: the first call of a step runs only a
+    forward, and the last one only a backward."""
+    forward_model, backward_model = _argument(original, "f_model"), _argument(original, "b_model")
+    position, output = _position(original, "f_model", 0), _argument(original, "b_output_tensor")
+
+    def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        call.tape.forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
+        call.forwards += call.tape.forward is not None
+        if backward_model(args, kwargs) is None:
+            return codes.FORWARD | (call.tape.forward or 0)
+        backward = _begin_backward(call, output(args, kwargs))
+        return codes.BACKWARD | backward if call.tape.forward is None else codes.combined(call.tape.forward, backward)
+
+    return ranged(original, dispatcher, code, _produced)
+
+
+def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
+    return call.tape.produced(result)
+
+
+def _begin_backward(call: RecordedCall, output: Any) -> int:
+    """Returns the part of a code that has the microbatch and chunk of a backward that begins. The call keeps it."""
+    call.backwards += 1
+    call.backward = int(call.tape.consumed(output))
+    return call.backward
+
+
+def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Returns a function that reads one argument of a call of ``function``, however it is passed. It returns None if
+    the argument is not passed."""
+    index = _place(function, name)
+    return lambda args, kwargs: args[index] if index < len(args) else kwargs.get(name)
+
+
+def _place(function: Callable[..., Any], name: str) -> int:
+    """Returns the position of argument ``name``, or an impossible position if there is no such argument."""
+    parameters = list(inspect.signature(function).parameters)
+    return parameters.index(name) if name in parameters else sys.maxsize
+
+
+def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
+    """Returns a function that makes a code of ``kind`` with the microbatch and chunk of a call of ``function``. The
+    tape keeps both."""
+    model, microbatch = _argument(function, model_name), _argument(function, "current_microbatch")
+    return lambda call, args, kwargs: kind | call.tape.position(model(args, kwargs), microbatch(args, kwargs))
+
+
+_UNKNOWN: Place = None, None
+
+
+def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
+    """Hooks the methods of ``P2PCommunicator`` (0.14+) or the functions of ``p2p_communication`` (up to 0.13).
+
+    Up to 0.13 the non-interleaved schedule has functions of its own that call these, so hooking both would write every
+    range twice. Also hooks the methods of ``BridgeCommunicator``, which exchanges between two modules. If the schedule
+    uses it, megatron-core has imported it already (0.19).
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    owners = [getattr(p2p_communication, "P2PCommunicator", p2p_communication)]
+    between_modules = sys.modules.get("megatron.core.pipeline_parallel.bridge_communicator")
+    if between_modules is not None:
+        owners.append(between_modules.BridgeCommunicator)
+    after = partial(_range_waits, dispatcher)
+    for operation in ranges.P2P_OPERATIONS:
+        code = codes.exchange(operation)
+        fast = (code, (-1, None), (-1, None), "overlap_p2p_comm")
+        named = partial(_name, operation, EXCHANGES[operation])
+        wrap = partial(ranged, dispatcher=dispatcher, code_of=always(code), after=after, fast=fast, name_of=named)
+        for owner in owners:
+            patches.apply(owner, operation, wrap)
+
+
+def _name(label: str, transfers: tuple[str, ...], call: RecordedCall) -> str:
+    """Returns the name of a range in which each direction transfers the input or the result of a pass."""
+    return ranges.exchange_range(
+        label,
+        *(
+            _sent(call, kind) if SENDS[kind] in transfers and _ran(call, kind) else _awaited(call, kind)
+            for kind in SENDS
+            if {SENDS[kind], RECEIVES[kind]} & set(transfers)
+        ),
+    )
+
+
+def _ran(call: RecordedCall, kind: str) -> int:
+    """Returns how many forwards or backwards have run."""
+    return call.forwards if kind == "forward" else call.backwards
+
+
+def _sent(call: RecordedCall, kind: str) -> Place:
+    """Returns the microbatch and chunk of the forward or backward that ran last, whose result is sent."""
+    return codes.place((call.tape.forward or 0) if kind == "forward" else call.backward)
+
+
+def _awaited(call: RecordedCall, kind: str) -> Place:
+    """Returns the microbatch and chunk of the forward or backward that is next in the schedule's order, whose input is
+    received."""
+    facts = call.facts
+    if facts.microbatches is None or facts.schedule is None:
+        return _UNKNOWN
+    config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
+    stages = getattr(config, "pipeline_model_parallel_size", None) or 1
+    group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+    schedule = PipelineSchedule(facts.schedule, stages, len(facts.chunks), facts.microbatches, group)
+    order, done = (forward_order if kind == "forward" else backward_order)(schedule), _ran(call, kind)
+    return (order[done].microbatch, order[done].chunk) if done < len(order) else _UNKNOWN
+
+
+def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
+    """Returns the result of an exchange, with a range for the wait on each handle in it. With ``overlap_p2p_comm`` an
+    exchange returns ``(tensors..., {operation: handle})``, and the schedule waits on each handle when it needs it (0.12
+    to 0.19)."""
+    if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):
+        return result
+    waits = {name: _RangedWait(dispatcher, handle, name, call) for name, handle in result[-1].items()}
+    return (*result[:-1], waits)
+
+
+class _RangedWait:
+    """A ``torch.distributed.Work`` whose ``wait`` has a range. It passes everything else on to the handle."""
+
+    def __init__(self, dispatcher: Dispatcher, handle: Any, transfer: str, call: RecordedCall) -> None:
+        """``transfer``: which of the transfers of `SendReceive` the handle is for. The exchange is in ``call``."""
+        self._handle = handle
+        code = codes.wait(transfer)
+        sent = next((_sent(call, kind) for kind in SENDS if SENDS[kind] == transfer), None)
+        label = str(codes.name(code)).removeprefix(ranges.PREFIX)
+
+        def name_of(call: RecordedCall) -> str:
+            """Returns the range's name. A send's pass is known when it is sent, a receive's when it is waited for."""
+            return _name(label, (transfer,), call) if sent is None else ranges.exchange_range(label, sent)
+
+        self.wait = ranged(handle.wait, dispatcher, always(code), fast=(code,), name_of=name_of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.autoload.contract import Facts, Hook, Host
 from megaprof.capture import roles
-from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
+from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.runtime.patching import Patches
 
 if TYPE_CHECKING:

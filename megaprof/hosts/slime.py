@@ -40,7 +40,7 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     """Returns ``env`` with slime's own variables translated into ours. If both are set, ours count. Raises ValueError
     for a value that is neither true nor false."""
     from megaprof.config.options import variable
-    from megaprof.config.readers import boolean
+    from megaprof.config.values import boolean
 
     switches = {
         option: boolean(their_name, env[their_name]) for their_name, option in VARIABLES.items() if their_name in env

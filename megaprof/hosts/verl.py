@@ -17,11 +17,11 @@ from typing import Any
 
 from megaprof.autoload.contract import Facts, Hook, Host, Part, local, over
 from megaprof.capture.process import process
-from megaprof.config import readers
+from megaprof.config import values as read
 from megaprof.config.options import ProfileConfig, variable
 from megaprof.recorders.call import Batch
 from megaprof.runtime.armed import armed
-from megaprof.runtime.logs import logger, show_lines
+from megaprof.runtime.isolation import logger, show_lines
 
 _WORKERS = "verl.workers.engine_workers"
 _OLD_WORKERS = "verl.workers.megatron_workers"
@@ -297,7 +297,7 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any]) -> ProfileConfig:
     by_target = discrete or tools == ("timeline",)
     values: dict[str, Any] = {
         "target": ("train_actor", "train_log_probs") if by_target else ("train_overall",),
-        "dir": None if path is None else readers.directory("global_profiler.save_path", path),
+        "dir": None if path is None else read.directory("global_profiler.save_path", path),
         "steps": f"{steps.start}:{steps.stop}" if isinstance(steps, range) else ",".join(map(str, steps)),
         "tool": tools,
         "discrete": discrete,
@@ -362,7 +362,7 @@ def _tools(tool: str) -> tuple[str, ...]:
             f"global_profiler.tool: {tool!r} is not valid for megaprof; valid: {', '.join((TOOL, *_TOOLS))}"
         )
     name = variable("tool")
-    env_tools = readers.tools(name, os.environ[name]) if name in os.environ else None
+    env_tools = read.tools(name, os.environ[name]) if name in os.environ else None
     if tool == TOOL:
         return env_tools or ("torch",)
     if env_tools not in (None, (_TOOLS[tool],)):

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.config.options import ProfileConfig
-from megaprof.formats.files import appearing
 from megaprof.formats.job import RunRecord
-from megaprof.formats.names import sanitise
+from megaprof.formats.names import appearing, sanitise
 from megaprof.metrics.figures import Summary, summarise
 from megaprof.parallel.topology import RankCoords
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import logger
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener

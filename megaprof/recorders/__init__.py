@@ -9,11 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from megaprof.config import readers
+from megaprof.config import values
 from megaprof.config.options import flag
 from megaprof.formats.names import artifact_path, parse_artifact_name
 from megaprof.parallel.topology import RankCoords
-from megaprof.runtime.interruption import Suppressed
+from megaprof.runtime.isolation import Suppressed
 
 if TYPE_CHECKING:
     from megaprof.artifacts.writer import Writer
@@ -83,22 +83,22 @@ def register_recorder(name: str, factory: RecorderFactory) -> None:
 
     Raises ValueError if the name is not one lower-case word, or already stands for another factory.
     """
-    readers.register_tool(name, factory)
+    values.register_tool(name, factory)
 
 
 def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:
     """Makes the recorders of windows in ``config.tool``. Raises ValueError if one cannot run in this process."""
-    windowed = (name for name in readers.known_tools() if name in config.tool and name != readers.TIMELINE)
+    windowed = (name for name in values.known_tools() if name in config.tool and name != values.TIMELINE)
     return tuple(_recorder(name, config, writer) for name in windowed)
 
 
 def _recorder(name: str, config: ProfileConfig, writer: Writer) -> Recorder:
-    if name in readers.BUILTIN:
-        module, _, attribute = readers.BUILTIN[name].partition(":")
+    if name in values.BUILTIN:
+        module, _, attribute = values.BUILTIN[name].partition(":")
         recorder: Recorder = getattr(import_module(module), attribute)(config, writer)
         return recorder
     try:
-        return cast("RecorderFactory", readers.registered[name])(config, writer)
+        return cast("RecorderFactory", values.registered[name])(config, writer)
     except ValueError:
         raise
     except Exception as fault:

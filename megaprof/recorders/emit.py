@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from megaprof.formats import ranges
 from megaprof.formats.ranges import DOMAIN
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import from_host, logger
 
 try:
     import nvtx

@@ -16,8 +16,7 @@ import torch
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.recorders import Window
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import from_host, logger
 
 SUFFIX = ".memory.pickle"
 OUT_OF_MEMORY_SUFFIX = ".oom.memory.pickle"

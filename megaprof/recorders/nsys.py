@@ -18,12 +18,11 @@ from typing import Any
 from megaprof.artifacts.places import is_remote
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.config.windows import TRAIN_OVERALL
-from megaprof.formats.nsys import SESSION_VARIABLE, SUFFIX, WINDOW, sidecar
+from megaprof.config.values import TRAIN_OVERALL
+from megaprof.formats.metadata import NSYS_SUFFIX, NSYS_WINDOW, SESSION_VARIABLE, sidecar
 from megaprof.formats.ranges import DOMAIN
 from megaprof.recorders import Window, emit
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import from_host, logger
 
 #: Either shows that nsys waits for an NVTX range: nsys sets one itself, the other because `megaprof nsys` asks for it.
 NVTX_VARIABLES = ("NSYS_NVTX_PROFILER_RANGE", "NSYS_NVTX_PROFILER_REGISTER_ONLY")
@@ -32,7 +31,7 @@ NVTX_VARIABLES = ("NSYS_NVTX_PROFILER_RANGE", "NSYS_NVTX_PROFILER_REGISTER_ONLY"
 class NsysRecorder:
     """Opens one capture range per window. Ranges reach nsys as NVTX ranges in the domain ``megaprof``.
 
-    nsys waits for cudaProfilerStart or, if its command line says so, for the range `megaprof.formats.nsys.WINDOW`.
+    nsys waits for cudaProfilerStart or, if its command line says so, for the range `formats.metadata.NSYS_WINDOW`.
     Raises ValueError if this process does not use CUDA and nsys does not wait for the range: cudaProfilerStart would
     have no effect, and would initialise CUDA although the host did not.
     """
@@ -69,7 +68,7 @@ class NsysRecorder:
             if not self._by_range:
                 _call("cudaProfilerStart")
             # Always: if the process is killed, this range and those inside it have no end, which tells the reader.
-            emit.push(WINDOW)
+            emit.push(NSYS_WINDOW)
         except RuntimeError as fault:
             self._running = from_host(fault)  # otherwise the start was refused, and there is nothing to stop
             raise
@@ -78,7 +77,7 @@ class NsysRecorder:
         if not self._running:
             return
         self.discard()
-        final = window.path(self._directory, SUFFIX)
+        final = window.path(self._directory, NSYS_SUFFIX)
         raw = self._writer.raw_path(final)
         raw.write_text(sidecar(metadata), encoding="utf-8")
         self._writer.submit(Artifact(raw, final))
@@ -170,7 +169,11 @@ def options(
         "trace": TRACE,
         "capture-range": capture,
         # nsys matches the exact name, then its domain. The variable has it look at unregistered names, too.
-        **({"nvtx-capture": f"{WINDOW}@{DOMAIN}", "env-var": "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"} if by_range else {}),
+        **(
+            {"nvtx-capture": f"{NSYS_WINDOW}@{DOMAIN}", "env-var": "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"}
+            if by_range
+            else {}
+        ),
         "capture-range-end": end,
         # By default, nsys ends the program that it profiles when it shuts down.
         **({"kill": "none"} if shutdown else {}),

@@ -70,7 +70,7 @@ class PythonTape:
         self.ran_forward = False
         """True once a forward has returned."""
         self.given: list[tuple[Any, ...]] = []
-        """The inputs of models, which `recorders.describe` reads. Either the position of the forward, the boundaries of
+        """The inputs of models, which `recorders.call` reads. Either the position of the forward, the boundaries of
         its packed sequences, the boundaries with padding, and the version of the first tensor; or the position and a
         shape."""
         self.waits: list[tuple[int, int, int]] = []

@@ -25,9 +25,8 @@ from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_
 from megaprof.formats.ranges import GARBAGE, operation_range
 from megaprof.recorders import Window, emit
 from megaprof.recorders.emit import LoggedRange, names
-from megaprof.recorders.host import Collections, Waits
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+from megaprof.recorders.loop import Collections, Waits
+from megaprof.runtime.isolation import from_host, logger
 
 #: The module in which torch looks up the function that prepares Kineto. It is not public.
 _TORCH: Any = torch.autograd.profiler

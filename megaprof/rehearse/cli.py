@@ -14,7 +14,7 @@ from megaprof.analysis.report.html import page
 from megaprof.cli import UsageError
 from megaprof.cli.inputs import writing
 from megaprof.cli.run import resolve
-from megaprof.formats.files import appearing
+from megaprof.formats.names import appearing
 from megaprof.rehearse import links, rehearsal
 from megaprof.tune.cli import end_what_runs, memory_limit
 from megaprof.tune.command import without_saving

@@ -23,8 +23,8 @@ from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
+from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable, json_of
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse.links import Link, between, defaults

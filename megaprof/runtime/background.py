@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import logger
 
 #: Long enough for the training thread to wake up and take the interpreter.
 _PAUSE_SECONDS = 0.001

@@ -15,8 +15,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import from_host, logger
 
 #: How long a SIGTERM is held up, in seconds, if ``--profile-flush-seconds`` is not less. torchrun, SLURM and
 #: Kubernetes all send SIGKILL 30 s after SIGTERM by default.

@@ -1,15 +1,121 @@
 """Fault isolation, in one place: a fault of megaprof never reaches the training that hosts it, and what the host raises
-while our code runs always does (`interruption`)."""
+while our code runs always does.
+
+Python runs a signal handler between two instructions of the main thread, whatever code those belong to. So an exception
+that the host's handler raises (a time-out by SIGALRM, an exit by SIGTERM, Ctrl-C) may surface in our code like any
+other. It is the host's, and must reach the host.
+
+The traceback tells them apart, because it has every frame that the exception passed. If one of them is a signal
+handler, the exception is the host's: a handler is called by the frame that it interrupted, with that very frame as an
+argument. This costs nothing before there is an exception. Blocking signals would not help: a mask belongs to one
+thread, another thread of the process takes the signal, and Python then runs the handler in the main thread anyway.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import logging
+import signal
 import sys
 import traceback
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, MutableMapping
+from types import CodeType, FrameType, TracebackType
+from typing import Any
 
-from megaprof.runtime.interruption import from_host
-from megaprof.runtime.logs import logger
+
+def from_host(fault: BaseException) -> bool:
+    """Returns whether ``fault`` is the host's: a signal handler raised it, or it is not an error at all
+    (KeyboardInterrupt, SystemExit and the like)."""
+    if not isinstance(fault, Exception):
+        return True
+    outer: FrameType | None = None
+    tb = fault.__traceback__
+    handlers: set[CodeType] | None = None
+    while tb is not None:
+        inner = tb.tb_frame
+        if outer is not None:
+            handlers = _handlers() if handlers is None else handlers
+            if inner.f_code in handlers or _was_handed(inner, outer):
+                return True
+        outer, tb = inner, tb.tb_next
+    return False
+
+
+class Suppressed(contextlib.suppress):
+    """``with Suppressed(OSError): ...``: `contextlib.suppress` for our own errors. A time-out that the host's
+    signal handler raises inside is an OSError, too, and passes through."""
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> bool:
+        return bool(super().__exit__(kind, fault, tb)) and fault is not None and not from_host(fault)
+
+
+def _was_handed(frame: FrameType, interrupted: FrameType) -> bool:
+    """Returns whether ``frame`` got ``interrupted``, which called it, as an argument. Only Python does that, for signal
+    handlers and for trace functions."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    for name in code.co_varnames[:count]:
+        value = frame.f_locals.get(name)
+        if value is interrupted or (isinstance(value, tuple) and any(element is interrupted for element in value)):
+            return True
+    return False
+
+
+def _handlers() -> set[CodeType]:
+    """Returns the code of the signal handlers that are installed: a handler may have rebound its arguments."""
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        if not hasattr(handler, "__code__"):
+            handler = getattr(handler, "__func__", None) or vars(type(handler)).get("__call__")
+        code = getattr(handler, "__code__", None)
+        if isinstance(code, CodeType):
+            codes.add(code)
+    return codes
+
+
+class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """The logger ``megaprof``, without the exceptions of its handlers."""
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().log(level, msg, *args, **kwargs)
+        except Exception as fault:  # there is nowhere left to say it
+            if from_host(fault):
+                raise
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # shows the line that logs, not this adapter
+        return msg, kwargs
+
+
+logger = _Guarded(logging.getLogger("megaprof"), {})
+
+
+class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to stderr as long as nobody else would write the lines of the logger ``megaprof``."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes ``record``, unless the host has configured its logging meanwhile."""
+        package_logger = logging.getLogger("megaprof")
+        if not any(handler is not self for handler in (*package_logger.handlers, *logging.getLogger().handlers)):
+            super().emit(record)
+
+
+def show_lines() -> None:
+    """Makes lines of level INFO visible, unless the host has configured its logging."""
+    package_logger = logging.getLogger("megaprof")
+    if package_logger.hasHandlers() or package_logger.level != logging.NOTSET:
+        return
+    handler = _OwnHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package_logger.addHandler(handler)
+    package_logger.setLevel(logging.INFO)
+
 
 #: How often `in_full` runs a step that the host interrupts.
 _ATTEMPTS = 3

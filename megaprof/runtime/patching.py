@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import logger
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 _INHERITED = object()

@@ -13,8 +13,8 @@ from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_jso
 from megaprof.cli.inputs import progress, writing
 from megaprof.cli.run import resolve
 from megaprof.config.options import flag
-from megaprof.config.readers import parse_limit
-from megaprof.formats.files import appearing
+from megaprof.config.values import parse_limit
+from megaprof.formats.names import appearing
 from megaprof.formats.phrases import counted
 from megaprof.tune import state, trial, tuning, words
 from megaprof.tune.command import Saves, without_saving

@@ -14,8 +14,8 @@ import msgspec
 
 from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.samples import Interval
-from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
+from megaprof.formats.names import appearing
 from megaprof.tune.command import with_layout
 from megaprof.version import __version__
 

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.config.windows import TARGETS
+from megaprof.config.values import TARGETS
 from megaprof.control.blame import find_culprits
 from megaprof.control.directory import NoJob, find_job
 from megaprof.control.request import Requester, requester_for

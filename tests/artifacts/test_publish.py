@@ -14,8 +14,7 @@ import pytest
 
 from megaprof.artifacts import places as publishing
 from megaprof.artifacts.places import Incomplete, check_trace, publish, remove_leftovers
-from megaprof.formats.files import appearing
-from megaprof.formats.names import host, raw_path
+from megaprof.formats.names import appearing, host, raw_path
 
 TRACE = b'{"traceEvents": [],"traceName": "/tmp/x.json" }\n'
 

@@ -102,8 +102,8 @@ def test_a_process_that_never_sees_megatron_core_loads_next_to_nothing(env: dict
         *autoload,
         "megaprof.runtime",
         "megaprof.runtime.armed",
-        "megaprof.runtime.interruption",
-        "megaprof.runtime.logs",
+        "megaprof.runtime.isolation",
+        "megaprof.runtime.isolation",
         "megaprof.version",
     ]
 

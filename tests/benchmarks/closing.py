@@ -3,7 +3,7 @@
     python -m tests.benchmarks.closing
 
 What is recorded is a small model on the CPU, until recording has taken ``MEGABYTES``. Peaks are
-the kernel's (``VmHWM``), which is reset between the two. `megaprof.capture.host_memory` has the factors.
+the kernel's (``VmHWM``), which is reset between the two. `megaprof.capture.bounds` has the factors.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import torch
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.autoload import install
-from megaprof.capture.dispatcher import Dispatcher
+from megaprof.capture.profiler import Dispatcher
 from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import always, ranged
 from megaprof.recorders.emit import Range

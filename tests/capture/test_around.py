@@ -22,7 +22,7 @@ from megaprof.capture.session import Pace
 from megaprof.formats.timeline import DISTURBED, Timeline, read_timeline
 from megaprof.hooks.plain import PlainSteps
 from megaprof.recorders import build_recorders
-from megaprof.recorders.timeline.step import BEFORE, BEHIND
+from megaprof.recorders.timeline_steps import BEFORE, BEHIND
 from megaprof.recorders.torch_profiler import TorchRecorder
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaprof.config.options import ProfileConfig, flag, options, set_in, variable
-from megaprof.config.windows import TRAIN_ACTOR, TRAIN_LOG_PROBS, Schedule
+from megaprof.config.values import TRAIN_ACTOR, TRAIN_LOG_PROBS, Schedule
 
 
 def on(**fields: Any) -> ProfileConfig:

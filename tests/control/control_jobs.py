@@ -80,7 +80,7 @@ def _look_often() -> None:
 
 
 def _say(milliseconds: float) -> None:
-    from megaprof.recorders.timeline.step import Tally
+    from megaprof.recorders.timeline_steps import Tally
 
     recent = Recent("train_actor", 8, 1000.0, milliseconds / 3, 2 * milliseconds / 3, 0.0, milliseconds, 0.0, 0.0)
     Tally.recent = lambda *_: recent  # type: ignore[method-assign]

@@ -21,9 +21,8 @@ from megaprof.artifacts.writer import Writer
 from megaprof.control import directory as within
 from megaprof.control.directory import ControlDirectory
 from megaprof.control.listener import Listener
-from megaprof.formats.files import appearing
 from megaprof.formats.job import CAPTURE, RUN, STATUS, Answer, RankStatus, Record, Request, RunRecord
-from megaprof.formats.names import host
+from megaprof.formats.names import appearing, host
 from megaprof.parallel.topology import WorldLayout
 
 R = TypeVar("R", bound=Record)

@@ -19,13 +19,13 @@ from msgspec.structs import replace
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Wish
 from megaprof.capture.process import process
-from megaprof.config import readers
+from megaprof.config import values
 from megaprof.control.blame import Blame, WaitedFor
 from megaprof.control.directory import RunningJob
 from megaprof.control.listener import Listener
 from megaprof.control.request import new_request
 from megaprof.formats.job import MOST_STEPS, Answer, Position, RankStatus, Recent, Request, RunRecord
-from megaprof.formats.nsys import SESSION_VARIABLE
+from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.metrics.look import standings
@@ -207,7 +207,7 @@ class Failing:
 def test_a_tool_that_fails_ends_its_capture_and_nothing_else(
     job: Job, tmp_path: Path, when: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaprof.config.readers.registered", dict(readers.registered))
+    monkeypatch.setattr("megaprof.config.values.registered", dict(values.registered))
     register_recorder("failing", lambda config, writer: Failing(when))
     request = job.order(options={"tool": ["failing"]})
     job.go(request, 0)
@@ -232,7 +232,7 @@ def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: p
     def broken(config: Any, writer: Any) -> Any:
         raise RuntimeError("no library today")
 
-    monkeypatch.setattr("megaprof.config.readers.registered", dict(readers.registered))
+    monkeypatch.setattr("megaprof.config.values.registered", dict(values.registered))
     register_recorder("broken", broken)
     request = job.order(options={"tool": ["broken"]})
     assert job.answer(request).state == "failed"

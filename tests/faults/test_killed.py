@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaprof.formats.timeline import SUFFIX, read_timeline
-from megaprof.recorders.timeline import recorder
+from megaprof.recorders import timeline as recorder
 from tests import programs
 from tests.faults import killed
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.config.windows import TARGETS
+from megaprof.config.values import TARGETS
 from megaprof.formats import ranges
 from megaprof.formats.ranges import RangeName, parse
 from megaprof.parallel.topology import ParallelSizes, RankCoords

@@ -22,7 +22,7 @@ from megaprof.capture.agenda import Agenda
 from megaprof.capture.roles import evaluating
 from megaprof.hosts import ms_swift, skyrl, slime, verl
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from megaprof.recorders.host import Parts
+from megaprof.recorders.loop import Parts
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 from tests.integrations.wheels import WHEELS

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaprof.recorders.timeline import device
+from megaprof.recorders import device
 
 SOURCE = Path(__file__).with_name("fake_gpu.c")
 

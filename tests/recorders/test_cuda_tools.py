@@ -13,7 +13,7 @@ import torch
 
 from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig
-from megaprof.formats.nsys import SESSION_VARIABLE
+from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders import Window, emit
 from megaprof.recorders.memory import MAX_ENTRIES, MemoryRecorder

@@ -16,10 +16,10 @@ from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.formats import timeline as format
 from megaprof.formats.steps.facts import unpack_data
 from megaprof.formats.timeline import read_timeline
-from megaprof.recorders import tape
+from megaprof.recorders import device, tape
+from megaprof.recorders import timeline as recorder
+from megaprof.recorders.device import NoDeviceClock, device_clock
 from megaprof.recorders.tape import PythonTape, Tape
-from megaprof.recorders.timeline import device, recorder
-from megaprof.recorders.timeline.device import NoDeviceClock, device_clock
 from tests.recorders.fake_gpu import FakeGpu, compiled
 from tests.recorders.test_timeline import config, recorded, steps
 

@@ -10,7 +10,7 @@ import pytest
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.autoload.install import install_hooks
 from megaprof.config.options import ProfileConfig
-from megaprof.config.readers import known_tools
+from megaprof.config.values import known_tools
 from megaprof.formats.names import raw_path
 from megaprof.recorders import Window, build_recorders, register_recorder
 
@@ -21,7 +21,7 @@ def on(**fields: Any) -> ProfileConfig:
 
 @pytest.fixture
 def _clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaprof.config.readers.registered", {})
+    monkeypatch.setattr("megaprof.config.values.registered", {})
 
 
 def test_an_unknown_tool_is_refused_with_the_known_ones() -> None:

@@ -23,10 +23,11 @@ from megaprof.formats import timeline as format
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.facts import pack_work
 from megaprof.formats.timeline import Waited, read_timeline
-from megaprof.recorders.describe import read_work
-from megaprof.recorders.timeline import device, recorder
-from megaprof.recorders.timeline.recorder import STEPS_AT_ONCE, TimelineRecorder
-from megaprof.recorders.timeline.step import Tally
+from megaprof.recorders import device
+from megaprof.recorders import timeline as recorder
+from megaprof.recorders.call import read_work
+from megaprof.recorders.timeline import STEPS_AT_ONCE, TimelineRecorder
+from megaprof.recorders.timeline_steps import Tally
 from tests.analysis.tables import tables_in
 
 

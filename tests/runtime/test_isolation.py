@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaprof.runtime.interruption import Suppressed, from_host
-from megaprof.runtime.isolation import Contained, contained, in_full
+from megaprof.runtime.isolation import Contained, Suppressed, contained, from_host, in_full
 
 
 class HostTimeout(TimeoutError):
@@ -149,9 +148,9 @@ def test_every_room_logs_through_the_guard() -> None:
     import sys
 
     import megaprof.autoload.install
-    import megaprof.capture.dispatcher
+    import megaprof.capture.profiler
 
-    assert megaprof.capture.dispatcher.logger is not logging.getLogger("megaprof")
+    assert megaprof.capture.profiler.logger is not logging.getLogger("megaprof")
     rooms = [module for name, module in sys.modules.items() if name.startswith("megaprof.")]
     loggers = [module.logger for module in rooms if hasattr(module, "logger")]
     assert len(loggers) > 5

@@ -24,7 +24,7 @@ from megaprof.analysis.what_if.layouts import Layout, default_layout, layers_per
 from megaprof.config.options import variable
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.chunks import language_model
-from megaprof.recorders.timeline import recorder
+from megaprof.recorders import timeline as recorder
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 from megaprof.testing.faults import layers, pace
 

@@ -32,9 +32,8 @@ from megaprof.analysis.trace.nsys_tables import (
 from megaprof.analysis.trace.steps import FORWARD_ONLY
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, refusing
 from megaprof.formats import ranges
-from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
+from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk, read_sidecar, sidecars
 from megaprof.formats.names import parse_artifact_name, sanitise
-from megaprof.formats.nsys import read_sidecar, sidecars
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 

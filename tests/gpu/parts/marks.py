@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from megaprof.recorders.device import DeviceClock, device_clock
 from megaprof.recorders.tape import Marker
-from megaprof.recorders.timeline.device import DeviceClock, device_clock
 from tests.gpu.found import Found
 
 _MARKS, _ROUNDS = 512, 9

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.config.windows import TARGETS, Schedule, parse_steps
+from megaprof.config.values import TARGETS, Schedule, parse_steps
 
 
 def steps_of(text: str, target: str | None = None) -> list[int]:

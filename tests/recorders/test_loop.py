@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megaprof.recorders.host import Parts
+from megaprof.recorders.loop import Parts
 
 
 def names(parts: Parts, since: int = 0) -> list[str]:

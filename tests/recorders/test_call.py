@@ -11,8 +11,8 @@ import torch
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.facts import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
 from megaprof.hooks.inputs import _inputs_of
-from megaprof.recorders import describe
-from megaprof.recorders.describe import read_work
+from megaprof.recorders import call
+from megaprof.recorders.call import read_work
 
 
 def on_device(numbers: list[int]) -> Any:
@@ -57,7 +57,7 @@ def test_masks_and_positions_tell_of_models_without_packed_sequences(monkeypatch
     assert read(*(_inputs_of(ids, attention_mask=torch.ones(2, 1, 4, 4)) or ())) == Work(8, (4, 4), SHAPES)
     assert _inputs_of() is None
     monkeypatch.setattr("megaprof.hooks.inputs.MOST_SEQUENCES", 4)
-    monkeypatch.setattr(describe, "MOST_SEQUENCES", 4)
+    monkeypatch.setattr(call, "MOST_SEQUENCES", 4)
     assert read(*(_inputs_of(position_ids=positions) or ())) is None, "too many to keep"
 
 

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
-from megaprof.recorders.timeline.step import Facts, PackedStep
-from megaprof.runtime.interruption import Suppressed, from_host
-from megaprof.runtime.logs import logger
+from megaprof.recorders.timeline_steps import Facts, PackedStep
+from megaprof.runtime.isolation import Suppressed, from_host, logger
 
 #: The limit in bytes is divided among this many full files. When a new file begins and would exceed the limit, the
 #: oldest is removed.

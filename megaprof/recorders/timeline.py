@@ -27,14 +27,13 @@ from megaprof.formats.steps import codes
 from megaprof.formats.steps.facts import CALLS, pack_between, pack_collections, pack_data, pack_work, part_of_call
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
-from megaprof.recorders.call import CallFacts, RecordedCall
-from megaprof.recorders.describe import Fetch, describe, read_work
-from megaprof.recorders.host import Collections, Parts, Waits, waited_ns
+from megaprof.recorders.call import CallFacts, Fetch, RecordedCall, describe, read_work
+from megaprof.recorders.device import DeviceClock, NoDeviceClock, device_clock, device_memory
+from megaprof.recorders.flight import Reading, Written
+from megaprof.recorders.loop import Collections, Parts, Waits, waited_ns
 from megaprof.recorders.tape import Packed, Tape, pack, raw
-from megaprof.recorders.timeline.arrivals import Reading, Written
-from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock, device_memory
-from megaprof.recorders.timeline.files import Place, TimelineFiles
-from megaprof.recorders.timeline.step import (
+from megaprof.recorders.timeline_files import Place, TimelineFiles
+from megaprof.recorders.timeline_steps import (
     Calls,
     ChangeClock,
     Facts,
@@ -44,7 +43,7 @@ from megaprof.recorders.timeline.step import (
     Tally,
 )
 from megaprof.runtime.background import Background
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import logger
 
 Int64s = npt.NDArray[np.int64]
 Wait = tuple[int, int, int]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megaprof.formats.job import Recent, limit
 from megaprof.formats.timeline import DISTURBED, Memory, Waited
-from megaprof.recorders.host import Span
+from megaprof.recorders.loop import Span
 from megaprof.recorders.tape import Tape
 
 #: The calls of a target and role that a capture also keeps: up to this many before a window, and this many behind it.

@@ -19,8 +19,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.ranges import WAITING
-from megaprof.runtime.interruption import Suppressed
-from megaprof.runtime.isolation import in_full
+from megaprof.runtime.isolation import Suppressed, in_full
 
 if TYPE_CHECKING:
     from megaprof.formats.timeline import Waited

@@ -1,0 +1,162 @@
+"""What bounds a window: the GPU, which has to finish what it was given, and the memory of the host.
+
+The GPU may be waiting for peers that are gone, so there is always a limit. While a CUDA graph is captured, nothing may
+wait at all.
+
+A profiler keeps everything it records in host memory until the window closes, and closing takes several times as much
+again. If that does not fit, the window must end before the kernel's out-of-memory killer ends the training. So a thread
+watches how much memory is left while a window is open. It only leaves a note. The training thread looks at it before
+each microbatch, and closes the window itself. ``--profile-max-host-memory`` sets one of two bounds:
+
+* a size (``64GiB``), for the resident memory of this process;
+* a share (``80%``), for the memory in use in the tightest control group above this process (v1 and v2), and in the
+  machine. Page cache counts as free, because the kernel gives it back. The default is 95 %.
+
+Both bounds include the memory that closing the window will take. The share also includes as much again
+for each other rank of this host that captures: ranks capture the same step, so they close together.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
+from megaprof.runtime.isolation import Suppressed, logger
+
+#: How many seconds a closing window waits for the device while other ranks may be waiting for this one.
+GRACE_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
+
+
+def capturing() -> bool:
+    """Returns whether this thread's current stream is being captured into a CUDA graph. Then nobody may wait for
+    the device: that would end the capture with an error in the host."""
+    torch = sys.modules.get("torch")  # every step asks this, so it does not go through `_cuda`
+    return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
+
+
+class DeviceWait:
+    """Waits for all streams of the device on a thread of its own, so that the caller can stop waiting.
+
+    ``torch.cuda.synchronize`` is the one call that knows all streams (NCCL's and other libraries', too), and it has no
+    time limit. The thread is there from the beginning, because Python starts none while the process ends. A process
+    that does not use CUDA has no device to wait for, and no such thread.
+    """
+
+    def __init__(self) -> None:
+        self._cuda = _cuda()
+        self._wait_requested = threading.Event()
+        self._done = threading.Event()
+        if self._cuda is not None:
+            device = self._cuda.current_device()
+            threading.Thread(target=self._synchronize, args=(device,), name="megaprof-device", daemon=True).start()
+
+    def wait(self, seconds: float, ending: Callable[[], bool] = lambda: False) -> str | None:
+        """Returns None as soon as the device is idle. If it is not idle after ``seconds``, returns the reason. Once
+        ``ending()`` is true, because the process has to end, waits at most `GRACE_SECONDS` more."""
+        reason = None if self._cuda is None else self._why_busy(seconds, ending)
+        if reason is not None:
+            logger.warning("megaprof: a window closes without what the device has yet to do: %s", reason)
+        return reason
+
+    def _why_busy(self, seconds: float, ending: Callable[[], bool]) -> str | None:
+        if capturing():
+            return "a CUDA graph is being captured"
+        self._wait_requested.set()
+        deadline = time.monotonic() + seconds
+        while not self._done.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if ending():
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if time.monotonic() >= deadline:
+                return "the device did not finish what it was given in time, as where another rank is gone"
+        return None
+
+    def end(self) -> None:
+        """Ends the thread, unless it is waiting for the device. Nobody calls `wait` afterwards."""
+        self._done.set()
+        self._wait_requested.set()
+
+    def _synchronize(self, device: int) -> None:
+        self._wait_requested.wait()
+        if not self._done.is_set():
+            with Suppressed(Exception):  # a broken device is not busy; the host's next call reports it
+                self._cuda.synchronize(device)
+            self._done.set()
+
+
+def _cuda() -> Any:
+    """Returns torch.cuda if this process uses it, else None. Asking must not initialise it."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+#: Stopping and exporting a Kineto trace takes at most this many times the memory that recording it took. We measured
+#: 3.6 to 6.7, depending on options, with torch 2.13 and CPU activity (``python -m tests.benchmarks.closing``;
+#: docs/architecture.md has the figures).
+CLOSING_FACTOR = 7
+#: The time between two looks, each of which holds the interpreter lock for ~0.1 ms.
+INTERVAL_SECONDS = 0.1
+
+
+class HostMemoryGuard:
+    """Watches between ``start()`` and ``stop()``, in a thread that lives only that long. If the window has to close,
+    the thread calls ``on_limit(reason)`` once. ``limit``: see `config.values.parse_limit`. A bound that cannot be read
+    is not watched. ``others``: the number of other processes of this host that may close a window at the same time;
+    each is taken to need as much as this one.
+    """
+
+    def __init__(self, limit: tuple[int | None, float], on_limit: Callable[[str], None], others: int = 0) -> None:
+        self._size, self._share = limit
+        self._on_limit = on_limit
+        self._others = others
+        self._done: threading.Event | None = None
+
+    def start(self) -> None:
+        """Begins to watch. This starts a thread."""
+        self.stop()
+        self._done = done = threading.Event()
+        threading.Thread(target=self._watch, args=(done,), name="megaprof-host-memory", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stops watching; a no-op if nothing is watched. Does not wait for the thread, which ends by itself."""
+        if self._done is not None:
+            self._done.set()
+            self._done = None
+
+    def _watch(self, done: threading.Event) -> None:
+        try:
+            bounds, before, reason = find_bounds(), resident_bytes(), None
+            while reason is None and not done.is_set():
+                resident = resident_bytes()
+                reason = self._over(bounds, resident, CLOSING_FACTOR * max(0, resident - before))
+                if reason is not None and not done.is_set():
+                    self._on_limit(reason)
+                done.wait(INTERVAL_SECONDS)
+        except Exception:  # a file of the kernel's in an unknown format must do no harm
+            logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
+
+    def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int) -> str | None:
+        """Returns why the window must close now, or None. Closing it takes ``needed`` bytes."""
+        size, others = self._size, self._others * needed
+        if size is not None and resident + needed > size:
+            return _reason("this process", resident, needed, 0, size, size)
+        for bound in bounds:
+            used, there_is = bound.read()
+            allowed = int(there_is * self._share)
+            if used + needed + others > allowed:
+                return _reason(bound.name, used, needed, others, allowed, there_is)
+        return None
+
+
+def _reason(name: str, used: int, needed: int, others: int, allowed: int, there_is: int) -> str:
+    gib = 1 << 30
+    total = "" if there_is == allowed else f" (of {there_is / gib:.2f})"
+    theirs = f", those of other processes here {others / gib:.2f} GiB" if others else ""
+    return (
+        f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take {needed / gib:.2f} GiB more"
+        f"{theirs}, and --profile-max-host-memory allows {allowed / gib:.2f} GiB{total}"
+    )

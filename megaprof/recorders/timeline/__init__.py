@@ -1,1 +1,0 @@
-"""The timeline recorder, which records every step on every rank and is cheap enough to leave on."""
