@@ -292,7 +292,7 @@ def _show_table(view: View) -> None:
     console.print()
     by_rank = view.job.run.world <= _LINES
     keys = ("rank", "stage") if by_rank else ("stage", "rank count")
-    columns = *map(Column, (*keys, "step")), Column("step, ms"), Column("compute, ms"), Column("where", "text")
+    columns = *map(Column, (*keys, "step")), Column("step, ms"), Column("passes, ms"), Column("where", "text")
     rows = _ranks(view) if by_rank else _stages(view)
     timed = any(status.step_ms is not None for status in view.statuses.values())
     title = "medians of each rank's last steps" if timed else ""

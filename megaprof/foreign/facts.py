@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaprof.analysis.notes import OVERLAPPING, UNNAMED_GROUP, UNSEEN_AXIS, Note
+from megaprof.analysis.samples import CERTAIN
 from megaprof.analysis.trace.groups import INSIDE, axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
 from megaprof.analysis.trace.steps import unfed
@@ -68,14 +70,16 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class Late:
-    """The rank that comes last to the collectives of one group."""
+    """The rank that comes last to the collectives of one group, more often than by chance."""
 
+    folder: str
+    """Folder of its recordings, below the one that has all; empty unless each folder is on its own."""
     group: str
     """Process group."""
     operation: str
     """For example ``allreduce``."""
     matched: int
-    """Number of collectives that all recorded ranks of the group have, in all windows."""
+    """Number of collectives that all recorded ranks of the group have, in all windows of the folder."""
     rank: int
     """Rank that came last most often. Its kernel was the shortest, because all kernels end together."""
     times: int
@@ -104,10 +108,12 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     ``sizes`` has the number of ranks along ``tp``, ``pp``, ``cp`` and ``ep``, if the user gives them. They show the
     axis of groups whose ranks fit them.
     """
-    axes = _Axes(sizes, max((recording.world or 0 for recording in recordings), default=0))
-    windows = _windows(recordings)
-    ordered = [recording for window in windows for recording in window]
-    warnings = list(axes.warnings)
+    world, windows = max((recording.world or 0 for recording in recordings), default=0), _windows(recordings)
+    axes, warnings = dict[frozenset[int], str](), list[Note]()
+    try:
+        axes = _axes(sizes, world) if sizes else {}
+    except ValueError as fault:
+        warnings.append(Note("sizes_do_not_fit", count=world, said=str(fault)))
     kinds = {key for recording in recordings for key in recording.communication}
     if any(operation == SEND_RECEIVE for operation, _ in kinds):
         warnings.append(Note("groups_unnamed", said="send-receive kernels without annotation may be all-to-all"))
@@ -120,12 +126,19 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
         for recording in recordings
         if recording.cut is not None
     )
-    stages, why_no_stages = stages_of(ordered)
-    warnings += [why_no_stages] if why_no_stages else []
     folder = os.path.commonpath([str(recording.path.parent) for recording in recordings]) + os.sep
+    stages: list[StageFacts] = []
+    late: list[Late] = []
+    for path, of_folder in windows.items():
+        name = f"{path}{os.sep}".removeprefix(folder).rstrip(os.sep)
+        late += _late(name, of_folder)
+        of_role, why_none = stages_of(name, [each for window in of_folder for each in window])
+        stages += of_role
+        warnings += [why_none] if why_none else []
+    in_order = (window for of_folder in windows.values() for window in of_folder)
     ranks = tuple(
         _facts(recording, str(recording.path).removeprefix(folder), number, axes)
-        for number, window in enumerate(windows, 1)
+        for number, window in enumerate(in_order, 1)
         for recording in window
     )
     found = {exposed.axis for rank in ranks for exposed in rank.exposed}
@@ -133,32 +146,31 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
         warnings.append(Note("exposed_unknown", names=unseen, said=UNSEEN_AXIS))
     if any(recording.gpu.shortened for recording in recordings):
         warnings.append(OVERLAPPING)
-    return Foreign(ranks, tuple(_late(windows)), tuple(warnings), stages)
+    late.sort(key=lambda each: -each.waited_ms * each.times)
+    return Foreign(ranks, tuple(late), tuple(warnings), tuple(stages))
 
 
-def _windows(recordings: Iterable[Recording]) -> list[list[Recording]]:
-    """Returns the recordings that belong together, in order of time: those that overlap in time and in the numbers of
-    their steps. If a folder holds several ranks, others are from elsewhere, such as another role of RL training."""
+def _windows(recordings: Iterable[Recording]) -> dict[str, list[list[Recording]]]:
+    """Returns the recordings that belong together, by folder: those that overlap in time and in the numbers of their
+    steps. If a folder holds several ranks, or a rank is in several folders, each folder is on its own, as for the roles
+    of RL training; otherwise all are one, with an empty name."""
     folders: defaultdict[str, set[int | None]] = defaultdict(set)
     for recording in recordings:
         folders[str(recording.path.parent)].add(recording.rank)
-    apart = any(len(ranks) > 1 for ranks in folders.values())
+    known = [rank for ranks in folders.values() for rank in ranks if rank is not None]
+    apart = len(set(known)) < len(known) or any(len(ranks) > 1 for ranks in folders.values())
     windows: defaultdict[str, list[list[Recording]]] = defaultdict(list)
-    for recording in sorted(recordings, key=lambda recording: recording.extent):
+    for recording in sorted(recordings, key=lambda each: (each.extent[0], str(each.path))):
         of_folder = windows[str(recording.path.parent) if apart else ""]
         window = next((window for window in of_folder if all(_together(recording, other) for other in window)), None)
         if window is None:
             of_folder.append([recording])
         else:
             window.append(recording)
-    in_order = sorted(
-        (window for of_folder in windows.values() for window in of_folder),
-        key=lambda window: (window[0].extent[0], str(window[0].path)),
-    )
-    return [
-        sorted(window, key=lambda each: (each.rank is None, each.rank or 0, str(each.path), each.rank_from))
-        for window in in_order
-    ]
+    for of_folder in windows.values():
+        for window in of_folder:
+            window.sort(key=lambda each: (each.rank is None, each.rank or 0, str(each.path), each.rank_from))
+    return windows
 
 
 def _together(one: Recording, other: Recording) -> bool:
@@ -167,42 +179,27 @@ def _together(one: Recording, other: Recording) -> bool:
     return start <= other_end and other_start <= end and same_steps and (one.rank is None or one.rank != other.rank)
 
 
-class _Axes:
-    """Finds the axis of a group from its description, or from its ranks if the parallel sizes are given."""
-
-    def __init__(self, sizes: dict[str, int] | None, world: int) -> None:
-        self.warnings: list[Note] = []
-        self._by_ranks: dict[frozenset[int], str] = {}
-        if not sizes:
-            return
-        try:
-            layout = WorldLayout(ParallelSizes.of(world, **sizes))
-        except ValueError as fault:
-            self.warnings.append(Note("sizes_do_not_fit", count=world, said=str(fault)))
-            return
-        for axis in _NAMED:
-            if (size := getattr(layout.sizes, axis)) > 1:
-                stride = layout.strides[axis]
-                for coords in layout:
-                    first_rank = coords.rank - getattr(coords, axis) * stride
-                    self._by_ranks[frozenset(first_rank + n * stride for n in range(size))] = axis
-
-    def of(self, group: Group) -> str | None:
-        if group.axis is not None:
-            return group.axis
-        if group.description and (axis := axis_of(group.description)) is not None:
-            return axis
-        return self._by_ranks.get(frozenset(group.ranks)) if group.ranks else None
+def _axes(sizes: dict[str, int], world: int) -> dict[frozenset[int], str]:
+    """Returns the axis of each group by its ranks. Raises ValueError if the sizes do not fit."""
+    layout, axes = WorldLayout(ParallelSizes.of(world, **sizes)), dict[frozenset[int], str]()
+    for axis in _NAMED:
+        if (size := getattr(layout.sizes, axis)) > 1:
+            stride = layout.strides[axis]
+            for coords in layout:
+                first_rank = coords.rank - getattr(coords, axis) * stride
+                axes[frozenset(first_rank + n * stride for n in range(size))] = axis
+    return axes
 
 
-def _facts(recording: Recording, file: str, window: int, axes: _Axes) -> RankFacts:
+def _facts(recording: Recording, file: str, window: int, axes: Mapping[frozenset[int], str]) -> RankFacts:
     gpu = recording.gpu
     computing = union(gpu.spans[recording.computes])
     start, end = recording.extent
     idle = difference(union(intervals([(start, end)])), union(gpu.spans))
     rows_by_kind: defaultdict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     for (operation, group), rows in recording.communication.items():
-        rows_by_kind[operation, group.name, axes.of(group)] += rows.tolist()
+        axis = group.axis or axis_of(group.description or "") or axes.get(frozenset(group.ranks or ()))
+        rows_by_kind[operation, group.name, axis] += rows.tolist()
     exposed = [
         Exposed(*key, len(rows), total(difference(union(gpu.spans[rows]), computing)) / 1e6)
         for key, rows in rows_by_kind.items()
@@ -235,9 +232,9 @@ def _holds(group: Group, rank: int) -> bool:
     return rank in group.ranks
 
 
-def _late(windows: Iterable[Sequence[Recording]]) -> list[Late]:
-    """Returns which rank comes last to the collectives of each group, the longest waiting first. Matches collectives by
-    their number in the group, which all of its ranks count alike within a window."""
+def _late(folder: str, windows: Iterable[Sequence[Recording]]) -> Iterator[Late]:
+    """Yields which rank comes last to the collectives of each group, if it does so more often than by chance. Matches
+    collectives by their number in the group, which all of its ranks count alike within a window."""
     calls_ns: defaultdict[tuple[Group, str], list[dict[int, int]]] = defaultdict(list)
     for window in windows:
         lengths_ns: defaultdict[tuple[Group, str], dict[int, list[int]]] = defaultdict(dict)
@@ -252,15 +249,18 @@ def _late(windows: Iterable[Sequence[Recording]]) -> list[Late]:
                 calls_ns[key] += [
                     dict(zip(by_rank, lengths, strict=True)) for lengths in zip(*by_rank.values(), strict=True)
                 ]
-    late = []
     for (group, operation), calls in calls_ns.items():
         last_ranks = [min(call_ns, key=lambda rank: call_ns[rank]) for call_ns in calls]
         rank, times = Counter(last_ranks).most_common(1)[0]
-        late_ns = [call_ns for call_ns, last_rank in zip(calls, last_ranks, strict=True) if last_rank == rank]
+        # If all were equally likely to be last, some rank of some group would be so this often in one of ten jobs.
+        chance, every = 1.0 / len(calls[0]), len(calls)
+        surely = statistics.NormalDist().inv_cdf(1.0 - (1.0 - CERTAIN) * chance / len(calls_ns))
+        if times - 0.5 <= every * chance + surely * math.sqrt(every * chance * (1.0 - chance)):
+            continue
         waits_ms = [
             (statistics.median(ns for other, ns in call_ns.items() if other != rank) - call_ns[rank]) / 1e6
-            for call_ns in late_ns
+            for call_ns, last in zip(calls, last_ranks, strict=True)
+            if last == rank
         ]
         if (waited_ms := statistics.median(waits_ms)) > 0:
-            late.append(Late(group.name, operation, len(calls), rank, times, waited_ms))
-    return sorted(late, key=lambda entry: -entry.waited_ms * entry.times)
+            yield Late(folder, group.name, operation, every, rank, times, waited_ms)

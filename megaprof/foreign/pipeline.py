@@ -34,6 +34,8 @@ _MOST_MICROBATCHES = 1 << 16
 class StageFacts:
     """One stage. Times are in milliseconds, medians over microbatches and steps."""
 
+    folder: str
+    """Folder of its recordings, below the one that has all; empty unless each folder is on its own."""
     stage: int
     """Position in the pipeline group."""
     stages: int
@@ -70,29 +72,22 @@ class _Step:
     """Nanoseconds from its start to its end."""
 
 
-def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], Note | None]:
+def stages_of(folder: str, recordings: Sequence[Recording]) -> tuple[list[StageFacts], Note | None]:
     """Returns the stages. If pipeline groups are there but show no stages, returns none, and a note that says why."""
     steps_by_stage: defaultdict[tuple[int, int], list[tuple[int, _Step]]] = defaultdict(list)
     for recording in recordings:
-        if (ranks := _pipeline(recording)) is None or recording.rank is None:
+        groups = (group for _, group in recording.communication if (group.description or "").startswith(_GROUP))
+        ranks = next((group.ranks for group in groups if group.ranks), ())
+        if recording.rank is None or recording.rank not in ranks or len(ranks) == 1:
             continue
         stage, stages = ranks.index(recording.rank), len(ranks)
         if not (steps := list(_steps(recording, stage, stages))):
-            return (), Note("no_stages", ranks=(recording.rank,), said="its exchanges do not follow 1F1B")
+            return [], Note("no_stages", ranks=(recording.rank,), said="its exchanges do not follow 1F1B")
         steps_by_stage[stages, stage] += ((recording.rank, step) for step in steps)
     all_steps = [step for stage_steps in steps_by_stage.values() for _, step in stage_steps]
     if len({stages for stages, _ in steps_by_stage}) > 1 or len({step.microbatches for step in all_steps}) > 1:
-        return (), Note("no_stages", said="the recordings are of pipelines or steps of different sizes")
-    return tuple(_facts(stage, stages, steps_by_stage[stages, stage]) for stages, stage in sorted(steps_by_stage)), None
-
-
-def _pipeline(recording: Recording) -> tuple[int, ...] | None:
-    """Returns the ranks of the recording's pipeline group, by stage; None if it has no group of this
-    rank and others."""
-    for _, group in recording.communication:
-        if (group.description or "").startswith(_GROUP) and group.ranks:
-            return group.ranks if len(group.ranks) > 1 and recording.rank in group.ranks else None
-    return None
+        return [], Note("no_stages", said="the recordings are of pipelines or steps of different sizes")
+    return [_facts(folder, stage, stages, steps) for (stages, stage), steps in sorted(steps_by_stage.items())], None
 
 
 def _steps(recording: Recording, stage: int, stages: int) -> Iterator[_Step]:
@@ -170,7 +165,7 @@ def _passes_between(stage: int, stages: int, microbatches: int) -> list[tuple[st
     return [tuple(sorted(kinds)) for kinds in kinds_between]
 
 
-def _facts(stage: int, stages: int, steps: Sequence[tuple[int, _Step]]) -> StageFacts:
+def _facts(folder: str, stage: int, stages: int, steps: Sequence[tuple[int, _Step]]) -> StageFacts:
     def computed(*passes: str) -> float | None:
         lengths_ns = [ns for _, step in steps for ns in step.passes.get(passes, ())]
         return statistics.median(lengths_ns) / 1e6 if lengths_ns else None
@@ -179,6 +174,7 @@ def _facts(stage: int, stages: int, steps: Sequence[tuple[int, _Step]]) -> Stage
     if both_passes is None and forward is not None and backward is not None:
         both_passes = forward + backward
     return StageFacts(
+        folder=folder,
         stage=stage,
         stages=stages,
         ranks=tuple(sorted({rank for rank, _ in steps})),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
+from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
 from megaprof.analysis.trace.gpu import Activities, activities, without_times
@@ -185,14 +186,8 @@ def _group(said: Said, use: int) -> Group:
     if description:
         return Group(description, description, ranks, axis)
     if ranks:
-        return Group(f"ranks {_short(ranks)}", None, ranks, axis)
+        return Group(words.ranks(ranks), None, ranks, axis)
     return Group(f"group {said.group}" if said.group else UNKNOWN, axis=axis)
-
-
-def _short(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks[:8])) + (",..." if len(ranks) > 8 else "")
 
 
 def _rank(recorded: object, name: str) -> tuple[int | None, str]:

@@ -14,15 +14,13 @@ from megaprof.foreign.facts import Foreign, RankFacts, facts_of
 from megaprof.foreign.recordings import Recording
 
 #: What recordings without our ranges lack, and how to record it next time.
-_TO_SEE = "record with --profile-target train_actor --profile-select per-stage"
 _LIMITS = (
-    "These recordings hold no ranges of megaprof's: they show no stages, microbatches or bubbles, and no layout can be "
-    f"predicted. To see them, {_TO_SEE}"
+    "These recordings hold no ranges of megaprof's, so they show no bubbles, and no layout can be predicted. To see "
+    "more, record with --profile-target train_actor --profile-select per-stage"
 )
-_LIMITS_WITH_STAGES = (
-    "These recordings hold no ranges of megaprof's. Stages and microbatches follow from the exchanges of the pipeline "
-    "group, whose order is that of 1F1B; work before the first exchange of a step and after the last one does not "
-    f"count, and no layout can be predicted. To see more, {_TO_SEE}"
+_OF_STAGES = (
+    "Stages and microbatches follow from the exchanges of the pipeline group, whose order is that of 1F1B; work before "
+    "the first exchange of a step and after the last one does not count. "
 )
 _TIMES = "a\nstep", "recorded", "compute", "exposed", "idle", "host\nbound"
 _OF_RANK = Column("from", "text"), Column("steps"), *map(Column, _TIMES)
@@ -44,11 +42,11 @@ def report_on(recordings: Sequence[Recording], sizes: Mapping[str, int]) -> tupl
     )
     facts = replace(facts, warnings=with_texts((*untimed, *facts.warnings)))
     late = (
-        f"rank {each.rank} came last to {each.operation} of {each.group} {each.times} of {each.matched} times: there "
-        f"the others' kernels took {number(each.waited_ms)} ms longer (median)"
+        f"{each.folder}{': ' if each.folder else ''}rank {each.rank} came last to {each.operation} of {each.group} "
+        f"{each.times} of {each.matched} times: there the others' kernels took {number(each.waited_ms)} ms longer"
         for each in facts.late
     )
-    limits = _LIMITS_WITH_STAGES if facts.stages else _LIMITS
+    limits = (_OF_STAGES if facts.stages else "") + _LIMITS
     tables = tuple(_tables(facts))
     return facts, Section("Recordings without ranges of megaprof's", limits, tables, tuple(late), facts.warnings)
 
@@ -74,7 +72,7 @@ def _tables(foreign: Foreign) -> list[TableView]:
     for stage in foreign.stages:
         of_stage = stage.forward_ms, stage.backward_ms, stage.microbatch_ms, stage.step_ms, stage.exchange_ms
         share = percent(stage.exchange_ms / stage.step_ms if stage.step_ms else None)
-        which = f"{stage.stage} of {stage.stages}"
+        which = f"{stage.stage} of {stage.stages}{f', {stage.folder}' if stage.folder else ''}"
         stages.append(row(which, some(stage.ranks), stage.microbatches, *map(number, of_stage), share))
     windows = [row(window, folder) for window, folder in folders.items() if folder]
     named = Column("rank", "name"), *([Column("window")] if several else [])

@@ -127,8 +127,7 @@ class _Stage(NamedTuple):
 
     members: list[RankStatus]
     above: dict[int, float]
-    """Compute of each rank over the lower median of the stage's other ranks, since of four ranks two may wait for each
-    other; empty without other ranks."""
+    """Compute of each rank over that of the others (`peers.of_others`), as in the report; empty without others."""
     slow: dict[int, float]
     """The same, of the slow ranks."""
 

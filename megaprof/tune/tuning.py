@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
@@ -170,15 +171,9 @@ def as_measured(
     if mismatch:
         return replace(measured, outcome="not_as_asked", why=mismatch, step_ms=None)
     make_proposal = partial(_proposal, target.what_if, measured, spread.mean, more_between)
-    fitting = [
-        prediction
-        for prediction in target.what_if.candidates
-        if prediction.flags and prediction.layout and prediction.fits is not False
-    ]
-    proposals = tuple(
-        make_proposal(prediction) for prediction in sorted(fitting, key=lambda prediction: -prediction.speedup.low)
-    )
-    half = None if changeable is None else _half_as_deep(changeable)
+    fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
+    proposals = tuple(map(make_proposal, sorted(fitting, key=lambda prediction: -prediction.speedup.low)))
+    half = None if changeable is None else _half_as_deep(changeable, target.causes)
     half_proposal = make_proposal(half) if isinstance(half, Prediction) else half
     measured = replace(measured, outcome="measured", next=proposals, half_as_deep=half_proposal)
     if memory_limit is None or measured.memory is None or max(measured.memory) <= memory_limit:
@@ -294,8 +289,10 @@ def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float
     )
 
 
-def _half_as_deep(changeable: Changeable) -> Prediction | str:
+def _half_as_deep(changeable: Changeable, causes: Iterable[Cause]) -> Prediction | str:
     """Returns the prediction of half as many stages, or why there is none."""
+    if any(cause.kind == "slow_rank" for cause in causes):
+        return "a slow rank would hold a neighbour's layers, too"
     try:
         half = half_as_deep(changeable)
     except ValueError as reason:

@@ -29,7 +29,7 @@ def test_the_slow_rank_is_the_first_that_is_said(timelines: Path) -> None:
     verdict = 1 + next(n for n, line in enumerate(lines) if line.startswith("imbalance "))
     assert "rank 5 (stage 1, node-0000) computes " in lines[verdict].lower()
     assert "step time" in run.stdout
-    assert "stage 1 compute" in run.stdout
+    assert "stage 1 passes" in run.stdout
     assert "\n48 steps from 0 to 59" in run.stdout
     assert "8 timelines" in run.stdout
     assert "perfetto" not in run.stdout  # a timeline is nothing to drag there

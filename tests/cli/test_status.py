@@ -142,7 +142,7 @@ def test_watch_fits_80_columns_and_a_row_is_of_ranks_that_are_not_slow(
     shown = capsys.readouterr().out
     assert "…" not in shown
     table = [line.split() for line in shown.splitlines()]
-    assert ["rank", "step", "compute", "gradients", "slowest", "compute"] in table
+    assert ["rank", "step", "passes", "gradients", "slowest", "passes"] in table
     assert ["stage", "count", "step", "ms", "ms", "ms", "imbalance", "rank", "ms"] in table
     assert ["1", "2", "4", "16000", "4000", "12000", "0.62", "3", "15000"] in table
     assert "step 16000 ms, imbalance 1.38, bubble 0.0%" in shown

@@ -81,7 +81,7 @@ def test_times_of_a_rank(job: Job, tmp_path: Path) -> None:
     assert (rank.span_ms, rank.compute_ms, rank.idle_ms) == (40, 29, 9)
     assert rank.host_bound_ms == 5, "the other gap had its kernel launched before it began"
     (lost,) = rank.exposed
-    assert (lost.operation, lost.group, lost.axis, lost.calls, lost.ms) == ("allreduce", "ranks 0,1", None, 1, 2)
+    assert (lost.operation, lost.group, lost.axis, lost.calls, lost.ms) == ("allreduce", "ranks 0-1", None, 1, 2)
 
 
 def test_communication_of_two_groups_at_once_is_lost_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_rccl_kernels_take_the_group_of_their_operator(tmp_path: Path) -> None:
     job.events[-1]["args"] |= {"Collective name": "allreduce", "Process Group Name": "2"}
     job.kernel("ncclDevKernel_Generic(ncclDevComm*)", 2, 1, **{"External id": 5})
     (rank,) = foreign(job.write(tmp_path / "a.json")).ranks
-    assert (rank.exposed[0].operation, rank.exposed[0].group) == ("allreduce", "ranks 0,1")
+    assert (rank.exposed[0].operation, rank.exposed[0].group) == ("allreduce", "ranks 0-1")
 
 
 def test_who_comes_last(tmp_path: Path) -> None:
@@ -166,25 +166,38 @@ def test_who_comes_last(tmp_path: Path) -> None:
 def test_what_others_wait_for_is_counted_where_the_rank_came_last(tmp_path: Path) -> None:
     for rank in range(2):
         job = Job(rank, 2)
-        for number in range(5):
-            length = (9, 5)[rank] if number < 3 else (1, 30)[rank]  # the other rank comes last to the last two
+        for number in range(10):
+            length = (9, 5)[rank] if number < 9 else (1, 30)[rank]  # the other rank comes last to the last one
             job.reduce(40 * number + 30 - length, length, [0, 1])
         job.write(tmp_path / f"{rank}.pt.trace.json")
     (late,) = foreign(tmp_path).late
-    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 3, 5, 4)
+    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 9, 10, 4)
+
+
+@pytest.mark.parametrize(("ranks", "times", "of", "is_said"), [(2, 9, 17, False), (2, 16, 17, True), (8, 9, 17, True)])
+def test_who_comes_last_by_chance_is_not_said(ranks: int, times: int, of: int, is_said: bool, tmp_path: Path) -> None:
+    """Of two ranks, one comes last to half of all collectives; of eight, to an eighth."""
+    for rank in range(ranks):
+        job = Job(rank, ranks)
+        for number in range(of):
+            last = 1 if number < times else 0
+            length = 1 if rank == last else 5
+            job.reduce(20 * number + 10 - length, length, [*range(ranks)])
+        job.write(tmp_path / f"{rank}.pt.trace.json")
+    assert [(each.rank, each.times) for each in foreign(tmp_path).late] == [(1, times)] * is_said
 
 
 def test_groups_without_ranks_are_matched_by_the_name_that_torch_gave_them(tmp_path: Path) -> None:
     for rank in range(2):
         job = Job(rank, 2)
-        for number in range(4):
+        for number in range(8):
             about = {"Process Group Name": "5", "Collective name": "allreduce"}
             job.kernel(ALL_REDUCE, 10 * number, 1 if rank else 3, **about)
             job.kernel(ALL_REDUCE, 10 * number + 5, 1, **about, **{"Process Group Description": TP})
             job.kernel(ALL_REDUCE, 10 * number + 7, 1)
         job.write(tmp_path / f"{rank}.pt.trace.json")
     (late,) = foreign(tmp_path).late
-    assert (late.group, late.rank, late.times, late.matched, late.waited_ms) == ("group 5", 1, 4, 4, 2)
+    assert (late.group, late.rank, late.times, late.matched, late.waited_ms) == ("group 5", 1, 8, 8, 2)
 
 
 def test_collectives_that_one_rank_lacks_are_not_matched(tmp_path: Path) -> None:
@@ -245,12 +258,12 @@ def test_the_report_says_what_to_record(job: Job, tmp_path: Path, capsys: pytest
     assert main(["report", str(path), "--html", str(tmp_path / "r.html"), "--json", str(tmp_path / "r.json")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "--profile-target train_actor --profile-select per-stage" in shown
-    assert "ranks 0,1" in shown
+    assert "ranks 0-1" in shown
     assert "drag it into https://ui.perfetto.dev" in shown
     assert "megaprof open" not in shown  # it merges traces with ranges only
     plain = json.loads((tmp_path / "r.json").read_text())
     assert (plain["targets"], plain["foreign"]["ranks"][0]["file"]) == ([], "a.json")
-    assert "ranks 0,1" in (tmp_path / "r.html").read_text()
+    assert "ranks 0-1" in (tmp_path / "r.html").read_text()
     assert main(["report", str(path), "--tp", "0"]) == 2
 
 
@@ -364,13 +377,13 @@ def test_times_that_cannot_be_true(tmp_path: Path) -> None:
 
 
 def windows(directory: Path, *recorded: tuple[int, int, float], steps: bool = True) -> Foreign:
-    """``recorded``: window, rank and milliseconds of each of four collectives."""
+    """``recorded``: window, rank and milliseconds of each of eight collectives."""
     for window, rank, length in recorded:
         job = Job(rank, 2)
-        for number in range(4):
+        for number in range(8):
             job.reduce(1000 * window + 20 * number + 10 - length, length, [0, 1])
         if steps:
-            job.event("user_annotation", f"ProfilerStep#{window}", 1000 * window, 100)
+            job.event("user_annotation", f"ProfilerStep#{window}", 1000 * window, 200)
         job.write(directory / f"node_{rank}.{window}.pt.trace.json")
     return foreign(directory)
 
@@ -380,7 +393,7 @@ def test_recordings_of_different_windows_are_not_compared(steps: bool, tmp_path:
     found = windows(tmp_path, (1, 0, 5), (1, 1, 4), (2, 0, 1), steps=steps)
     assert [(rank.window, rank.rank) for rank in found.ranks] == [(1, 0), (1, 1), (2, 0)]
     (late,) = found.late
-    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 4, 4, 1)
+    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 8, 8, 1)
 
 
 def test_ranks_of_different_windows_alone_are_not_compared(tmp_path: Path) -> None:
@@ -388,8 +401,9 @@ def test_ranks_of_different_windows_alone_are_not_compared(tmp_path: Path) -> No
 
 
 def test_all_windows_count(tmp_path: Path) -> None:
-    (late,) = windows(tmp_path, (1, 0, 5), (1, 1, 4), (2, 0, 5), (2, 1, 3), (3, 0, 2), (3, 1, 4)).late
-    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 8, 12, 1.5)
+    recorded = [(1, 0, 5), (1, 1, 4), (2, 0, 5), (2, 1, 3), (3, 0, 2), (3, 1, 4), (4, 0, 6), (4, 1, 3)]
+    (late,) = windows(tmp_path, *recorded).late
+    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 24, 32, 2)
 
 
 def test_who_came_last_is_unknown_if_all_came_together(tmp_path: Path) -> None:
@@ -401,7 +415,8 @@ def test_the_folders_of_roles_are_read_and_kept_apart(tmp_path: Path, capsys: py
     for role, slow in (("actor_update", 1), ("ref_compute_log_prob", 0)):
         for rank in range(2):
             job = Job(rank, 2)
-            job.reduce(10, 1 if rank == slow else 4, [0, 1])
+            for number in range(8):
+                job.reduce(20 * number + 10, 1 if rank == slow else 4, [0, 1])
             (tmp_path / role).mkdir(exist_ok=True)
             job.write(tmp_path / role / f"prof_rank-{rank}_031904.json")
     (tmp_path / "agent_loop_rollout_replica_0").mkdir()
@@ -411,6 +426,8 @@ def test_the_folders_of_roles_are_read_and_kept_apart(tmp_path: Path, capsys: py
         ("actor_update", 0), ("actor_update", 1), ("agent_loop_rollout_replica_0", 1),
         ("ref_compute_log_prob", 0), ("ref_compute_log_prob", 1),
     ]  # fmt: skip
+    late = {(each.folder, each.rank, each.times, each.matched) for each in found.late}
+    assert late == {("actor_update", 1, 8, 8), ("ref_compute_log_prob", 0, 8, 8)}
     assert main(["report", str(tmp_path)]) == 0
     assert ["3", "ref_compute_log_prob"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 

@@ -186,9 +186,19 @@ def test_steps_of_different_sizes_tell_no_stages(tmp_path: Path) -> None:
     other.mkdir()
     write_job(other, 2, 6)
     (other / "r0.pt.trace.json").rename(tmp_path / "r0.pt.trace.json")
+    (other / "r2.pt.trace.json").unlink()
     found = foreign(tmp_path)
     assert found.stages == ()
     assert "no_stages" in kinds(found.warnings)
+
+
+def test_the_stages_of_each_role_are_its_own(tmp_path: Path) -> None:
+    for role, microbatches in (("actor", 8), ("critic", 6)):
+        (tmp_path / role).mkdir()
+        write_job(tmp_path / role, 2, microbatches)
+    found = foreign(tmp_path)
+    expected = [("actor", 0, 8), ("actor", 1, 8), ("critic", 0, 6), ("critic", 1, 6)]
+    assert [(each.folder, each.stage, each.microbatches) for each in found.stages] == expected
 
 
 def test_without_pipeline_groups_nothing_is_said_of_them(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.tune import state
 from megaprof.tune.state import Proposal, Trial, Tuning
-from megaprof.tune.tuning import best_proposal, completed, upcoming
+from megaprof.tune.tuning import as_measured, best_proposal, completed, upcoming
 from megaprof.tune.words import COLUMNS, failures, sentence, show, trials
-from tests.analysis.job_timelines import write_timelines
+from tests.analysis.job_timelines import Slow, write_timelines
 from tests.cli.running import megaprof
 
 GIB = 1 << 30
@@ -287,6 +287,12 @@ def test_half_as_many_stages_are_tried_and_named(tmp_path: Path) -> None:
     assert "2 stages instead of 4" in sentence(found)
     assert isinstance(second.half_as_deep, str)  # 3 microbatches cannot be halved
     assert found.stopped == "nothing_left"
+
+
+def test_no_rank_that_is_slow_gets_the_layers_of_its_neighbour(tmp_path: Path) -> None:
+    layout, slow = WorldLayout(ParallelSizes.of(8, pp=4)), [Slow(rank=3, factor=1.4)]
+    write_timelines(tmp_path, layout, steps=12, chunk_layers=(2, 2, 2, 2), slow=slow)
+    assert "slow rank" in str(as_measured(trial(1, 100, "2+2+2+2"), tmp_path).half_as_deep)
 
 
 def test_half_as_many_stages_that_do_not_keep_the_batch_are_not_as_asked(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,7 +29,7 @@ from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
 from megaprof.formats.steps.facts import PARTS
-from megaprof.parallel.peers import began
+from megaprof.parallel.peers import began, of_others
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Cause:
     """Process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further facts. For a stage with its own excess, ``forward_ms`` and ``backward_ms`` of one microbatch. While the
-    cause is present: ``factor`` by which a slow rank computes longer than its peers, apart from delays of single
-    passes, or by which the longest microbatch or replica is longer than the average; ``explained``, ``explained_low``
+    cause is present: ``factor``: compute of a slow rank over that of its peers, as in the table of stages, or of the
+    longest microbatch or replica over the average; ``explained``, ``explained_low``
     and ``explained_high``: the fraction of the difference between microbatches or replicas that the lengths of their
     sequences explain, with its 90 % interval; for a slow rank or stage in a captured step, ``expert_tokens``,
     ``usual_expert_tokens`` of the others, and in ``explained`` the largest fraction of its slowness that these can
@@ -191,7 +191,7 @@ def _explained(run: Examined, fitted: Fit, cause: Cause) -> Cause:
 
 def _by_experts(run: Examined, cause: Cause) -> Cause:
     """Adds to a cause why a rank or a stage is slow, by the tokens that its experts got."""
-    if cause.kind == "slow_rank" and "factor" in cause.parts:
+    if cause.kind == "slow_rank":
         load, factor = load_of_rank(run.table, cause.ranks), cause.parts["factor"]
     elif cause.kind == "unexplained" and cause.stage is not None:
         load, factor = load_of_stage(run.table, cause.stage), float(run.model.content.stage[cause.stage].mean())
@@ -294,11 +294,11 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
     """Returns a term as a cause. ``sure``: False if it is only possible; then it is not said in which steps it is
     present, because a size that differs between steps by chance looks the same."""
     table, kind = run.table, term.kind
-    sizes = _sizes(term, run.view)
+    size, facts = _size(term, run.view)
     there, begins = np.ones(len(gain), dtype=bool), None
-    if sure and (kind in _LARGE or term.once or term.ranks):
+    if sure and (size is not None or term.once or term.ranks):
         # Not its gain, which also depends on what else happened in a step.
-        size = _LARGE[kind](sizes) if kind in _LARGE else _taken_ms(run, term)
+        size = _taken_ms(run, term) if size is None else size
         # It is present where its size is above half of the 90th percentile.
         there = size > MOST * np.quantile(size, CERTAIN)
         there = there if there.any() else np.ones(len(size), dtype=bool)
@@ -307,7 +307,11 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
             there = np.arange(len(there)) >= begins  # facts are averages over all steps since then
         if not there.all() and size[~there].mean() > MINOR * size[there].mean():
             there, begins = np.ones(len(gain), dtype=bool), None  # it is present in the other steps too, only smaller
-    parts = {name: float(of_step[there].mean()) for name, of_step in sizes.items()}
+    parts = {name: float(of_step[there].mean()) for name, of_step in facts.items()}
+    if kind == "slow_rank":  # as `megaprof watch` and the table of stages, with what delays single passes
+        compute_ms = table.working[there][:, :, term.stage].sum(axis=(3, 4, 5)).mean(axis=0)  # [d, p]
+        is_named = np.isin(table.ranks[:, term.stage, : compute_ms.shape[1]], term.ranks).ravel()
+        parts["factor"] = float((compute_ms.ravel() / of_others(compute_ms.ravel()))[is_named].max())
     if kind == GARBAGE:
         parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
     if kind == WAIT:
@@ -352,34 +356,27 @@ def _dear_part(iterations: Iterations | None, ranks: Sequence[int]) -> str | Non
     return dearest.name if dearest is not None and known else None
 
 
-def _sizes(term: Term, view: View) -> dict[str, Floats]:
-    """Returns how large a term is in every step, [t] each, by the names of `Cause.parts`."""
+def _size(term: Term, view: View) -> tuple[Floats | None, dict[str, Floats]]:
+    """Returns how large a term is in every step, [t], None if that is what it takes; and further facts, [t] each, by
+    the names of `Cause.parts`."""
     affected = view if term.replica is None else view.of(term.replica)
     without = term.change(affected)
     before, after = affected.state, without.state
     if term.kind == "slow_link":
-        return {
-            "transfer_ms": before.link[..., term.stage].mean(axis=1),
-            "usual_ms": after.link[..., term.stage].mean(axis=1),
-        }
+        transfer_ms, usual_ms = (state.link[..., term.stage].mean(axis=1) for state in (before, after))
+        return transfer_ms - usual_ms, {"transfer_ms": transfer_ms, "usual_ms": usual_ms}
     if term.kind == "late_entry":
-        return {"late_ms": (before.entry - after.entry)[..., term.stage].mean(axis=1)}
+        late_ms = (before.entry - after.entry)[..., term.stage].mean(axis=1)
+        return late_ms, {"late_ms": late_ms}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)
     if term.kind in ("slow_rank", "unequal_replicas"):
-        return {"factor": (affected.peers / np.maximum(without.peers, 1e-9))[:, :, some].max(axis=(1, 2, 3))}
+        factor = (affected.peers / np.maximum(without.peers, 1e-9))[:, :, some].max(axis=(1, 2, 3))
+        return factor - 1.0, {"factor": factor}
     if term.kind != "uneven_microbatches":
-        return {}
+        return None, {}
     exchanged = affected.held[EXCHANGE]
     ratio = ((before.passes - exchanged) / np.maximum(after.passes - exchanged, 1e-9))[:, :, some]
-    return {"factor": np.median(ratio, axis=(2, 3, 4)).max(axis=-1)}
-
-
-#: The size of a cause in every step, by its parts.
-_LARGE: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
-    **dict.fromkeys(("slow_rank", "unequal_replicas"), lambda sizes: sizes["factor"] - 1.0),
-    "slow_link": lambda sizes: sizes["transfer_ms"] - sizes["usual_ms"],
-    "late_entry": lambda sizes: sizes["late_ms"],
-}
+    return None, {"factor": np.median(ratio, axis=(2, 3, 4)).max(axis=-1)}
 
 
 def _taken_ms(run: Examined, term: Term) -> Floats:
@@ -409,7 +406,8 @@ def _filling(run: Examined) -> Cause | None:
     """Returns the cost of filling and draining as a cause, with all other causes fixed. None if there are enough
     microbatches, or if it does not certainly cost `policy.LEAST`."""
     gain = _gain_of_filling(run)
-    price, mean = run.of_replay(gain), float(gain.mean())
+    mean = float(gain.mean())
+    price = run.interval(gain, len(gain), mean)
     return Cause("few_microbatches", price, 1.0, mean, len(gain), None) if price.low > LEAST * run.step_ms else None
 
 

@@ -87,18 +87,14 @@ class Examined:
         of_one = mean * (term.once and term.group is None and len(gain) == 1)
         # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
-        price = self._within(gains, len(gain), mean, of_one**2 + of_content**2)
+        price = self.interval(gains, len(gain), mean, of_one**2 + of_content**2)
         # No step is shorter than the passes that are left; those of the term's own stage may be estimated.
         left = np.minimum(self.view.state.passes, mended(term, self.view).state.passes).sum(axis=(3, 4, 5))
         own = term.stage if term.stage is not None else slice(None if term.fitted else 0)
         most_ms = self.step_ms - float(np.delete(left, own, axis=2).max(axis=(1, 2), initial=0.0).mean())
         return replace(price, low=price.low - term.doubt_ms(mean), high=max(mean, min(price.high, most_ms)))
 
-    def of_replay(self, gain: Floats) -> Interval:
-        """Returns the price of a gain that does not depend on the model of passes."""
-        return self._within(gain, len(gain), float(gain.mean()))
-
-    def _within(self, gains: Floats, count: int, mean: float, besides: float = 0.0) -> Interval:
+    def interval(self, gains: Floats, count: int, mean: float, besides: float = 0.0) -> Interval:
         """Returns the price of a gain of ``mean`` over ``count`` steps that differ as ``gains`` do. ``besides``: its
         variance for other reasons. Two more are added here: disturbances come at random, so a shorter step would have
         met others; and a replay that misses the step also misses the price."""

@@ -34,12 +34,12 @@ class Term:
     """True if it appears once per step and not in every microbatch."""
     doubt: float = 0.0
     """Fraction of it that may have another cause, from 0 to 1."""
-    waited_ms: float = 0.0
+    core_ms: float = 0.0
     """Milliseconds of it that its ranks may have waited for a processor core, outside of passes."""
 
     def doubt_ms(self, gain_ms: float) -> float:
         """Returns how much of what a step gains without it may have another cause, however many steps there are."""
-        return min(self.doubt * gain_ms + self.waited_ms, max(gain_ms, 0.0))
+        return min(self.doubt * gain_ms + self.core_ms, max(gain_ms, 0.0))
 
 
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:
@@ -187,7 +187,7 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
             return v.waiting(link=link).less(held, held=parts, exchange=exchange)
 
         ends = [stage, (stage + 1) % s]
-        yield Term("slow_link", quick, stage=stage, link=(ends[0], ends[1]), waited_ms=float(waits[ends].sum()))
+        yield Term("slow_link", quick, stage=stage, link=(ends[0], ends[1]), core_ms=float(waits[ends].sum()))
     # Communication at the end of a pass that names no group may belong to the pass or to the exchange after it.
     if "unknown" not in view.exposed:
 
@@ -205,7 +205,7 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
         # Where a profiled GPU waits for its host in passes, it may also do so between them.
         doubt = float(table.profiled and table.idle.any())
         link = (0, 1) if count == 1 else None
-        yield Term("communication", at_once, group="pp", link=link, doubt=doubt, waited_ms=float(waits.sum()))
+        yield Term("communication", at_once, group="pp", link=link, doubt=doubt, core_ms=float(waits.sum()))
 
 
 def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
@@ -219,10 +219,8 @@ def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
 
         ranks = tuple(table.ranks[replica, stage].tolist())
         doubt = float(table.profiled)  # by what closing the window before took on this rank
-        waited_ms = float(table.core_waits_beside[:, replica, stage].mean(axis=0).max())
-        yield Term(
-            "late_entry", timely, stage, replica=replica, ranks=ranks, once=True, doubt=doubt, waited_ms=waited_ms
-        )
+        core_ms = float(table.core_waits_beside[:, replica, stage].mean(axis=0).max())
+        yield Term("late_entry", timely, stage, replica=replica, ranks=ranks, once=True, doubt=doubt, core_ms=core_ms)
 
 
 def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
@@ -243,7 +241,7 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             doubt=1.0 if table.waits_unseen else 0.0,
         )
     if DATA not in table.held:
-        yield Term(DATA, lambda v: v.less(v.waited(), first=np.zeros_like(v.first)), stage=0, once=True)
+        yield Term(DATA, lambda v: v.less(v.first_waits(), first=np.zeros_like(v.first)), stage=0, once=True)
     for stage in np.flatnonzero(table.held[DATA].any(axis=(0, 1, 3, 4, 5))).tolist() if DATA in table.held else ():
 
         def loaded(v: View, stage: int = stage) -> View:

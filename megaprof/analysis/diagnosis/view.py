@@ -104,7 +104,7 @@ class View:
         }
         return replace(self, state=replace(self.state, passes=other + apart), **{**parts, **neutral})
 
-    def waited(self) -> Floats:
+    def first_waits(self) -> Floats:
         """Returns how long passes seem to have waited for data, [n, d, s, c, k, m], if that is not recorded."""
         waits = np.zeros_like(self.state.passes)
         waits[:, :, 0, 0, 0, 0] = self.first
@@ -120,7 +120,7 @@ class View:
 
     def beside(self) -> Floats:
         """Returns what passes took in addition to what the model explains, [n, d, s, c, k, m]."""
-        return self.waited() + self.stalls() + sum(self.held.values())
+        return self.first_waits() + self.stalls() + sum(self.held.values())
 
     def alone(self) -> Floats:
         """Returns what is a rank's own in passes, [n, d, s, c, k, m]: all but exposed communication and `beside`."""

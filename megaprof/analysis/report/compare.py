@@ -13,10 +13,10 @@ the error of the prediction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
-from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.report.diff import (
     QUANTITIES,
@@ -31,6 +31,7 @@ from megaprof.analysis.report.diff import (
 )
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text import words
+from megaprof.analysis.report.text.evidence import KINDS
 from megaprof.analysis.report.text.sentences import BASES
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.samples import Interval, Spread
@@ -39,19 +40,6 @@ from megaprof.analysis.what_if.what_if import layout_of
 from megaprof.formats.phrases import Unanswerable
 
 FEWEST = 3
-#: Causes that come from the machine or its load. Another machine might not have them; no layout fixes them.
-_OF_MACHINE = frozenset(
-    [
-        "processor_wait",
-        "garbage_collection",
-        "stalls",
-        "slow_rank",
-        "slow_link",
-        "late_entry",
-        "data_wait",
-        "host_bound",
-    ]
-)
 _Key = tuple[str, str | None]
 
 
@@ -177,7 +165,11 @@ def _expected(step_ms: Interval, old: Diagnosis, new: Diagnosis, layer: Differen
     rest of the step is scaled by the factor by which a layer became slower in the quicker passes. None if that factor
     is not known, or if the disturbances leave nothing of the predicted step: they cost less in another layout then.
     """
-    first, second = (_price(diagnosis, _OF_MACHINE) + Interval.of(diagnosis.rest_ms) for diagnosis in (old, new))
+    first, second = (
+        _price(cause for cause in diagnosis.causes if KINDS[cause.kind].about == "machine")
+        + Interval.of(diagnosis.rest_ms)
+        for diagnosis in (old, new)
+    )
     if layer is None or not layer.before or not layer.after or first.value >= step_ms.value:
         return None
     return ((step_ms + first * -1.0) * (layer.after / layer.before) + second).clipped(0.0)
@@ -236,14 +228,14 @@ def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Diff
         return {}
     causes = {}
     for kind in dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes)):
-        old, new = _price(before, {kind}), _price(after, {kind})
+        old, new = (_price(each for each in side.causes if each.kind == kind) for side in (before, after))
         change = new.value / old.value - 1.0 if old.value else None
         causes[kind] = Difference(old.value, new.value, change, not new.meets(old))
     return causes
 
 
-def _price(diagnosis: Diagnosis, kinds: Set[str]) -> Interval:
-    return sum((cause.price for cause in diagnosis.causes if cause.kind in kinds), Interval.of(0.0))
+def _price(causes: Iterable[Cause]) -> Interval:
+    return sum((cause.price for cause in causes), Interval.of(0.0))
 
 
 def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:

@@ -24,6 +24,7 @@ from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.tables import Section
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as text
+from megaprof.analysis.report.text.evidence import KINDS
 from megaprof.analysis.report.text.notes import with_text, with_texts
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.what_if.changeable import Changeable
@@ -96,7 +97,7 @@ class TargetReport(TargetStages):
             **vars(measured),
             diagnosis=diagnosis,
             withheld=withheld,
-            slowest_stage=next((cause.stage for cause in named if cause.kind in causes.OF_A_STAGE), None),
+            slowest_stage=next((cause.stage for cause in named if KINDS[cause.kind].about == "stage"), None),
             what_if=what_if,
             fleet=fleet,
             findings=(

@@ -98,8 +98,8 @@ def _show_target(target: TargetReport, console: Console) -> None:
     predictions = target.what_if
     if target.advice is not None:
         show_finding(console, target.advice)
-        if predictions.best and (change := what_if.activations(predictions.best, predictions)):
-            console.print(text(sentence(change)))
+        if predictions.best and (needs := what_if.memory(predictions.best, predictions)):
+            console.print(text(sentence(needs)))
     if target.capture is not None:
         show_finding(console, target.capture)
     if (view := views.iterations_table(target.iterations)) is not None:

@@ -123,7 +123,7 @@ _PHASES = {
 _OF_ITERATION = {
     "data_wait": "waiting for data",
     "exchanges": "exchanges and other stages",
-    "gradients": "finishing gradients",
+    "gradients": "gradients, with waiting",
     "data": "data between steps",
     "between": "between steps, unknown",
 }
@@ -182,7 +182,7 @@ def _steps(target: TargetReport) -> TableView:
 _PARTS = {
     "compute": "compute",
     **{group: f"exposed {group}" for group in GROUPS},
-    "gradients": "gradients",
+    "gradients": "rest behind all passes",
     "host": "waiting for the host",
     "data": "waiting for data",
     "bubble": "bubble",
@@ -209,8 +209,8 @@ def _rest_of_step(target: TargetReport) -> TableView:
         "bubble:\nwarm-up": [stage.bubble_split["warmup_ms"] for stage in target.shown],
         "bubble:\nsteady": [stage.bubble_split["steady_ms"] for stage in target.shown],
         "bubble:\ncool-down": [stage.bubble_split["cooldown_ms"] for stage in target.shown],
-        "gradient\ntail": [stage.dp_tail_ms for stage in target.shown],
-        "gradients\nfinalised": [stage.gradients_ms for stage in target.shown],
+        "dp behind\nall passes": [stage.dp_tail_ms for stage in target.shown],
+        "rest behind\nall passes": [stage.gradients_ms for stage in target.shown],
         "waiting for\nthe host": [stage.host_bound_ms for stage in target.shown],
         "waiting\nfor data": [stage.data_wait_ms for stage in target.shown],
     }
@@ -266,7 +266,7 @@ def run_table(fleet: Fleet, most: int | None = None) -> TableView:
     for stage in fleet.stages:
         if stage in slowest:
             times = (number(getattr(stage.compute, name, None)) for name in _PERCENTILES)
-            rows.append(row(f"stage {stage.pp} compute", stage.ranks, *times, sparkline(stage.compute_ms)))
+            rows.append(row(f"stage {stage.pp} passes", stage.ranks, *times, sparkline(stage.compute_ms)))
     steps = Column("steps {}-{}".format(*fleet.coverage.steps), "name")
     left_out = "" if len(slowest) == len(fleet.stages) else f" (the slowest {most} of {len(fleet.stages)} stages)"
     columns = Column("what", "name"), Column("rank count"), *map(Column, _PERCENTILES), steps
@@ -379,12 +379,12 @@ def stages_now(summary: Summary, waited_for: Collection[int] = ()) -> TableView:
         Column("rank\ncount"),
         Column("step"),
         Column("step", unit="ms"),
-        Column("compute", unit="ms"),
+        Column("passes", unit="ms"),
         Column("share", "bars"),
         Column("gradients", unit="ms"),
         Column("imbalance"),
         Column("slowest\nrank"),
-        Column("its\ncompute", unit="ms"),
+        Column("its\npasses", unit="ms"),
         *([Column("passes that wait\nfor the host")] if on_gpu else []),
     )
     return TableView("stages of the job", columns, tuple(rows))

@@ -68,14 +68,12 @@ class Setting:
 @dataclass(frozen=True)
 class Changeable:
     """A captured run whose chunks have known contents: its unchanged steps, its layout, and the memory that its stages
-    had allocated (None: not measured). ``slower`` [s] is how many times as long as its peers the slowest rank of each
-    stage takes. Its ``sequences`` are None if they are not known, or if all microbatches are ``alike``: equally many
-    tokens in equally long sequences."""
+    had allocated (None: not measured). Its ``sequences`` are None if they are not known, or if all microbatches are
+    ``alike``: equally many tokens in equally long sequences."""
 
     baseline: Baseline
     held: Held
     memory: Memory | None
-    slower: Floats | float = 1.0
     sequences: Sequences | None = None
     alike: bool = False
 

@@ -6,7 +6,7 @@ cannot contradict each other. Slow ranks stay as slow as they are: the gain with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeAlias
@@ -26,7 +26,14 @@ from megaprof.analysis.what_if.changeable import WAYS, Changeable, flags_of, pre
 from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, apart, baseline, priced
 from megaprof.analysis.what_if.contents import CostFit, Held, fitted
 from megaprof.analysis.what_if.layout_search import search
-from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, layers_per_stage, options_of
+from megaprof.analysis.what_if.layouts import (
+    Layout,
+    check_layout,
+    format_layout,
+    layers_per_stage,
+    options_of,
+    parse_layout,
+)
 from megaprof.analysis.what_if.memory import Whole, in_flight_layers, peaks
 from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.analysis.what_if.packing import plans, sequences_of
@@ -40,7 +47,7 @@ _PRICED = 6
 _CHUNK_COUNTS = (1, 2, 3, 4)
 _ONE_STAGE = Note("no_layout", said="a single stage has no other one")
 _Priced: TypeAlias = tuple[Prediction, Floats]
-Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_better"]
+Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_better", "slow_ranks"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class WhatIf:
     advice: Advice | None = None
     """``change``: change to ``best``. Otherwise, why not to change: ``no_other`` layout exists; ``none_fits``:
     ``quickest`` needs too much memory; ``open``: ``more_steps`` would show; ``unsure``: no number of steps would
-    show it; ``none_better``. None if nothing was predicted."""
+    show it; ``none_better``, or none with all ranks as quick as their peers (``slow_ranks``). None: no prediction."""
     packings: tuple[Prediction, ...] = ()
     """The same sequences packed differently, the fastest first, followed by the bound that no packing can beat; empty
     if microbatches do not differ or their sequences were not captured."""
@@ -121,8 +128,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     if table.schedule.stages == 1 and sequences is None:
         return replace(replayed, warnings=(_ONE_STAGE,)), None
     warnings = [] if table.clocks else [Note("no_exchange_time")]
-    if run.missed > LEAST:
-        warnings.append(Note("replay_off", factor=run.missed))
+    warnings += [Note("replay_off", factor=run.missed)] if run.missed > LEAST else []
     slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
     if slow:
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
@@ -130,10 +136,11 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     if isinstance(held, Note):
         return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
-    changeable = Changeable(steps, held, memory, _slower(run, slow), sequences, differ is False)
+    changeable = Changeable(steps, held, memory, sequences, differ is False)
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
-    compared = layouts(changeable)
+    slow_ranks = [term for term in terms(table, run.view, run.step_ms) if term.kind == "slow_rank"]
+    compared = _beside_slow_ranks(changeable, run.mended(*slow_ranks)) if slow_ranks else layouts(changeable)
     best = _best(compared, changeable.in_flight)
     advised = None if best is None else best[0]
     alike = [
@@ -152,7 +159,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         best=advised,
         host_options=options_of(table.framework, table.role, advised.flags, changeable.stages) if advised else None,
         quickest=first,
-        advice=_advice(first, advised, more),
+        advice="slow_ranks" if slow_ranks and first is None else _advice(first, advised, more),
         in_flight=tuple(changeable.in_flight),
         allowed=None if memory is None else memory.allowed,
         alike=tuple(alike),
@@ -161,16 +168,13 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     return predictions, changeable
 
 
-def _slower(run: Examined, ranks: Set[int]) -> Floats:
-    """Returns [s]: how many times as long as its peers the slowest of ``ranks`` takes; 1 for a stage without any of
-    them."""
-    without = run
-    for term in terms(run.table, run.view, run.step_ms):
-        if term.kind == "slow_rank" and ranks & set(term.ranks):
-            without = without.mended(term)
-    ratio = run.view.state.passes / np.maximum(without.view.state.passes, 1e-9)
-    slowest: Floats = ratio.mean(axis=(0, 3, 4, 5)).max(axis=0)
-    return slowest
+def _beside_slow_ranks(changeable: Changeable, healthy: Examined) -> list[_Priced]:
+    """Returns the layouts that gain if every rank is as quick as its peers, as in the ``healthy`` run, predicted with
+    slow ranks as slow as they are: a slow rank is not answered by a layout."""
+    found = layouts(replace(changeable, baseline=baseline(healthy)))
+    gaining = [each.layout or "" for each, _ in found if each.speedup.value > 1.0 + LEAST]
+    settings = [replace(changeable.captured, pieces=parse_layout(each, changeable.stages)) for each in gaining]
+    return [predicted(changeable, "layout", setting) for setting in settings]
 
 
 def withheld(reason: Note) -> WhatIf:
@@ -268,7 +272,7 @@ def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
         run.costs.units,
         replay,
         p2p_ms=run.baseline.p2p_ms,
-        factor=factor * np.reshape(run.slower, (-1, 1, 1)),
+        factor=factor,
         needs=needs,
         top=most + 1,
     )
@@ -334,8 +338,6 @@ def half_as_deep(run: Changeable) -> Prediction:
         raise ValueError(f"{schedule.stages} stages cannot be halved")
     if schedule.microbatches % 2:
         raise ValueError(f"twice as many replicas cannot share {schedule.microbatches} microbatches evenly")
-    if np.any(np.asarray(run.slower) > 1.0):
-        raise ValueError("a slow rank would hold a neighbour's layers, too")
     stages, microbatches = schedule.stages // 2, schedule.microbatches // 2
     pieces = tuple(map("".join, zip(held.pieces[::2], held.pieces[1::2], strict=True)))
     flags = flags_of(replace(held, stages=stages), pieces)

@@ -15,7 +15,6 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import kinds, pipeline
 from tests.analysis.tables import tables_in
-from tests.analysis.telling import notes
 
 #: Before the first backward of each stage, less its forwards.
 WARM_UP_MS = (90.6, 80.5, 30.4, 40.3)
@@ -91,7 +90,6 @@ def test_on_the_devices_clock_exchanges_are_used_as_on_the_hosts(tmp_path: Path)
     assert ("pp",) in [note.names for note in target.warnings]
     assert target.fleet is not None
     assert target.fleet.clock == "device"
-    assert any("Times are the GPU's" in note for note in notes(target.fleet))
 
 
 def test_stages_whose_gpu_waits_for_its_host_are_said(tmp_path: Path) -> None:
@@ -268,8 +266,7 @@ def test_a_slow_rank_costs_what_the_step_takes_longer_than_without_it(tmp_path: 
     assert slow.diagnosis is not None
     assert healthy.diagnosis is not None
     assert slow.diagnosis.step_ms - cause.price.value == pytest.approx(healthy.diagnosis.step_ms, rel=0.04)
-    assert slow.what_if.best is not None
-    assert slow.what_if.best.layers[1] < 4, "with that rank as it is"
+    assert (slow.what_if.best, slow.what_if.advice) == (None, "slow_ranks"), "layers stay where they are"
     assert healthy.what_if.advice is not None
 
 

@@ -130,7 +130,7 @@ def test_ranks_that_ended_early_and_ranks_that_are_missing(tmp_path: Path) -> No
     fleet = fleet_of(tmp_path, PIPELINE, ranks=[r for r in range(32) if r not in (3, 8, 9, 10)], last_step={20: 77})
     assert fleet.coverage.missing == (3, 8, 9, 10)
     assert [(e.rank, e.stage, e.host, e.last_step) for e in fleet.coverage.ended] == [(20, 2, "node-0002", 77)]
-    assert any(note.startswith("28 of 32 ranks have a timeline; missing: 3, 8-10.") for note in notes(fleet))
+    assert any(note.startswith("Timelines of 28 of 32 ranks are here; missing: 3, 8-10.") for note in notes(fleet))
     assert "rank 20 (stage 2, node-0002) after step 77. The last step of the other ranks is 119." in findings(fleet)[-1]
     # The rank that ended may have been the one that its group waited for.
     assert not fleet.synchronisation.stage_synchronisation

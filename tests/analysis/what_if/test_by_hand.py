@@ -14,7 +14,7 @@ import pytest
 from megaprof.agents import answers
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.text.what_if import activations, costs_line, name_of
+from megaprof.analysis.report.text.what_if import costs_line, memory, name_of
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.changeable import Changeable, chosen, moved, split, stages_after, tried
 from megaprof.analysis.what_if.changes import Prediction, resliced
@@ -181,7 +181,7 @@ def test_the_command_the_tool_and_the_page_say_the_same(
     small = replace(mine, in_flight=tuple(each // 2 for each in mine.in_flight), activations=1.0)
     held = report.targets[0].what_if
     halved = replace(small, in_flight=tuple(2 * each for each in small.in_flight), activations=0.5)
-    assert activations(halved, held) == activations(small, held)
+    assert memory(halved, held) == memory(small, held)
     for wrong, code in (
         (["--layout", "5,4,4"], USAGE),
         (["--layout", "5,4,4,4"], USAGE),

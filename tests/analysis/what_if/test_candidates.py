@@ -12,7 +12,7 @@ from megaprof.analysis.what_if.what_if import half_as_deep
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.job_timelines import write_timelines
 
 GIB = 1 << 30
 LAYERS, STAGE_MS = (5, 1, 1, 3), (50.0, 10.0, 10.0, 45.0)  # a layer's 10 ms, and 15 for the loss
@@ -25,7 +25,6 @@ def job(
     layers: Sequence[int],
     stage_ms: Sequence[float],
     finalize_ms: float = 8.0,
-    slow: Sequence[Slow] = (),
 ) -> list[Path]:
     return write_timelines(
         directory,
@@ -36,7 +35,6 @@ def job(
         backward_ms=[2 * ms for ms in stage_ms],
         chunk_layers=layers,
         finalize_ms=finalize_ms,
-        slow=slow,
         noise=0.002,
     )
 
@@ -78,17 +76,10 @@ def test_ranks_of_neighbours_are_replicas_that_share_the_microbatches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "microbatches", "layers", "slow", "why"),
-    [
-        (1, 8, (3, 3, 2), (), "3 stages"),
-        (1, 7, (2, 2, 2, 2), (), "7 microbatches"),
-        (2, 8, (2, 2, 2, 2), (Slow(rank=3, factor=1.4),), "slow rank"),
-    ],
+    ("microbatches", "layers", "why"), [(8, (3, 3, 2), "3 stages"), (7, (2, 2, 2, 2), "7 microbatches")]
 )
-def test_what_there_is_not_or_nothing_tells(
-    replicas: int, microbatches: int, layers: Sequence[int], slow: Sequence[Slow], why: str, tmp_path: Path
-) -> None:
-    job(tmp_path, replicas, microbatches, layers, [10.0 * each for each in layers], slow=slow)
+def test_what_there_is_not(microbatches: int, layers: Sequence[int], why: str, tmp_path: Path) -> None:
+    job(tmp_path, 1, microbatches, layers, [10.0 * each for each in layers])
     (known,) = analyze(tmp_path).by_hand
     assert known is not None
     with pytest.raises(ValueError, match=why):

@@ -19,17 +19,12 @@ from megaprof.formats.job import Standstill
 from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import Selector
 
-#: Causes that are about what a stage holds or computes.
-OF_A_STAGE = frozenset(
-    ("layers", "embedding_or_loss", "recomputation", "slow_forward", "slow_backward", "unexplained", "slow_chunk")
-)
 #: At most this many causes of a target are named in a table of targets.
 _IN_BRIEF = 3
 #: Microbatches that differ by less than this factor count as equal.
 _ALIKE = 1.005
 #: Tests all GPUs of a host, for the case of a single slow rank. Megatron-LM 0.18 and later have this script.
 _TEST_GPU = "torchrun --nproc_per_node=gpu megatron/training/gpu_sniff_test.py"
-_NO_CLOCKS = " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
 
 
 def findings(
@@ -50,19 +45,18 @@ def findings(
     if not statements:
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
-        if not diagnosis.sure and not diagnosis.perhaps:
-            text += " The steps differ too much to rule one out." if diagnosis.clocks else _NO_CLOCKS
+        if not diagnosis.sure and not diagnosis.perhaps and diagnosis.clocks:
+            text += " The steps differ too much to rule one out."
         waits_ms = max((mean_of(stage.host_bound_ms) or 0.0 for stage in measured.shown), default=0.0)
         unpriced = measured.profiled and waits_ms > LEAST * diagnosis.step_ms
         if unpriced:
             text += f" A stage waits {milliseconds(waits_ms)} for the host; how much of that the profiler causes is not"
             text += " known."
         statements.append(Finding("no_cause", "fine" if diagnosis.sure and not unpriced else "open", text))
-    for cause in diagnosis.perhaps:
+    for cause in _first_to_fix(diagnosis):
         text = f"Perhaps {name_of(cause)}: {price(cause, diagnosis.causes, diagnosis, 'may cost')}"
         # It is not known here whether the job still runs, so the sentence holds for any run like it.
-        if _is_worth_steps(cause, diagnosis):
-            text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show"
+        text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would show" * (cause.more_steps > 0)
         statements.append(Finding("perhaps", "open", f"{text}."))
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
         lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
@@ -155,11 +149,11 @@ def _finding(place: int, measured: TargetStages, diagnosis: Diagnosis, job: Path
     return Finding(cause.kind, "slow", text, command)
 
 
-def _is_worth_steps(perhaps: Cause, diagnosis: Diagnosis) -> bool:
-    """Returns whether more steps are worth it: they would show whether a possible cause is real, and it may turn out
-    to be the one to fix first."""
+def _first_to_fix(diagnosis: Diagnosis) -> list[Cause]:
+    """Returns the possible causes that may turn out to be the one to fix first. Of others, nobody needs to know more
+    yet."""
     dearest = max((cause.price.value for cause in diagnosis.causes), default=0.0)
-    return perhaps.more_steps > 0 and perhaps.price.high > dearest
+    return [cause for cause in diagnosis.perhaps if cause.price.high > dearest]
 
 
 def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
@@ -171,8 +165,8 @@ def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
     """Returns the open questions, worded to follow "to find out", each with the number of steps that it takes."""
     questions = [
         (f"what {name_of(perhaps)} may cost", perhaps.more_steps)
-        for perhaps in diagnosis.perhaps
-        if _is_worth_steps(perhaps, diagnosis)
+        for perhaps in _first_to_fix(diagnosis)
+        if perhaps.more_steps
     ]
     return questions + [("which layout is faster", predicted.more_steps)] * (predicted.more_steps > 0)
 

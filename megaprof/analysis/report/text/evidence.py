@@ -1,15 +1,14 @@
-"""The words of causes, one row for each kind: its name, what was measured and where, and what to do about it."""
+"""The kinds of causes, one row for each: its name, what was measured and where, what to do, and what it is about."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.text.words import (
-    INSIDE,
     both,
     capital,
     counted,
@@ -54,6 +53,8 @@ _EXPERTS = (
     "--moe-router-enable-expert-bias and --moe-expert-capacity-factor even them."
 )
 
+#: Groups whose ranks wait for each other inside a pass.
+_INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 #: What hides communication, by group.
 _OVERLAP = {
     "tp": "If it is off, Megatron's --tp-comm-overlap hides a part of it (with --sequence-parallel).",
@@ -65,8 +66,8 @@ _OVERLAP = {
 _Say = Callable[[Cause, TargetStages], str]
 
 
-class Words(NamedTuple):
-    """The words of one kind of cause: text with the facts of a cause in braces (`_facts`), or a function that returns
+class Kind(NamedTuple):
+    """One kind of cause. Words are text with the facts of a cause in braces (`_facts`), or a function that returns
     it."""
 
     name: str
@@ -75,20 +76,23 @@ class Words(NamedTuple):
     """What was measured, and where: a sentence or two."""
     advice: str | Mapping[str, str] | _Say = ""
     """What to do: sentences, by framework where it has flags of its own (``""``: any other); may be empty."""
+    about: Literal["", "stage", "machine"] = ""
+    """``stage``: what a stage holds or computes. ``machine``: the machine or its load; another one might not have it,
+    and no layout changes it."""
 
 
 def name_of(cause: Cause) -> str:
     """Returns the name of a cause in a few words, for a table: ``slow rank 5``, ``layers of stage 0``."""
-    return WORDS[cause.kind].name.format_map(_facts(cause))
+    return KINDS[cause.kind].name.format_map(_facts(cause))
 
 
 def evidence(cause: Cause, measured: TargetStages) -> str:
     """Returns what was measured and where, and what to do about it."""
-    words = WORDS[cause.kind]
-    advice = words.advice
+    kind = KINDS[cause.kind]
+    advice = kind.advice
     if isinstance(advice, Mapping):
         advice = advice.get(measured.framework or "", advice[""])
-    told = [part if isinstance(part, str) else part(cause, measured) for part in (words.evidence, advice)]
+    told = [part if isinstance(part, str) else part(cause, measured) for part in (kind.evidence, advice)]
     return " ".join(filter(None, told)).format_map(_facts(cause))
 
 
@@ -178,13 +182,11 @@ def _contents(measured: TargetStages, stage: int | None = None) -> Iterable[Mode
 
 
 def _slow_rank(cause: Cause, measured: TargetStages) -> str:
-    factor = cause.parts.get("factor")
-    longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
-    # The tables also include what delays single passes, like waits for a core; the factor does not.
+    longer = f"{cause.parts['factor']:.1f} times"  # as `megaprof watch` says it
     if len(cause.ranks) > 1:
-        who = "{who}, which wait for each other inside a microbatch, compute"
-        return f"Apart from delays of single passes, {who} {longer} the other ranks of their stage{{when}}."
-    return f"Apart from delays of single passes, {{who}} computes {longer} its peers{{when}}."
+        who = "{Who}, which wait for each other inside a microbatch, compute"
+        return f"{who} {longer} as long as the other ranks of their stage{{when}}."
+    return f"{{Who}} computes {longer} as long as its peers{{when}}."
 
 
 def _late(cause: Cause, measured: TargetStages) -> str:
@@ -192,13 +194,6 @@ def _late(cause: Cause, measured: TargetStages) -> str:
     if cause.reason is not None:
         longer = f"{cause.reason.replace('_', ' ')} takes longer on {{it}} (where an iteration goes)"
     return f"{{Who}} enter{{s}} the step later than the others{{when}}: {longer}."
-
-
-def _times(factor: float) -> str:
-    """Returns a factor: ``about 1.3 times``. Factors from 100 on are in words: ``hundreds of times``."""
-    if factor < 100:
-        return f"about {factor:.2g} times"
-    return "hundreds of times" if factor < 1000 else "thousands of times"
 
 
 def _why_slow(cause: Cause, measured: TargetStages) -> str:
@@ -253,7 +248,7 @@ def _communication(cause: Cause, measured: TargetStages) -> str:
         return "Exchanges between stages take time in which the stage that waits for them computes nothing."
     if cause.group == "dp":
         return "The gradient reduction goes on behind the last pass, where no compute hides it{when}."
-    name = INSIDE.get(cause.group or "")
+    name = _INSIDE.get(cause.group or "")
     which = f"{name} communication" if name else "communication of a group that the recording does not name"
     waiting = "part of which may be waiting for the last rank of a group"
     # So removing it may gain more than the exposed time of any single stage.
@@ -286,17 +281,22 @@ def _workers(cause: Cause, measured: TargetStages) -> str:
 
 _LONGER = "longer for each microbatch than its layers need"
 #: Every kind of cause that a diagnosis names.
-WORDS: dict[str, Words] = {
-    "layers": Words("layers{of}", _layers),
-    "embedding_or_loss": Words("{end}{of}", _ends),
-    "recomputation": Words(
+KINDS: dict[str, Kind] = {
+    "layers": Kind("layers{of}", _layers, about="stage"),
+    "embedding_or_loss": Kind("{end}{of}", _ends, about="stage"),
+    "recomputation": Kind(
         "recomputation{of}",
         f"The backwards of stage {{stage}} take {{backward_ms}} {_LONGER}, about as long as one forward: this stage "
         "seems to recompute activations, and the others do not.",
+        about="stage",
     ),
-    "slow_forward": Words("slow forward{of}", f"The forwards of stage {{stage}} take {{forward_ms}} {_LONGER}."),
-    "slow_backward": Words("slow backward{of}", f"The backwards of stage {{stage}} take {{backward_ms}} {_LONGER}."),
-    "unexplained": Words(
+    **{
+        f"slow_{one}": Kind(
+            f"slow {one}{{of}}", f"The {one}s of stage {{stage}} take {{{one}_ms}} {_LONGER}.", about="stage"
+        )
+        for one in ("forward", "backward")
+    },
+    "unexplained": Kind(
         "slow {stages}",
         lambda cause, measured: (
             "Stage {stage} takes longer than in its quicker steps{when}."
@@ -304,51 +304,58 @@ WORDS: dict[str, Words] = {
             else f"Stage {{stage}} is slow{{when}}: it takes {{excess}} {_LONGER}."
         ),
         _why_slow,
+        about="stage",
     ),
-    "slow_chunk": Words(
+    "slow_chunk": Kind(
         "slow chunk {chunk}{of}",
         "Chunk {chunk} of stage {stage} takes {excess} longer for each microbatch than other chunks with as many "
         "layers.",
+        about="stage",
     ),
-    "slow_rank": Words("slow {ranks}", _slow_rank, _why_slow),
-    "slow_link": Words(
+    "slow_rank": Kind("slow {ranks}", _slow_rank, _why_slow, about="machine"),
+    "slow_link": Kind(
         "slow link {one}-{other}",
         "Exchanges between stages {one} and {other} take {transfer_ms} once both stages are there{when}, and those of "
         "other links {usual_ms}.",
+        about="machine",
     ),
-    "late_entry": Words("late entry{of}", _late),
-    "data_wait": Words("data wait{of_ranks}", _data, _workers),
-    "uneven_microbatches": Words("uneven microbatches{of}", _uneven),
-    "unequal_replicas": Words(
+    "late_entry": Kind("late entry{of}", _late, about="machine"),
+    "data_wait": Kind("data wait{of_ranks}", _data, _workers, about="machine"),
+    "uneven_microbatches": Kind("uneven microbatches{of}", _uneven),
+    "unequal_replicas": Kind(
         "unequal replicas{of}",
         _unequal,
         lambda cause, measured: (
             "" if cause.reason == "machine" else _OVER_REPLICAS.get(measured.framework or "", _OVER_REPLICAS[""])
         ),
     ),
-    "communication": Words("{exchanges}", _communication, lambda cause, measured: _OVERLAP.get(cause.group or "", "")),
-    "host_bound": Words(
+    "communication": Kind("{exchanges}", _communication, lambda cause, measured: _OVERLAP.get(cause.group or "", "")),
+    "host_bound": Kind(
         "host bound{of}",
         "The GPU waits for the host inside passes: it has nothing to do, because nothing was launched in time.",
         "CUDA graphs (Megatron's --cuda-graph-impl) need less of the host; larger microbatches give a GPU more to do.",
+        about="machine",
     ),
-    "stalls": Words(
+    "stalls": Kind(
         "stalls{of}",
         "Single passes stall{when}, on one rank or another: the recording does not name what holds the host up.",
+        about="machine",
     ),
-    "garbage_collection": Words(
+    "garbage_collection": Kind(
         "garbage collection{of}",
         "Python collects garbage inside passes{when}, on one rank or another while the others wait, for up to "
         "{longest_ms} at a time.",
         _MANUAL_GC,
+        about="machine",
     ),
-    "processor_wait": Words(
+    "processor_wait": Kind(
         "processor wait{of}",
         "{Who} wait{s} for a processor core{when}{longest} {waited_ms} a step{average}, inside passes and "
         "between them.",
         _CORES,
+        about="machine",
     ),
-    "few_microbatches": Words(
+    "few_microbatches": Kind(
         "few microbatches{of}",
         lambda cause, measured: (
             f"{counted(measured.microbatches or 0, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: "

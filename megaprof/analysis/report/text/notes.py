@@ -97,7 +97,7 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "replicas_missing": lambda n: (
         f"{n.count} of {n.of} data-parallel replicas {'was' if n.count == 1 else 'were'} captured: the tables do not "
-        "show exposed dp and the gradient tail, which contain waiting for the others"
+        "show exposed dp, also that behind all passes, because it contains waiting for the others"
     ),
     "dump_unreadable": lambda n: (
         f"the file of {ranks(n.ranks)} cannot be read ({' '.join((*n.files, n.said))}), so nothing is known of it"

@@ -11,7 +11,7 @@ from typing import Literal
 from megaprof.analysis.diagnosis.stages import Basis, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.levels import EXCESS, LASTING_STEPS, Shift
-from megaprof.analysis.report.text.words import INSIDE, ago, counted, milliseconds, percent, spans, steps
+from megaprof.analysis.report.text.words import ago, counted, milliseconds, percent, spans, steps
 from megaprof.formats.job import Standing, Standstill
 
 #: A report on more targets than this begins with a table of them.
@@ -214,10 +214,10 @@ def _ended(fleet: Fleet) -> Iterator[Finding]:
 
 def run_notes(fleet: Fleet) -> Iterator[str]:
     """Yields what a reader of a fleet's numbers must know, in sentences."""
-    sizes, coverage, single = fleet.sizes, fleet.coverage, fleet.times.single
+    coverage, single = fleet.coverage, fleet.times.single
     if coverage.missing:
-        have = "has" if coverage.ranks == 1 else "have"
-        yield f"{coverage.ranks} of {sizes.world} ranks {have} a timeline; missing: {spans(coverage.missing, _MOST)}."
+        missing = spans(coverage.missing, _MOST)
+        yield f"Timelines of {coverage.ranks} of {fleet.sizes.world} ranks are here; missing: {missing}."
     if single.count:
         worst = ", ".join(f"step {step} ({factor:.1f} times as long)" for step, factor in single.worst)
         every = f", one every {single.every} steps" if single.every else ""
@@ -225,17 +225,9 @@ def run_notes(fleet: Fleet) -> Iterator[str]:
             f"{counted(single.count, 'single step')} took much longer than the steps around, as for checkpoints or "
             f"garbage collection{every}: {worst}."
         )
-    inside = [name for axis, name in INSIDE.items() if getattr(sizes, axis) > 1]
-    if inside:
-        yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
-    if fleet.clock == "device":
-        yield "Times are the GPU's: an exchange between stages is what the computing stream waited for it."
     if coverage.left_out:
-        one = coverage.left_out == 1
-        yield (
-            f"Up to {counted(coverage.left_out, 'step')} of a rank {'is' if one else 'are'} left out, because a window "
-            f"was open in {'it or it' if one else 'them or they'} failed."
-        )
+        most = counted(coverage.left_out, "step")
+        yield f"Left out, because a window was open in them or they failed: up to {most} of a rank."
     if coverage.again:
         again = counted(coverage.again, "step")
         yield f"Up to {again} of a rank ran twice, as after a restart from a checkpoint; the later ones count."

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.report.text.words import counted, number, percent, ranks, sentence, speedup
+from megaprof.analysis.report.text.words import counted, number, percent, sentence, speedup
 from megaprof.analysis.table.table import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import Assumption, CostFit
@@ -20,8 +20,6 @@ LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L
 _GIB = 1 << 30
 #: The name of a change by hand that changes nothing.
 AS_CAPTURED = "as captured"
-_UNSURE = "it is not certain that another layout with as many model chunks is faster: the best one found"
-_NONE = "no other layout with as many model chunks was found to be faster: the best one"
 _TIMES = {0.5: "half", 2.0: "twice"}
 _PACKINGS = {
     "balanced": "the same sequences in microbatches that take equally long",
@@ -103,47 +101,26 @@ def assumptions(change: Prediction) -> Iterator[str]:
 
 
 def memory(change: Prediction, predictions: WhatIf) -> str | None:
-    """Returns a clause that says why a change may need more memory than there is; None if nothing suggests that."""
-    if change.fits is False:
-        return f"does not fit: {_needed(change, predictions)}"
+    """Returns a clause about the memory that a change needs. If memory was measured, it names the stage that is closest
+    to its limit, or furthest above it; otherwise it says why a change may need more than there is, or is None."""
+    if change.needed is not None and predictions.allowed is not None and predictions.allocated is not None:
+        both = zip(change.needed, predictions.allowed, strict=True)
+        _, stage = max((need / most, stage) for stage, (need, most) in enumerate(both))
+        needed, allowed, measured = (
+            by_stage[stage] / _GIB for by_stage in (change.needed, predictions.allowed, predictions.allocated)
+        )
+        return (
+            f"{'' if change.fits else 'does not fit: '}stage {stage} would need about {needed:.1f} of the "
+            f"{allowed:.1f} GiB that it may have at its peak, by scaling the measured {measured:.1f} GiB"
+        )
     if change.activations > 1.0:
         return f"every microbatch holds {_times(change.activations)} the activations"
-    needs, now = change.in_flight or (), predictions.in_flight or ()
+    needs, now = [held * change.activations for held in change.in_flight or ()], predictions.in_flight or ()
     if not change.exceeds(now):
         return None
     return (
         f"more layers x in-flight microbatches on stage {needs.index(max(needs))} than any stage held "
-        f"({max(needs)} against {max(now)})"
-    )
-
-
-def activations(change: Prediction, predictions: WhatIf) -> str | None:
-    """Returns a clause about what stages hold after a change: the stage whose activations grow most, and the memory
-    that the fullest one needs. None if none grow and memory was not measured."""
-    clauses, now = [], predictions.in_flight or ()
-    needs = [layers_held * change.activations for layers_held in change.in_flight or ()]
-    stage = max(range(len(needs)), key=lambda stage: needs[stage] - now[stage], default=0)
-    if needs and needs[stage] > now[stage] > 0:
-        more = f"{percent(needs[stage] / now[stage] - 1, sign=True)} ({now[stage]} -> {needs[stage]:g}"
-        clauses.append(f"activations at the peak of stage {stage}: {more} layers x microbatches of the captured size)")
-    return "; ".join([*clauses, *filter(None, [_needed(change, predictions) if change.fits else None])]) or None
-
-
-def _needed(change: Prediction, predictions: WhatIf) -> str | None:
-    """Returns the memory need of the stage that is closest to its limit, or furthest above it; None if memory was not
-    measured."""
-    if change.needed is None or predictions.allowed is None or predictions.allocated is None:
-        return None
-    (_, stage) = max(
-        (n / a, stage) for stage, (n, a) in enumerate(zip(change.needed, predictions.allowed, strict=True))
-    )
-    needed, allowed, measured = (
-        by_stage[stage] / _GIB for by_stage in (change.needed, predictions.allowed, predictions.allocated)
-    )
-    would = "about" if change.fits else "would need about"
-    return (
-        f"stage {stage}: {would} {needed:.1f} of the {allowed:.1f} GiB that it may have at its peak, by scaling the "
-        f"measured {measured:.1f} GiB"
+        f"({max(needs):g} against {max(now)})"
     )
 
 
@@ -152,13 +129,7 @@ def layout_advice(predictions: WhatIf, framework: str | None = None) -> Finding 
     better. None if nothing was predicted."""
     if predictions.advice is None:
         return None
-    clauses = [_advice(predictions)]
-    if predictions.best is not None:  # it may only be quicker as long as these ranks are slow
-        slow = [ranks(note.ranks) for note in predictions.warnings if note.kind == "ranks_stay_slow"]
-        clauses += [
-            f"this leaves {each} as slow as now; once that is fixed, another layout may be faster" for each in slow
-        ]
-    text = " ".join(sentence(clause) for clause in (*clauses, *_beside_layouts(predictions)))
+    text = " ".join(sentence(clause) for clause in (_advice(predictions), *_beside_layouts(predictions)))
     if predictions.best is None:
         return Finding("layout", "open", text)
     host_flags = None if predictions.host_options is None else f"{framework}: {shlex.join(predictions.host_options)}"
@@ -186,6 +157,8 @@ def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
 
 
 def _advice(predictions: WhatIf) -> str:
+    if predictions.advice == "slow_ranks":
+        return f"no other split of the layers gains {percent(LEAST)} where every rank is as quick as its peers"
     first = predictions.best or predictions.quickest or next(iter(predictions.candidates), None)
     if predictions.advice == "no_other" or first is None:
         return "no other layout of these layers exists with as many stages and chunks"
@@ -199,19 +172,16 @@ def _advice(predictions: WhatIf) -> str:
         others = " or ".join(alike[:3]) + " or others" * (len(alike) > 3)
         whether = f"; whether {others} would be slower or faster than that is not certain, and {tell} would show"
         return f"{name}: {times}, {instead}{whether if alike else ''}"
-    unsure = _UNSURE if first.speedup.value > 1.0 else _NONE
-    if predictions.advice == "open":
-        wanted = predictions.more_steps + (predictions.replay_error.count if predictions.replay_error else 0)
-        return f"{unsure}, {name}, would be {times}; a capture of {wanted} steps would show it"
     would = f"{name} would be {times}"
     if predictions.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, predictions)}"
-    if predictions.advice == "unsure":
-        return (
-            f"{unsure}, {name}, would be {times} if nothing else changes, and more steps would not show whether it is"
-        )
-    least = f"no other split of the layers gains {percent(LEAST)}"
-    return f"with the same number of model chunks {least}: {would}"
+    if predictions.advice == "none_better":
+        return f"with the same number of model chunks no other split of the layers gains {percent(LEAST)}: {would}"
+    text = f"no other layout with as many model chunks surely gains {percent(LEAST)}: the best one found, {would}"
+    if predictions.advice == "open":
+        wanted = predictions.more_steps + (predictions.replay_error.count if predictions.replay_error else 0)
+        return f"{text}; a capture of {wanted} steps would show it"
+    return text + "; only a run with it, as by `megaprof tune`, shows that" * (first.speedup.value > 1.0 + LEAST)
 
 
 def packing_advice(predictions: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
@@ -276,7 +246,6 @@ def notes_on(change: Prediction, predictions: WhatIf) -> list[str]:
         count if change.microbatches is not None else None,
         *(f"assumes that {assumption}" for assumption in assumptions(change)),
         memory(change, predictions),
-        activations(change, predictions),
         LETTERS if letters else None,
     ]
     return [sentence(clause) for clause in clauses if clause is not None]

@@ -13,8 +13,6 @@ from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import join_spans, spans_of
 
 ABSENT = "-"
-#: Groups whose ranks wait for each other inside a pass.
-INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
 def number(ms: float | None, error: float = 0.0) -> str:
