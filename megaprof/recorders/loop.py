@@ -18,7 +18,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from megaprof.formats.ranges import WAITING
+from megaprof.formats.ranges import GARBAGE, WAITING
 from megaprof.runtime.isolation import Suppressed, in_full
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Parts:
     def __init__(self) -> None:
         self.now: tuple[str, int] | None = None
         """The part that runs, and since when. None between parts. Any thread may read it."""
-        self._spans: deque[Span] = deque(maxlen=_MOST)
+        self.spans: deque[Span] = deque(maxlen=_MOST)
         self._thread: int | None = None
         self._asked: set[object] = set()
         self._optimizes: list[int] = []  # since when, once for all who watch
@@ -89,7 +89,7 @@ class Parts:
 
         def after(*_: Any) -> None:  # not if the step fails
             while self._optimizes:
-                self._spans.append(("optimizer", self._optimizes.pop(), time.time_ns()))
+                self.spans.append(("optimizer", self._optimizes.pop(), time.time_ns()))
 
         hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
         return partial(in_full, *(hook.remove for hook in hooks))
@@ -97,7 +97,7 @@ class Parts:
     def leave(self) -> None:
         """Ends the part that runs."""
         if self.now is not None:
-            self._spans.append((*self.now, time.time_ns()))
+            self.spans.append((*self.now, time.time_ns()))
             self.now = None
 
     def _stop_waiting(self) -> None:
@@ -107,7 +107,7 @@ class Parts:
     def since(self, ns: int) -> list[Span]:
         """Returns the parts that began after this time."""
         # A copy: other threads, on which methods of an actor end, add to it meanwhile.
-        return [*takewhile(lambda span: span[1] >= ns, reversed(list(self._spans)))]
+        return [*takewhile(lambda span: span[1] >= ns, reversed(list(self.spans)))]
 
 
 #: The generation whose collections take a long time.
@@ -124,8 +124,9 @@ on which Python ran it. All other threads waited."""
 class Collections:
     """Keeps the times of collections of the oldest generation, whichever thread Python runs them on."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts | None = None) -> None:
         self.ended: deque[Collection] = deque(maxlen=_MOST_COLLECTIONS)
+        self._parts = parts or Parts()
         self._began = 0
 
     def start(self) -> None:
@@ -155,6 +156,8 @@ class Collections:
             self._began = now
         elif self._began:
             self.ended.append((self._began, now, threading.get_native_id()))
+            if self._parts.now is None:  # else it is in another part
+                self._parts.spans.append((GARBAGE, self._began, now))
             self._began = 0
 
 

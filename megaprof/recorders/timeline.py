@@ -22,7 +22,7 @@ import numpy.typing as npt
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import timeline as format
 from megaprof.formats.job import BETWEEN, Position
-from megaprof.formats.ranges import GARBAGE, WAITING
+from megaprof.formats.ranges import WAITING
 from megaprof.formats.steps import codes
 from megaprof.formats.steps.facts import CALLS, pack_between, pack_collections, pack_data, pack_work, part_of_call
 from megaprof.parallel.topology import RankCoords
@@ -107,7 +107,7 @@ class TimelineRecorder:
         self._collectives = Reading() if config.collectives and finished is None else None
         self._last_shapes: list[tuple[Any, ...]] = []
         self._work_of_shapes = b""
-        self._collections = Collections()
+        self._collections = Collections(self._parts)
         self._collections.start()
         self.tally = Tally()
         self._watch = ChangeClock()
@@ -367,7 +367,7 @@ class TimelineRecorder:
         if collected:
             facts.append((format.COLLECTIONS, pack_collections(collected, step.start_ns)))
         if step.between is not None:
-            facts.append((format.BETWEEN, pack_between(_between(step, collected))))
+            facts.append((format.BETWEEN, pack_between(_between(step))))
         return tuple(facts)
 
     def _work(self, given: list[tuple[Any, ...]], fetch: Fetch | None) -> bytes:
@@ -448,17 +448,15 @@ def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, npt.ND
     return came_us[id(step.ended)], pack(events, 0), host_bound, waits
 
 
-def _between(step: RecordedStep, collected: list[tuple[int, int]]) -> dict[str, int]:
+def _between(step: RecordedStep) -> dict[str, int]:
     """Returns the nanoseconds of each part of the host's loop before a step, without the time in which the GPU was
-    still at work on the call before. Garbage collections in no other part are one. A process that gives its weights to
-    a rollout waits for that until it next runs the schedule."""
-    since, spans, took_ns = step.calls.busy_until_ns, step.between or [], dict[str, int]()
-    for start, end in collected:
-        if end <= step.start_ns and not any(begin <= start < until for _, begin, until in spans):
-            spans = [*spans, (GARBAGE, start, end)]
-    waited_ns, synchronised = 0, False
-    for part, start, end in [*sorted(spans, key=lambda span: span[1]), ("train_actor", step.start_ns, step.start_ns)]:
-        ns = max(end - max(start, since), 0)
+    still at work on the call before. A process that gives its weights to a rollout waits for that until it next runs
+    the schedule."""
+    since, took_ns, waited_ns, synchronised = step.calls.busy_until_ns, dict[str, int](), 0, False
+    spans = sorted(step.between or [], key=lambda span: span[1])
+    for part, start, end in [*spans, ("train_actor", step.start_ns, step.start_ns)]:
+        # No time counts twice: several models of a process may each note a garbage collection.
+        ns, since = max(end - max(start, since), 0), max(end, since)
         if part == WAITING:
             waited_ns += ns
             continue

@@ -109,8 +109,7 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     wait a while before it is written.
 
     A mark is a time on the timeline's clock: nanoseconds, or an event on a GPU. Times in nanoseconds are the host's, of
-    the wall clock; ``own`` is how long the training thread took to begin and to end the record. ``index``: the number
-    of calls with the same step number before it.
+    the wall clock; ``own`` is how long the training thread took to begin and to end the record.
     """
 
     __slots__ = (

@@ -71,7 +71,8 @@ def _ends() -> bool:
 
 def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank: Any, tmp_path: Path) -> None:
     """A worker that is asked for log-probs, training and its weights; the rest of the job is a rollout of 0.3 s, and
-    0.1 s between log-probs and training."""
+    0.1 s between log-probs and training. It collects garbage before the log-probs, which is a part of its training's
+    iterations, too."""
     from rich.console import Console
 
     from megaprof.analysis.report.report import analyze
@@ -81,6 +82,7 @@ def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank:
     with install_hooks(one_rank.chunks, config(tmp_path)):
         for _ in range(steps):
             with parts.asked(), role("ref"):
+                gc.collect()
                 one_rank.log_probs_pass()
             time.sleep(0.1)
             with parts.asked():
@@ -97,6 +99,7 @@ def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank:
     for part, ms in (("rollout", 300), ("waiting", 100), ("weight_sync", 50)):
         assert ms <= training.ms_of(part)
     assert training.ms_of("reference") > 0
+    assert training.ms_of("garbage_collection") > 0
     assert training.ms_of("optimizer") > 0
     assert training.ms_of("train_log_probs") == 0
     assert sum(part.ms for part in training.parts) == pytest.approx(training.ms)

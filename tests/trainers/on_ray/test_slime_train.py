@@ -42,7 +42,8 @@ PROFILE = """
 """
 
 
-def test_by_its_own_options(tmp_path: Path) -> None:
+def prepared(tmp_path: Path) -> tuple[list[str], Path, Path, Path]:
+    """slime's command; both checkouts, and a directory with rollouts."""
     slime, megatron_lm = (Path(checkout(f"{name}_CHECKOUT")) for name in ("SLIME", "MEGATRON_LM"))
     model, rollouts = tiny.model(tmp_path / "model"), tmp_path / "rollouts"
     rollouts.mkdir()
@@ -54,7 +55,6 @@ def test_by_its_own_options(tmp_path: Path) -> None:
         str(SAMPLES),
     ]
     subprocess.run(make, env=environment(tmp_path / "made", EDGES, slime, megatron_lm), check=True, timeout=200)
-    plain, profiled, traces = tmp_path / "plain", tmp_path / "profiled", tmp_path / "traces"
     command = [
         sys.executable,
         str(slime / "train.py"),
@@ -63,15 +63,30 @@ def test_by_its_own_options(tmp_path: Path) -> None:
     ]
     for option in ("--hf-checkpoint", "--ref-load", "--load"):
         command += [option, str(model)]
-    command += ARGUMENTS.split()
+    return [*command, *ARGUMENTS.split()], slime, megatron_lm, rollouts
+
+
+def test_its_rollouts_are_seen_by_who_was_there_before_its_actors(tmp_path: Path) -> None:
+    command, *checkouts, _ = prepared(tmp_path)
+    work, traces = tmp_path / "profiled", tmp_path / "traces"
+    run = [sys.executable, "-m", "megaprof", "run", "--profile-tool", "timeline", "--profile-dir", str(traces)]
+    with ray_environment(work, EDGES, *checkouts) as env:
+        train([*run, "--profile-target", "train_actor", "train_log_probs", "--", *command], env, work, seconds=1200)
+    parts = "rollout", "weight_sync", "data", "train_log_probs", "reference", "optimizer", "offload", "logging"
+    check_iterations(traces, {"actor": parts})
+
+
+def test_by_its_own_options(tmp_path: Path) -> None:
+    command, *checkouts, rollouts = prepared(tmp_path)
+    plain, profiled, traces = tmp_path / "plain", tmp_path / "profiled", tmp_path / "traces"
     wanted = {"MEGAPROF_DIR": str(traces), "MEGAPROF_SELECT": "per-stage", "MEGAPROF_ACTIVITIES": "cpu"}
     wanted["MEGAPROF_TOOL"] = "torch,timeline"
     for work, own, options in ((plain, {}, ""), (profiled, wanted, PROFILE)):
-        with ray_environment(work, EDGES, slime, megatron_lm, **own) as env:
+        with ray_environment(work, EDGES, *checkouts, **own) as env:
             train([*command, *options.split()], env, work, seconds=1200)
     samples = [each for path in rollouts.iterdir() for each in torch.load(path)["samples"]]
     padded = [(length := len(each["tokens"]), 128 - length) for each in samples]  # the rest is a sequence of its own
     passes = ("train_actor", "actor"), ("train_log_probs", "actor"), ("train_log_probs", "ref")
     kinds = [f"{target}.{role}.step000002" for target, role in passes]
     check(plain, profiled, traces, "slime", ROLLOUTS * STEPS, kinds, dict.fromkeys(passes, 4), padded)
-    check_iterations(traces, {"actor": ("rollout", "train_log_probs", "reference", "optimizer", "offload", "data")})
+    check_iterations(traces, {"actor": ("train_log_probs", "reference", "optimizer", "offload", "logging")})
