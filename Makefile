@@ -38,7 +38,7 @@ test-slow: .venv/ready
 
 # The quick tests that touch megatron-core, on other versions of it. `make test-mcore-0.14.0 QUICK=` also runs the slow
 # ones.
-ON_EACH := $(addprefix tests/,capture hooks integration parallel/test_process_groups.py parallel/test_schedules.py \
+ON_EACH := $(addprefix tests/,capture hooks integration parallel/test_megatron.py parallel/test_schedules.py \
     testing/test_gpt.py autoload/test_install.py)
 QUICK ?= -m "not slow"
 test-matrix: $(MATRIX:%=test-mcore-%)

@@ -24,37 +24,23 @@ if TYPE_CHECKING:
     from megaprof.capture.roles import annotate, evaluation, role
     from megaprof.config.arguments import add_profile_args, config_from_args
     from megaprof.config.options import ProfileConfig
-    from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 
+#: The module of each name.
 _HOME = {
-    "Handle": "megaprof.autoload.install",
-    "ParallelSizes": "megaprof.parallel.topology",
-    "ProfileConfig": "megaprof.config.options",
-    "RankCoords": "megaprof.parallel.topology",
-    "Simulation": "megaprof.analysis.simulation.simulate",
-    "WorldLayout": "megaprof.parallel.topology",
-    "add_profile_args": "megaprof.config.arguments",
-    "analyze": "megaprof.analysis.report.report",
-    "annotate": "megaprof.capture.roles",
-    "check_offload": "megaprof.capture.compat",
-    "config_from_args": "megaprof.config.arguments",
-    "evaluation": "megaprof.capture.roles",
-    "install_hooks": "megaprof.autoload.install",
-    "kernel_summary": "megaprof.capture.profiler",
-    "role": "megaprof.capture.roles",
-    "simulate": "megaprof.analysis.simulation.simulate",
-    "start": "megaprof.autoload.install",
-    "step": "megaprof.autoload.install",
-    "stop": "megaprof.autoload.install",
+    "megaprof.analysis.report.report": ("analyze",),
+    "megaprof.analysis.simulation.simulate": ("Simulation", "simulate"),
+    "megaprof.autoload.install": ("Handle", "install_hooks", "start", "step", "stop"),
+    "megaprof.capture.compat": ("check_offload",),
+    "megaprof.capture.profiler": ("kernel_summary",),
+    "megaprof.capture.roles": ("annotate", "evaluation", "role"),
+    "megaprof.config.arguments": ("add_profile_args", "config_from_args"),
+    "megaprof.config.options": ("ProfileConfig",),
 }
 
 __all__ = [
     "Handle",
-    "ParallelSizes",
     "ProfileConfig",
-    "RankCoords",
     "Simulation",
-    "WorldLayout",
     "__version__",
     "add_profile_args",
     "analyze",
@@ -73,9 +59,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'megaprof' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'megaprof' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -25,7 +25,7 @@ from megaprof.cli.merge import MergeAnswer
 from megaprof.cli.status import StatusAnswer
 from megaprof.cli.what_if import WhatIfAnswer
 from megaprof.control.request import Outcome
-from megaprof.export.cli import ExportAnswer
+from megaprof.export.parquet import ExportAnswer
 from megaprof.foreign.facts import Foreign
 from megaprof.rehearse.rehearsal import Rehearsal
 from megaprof.tune.state import Tuning

@@ -25,10 +25,6 @@ _SMALL = 120
 _RANGE = re.compile(r"(\d*):(\d*)")
 
 
-class NoPart(Unanswerable):
-    """The document has no such part; the message says which parts there are instead."""
-
-
 class _LeftOut(dict[str, Any]):
     """The object that replaces a list or an object that is left out; it is never cut itself."""
 
@@ -39,7 +35,7 @@ class _LeftOut(dict[str, Any]):
 def excerpt(document: Any, part: str = "", details: Collection[str] = ()) -> str:
     """Returns a part of a document as JSON of at most `MOST` characters; without a part, a summary of the document.
 
-    ``details``: names of fields that a summary leaves out everywhere. Raises NoPart.
+    ``details``: names of fields that a summary leaves out everywhere. Raises Unanswerable.
     """
     path, document = part.strip("/"), json.loads(written(document))  # tuples are lists in JSON
     content = find(document, path) if path else _without(document, details, "")
@@ -52,13 +48,13 @@ def written(value: Any) -> str:
 
 
 def find(document: Any, path: str) -> Any:
-    """Returns the part at a path. Raises NoPart."""
+    """Returns the part at a path. Raises Unanswerable, which says which parts there are, if it is none of them."""
     value, walked = document, ""
     for name in path.split("/"):
         try:
             value = _inside(value, name)
         except LookupError:
-            raise NoPart(f"there is no part {path!r}; {walked or 'it'} {_contents(value)}") from None
+            raise Unanswerable(f"there is no part {path!r}; {walked or 'it'} {_contents(value)}") from None
         walked = f"{walked}/{name}".lstrip("/")
     return value
 

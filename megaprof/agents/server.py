@@ -1,29 +1,43 @@
-"""The MCP server: the tools and documents, registered with the SDK."""
+"""The MCP server: its tools and documents, registered with the SDK.
+
+Tools answer with the JSON of the commands, made by the same functions, with a headline in front. Documents are for
+readers of that: pages of the documentation, a command's help, and the schema of its JSON.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
+from inspect import signature
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import anyio
 import msgspec
 from anyio.to_thread import run_sync
 from mcp.server.mcpserver import AcceptedElicitation, Context, Elicit, ElicitationResult, MCPServer, Resolve
-from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError
 from mcp.server.mcpserver.tools import Tool
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field
 
-from megaprof.agents import answers
 from megaprof.agents.excerpt import MOST, excerpt
+from megaprof.analysis.report.document import Report
+from megaprof.analysis.report.text.words import milliseconds, ratio, title
+from megaprof.analysis.simulation.simulate import simulate
+from megaprof.analysis.trace.reading import RECORDINGS
 from megaprof.cli import COMMANDS, CommandError, Parser, UsageError, in_a_line, parser_of
+from megaprof.cli import status as job_status
 from megaprof.cli.diff import comparison
+from megaprof.cli.report import report_on
 from megaprof.cli.trigger import prepare
-from megaprof.formats.phrases import counted
+from megaprof.cli.what_if import CHOICES, answer_to, in_words
+from megaprof.formats.inputs import RemotePath, files_below
+from megaprof.formats.phrases import counted, json_of
+from megaprof.metrics.look import look_at
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__
 
@@ -38,21 +52,138 @@ CANNOT_ASK = (
     "megaprof mcp --allow-trigger captures without asking, or the user runs megaprof trigger"
 )
 DECLINED = "the user did not agree; no capture was requested"
+#: Pages of docs/ and what they are about. setup.py puts the same pages into the installed package.
+PAGES = {
+    "on-demand": "a running job: status, captures on demand",
+    "options": "every option of a job, with its variable and default",
+    "report": "how to read a report: words, causes, what-if; how it measures, and why a number may be missing",
+    "scripts": "exit codes, JSON, and these tools: parts of answers, limits, what the user is asked before a capture",
+    "timeline": "the timeline that every rank can keep",
+}
+#: Fields that a summary leaves out of every document: tables, and series over the steps of a run.
+_TABLES = "candidates costs events replay_error single stages status"
+_SERIES = "buckets step_ms synchronisation_ms"
+DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
+#: The most passes that are replayed; more would keep the server busy.
+_MOST_PASSES = 200_000
 _Times = list[list[float | list[float]]]
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _ASKS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
+
+
+def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
+    """Returns the JSON of ``megaprof report DIR --json -``. Raises CommandError, and the errors of reading files."""
+    report = _report(directory, run)
+    headline = [*filter(None, [report.of_several])]
+    for target in report.targets:  # as in the table that begins a report on many targets
+        imbalance = "" if target.imbalance is None else f"; imbalance {ratio(target.imbalance)}"
+        step = f"; a step takes {milliseconds(target.step_ms)}" if target.step_ms else ""
+        headline.append(f"{title(*target.key)}: {target.in_brief().text}{imbalance}{step}")
+    if report.section is not None:
+        headline.append(report.section.limits)
+    return {"headline": headline, **report.to_json()}
+
+
+def of_change(given: argparse.Namespace) -> dict[str, Any]:
+    """Returns the JSON of ``megaprof what-if DIR --json``. Raises CommandError, and the errors of reading files."""
+    choices = {name: getattr(given, name) for name in CHOICES}
+    answer = answer_to(_report(given.dir, given.run), choices, given.target, given.role)
+    return {"headline": in_words(answer), **msgspec.json.decode(json_of(answer))}
+
+
+def of_status(given: argparse.Namespace) -> dict[str, Any]:
+    """Returns the JSON of ``megaprof status DIR --json``. Raises NoJob."""
+    view = look_at(job_status.find(given.dir, given.role))
+    return {
+        "headline": [line for line in job_status.in_words(view) if line],
+        **msgspec.to_builtins(job_status.answer(view)),
+    }
+
+
+def of_simulation(given: argparse.Namespace) -> dict[str, Any]:
+    """Returns the result of `megaprof.simulate` as JSON. Raises UsageError."""
+    options = {name: getattr(given, name) for name in signature(simulate).parameters}
+    kinds = sum(options[f"{kind}_ms"] is not None for kind in ("forward", "backward", "weight"))
+    passes = given.microbatches * sum(map(len, given.forward_ms)) * kinds
+    if passes > _MOST_PASSES:
+        raise UsageError(f"{passes:,} passes are too many; {_MOST_PASSES:,} can be replayed")
+    try:
+        simulation = simulate(**options)
+    except ValueError as mistake:
+        raise UsageError(str(mistake)) from None
+    return {
+        "step_ms": simulation.step_ms,
+        "bubble_fraction": list(simulation.bubble_fraction),
+        "stage_ms": list(simulation.stage_ms),
+        "schedule": simulation.schedule._asdict(),
+        "events": [
+            {name: getattr(event, name) for name in ("stage", "chunk", "microbatch", "phase", "start_ms", "end_ms")}
+            for event in simulation.events
+        ],
+    }
+
+
+def _report(directory: Path, run: int | None) -> Report:
+    """Returns the report on a directory. Agents ask for the parts of one report one after the other, so it is kept, and
+    read again only if a file has changed."""
+    stamp = _stamp(directory)
+    return _cached_report(directory, run, stamp) if stamp else report_on(directory, run)
+
+
+@lru_cache(maxsize=2)
+def _cached_report(directory: Path, run: int | None, stamp: Hashable) -> Report:
+    return report_on(directory, run)
+
+
+def _stamp(path: Path) -> Hashable:
+    """Returns a value that changes when a file is written; None if that cannot be known. Raises Unanswerable."""
+    if isinstance(path, RemotePath):
+        return None
+    try:
+        files = files_below(path, RECORDINGS) if path.is_dir() else [path]
+        return frozenset((str(file), status.st_size, status.st_mtime_ns) for file in files if (status := file.stat()))
+    except OSError:
+        return None
+
+
+def page(name: str) -> str:
+    """Returns the text of one of `PAGES`."""
+    return (_docs() / f"{name}.md").read_text(encoding="utf-8")
+
+
+def help_of(command: str) -> str:
+    """Returns the text that ``megaprof COMMAND --help`` prints. Raises ResourceNotFoundError."""
+    if command not in COMMANDS:
+        raise ResourceNotFoundError(f"there is no command {command}; there are {', '.join(COMMANDS)}")
+    return parser_of(command).format_help()
+
+
+def schema_of(command: str) -> str:
+    """Returns the JSON Schema of the output of ``megaprof COMMAND --json``. Raises ResourceNotFoundError."""
+    schemas = {path.stem: path for path in sorted((_docs() / "schemas").glob("*.json"))}
+    if command not in schemas:
+        raise ResourceNotFoundError(f"there is no schema {command}; there are {', '.join(schemas)}")
+    return schemas[command].read_text(encoding="utf-8")
+
+
+def _docs() -> Path:
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "docs"
+    return installed if installed.is_dir() else package.parent / "docs"
+
+
 #: The tools: the arguments that each takes of its command's, what answers them, and what to know beside the command's
 #: own words. No tool takes an argument that names a file to write.
 _TOOLS: dict[str, tuple[str, Callable[[argparse.Namespace], Any] | None, str]] = {
     "report": (
         "dir part run",
-        lambda given: answers.of_report(given.dir, given.run),
+        lambda given: of_report(given.dir, given.run),
         "Parts: targets/0/stages (every stage's times), targets/0/stages/pp=3, targets/0/what_if/candidates, "
         "targets/0/fleet/stages, ...",
     ),
     "what_if": (
         "dir layout chunks microbatches packing p2p tokens target role run part",
-        answers.of_change,
+        of_change,
         "Everything that you do not give stays as it was captured.",
     ),
     "diff": (
@@ -62,12 +193,12 @@ _TOOLS: dict[str, tuple[str, Callable[[argparse.Namespace], Any] | None, str]] =
     ),
     "simulate": (
         "forward_ms microbatches backward_ms schedule p2p_ms microbatch_group_size rendezvous weight_ms part",
-        answers.of_simulation,
+        of_simulation,
         "It needs no files. Parts: events, events/0:50",
     ),
     "status": (
         "dir role part",
-        answers.of_status,
+        of_status,
         "Parts: status (every rank), status/rank=37, status/100:120, culprits",
     ),
     "trigger": (
@@ -110,17 +241,16 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
     mcp_server: MCPServer[Any] = MCPServer(
         "megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING"
     )
-    for name, description in answers.PAGES.items():
-        page = partial(answers.page, name)
+    for name, description in PAGES.items():
         mcp_server.resource(f"megaprof://docs/{name}", name=name, description=description, mime_type="text/markdown")(
-            page
+            partial(page, name)
         )
-    mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(answers.help_of)
+    mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(help_of)
     mcp_server.resource(
         "megaprof://schemas/{command}",
         description="the JSON Schema of megaprof COMMAND --json: report, diff, status, trigger",
         mime_type="application/json",
-    )(answers.schema_of)
+    )(schema_of)
     return mcp_server
 
 
@@ -218,7 +348,7 @@ _SIMULATION: dict[str, dict[str, Any]] = {
 
 
 def _reading(answer: Callable[[argparse.Namespace], Any]) -> Callable[[Any], CallToolResult]:
-    return lambda given: _text(excerpt(answer(given), given.part, answers.DETAILS))
+    return lambda given: _text(excerpt(answer(given), given.part, DETAILS))
 
 
 def ask(context: Context[Any, Any], given: Any) -> Elicit[Consent] | Consent:

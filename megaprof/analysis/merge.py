@@ -15,7 +15,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -38,7 +37,7 @@ from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import Part, UnreadableTrace, refusing
 from megaprof.formats import ranges
-from megaprof.formats.inputs import open_input
+from megaprof.formats.inputs import BrokenOff, unpacked
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import appearing, parse_artifact_name, sanitise
 from megaprof.formats.phrases import Unanswerable
@@ -58,10 +57,6 @@ _OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
 #: If more ranks were captured, only one per stage is taken by default, because a timeline with more is unreadable.
 MOST_RANKS = 64
 _PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
-
-
-class NothingToMerge(Unanswerable):
-    """No captured step can be merged; the message says what there is instead."""
 
 
 class StepName(NamedTuple):
@@ -177,7 +172,7 @@ def merge(
     warnings.
 
     Raises:
-        NothingToMerge: there is no such step, or none of its files can be read.
+        Unanswerable: there is no such step, or none of its files can be read.
         NoSuchRun: there are fewer runs.
         ValueError: ``out`` exists and is not a merged timeline.
         OSError: ``out`` cannot be written.
@@ -195,7 +190,7 @@ def merge(
         progress(number + 1, 2 * len(files))
     ranks_read = _one_file_per_rank((rank for rank in ranks_read if chosen.runs.has(rank.start)), warnings)
     if not ranks_read:
-        raise NothingToMerge(f"no file of {name} can be read: {brief(warnings)}")
+        raise Unanswerable(f"no file of {name} can be read: {brief(warnings)}")
     ranks_read.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
     offset_ns, clocks, uncertain_ms = _one_clock(ranks_read, warnings)
@@ -211,7 +206,7 @@ def merge(
             lambda done: progress(len(files) + done, 2 * len(files)),
         )
     except UnreadableTrace as fault:
-        raise NothingToMerge(f"{fault.path} changed while it was read: {fault.reason}") from None
+        raise Unanswerable(f"{fault.path} changed while it was read: {fault.reason}") from None
     return Merged(
         out=out,
         name=name,
@@ -426,11 +421,8 @@ def _time(event: Any) -> int | None:
 def is_merged(path: Path) -> bool:
     """Returns whether the file is a merged timeline of megaprof's."""
     try:
-        with open_input(path) as raw:
-            zipped = raw.read(2) == b"\x1f\x8b"
-        with open_input(path) as raw, igzip.open(raw, "rb") if zipped else nullcontext(raw) as file:
-            return bool(file.read(256).startswith(b'{"' + MARK.encode()))
-    except (OSError, EOFError, ValueError):
+        return next(unpacked(path), b"").startswith(b'{"' + MARK.encode())
+    except (OSError, BrokenOff):
         return False
 
 
@@ -448,10 +440,10 @@ def choose(
     another. ``ranks``: None for all ranks, or for the lowest of each stage if there are more than `MOST_RANKS`.
     ``run``: the number of the run, from 1; None for the newest.
 
-    Files that cannot be used become ``warnings``. Raises NothingToMerge and NoSuchRun.
+    Files that cannot be used become ``warnings``. Raises Unanswerable and NoSuchRun.
     """
     if not source.exists():
-        raise NothingToMerge(f"{source} does not exist")
+        raise Unanswerable(f"{source} does not exist")
     captures: dict[StepName, list[tuple[Source, Place]]] = {}
     for file in sources_in(source):
         parsed = None if isinstance(file, NsysFile) else parse_artifact_name(file.name)  # nsys: may hold several
@@ -468,7 +460,7 @@ def choose(
         for name, coords in steps_and_places:
             captures.setdefault(name, []).append((file, coords))
     if not captures:
-        raise NothingToMerge("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
+        raise Unanswerable("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
     runs, steps_of_other_runs = _runs_of(source, captures, run)
     captures = {name: files for name, files in captures.items() if name not in steps_of_other_runs}
     matching_steps = [
@@ -479,7 +471,7 @@ def choose(
         and (step is None or name.step == step)
     ]
     if not matching_steps:
-        raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
+        raise Unanswerable(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
     chosen_step = min(
         matching_steps,
         key=lambda each: ((*_PREFERRED, each.target).index(each.target), each.target, -each.step, each.role),
@@ -488,7 +480,7 @@ def choose(
     captured_ranks = {coords.rank for _, coords in files}
     merged_ranks = _merged_ranks([coords for _, coords in files], captured_ranks, ranks)
     if not merged_ranks:
-        raise NothingToMerge(
+        raise Unanswerable(
             f"{chosen_step} was captured on {len(captured_ranks):,} ranks, and none of them is in '{ranks}'"
         )
     merged_files = tuple(dict.fromkeys(file for file, coords in files if coords.rank in merged_ranks))

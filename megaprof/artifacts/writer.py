@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaprof.artifacts.places import Incomplete, Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
-from megaprof.formats.names import busy_path, kineto_temporary, plain_path, raw_path
+from megaprof.formats.names import kineto_temporary, raw_path, temporary_path
 from megaprof.runtime.isolation import from_host, logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
@@ -257,7 +257,7 @@ class Writer:
                 remove_leftovers(artifact.final.parent)
                 if self._scratch is not None:
                     self._scratch.remove_leftovers()
-            self._make_marker(busy_path(artifact.final.parent))
+            self._make_marker(temporary_path(artifact.final.with_name("writer")))
             self._finished(publish(artifact.raw, artifact.final))
         except Incomplete as fault:
             _remove(artifact.raw)
@@ -410,7 +410,7 @@ def _remove(path: Path) -> None:
 def _keep(artifact: Artifact) -> Path | None:
     """Renames the raw file to its uncompressed final name, and returns that path; None if the file stays where it is.
     This takes space and time only if the file is in scratch."""
-    plain = plain_path(artifact.final)
+    plain = artifact.final.with_suffix("") if artifact.final.suffix == ".gz" else artifact.final
     try:
         if artifact.raw.parent != plain.parent:
             return carry(artifact.raw, plain, KEEP_SECONDS)

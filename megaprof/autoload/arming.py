@@ -238,7 +238,7 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     schedule was given. Raises ValueError for a configuration that this world cannot honour.
     """
     try:
-        from megaprof.parallel.process_groups import NoGrid, coords_from_parallel_state, has_groups
+        from megaprof.parallel.megatron import NoGrid, coords_from_parallel_state, has_groups
 
         if pipeline and not has_groups() and groups is None:
             armed.asked_too_early = True

@@ -26,7 +26,7 @@ from megaprof.runtime.patching import Patches
 _Usual = Literal["optimizer", "evaluation", "saving", "logging", "data"]
 _OfRL = Literal["train_log_probs", "rollout", "rewards", "weight_sync", "offload"]
 Part = _Usual | _OfRL
-"""A part of the host's loop (`megaprof.formats.steps.facts`)."""
+"""A part of the host's loop (`megaprof.formats.facts`)."""
 
 
 @dataclass(frozen=True)

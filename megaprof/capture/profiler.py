@@ -17,7 +17,7 @@ from typing import Any
 from megaprof.capture.bounds import GRACE_SECONDS, capturing
 from megaprof.capture.process import process
 from megaprof.capture.session import Session
-from megaprof.parallel.chunks import innermost
+from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
 from megaprof.runtime.ending import TERM_SECONDS, AtExit, Termination, in_forked_child

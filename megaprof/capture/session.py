@@ -24,7 +24,7 @@ from megaprof.config.options import ProfileConfig
 from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
 from megaprof.formats import ranges
 from megaprof.formats.names import artifact_name, parse_artifact_name
-from megaprof.parallel.chunks import innermost
+from megaprof.parallel.megatron import innermost
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
 from megaprof.recorders.emit import Range

@@ -11,11 +11,11 @@ from megaprof.capture.compat import check_daemon, check_model
 from megaprof.capture.messages import say_start
 from megaprof.config.options import ProfileConfig
 from megaprof.formats.names import shard
-from megaprof.parallel.chunks import language_model
 from megaprof.parallel.machine import local_ranks
-from megaprof.parallel.process_groups import (
+from megaprof.parallel.megatron import (
     coords_from_parallel_state,
     has_groups,
+    language_model,
     place_from_groups,
     place_from_parallel_state,
 )

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import NoReturn, TextIO
 
+from megaprof.formats.inputs import Unreachable
 from megaprof.formats.phrases import Unanswerable, printable
-from megaprof.formats.remote import Unreachable
 from megaprof.version import __version__
 
 #: The module of each command, and what the command does.
@@ -26,9 +26,9 @@ COMMANDS = {
     "completion": ("cli.completion", "print a shell script that completes megaprof's commands and options"),
     "demo": ("demo.cli", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
     "diff": ("cli.diff", "compare two captures stage by stage"),
-    "export": ("export.cli", "write timelines as a Parquet file, for a query engine"),
+    "export": ("export", "write timelines as a Parquet file, for a query engine"),
     "hang": ("cli.hang", "name the ranks that keep a job waiting, and the collective, from flight recorders"),
-    "mcp": ("agents.cli", "serve an agent through the Model Context Protocol"),
+    "mcp": ("agents", "serve an agent through the Model Context Protocol"),
     "merge": ("cli.merge", "put all captured ranks of a step on one Perfetto timeline"),
     "nsys": ("cli.nsys", "print the nsys command line to put before a training command"),
     "open": ("cli.open", "open a captured step in Perfetto's UI in the browser"),
@@ -38,7 +38,7 @@ COMMANDS = {
     "status": ("cli.status", "show what a running job is doing, and which rank it waits for when it hangs"),
     "trigger": ("cli.trigger", "make a running job capture some steps, and wait for the files"),
     "tune": ("tune.cli", "run your training command with the layouts that should be faster"),
-    "ui": ("ui.cli", "show captures and running jobs in the browser"),
+    "ui": ("ui", "show captures and running jobs in the browser"),
     "what-if": ("cli.what_if", "predict the effect of another layout, other microbatches or another packing"),
     "watch": ("cli.watch", "show a running job's stages as a live table"),
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megaprof.cli import UNWELL, CommandError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option
-from megaprof.formats.remote import Unreachable, place
+from megaprof.formats.inputs import Unreachable, place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.diff import Diff

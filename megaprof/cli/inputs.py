@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError
 from megaprof.formats import inputs
-from megaprof.formats.remote import Unreachable
+from megaprof.formats.inputs import Unreachable
 
 _OPTION = "--max-input-mib"
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from megaprof.cli import UsageError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
+from megaprof.formats.inputs import place
 from megaprof.formats.phrases import of_several
-from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
     from megaprof.analysis.merge import Merged

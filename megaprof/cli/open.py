@@ -20,7 +20,7 @@ from threading import Event
 from megaprof.cli import CommandError, browser, say
 from megaprof.cli.inputs import heed_input_option
 from megaprof.cli.merge import add_source, merged_into, say_merged
-from megaprof.formats.inputs import open_input
+from megaprof.formats.inputs import local_copy, open_input
 
 PORT = 9001
 PAGE = "https://ui.perfetto.dev"
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megaprof.analysis.merge import is_merged
 
     if arguments.dir.is_file() and is_merged(arguments.dir):
-        _hand_over(arguments.dir)
+        _hand_over(local_copy(arguments.dir))
         return 0
     with tempfile.TemporaryDirectory(prefix="megaprof-") as directory:
         merged = merged_into(arguments, out := Path(directory) / "step.json.gz")

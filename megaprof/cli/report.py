@@ -14,9 +14,8 @@ import msgspec
 
 from megaprof.cli import CommandError, UsageError, browser
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
-from megaprof.formats.inputs import read_input
+from megaprof.formats.inputs import place, read_input
 from megaprof.formats.names import appearing
-from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report

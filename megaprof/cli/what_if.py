@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option
-from megaprof.formats.remote import place
+from megaprof.formats.inputs import place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report, TargetReport

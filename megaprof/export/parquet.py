@@ -20,8 +20,8 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, with_texts
 from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats import timeline as format
-from megaprof.formats.inputs import read_input
-from megaprof.formats.job import BadRecord, RunRecord, decode
+from megaprof.formats.inputs import files_below, read_input
+from megaprof.formats.job import CONTROL, RUN, BadRecord, RunRecord, decode
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable
@@ -56,33 +56,36 @@ COLUMNS = pa.schema(
 Progress = Callable[[int, int], None]
 
 
-class NothingToExport(Unanswerable):
-    """There is no timeline, or no step in it, to export; the message says which."""
-
-
 @dataclass(frozen=True)
-class Exported:
-    """The result of an export."""
+class ExportAnswer:
+    """The result of an export, as ``--json`` prints it."""
 
-    rows: int
-    """The number of rows, one for each rank and step."""
+    version: int
+    """The version of this object: 2."""
+    out: str
+    """The written file, as given on the command line."""
     files: int
-    """The number of timelines that were read."""
+    """Number of timelines that were read."""
+    rows: int
+    """Number of rows that were written, one per rank and step."""
+    bytes: int
+    """Size of the written file in bytes."""
     cut: int
-    """The number of files that end inside a record, as happens if the job still runs or was killed."""
-    warnings: tuple[Note, ...]
+    """Number of files that end inside a record, as happens if the job is running or was killed."""
+    warnings: tuple[str, ...]
+    """Warnings about single files, in sentences."""
 
 
 def export(
     source: Path, out: Path, *, run: str | None = None, progress: Progress = lambda done, total: None
-) -> Exported:
+) -> ExportAnswer:
     """Writes the timelines under ``source`` (or one file) into the new file ``out``, which appears whole.
 
     ``run`` names the run. Without it, ``control/run.json`` names the run for steps from its start on, and earlier steps
     have no name. ``progress(done, files)`` is called after each file. Files that cannot be used become warnings.
 
     Raises:
-        NothingToExport: there is no step to export.
+        Unanswerable: there is no step to export.
         ValueError: ``out`` exists, or ``run`` is empty.
         OSError: ``out`` cannot be written.
     """
@@ -92,18 +95,20 @@ def export(
         raise ValueError(f"{out} exists, and may hold steps that the timelines have lost since: name another file")
     paths = [source] if source.is_file() else sorted(find_timelines(source).paths)
     if not paths:
-        raise NothingToExport(f"{source} holds no timeline (*{format.SUFFIX})")
+        raise Unanswerable(f"{source} holds no timeline (*{format.SUFFIX})")
     run_and_start = (run, -(1 << 63)) if run is not None else _named(source if source.is_dir() else source.parent)
     with appearing(out) as file:
-        exported = _written(paths, run_and_start, file, progress)
-        if not exported.rows:
-            raise NothingToExport(f"{source} holds no step that can be exported: {brief(exported.warnings)}")
-    return exported
+        rows, cut, warnings = _written(paths, run_and_start, file, progress)
+        if not rows:
+            raise Unanswerable(f"{source} holds no step that can be exported: {brief(warnings)}")
+    texts = tuple(warning.text for warning in warnings)
+    return ExportAnswer(2, str(out), len(paths), rows, out.stat().st_size, cut, texts)
 
 
 def _written(
     paths: Sequence[Path], run_and_start: tuple[str | None, int], file: BinaryIO, progress: Progress
-) -> Exported:
+) -> tuple[int, int, tuple[Note, ...]]:
+    """Writes the rows. Returns their number, the number of files that end inside a record, and warnings."""
     rows, cut, warnings, waiting_tables = 0, 0, list[Note](), list[Any]()
     with pq.ParquetWriter(file, COLUMNS, compression="zstd") as writer:
         for done, path in enumerate(paths, 1):
@@ -121,13 +126,15 @@ def _written(
                 writer.write_table(pa.concat_tables(waiting_tables))
                 rows, waiting_tables = rows + count, []
             progress(done, len(paths))
-    return Exported(rows, len(paths), cut, with_texts(warnings))
+    return rows, cut, with_texts(warnings)
 
 
 def _named(directory: Path) -> tuple[str | None, int]:
     """Returns the name of the run that writes to ``directory``, and the nanosecond from which on it is that run. The
     name is None if nothing says it. A job whose models all have roles has one file per role, and is still one job."""
-    for path in (directory / "control" / "run.json", *sorted(directory.glob("control/role-*/run.json"))):
+    control = directory / CONTROL
+    runs = files_below(control, (RUN,)) if control.is_dir() else []
+    for path in sorted(runs, key=lambda path: (len(path.parts), path)):
         with contextlib.suppress(OSError, ValueError, BadRecord):
             record = decode(read_input(path), RunRecord)
             return record.run, int(record.started * 1e9) - _CLOCKS_APART_NS

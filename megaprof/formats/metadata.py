@@ -8,17 +8,23 @@ range.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from megaprof.formats.inputs import read_input
+from megaprof.formats.inputs import RemotePath, read_input
 from megaprof.formats.names import is_shard
 from megaprof.parallel.schedules import Placement
-from megaprof.parallel.topology import ParallelSizes, RankCoords
+from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
+
+#: Suffix of the file with the metadata of a window of Nsight Systems.
+NSYS_SUFFIX = ".nsys.json"
+#: The variable that nsys sets in the processes that it profiles.
+SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
+#: The range in our NVTX domain that is open while a window is: ``--capture-range=nvtx`` waits for it.
+NSYS_WINDOW = "megaprof/window"
 
 #: No job has more ranks along an axis, microbatches, layers or chunks: a hostile file must not make us count forever.
 MOST = 1 << 20
@@ -131,7 +137,7 @@ class Metadata:
     lengths: Annotated[tuple[tuple[Number, ...] | None, ...], Many] | None = None
     """For each of these microbatches, the lengths of its sequences, each of which attends to itself only."""
     lengths_from: str | None = None
-    """The source of the lengths, one of `megaprof.formats.steps.facts.SOURCES`."""
+    """The source of the lengths, one of `megaprof.formats.facts.SOURCES`."""
     expert_tokens: Annotated[tuple[Number, ...], Many] | None = None
     """Tokens that each of this rank's experts got in the window's first call, all MoE layers together; None without
     experts, and in timelines."""
@@ -200,25 +206,16 @@ def read_metadata(data: bytes) -> Metadata:
     try:
         raw = msgspec.json.decode(data, type=dict[str, Any])
         coordinates = msgspec.convert(raw.get("coords"), dict[str, Any])
-        coords = RankCoords.from_dict({**coordinates, "sizes": raw.get("sizes")})
-        if max(coords.rank, *vars(coords.sizes).values()) > MOST:
-            raise ValueError(f"coords: no job has more than {MOST} ranks")
-        return msgspec.convert({**raw, "coords": coords}, Metadata)
+        metadata = msgspec.convert({**raw, "coords": {**coordinates, "sizes": raw.get("sizes")}}, Metadata)
     except (RecursionError, OverflowError):
         raise ValueError("it is nested too deeply, or has too large a number") from None
-
-
-#: Suffix of the file with a window's metadata.
-NSYS_SUFFIX = ".nsys.json"
-#: The variable that nsys sets in the processes that it profiles.
-SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
-#: The range in our NVTX domain that is open while a window is: ``--capture-range=nvtx`` waits for it.
-NSYS_WINDOW = "megaprof/window"
-
-
-def sidecar(metadata: Mapping[str, Any]) -> str:
-    """Returns the text of a ``.nsys.json``."""
-    return json.dumps({"megaprof": metadata})
+    coords = metadata.coords
+    if not 0 <= coords.rank <= MOST or max(vars(coords.sizes).values()) > MOST:
+        raise ValueError(f"coords: no job has more than {MOST} ranks")
+    for axis in AXES:
+        if not 0 <= getattr(coords, axis) < getattr(coords.sizes, axis):
+            raise ValueError(f"coords: {axis}={getattr(coords, axis)} is outside its size")
+    return metadata
 
 
 def read_sidecar(path: Path) -> Metadata:
@@ -232,10 +229,13 @@ def read_sidecar(path: Path) -> Metadata:
     return read_metadata(json.dumps(document.get("megaprof")).encode())
 
 
-def sidecars(directory: Path) -> Iterator[Path]:
-    """Yields every ``.nsys.json`` that may belong to a file of nsys in ``directory``: those in it and in its shards."""
-    for entry in sorted(directory.iterdir()):
-        if entry.name.endswith(NSYS_SUFFIX) and not entry.name.startswith("."):
-            yield entry
-        elif is_shard(entry.name) and entry.is_dir():
-            yield from sorted(entry.glob("[!.]*" + NSYS_SUFFIX))
+def sidecars(directory: Path) -> list[Path]:
+    """Returns every ``.nsys.json`` that may belong to a file of nsys in ``directory``: in it, and in its shards."""
+    found: list[Path]
+    if isinstance(directory, RemotePath):
+        found = [path for path in directory.files() if path.name.endswith(NSYS_SUFFIX)]
+    else:
+        found = [*directory.glob("[!.]*" + NSYS_SUFFIX), *directory.glob("ranks*/[!.]*" + NSYS_SUFFIX)]
+    return sorted(
+        path for path in found if directory == (path.parent.parent if is_shard(path.parent.name) else path.parent)
+    )

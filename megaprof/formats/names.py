@@ -17,6 +17,8 @@ from typing import BinaryIO
 
 from megaprof.parallel.topology import Place, RankCoords
 
+#: Never follows a link, never waits for the other end of a FIFO, and never gets the terminal of this process.
+SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 TRACE_SUFFIX = ".pt.trace.json.gz"
 KERNELS_SUFFIX, STACKS_SUFFIX, DEVICE_STACKS_SUFFIX = ".kernels.json", ".stacks.txt.gz", ".cuda.stacks.txt.gz"
 _LONGEST_PART = 40
@@ -141,28 +143,12 @@ def raw_path(final: Path) -> Path:
 
 def temporary_path(final: Path) -> Path:
     """Returns the name under which ``final`` grows before it is renamed."""
-    return final.with_name(temporary_name(final.name))
-
-
-def temporary_name(name: str) -> str:
-    """Returns the name under which a file called ``name`` grows before it is renamed."""
-    return _unfinished(name, "tmp")
-
-
-def plain_path(final: Path) -> Path:
-    """Returns the name of ``final`` when it is kept uncompressed: ``x.pt.trace.json`` for ``x.pt.trace.json.gz``."""
-    return final.with_suffix("") if final.suffix == ".gz" else final
+    return final.with_name(_unfinished(final.name, "tmp"))
 
 
 def kineto_temporary(raw: Path) -> Path:
     """Returns the name of the file that Kineto leaves behind if it cannot finish ``raw``, as on a full disk."""
     return raw.with_name(raw.name + ".tmp")
-
-
-def busy_path(directory: Path) -> Path:
-    """Returns the path of a file that exists as long as this process works on files in ``directory``, even between two
-    of them."""
-    return directory / temporary_name("writer")
 
 
 def is_unfinished(name: str) -> bool:
@@ -200,10 +186,6 @@ def host() -> str:
 
 def _unfinished(name: str, kind: str) -> str:
     return f".{name}.{host()}.{os.getpid()}.{kind}"
-
-
-#: Never follows a link, never waits for the other end of a FIFO, and never gets the terminal of this process.
-SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 @contextlib.contextmanager

@@ -112,7 +112,8 @@ class RangeName:
     fields: dict[str, int | None]
 
     def __str__(self) -> str:
-        return f"{PREFIX}{self.label}" + "".join(f" {key}={_value(number)}" for key, number in self.fields.items())
+        fields = (f" {key}={_UNKNOWN if number is None else number}" for key, number in self.fields.items())
+        return f"{PREFIX}{self.label}" + "".join(fields)
 
     @property
     def is_p2p(self) -> bool:
@@ -164,8 +165,7 @@ def exchange_range(operation: str, *places: Place) -> str:
 
 def module_range(label: str, number: int | None, mtp: int | None = None) -> str:
     """Returns the name of one forward of a module in layer ``number``, or in that layer of MTP layer ``mtp``."""
-    mtp_field = "" if mtp is None else f" mtp={mtp}"
-    return f"{PREFIX}{label}{mtp_field} n={_value(number)}"
+    return str(RangeName(label, {"n": number} if mtp is None else {"mtp": mtp, "n": number}))
 
 
 def module_backward(name: str) -> str:
@@ -248,7 +248,3 @@ def read_graph_names(text: bytes) -> GraphNames:
 def _words(text: str) -> str:
     clean = _NO_LABEL.sub("_", text)[:_LONGEST_WORDS].encode("utf-8", "replace").decode()
     return clean or "_"
-
-
-def _value(number: int | None) -> str:
-    return _UNKNOWN if number is None else str(number)

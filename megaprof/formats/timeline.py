@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
+from megaprof.formats import codes
 from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
-from megaprof.formats.steps import codes
 
 SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
@@ -133,7 +133,7 @@ def metadata_record(metadata: dict[str, Any]) -> bytes:
 
 
 def shape_record(events: Sequence[int] | bytes) -> bytes:
-    """Returns the record of a shape. ``events``: codes of `megaprof.formats.steps.codes` in the order of their starts,
+    """Returns the record of a shape. ``events``: codes of `megaprof.formats.codes` in the order of their starts,
     or their bytes as 64-bit integers."""
     return _record(SHAPE, events if isinstance(events, bytes) else np.asarray(events, dtype="<i8").tobytes())
 
@@ -214,8 +214,12 @@ class Timeline:
     """Its steps in the order of writing, with the fields of ``STEP_TYPE``."""
     damage: str | None
     """Why reading stopped before the end of the file; None if it did not."""
-    _times: _Times
-    """The times of the events of each step; empty if they were not asked for."""
+    _data: bytes
+    """The file; empty if times of events were not asked for."""
+    _runs: tuple[range, ...]
+    """Where in ``_data`` the times of each step are, for each run of consecutive records of one length."""
+    _ends: tuple[int, ...]
+    """The number of steps up to the end of each run."""
     _facts: Mapping[int, Mapping[int, bytes]]
     """Facts by their kind and by the step's position; empty if they were not asked for."""
 
@@ -268,7 +272,14 @@ class Timeline:
         ends, ``[step, event, 2]``, in microseconds since the step's start. Events may be damaged or missing."""
         count = self.shapes[self.steps["shape"][positions[0]]].size
         size = 1 + 4 * count if count else 0
-        tails = [self._times.of(position) for position in positions]
+        tails = []
+        for position in positions:
+            tail, number = b"", bisect_right(self._ends, position)
+            if number < len(self._ends):
+                run = self._runs[number]
+                begin = run[position - self._ends[number]]
+                tail = self._data[begin : begin + run.step - _STEP.size - _CHECK.size]
+            tails.append(tail)
         is_complete = self.steps["flags"][positions] & INCOMPLETE == 0
         present_positions = np.flatnonzero(is_complete & [len(tail) == size for tail in tails])
         packed = np.frombuffer(
@@ -315,18 +326,27 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
             kind, end = _checked(data, position)
             if kind == STEP:
                 stride = end - position
+                if stride < _STEP.size + _CHECK.size:
+                    raise ValueError("a step is too short")
                 end = _end_of_run(data, position, stride)
-                blocks.append(_steps(data, position, end, stride))
-                missing = (blocks[-1]["metadata"] >= len(metadata)) | (blocks[-1]["shape"] >= len(shapes))
-                if missing.any():
-                    blocks[-1] = blocks[-1][: int(missing.argmax())]
-                runs.append(range(position + _STEP.size, end, stride)[: len(blocks[-1])])
-                if missing.any():
+                rows = np.frombuffer(data, dtype=np.uint8, offset=position, count=end - position).reshape(-1, stride)
+                block = np.ascontiguousarray(rows[:, _HEAD.size : _STEP.size]).view(STEP_TYPE)[:, 0]
+                refers = (block["metadata"] < len(metadata)) & (block["shape"] < len(shapes))
+                known = len(block) if refers.all() else int(refers.argmin())
+                blocks.append(block[:known])
+                runs.append(range(position + _STEP.size, end, stride)[:known])
+                if known < len(block):
                     raise ValueError("a step refers to what is not there")
             elif kind == SHAPE and len(shapes) < MOST_NUMBERS:
-                shapes.append(_shape(data[position + _HEAD.size : end - _CHECK.size]))
+                payload = data[position + _HEAD.size : end - _CHECK.size]
+                if len(payload) % 8 or len(payload) > 8 * _MOST_EVENTS:
+                    raise ValueError("a shape is damaged")
+                shapes.append(np.frombuffer(payload, dtype="<i8"))
             elif kind == METADATA and len(metadata) < MOST_NUMBERS:
-                metadata.append(_metadata(data[position + _HEAD.size : end - _CHECK.size]))
+                try:
+                    metadata.append(read_metadata(data[position + _HEAD.size : end - _CHECK.size]))
+                except ValueError as fault:
+                    raise ValueError(f"its metadata is damaged: {fault}") from None
             elif kind == FACT and events and end - position >= _HEAD.size + _FACT.size + _CHECK.size:
                 row, fact_kind = _FACT.unpack_from(data, position + _HEAD.size)
                 facts.setdefault(fact_kind, {})[row] = data[position + _HEAD.size + _FACT.size : end - _CHECK.size]
@@ -341,26 +361,8 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     is_impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)
     if is_impossible.any():
         steps, damage = steps[: int(is_impossible.argmax())], "a step has an impossible number or time"
-    times = _Times(data, tuple(runs), tuple(accumulate(map(len, runs)))) if events else _Times(b"", (), ())
-    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, times, facts)
-
-
-class _Times(NamedTuple):
-    """The places of the times of each step's events in a file."""
-
-    data: bytes
-    runs: tuple[range, ...]
-    """The positions of the times, for each run of consecutive records of one length."""
-    ends: tuple[int, ...]
-    """The number of steps up to the end of each run."""
-
-    def of(self, position: int) -> bytes:
-        number = bisect_right(self.ends, position)
-        if number == len(self.ends):
-            return b""
-        run = self.runs[number]
-        begin = run[position - self.ends[number]]
-        return self.data[begin : begin + run.step - _STEP.size - _CHECK.size]
+    times = (data, tuple(runs), tuple(accumulate(map(len, runs)))) if events else (b"", (), ())
+    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, *times, facts)
 
 
 def _end_of_run(data: bytes, position: int, stride: int) -> int:
@@ -383,27 +385,6 @@ def _run_of(count: int, stride: int) -> int:
     each whole record the CRC is the same."""
     record = bytes(stride - _CHECK.size)
     return isal_zlib.crc32((record + _CHECK.pack(zlib.crc32(record))) * count)
-
-
-def _steps(data: bytes, begin: int, end: int, stride: int) -> npt.NDArray[Any]:
-    """Returns the fixed parts of consecutive step records of ``stride`` bytes each."""
-    if stride < _STEP.size + _CHECK.size:
-        raise ValueError("a step is too short")
-    rows = np.frombuffer(data, dtype=np.uint8, offset=begin, count=end - begin).reshape(-1, stride)
-    return np.ascontiguousarray(rows[:, _HEAD.size : _STEP.size]).view(STEP_TYPE)[:, 0]
-
-
-def _shape(payload: bytes) -> npt.NDArray[np.int64]:
-    if len(payload) % 8 or len(payload) > 8 * _MOST_EVENTS:
-        raise ValueError("a shape is damaged")
-    return np.frombuffer(payload, dtype="<i8")
-
-
-def _metadata(payload: bytes) -> Metadata:
-    try:
-        return read_metadata(payload)
-    except (ValueError, RecursionError) as fault:
-        raise ValueError(f"its metadata is damaged: {fault}") from None
 
 
 def _record(kind: int, payload: bytes) -> bytes:

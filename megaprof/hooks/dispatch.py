@@ -10,7 +10,7 @@ from typing import Any
 
 from megaprof.capture.process import process
 from megaprof.capture.profiler import Dispatcher
-from megaprof.formats.steps import codes
+from megaprof.formats import codes
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
 from megaprof.recorders.tape import Hook
@@ -77,7 +77,7 @@ def ranged(
 ) -> Callable[..., Any]:
     """Wraps ``original``. While a call is recorded, it runs inside a range and in the timeline; else it just runs.
 
-    ``code_of(call, args, kwargs)`` returns the code of the event (`megaprof.formats.steps.codes`), and is called once.
+    ``code_of(call, args, kwargs)`` returns the code of the event (`megaprof.formats.codes`), and is called once.
     ``after(call, kwargs, result)`` returns what the caller gets. Our own faults are contained. An exception of
     ``original``, or of one of the host's signal handlers, passes unchanged. ``fast``: the arguments of
     `recorders.tape.Hook` from ``code`` on; that hook serves steps that are recorded while no window is open.

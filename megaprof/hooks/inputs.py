@@ -17,12 +17,11 @@ from typing import Any
 
 from megaprof.capture.bounds import capturing
 from megaprof.capture.profiler import Dispatcher
-from megaprof.formats import ranges
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import MASK, POSITIONS
+from megaprof.formats import codes, ranges
+from megaprof.formats.facts import MASK, POSITIONS
 from megaprof.hooks.dispatch import ranged
 from megaprof.hooks.modules import compiled_in, is_compiled, sites
-from megaprof.parallel.chunks import innermost
+from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import MOST_SEQUENCES, CallFacts, RecordedCall
 from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import Contained, contained

@@ -22,7 +22,7 @@ from typing import Any
 from megaprof.capture.profiler import Dispatcher
 from megaprof.formats import ranges
 from megaprof.formats.metadata import WithoutRange
-from megaprof.parallel.chunks import innermost, language_model
+from megaprof.parallel.megatron import innermost, language_model
 from megaprof.recorders.emit import Range, names
 from megaprof.runtime.isolation import Contained
 

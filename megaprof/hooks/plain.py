@@ -15,7 +15,7 @@ from typing import Any
 from megaprof.capture.process import process
 from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
-from megaprof.formats.steps import codes
+from megaprof.formats import codes
 from megaprof.hooks.dispatch import ranged, stepped
 from megaprof.hooks.inputs import patch_plain_model
 from megaprof.recorders.call import Batch, CallFacts, RecordedCall

@@ -21,13 +21,12 @@ from typing import Any
 
 from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
-from megaprof.formats import ranges
+from megaprof.formats import codes, ranges
 from megaprof.formats.ranges import Place
-from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import Code, always, ranged, stepped
 from megaprof.hooks.inputs import patch_experts, patch_models, watch_data
 from megaprof.hooks.modules import patch_modules
-from megaprof.parallel.chunks import innermost
+from megaprof.parallel.megatron import innermost
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, backward_order, forward_order
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import names

@@ -4,20 +4,27 @@ exchange what. Everything in megaprof that needs to know one of these reads it h
 Source of Megatron's rules: ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19 agree), that is
 ``get_schedule_table``, ``get_pp_rank_microbatches``, ``recv_tensor_from_previous_stage`` and the loops of the three
 ``forward_backward_*`` functions; ``combined_1f1b.py``; and ``p2p_communication.py``. The tests compare all of it with
-those schedules as they really run. Orders that Megatron does not have are in `zero_bubble`.
+those schedules as they really run.
+
+Schedules that split backwards, and fill the bubble with the halves that compute the gradients of weights, are not
+Megatron's. torch has them, and torchtitan uses them. Source of their orders:
+``torch/distributed/pipelining/schedules.py`` (2.13), which the tests compare them with. ``zb_h1`` and ``zbv`` are ZB-H1
+and ZB-V (Qi et al. 2023, arXiv 2401.10241; in torch ``InterleavedZeroBubble`` with one chunk a stage, and
+``ZBVZeroBubble``), and ``dualpipev`` is DeepSeek's DualPipeV (``DualPipeV``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from megaprof.parallel import zero_bubble
+from megaprof.parallel.topology import checked_number
 
 SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
 """Names for Megatron's three ``forward_backward_*`` functions: no pipelining, without and with interleaving."""
-SPLIT_SCHEDULES = tuple(zero_bubble.ORDERS)
+SPLIT_SCHEDULES = ("zb_h1", "zbv", "dualpipev")
 """Schedules that run the two halves of a backward apart."""
 _V_SHAPED = ("zbv", "dualpipev")
 #: How torch spells the schedules (``torch.distributed.pipelining.schedules.get_schedule_class``), in lower case.
@@ -170,9 +177,9 @@ class PipelineSchedule(NamedTuple):
                 that the schedule refuses.
         """
         for label, value in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
-            _check_count(label, value)
+            checked_number(label, value, least=1)
         if group_size is not None:
-            _check_count("microbatch_group_size", group_size)
+            checked_number("microbatch_group_size", group_size, least=1)
         if name is None:
             name = "no_pipelining" if stages == 1 else "1f1b" if chunks == 1 else "interleaved"
         name = next((known for known, spellings in _SPELLINGS.items() if str(name).lower() in spellings), name)
@@ -256,8 +263,7 @@ def turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
     """Returns what ``stage`` runs, in order. The passes of one turn run as one: the turn begins when all their inputs
     are there, and their results are there when it ends."""
     if schedule.name in SPLIT_SCHEDULES:
-        order = zero_bubble.ORDERS[schedule.name](schedule.stages, schedule.microbatches, stage)
-        return [tuple(PassId(*pass_fields) for pass_fields in turn) for turn in order]
+        return _split_turns(schedule, stage)
     forwards, backwards = forward_order(schedule), () if schedule.forward_only else backward_order(schedule)
     warmup = schedule.warmup(stage)
     steady = zip(forwards[warmup:], backwards, strict=False)
@@ -266,6 +272,59 @@ def turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
         *(steady if schedule.combined else ((pass_id,) for pair in steady for pass_id in pair)),
         *((pass_id,) for pass_id in backwards[len(forwards) - warmup :]),
     ]
+
+
+_SPLIT_KINDS = {"F": "forward", "B": "backward", "W": "weight"}
+
+
+def _split_turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
+    """Returns `turns` of one of `SPLIT_SCHEDULES`. Each pass has the next microbatch of its kind and chunk."""
+    order = {"zb_h1": _zb_h1, "zbv": _zbv, "dualpipev": _dualpipev}[schedule.name]
+    count, made = Counter[str](), list[tuple[PassId, ...]]()
+    for turn in order(schedule.stages, schedule.microbatches, stage):
+        names = turn.split()
+        made.append(tuple(PassId(_SPLIT_KINDS[name[0]], int(name[1:]), count[name]) for name in names))
+        count.update(names)
+    return [turn for turn in made if turn[0].microbatch < schedule.microbatches]
+
+
+def _zb_h1(stages: int, microbatches: int, stage: int) -> list[str]:
+    """ZB-H1: 1F1B in which a stage runs its weight halves later, by as many microbatches as there are stages before it.
+    Returns the turns, whose passes are such as ``F0``: kind and chunk."""
+    ahead = min(stages - 1 - stage, microbatches)
+    order = ["F0"] * ahead
+    for index in range(microbatches):
+        order += ["F0"] * (ahead + index < microbatches) + ["B0"] + ["W0"] * (index >= stage)
+    return order + ["W0"] * min(stage, microbatches)
+
+
+def _zbv(stages: int, microbatches: int, stage: int) -> list[str]:
+    """ZB-V for passes that all take equally long; laid out for at least 2 * stages - 1 microbatches."""
+    ahead, count = stages - stage, max(2 * stages - 1, microbatches)
+    order = ["F0"] * (2 * ahead - 1) + ["F1", "F0"] * stage + ["F1", "B1", "W1"] * ahead
+    for index in range(count - stages):
+        order += ["F0"] * (2 * stages - stage - 1 + index < count) + ["B0", "W0", "F1", "B1", "W1"]
+    return order + ["B0", "B1"] * stage + ["B0", "W0"] * ahead + ["W1"] * stage + ["W0"] * stage
+
+
+def _dualpipev(stages: int, microbatches: int, stage: int) -> list[str]:
+    """DualPipeV: in its middle, a forward and a whole backward of the other chunk run as one."""
+    ahead = stages - stage - 1
+    order = ["F0"] * (2 * ahead) + ["F0", "F1"] * (stage + 1) + ["B1", "W1", "F1"] * ahead
+    for index in range(microbatches - 2 * stages + stage + 1):
+        order += ["F0", "B1 W1"] if index == 0 and ahead == 0 else ["F0 B1 W1"]
+        order.append("F1 B0 W0")
+    order += ["B1 W1", "F1 B0 W0"] * ahead
+    # The second half of the last backwards is split.
+    delayed: list[str] = []  # weight halves that are still to run
+    for index in range(2 * (stage + 1)):
+        chunk = 1 - index % 2
+        order.append(f"B{chunk}" if index > stage else f"B{chunk} W{chunk}")
+        delayed += [f"W{chunk}"] * (index > stage)
+    for _ in range(ahead):
+        order += [delayed.pop(0), "B0"]
+        delayed.append("W0")
+    return order + delayed
 
 
 def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
@@ -377,8 +436,3 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
             following = received(backwards, index) if index < total - 1 else None
             program += [backwards[index], SendReceive(send_prev=consumer(backwards[index]), recv_next=following)]
     return program
-
-
-def _check_count(label: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{label} must be a positive integer, got {value!r}")

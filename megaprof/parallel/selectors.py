@@ -40,11 +40,6 @@ class Selector:
     rank_spans: Spans | None = None
     axes: tuple[tuple[str, Spans], ...] = ()
 
-    @classmethod
-    def of_ranks(cls, ranks: Iterable[int]) -> Selector:
-        """Returns the selector of these ranks, of which there is at least one."""
-        return cls(rank_spans=spans_of(ranks))
-
     def __str__(self) -> str:
         if self.rank_spans is not None:
             return join_spans(self.rank_spans, ",")

@@ -1,5 +1,5 @@
 """The coordinates of ranks along TP, PP, CP, EP and DP, computed from the parallel sizes and Megatron's rank order.
-`process_groups` reads those of this rank from Megatron.
+`megatron` reads those of this rank from Megatron.
 
 Megatron lays its ranks out in two grids over the same world (`RankGenerator` and `initialize_model_parallel` in
 `megatron/core/parallel_state.py`, the same from megatron-core 0.12 to 0.19). Both count through the axes named in
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 AXES = ("tp", "pp", "cp", "ep", "dp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -49,7 +48,7 @@ class ParallelSizes:
         if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
         for option, value in vars(self).items():
-            _checked_number(option, value, least=1)
+            checked_number(option, value, least=1)
 
     def __str__(self) -> str:
         larger_axes = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if getattr(self, axis) > 1]
@@ -68,7 +67,7 @@ class ParallelSizes:
         etp = tp if etp is None else etp
         sizes = {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp, "etp": etp}
         for option, value in sizes.items():
-            _checked_number(option, value, least=1)
+            checked_number(option, value, least=1)
         if vpp > 1 and pp == 1:
             raise ValueError(f"vpp={vpp} needs pp of at least 2 (the interleaved schedule has no other use), got pp=1")
         dp = _quotient(world, tp=tp, cp=cp, pp=pp)
@@ -94,21 +93,6 @@ class RankCoords(Place):
     """A rank's place, and the parallel sizes that its coordinates refer to."""
 
     sizes: ParallelSizes
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON: the coordinates by name, and `sizes` as a nested dict."""
-        return {**vars(self), "sizes": dict(vars(self.sizes))}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RankCoords:
-        """Returns the coordinates in `data`, as `as_dict` makes it. Ignores unknown keys; raises ValueError for missing
-        or impossible values."""
-        sizes = ParallelSizes(**_numbers(data, "sizes", [*ParallelSizes.__match_args__], least=1))
-        coords = _numbers({"coords": data}, "coords", ["rank", *AXES], least=0)
-        for axis in AXES:
-            if coords[axis] >= getattr(sizes, axis):
-                raise ValueError(f"coords: {axis}={coords[axis]} is outside its size {getattr(sizes, axis)}")
-        return cls(**coords, sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -212,14 +196,8 @@ def _quotient(world: int, **factors: int) -> int:
     return world // product
 
 
-def _checked_number(option: str, value: object, least: int) -> int:
+def checked_number(option: str, value: object, least: int) -> int:
+    """Returns a whole number of at least ``least``. Raises ValueError, which names ``option``, for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{option}={value!r} is not a whole number of at least {least}")
     return value
-
-
-def _numbers(data: object, key: str, names: list[str], least: int) -> dict[str, int]:
-    inner = data.get(key) if isinstance(data, Mapping) else None
-    if not isinstance(inner, Mapping):
-        raise ValueError(f"{key}: not an object with {', '.join(names)}: {inner!r}")
-    return {name: _checked_number(f"{key}.{name}", inner.get(name), least) for name in names}

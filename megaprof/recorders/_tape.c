@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* The layout of a code, as in megaprof.formats.steps.codes. A test compares both. */
+/* The layout of a code, as in megaprof.formats.codes. A test compares both. */
 #define FORWARD 1
 #define BACKWARD 2
 #define COMBINED 3

@@ -22,12 +22,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaprof.config.values import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
+from megaprof.formats import codes
+from megaprof.formats.facts import MASK, PACKED, SHAPES, SOURCES, Work
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk, WithoutRange
 from megaprof.formats.names import host
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import MASK, PACKED, SHAPES, SOURCES, Work
-from megaprof.parallel.chunks import describe_chunk, innermost
 from megaprof.parallel.machine import local_ranks, physical_cores
+from megaprof.parallel.megatron import describe_chunk, innermost
 from megaprof.version import __version__
 
 

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import Arrivals, pack_arrivals, pack_groups
 from megaprof.formats.flight import Call, Entry, GroupConfig, settled
-from megaprof.formats.steps.facts import Arrivals, pack_arrivals, pack_groups
 from megaprof.recorders.timeline_files import Place
 from megaprof.runtime.isolation import logger
 

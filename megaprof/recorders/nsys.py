@@ -7,6 +7,7 @@ values are those of ``nsys profile`` (Nsight Systems user guide, "CLI Profile Co
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from megaprof.artifacts.places import is_remote
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.config.values import TRAIN_OVERALL
-from megaprof.formats.metadata import NSYS_SUFFIX, NSYS_WINDOW, SESSION_VARIABLE, sidecar
+from megaprof.formats.metadata import NSYS_SUFFIX, NSYS_WINDOW, SESSION_VARIABLE
 from megaprof.formats.ranges import DOMAIN
 from megaprof.recorders import Window, emit
 from megaprof.runtime.isolation import from_host, logger
@@ -79,7 +80,7 @@ class NsysRecorder:
         self.discard()
         final = window.path(self._directory, NSYS_SUFFIX)
         raw = self._writer.raw_path(final)
-        raw.write_text(sidecar(metadata), encoding="utf-8")
+        raw.write_text(json.dumps({"megaprof": metadata}), encoding="utf-8")
         self._writer.submit(Artifact(raw, final))
 
     def discard(self) -> None:

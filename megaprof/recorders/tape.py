@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megaprof.formats import timeline
-from megaprof.formats.steps import codes
+from megaprof.formats import codes, timeline
 
 _CONTAINERS = (list, tuple, dict)
 

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.config.options import ProfileConfig
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import CALLS, pack_between, pack_collections, pack_data, pack_work, part_of_call
 from megaprof.formats.job import BETWEEN, Position
 from megaprof.formats.ranges import WAITING
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import CALLS, pack_between, pack_collections, pack_data, pack_work, part_of_call
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import CallFacts, Fetch, RecordedCall, describe, read_work

@@ -27,13 +27,12 @@ from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.reading import find_timelines
 from megaprof.analysis.trace.steps import ModuleKey, steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.formats import ranges
+from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import pack_modules
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import artifact_name
 from megaprof.formats.phrases import Unanswerable
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import pack_modules
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 from megaprof.parallel.topology import AXES, WorldLayout
 from megaprof.rehearse import alone

@@ -106,7 +106,7 @@ def is_cuda(device: object) -> bool:
 _TO = (torch.Tensor.to, torch._C._nn._parse_to)
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     """Every torch call that names a CUDA device gets the CPU instead."""
 
     def __torch_function__(
@@ -124,7 +124,7 @@ def _also_in_backward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``run_backward`` with the mode on: a mode is off while it handles a call, and backward is such a call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _OnCpu():
+        with OnCpu():
             return run_backward(*args, **kwargs)
 
     return run
@@ -239,12 +239,6 @@ def cpu_patches() -> list[Patch]:
     return _torch_patches() + _megatron_patches()
 
 
-def process_wide() -> None:
-    """Redirects devices in this thread permanently."""
-    mode: Any = _OnCpu()
-    mode.__enter__()
-
-
 def _restore(target: Any, name: str, saved: object) -> None:
     if saved is _ABSENT:
         delattr(target, name)
@@ -274,5 +268,5 @@ def cpu_megatron() -> Iterator[None]:
             saved = vars(patch.target).get(patch.name, _ABSENT)
             stack.callback(_restore, patch.target, patch.name, saved)
             setattr(patch.target, patch.name, patch.replacement)
-        stack.enter_context(_OnCpu())
+        stack.enter_context(OnCpu())
         yield

@@ -225,15 +225,11 @@ class _Rank:
         self.process = start(_BOOTSTRAP.format(path=sys.path, job=str(job)), env)
         out: Callable[[str], object] = sys.stdout.write if on_line is None else (lambda line: on_line(rank, line))
         self.readers = [
-            threading.Thread(target=_forward, args=(self.process.stdout, out), daemon=True),
-            threading.Thread(target=_forward, args=(self.process.stderr, self._keep_stderr), daemon=True),
+            threading.Thread(target=_forward, args=(self.process.stdout, out, deque[str](maxlen=0)), daemon=True),
+            threading.Thread(target=_forward, args=(self.process.stderr, sys.stderr.write, self.stderr), daemon=True),
         ]
         for reader in self.readers:
             reader.start()
-
-    def _keep_stderr(self, line: str) -> None:
-        self.stderr.append(line)
-        sys.stderr.write(line)
 
     @property
     def failed(self) -> bool:
@@ -254,9 +250,10 @@ class _Rank:
         return RankReport(self.rank, outcome, status, stderr=stderr)
 
 
-def _forward(stream: IO[str], write: Callable[[str], object]) -> None:
+def _forward(stream: IO[str], write: Callable[[str], object], last: deque[str]) -> None:
     with stream, contextlib.suppress(ValueError):  # ValueError: our own stdout was closed meanwhile
         for line in stream:
+            last.append(line)
             write(line)
 
 

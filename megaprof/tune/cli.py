@@ -17,7 +17,7 @@ from megaprof.config.values import parse_limit
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import counted
 from megaprof.tune import state, trial, tuning, words
-from megaprof.tune.command import Saves, without_saving
+from megaprof.tune.command import without_saving
 from megaprof.tune.state import Trial, Tuning
 
 DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout would be faster, run it again with
@@ -88,10 +88,7 @@ def run(args: argparse.Namespace) -> int:
             f"--out {args.out}: a trial is still running, in processes {numbers}: wait for them, or end them"
         )
     resolve(list(current.command))
-    try:
-        without_saving(current.command, current.saving_off)
-    except Saves as fault:
-        raise UsageError(str(fault)) from None
+    without_saving(current.command, current.saving_off)
     with writing("--out", args.out):
         args.out.mkdir(parents=True, exist_ok=True)
     current = _next(current, args) if args.next is not None else _tuned(current, args)
@@ -115,10 +112,7 @@ def _earlier_or_new(args: argparse.Namespace) -> Tuning:
         if value is not None and not value > 0:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be more than 0")
     typed_words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
-    try:
-        earlier = state.load(args.out)
-    except state.NoState as fault:
-        raise CommandError(f"{args.out / state.NAME} {fault}") from None
+    earlier = state.load(args.out)
     if earlier is None and args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or empty directory, or one that megaprof tune wrote")
     other_command = earlier is not None and bool(typed_words) and tuple(typed_words) != earlier.command

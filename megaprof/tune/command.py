@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megaprof.analysis.what_if.layouts import options_of
+from megaprof.cli import UsageError
 from megaprof.config.options import variable
 
 #: Megatron-LM's options that place layers. A layout replaces all of them.
@@ -41,22 +42,18 @@ _MEGATRON_LM = "--num-layers"
 _TRACKING = ("--tensorboard-dir", "--wandb-project")
 
 
-class Saves(ValueError):
-    """The command may save checkpoints, and nothing says how to turn that off; the message says what to do."""
-
-
 def without_saving(command: Sequence[str], instead: Sequence[str] | None = None) -> list[str]:
     """Returns the words of ``command``, changed so that it saves no checkpoint and Megatron-LM tracks no run. They are
     followed by ``instead``, the user's own words that turn saving off.
 
-    Raises Saves if neither the command nor ``instead`` says how to turn saving off.
+    Raises UsageError if neither the command nor ``instead`` says how to turn saving off.
     """
     words, turned_off = list(command), instead is not None
     for option, off_words in _SAVING.items():
         if _has(words, option):
             words, turned_off = [*_without(words, {_name(word) for word in (option, *off_words)}), *off_words], True
     if not turned_off and not _has(words, _MEGATRON_LM):
-        raise Saves(
+        raise UsageError(
             f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
             f"command of Megatron-LM, which would have {_MEGATRON_LM}. Give the words that turn saving off with "
             "--saving-off WORDS, or --saving-off '' if it saves none"

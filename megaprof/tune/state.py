@@ -16,16 +16,13 @@ from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.samples import Interval
 from megaprof.formats.inputs import read_input
 from megaprof.formats.names import appearing
+from megaprof.formats.phrases import Unanswerable
 from megaprof.tune.command import with_layout
 from megaprof.version import __version__
 
 NAME = "report.json"
 Outcome = Literal["measured", "failed", "out_of_memory", "time_limit", "not_as_asked", "above_limit"]
 Why = Literal["nothing_left", "trials_spent", "not_measured"]
-
-
-class NoState(ValueError):
-    """The file was not written by megaprof tune; the message completes ``it ...``."""
 
 
 @dataclass(frozen=True)
@@ -213,14 +210,14 @@ def _result(tuning: Tuning) -> Result | None:
 
 
 def load(directory: Path) -> Tuning | None:
-    """Returns the tuning in ``directory``; None if there is none. Raises NoState."""
+    """Returns the tuning in ``directory``; None if there is none. Raises Unanswerable for a file of another origin."""
     file = directory / NAME
     if not file.exists():
         return None
     try:
         return msgspec.json.decode(read_input(file), type=Tuning)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as fault:
-        raise NoState(f"is not of megaprof tune: {fault}") from None
+        raise Unanswerable(f"{file} is not of megaprof tune: {fault}") from None
 
 
 def store(directory: Path, tuning: Tuning) -> None:

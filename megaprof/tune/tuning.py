@@ -44,7 +44,7 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     """Returns ``tuning`` with the next trial to run as its pending one, or stopped, with the reason.
 
     A pending trial whose directory exists was interrupted: it gets a new directory, and the old one stays.
-    Raises `command.Saves`.
+    Raises UsageError, as `without_saving` does.
     """
     pending_trial = tuning.pending
     if pending_trial is not None:
@@ -99,7 +99,8 @@ def run(
     over: TrialListener,
 ) -> Tuning:
     """Runs trials until the tuning stops, each for at most ``time_limit`` seconds. The state in ``directory`` is always
-    up to date. Raises `command.Saves` before the first trial, and OSError if the command cannot be started."""
+    up to date. Raises UsageError before the first trial, as `without_saving` does, and OSError if the command cannot be
+    started."""
     while True:
         tuning = upcoming(tuning, directory)
         store(directory, tuning)

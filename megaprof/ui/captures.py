@@ -32,7 +32,6 @@ from megaprof.formats import inputs
 from megaprof.formats.job import CONTROL, RUN, Standstill
 from megaprof.formats.names import is_shard, parse_artifact_name
 from megaprof.formats.phrases import Unanswerable
-from megaprof.formats.remote import Unreachable
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import last_stand
 
@@ -168,10 +167,6 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         return
 
 
-class Unreadable(Exception):
-    """A capture cannot be shown; the message says why."""
-
-
 @dataclass(frozen=True)
 class Brief:
     """A target at a glance."""
@@ -198,14 +193,12 @@ class Capture:
 
 
 def read(path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill, float] | None) -> Capture:
-    """Reads a directory; this runs in a separate process. Raises Unreadable."""
+    """Reads a directory; this runs in a separate process. Raises Unanswerable."""
     try:
         report = analyze(path)
         report = report if last is None else report.with_standstill(*last)
-    except (Unanswerable, Unreachable) as fault:
-        raise Unreadable(str(fault)) from None
     except (OSError, MemoryError) as fault:
-        raise Unreadable(f"{path} cannot be read: {fault}") from None
+        raise Unanswerable(f"{path} cannot be read: {fault}") from None
     steps = report.steps()
     drawn = {key: boxes(step) for key, step in steps.items()}
     shown = page(report, steps, links)
@@ -242,15 +235,15 @@ class KeptCaptures:
         return None if place.job else self._briefs.get(place.identity)
 
     async def get(self, place: Place, links: tuple[tuple[str, str], ...]) -> Capture:
-        """Returns a capture. If it has not been read yet, or is being read, waits for that. Raises Unreadable."""
+        """Returns a capture. If it has not been read yet, or is being read, waits for that. Raises Unanswerable."""
         if place.outside is not None:
-            raise Unreadable(f"it holds a link that leads out of the directory that is served: {place.outside}")
+            raise Unanswerable(f"it holds a link that leads out of the directory that is served: {place.outside}")
         last = await asyncio.to_thread(last_stand, place.path) if place.job else None
         identity = place.identity
         if last is not None:  # the page says for how long: it is a minute old at most
             identity += f" {replace(last[0], seconds=last[0].seconds // 60)}"
         if isinstance(why := self._briefs.get(identity), str):
-            raise Unreadable(why)
+            raise Unanswerable(why)
         read = self._reads.get(identity) or self._awaited.get(place.path)
         if read is None:
             read = self._reads[identity] = asyncio.create_task(self._read(identity, place.path, links, last))
@@ -269,13 +262,13 @@ class KeptCaptures:
     ) -> Capture:
         try:
             capture = await asyncio.wrap_future(self._submit(path, links, last))
-        except Unreadable as fault:
+        except Unanswerable as fault:
             self._briefs[identity] = str(fault)
             raise
         except BrokenProcessPool:
             self._pool = None
             del self._reads[identity]  # the next request reads it again
-            raise Unreadable("the process that read it was killed, most likely for its memory") from None
+            raise Unanswerable("the process that read it was killed, most likely for its memory") from None
         self._briefs[identity] = capture.briefs
         return capture
 

@@ -21,7 +21,7 @@ from megaprof.control.directory import NoJob, find_job
 from megaprof.control.request import Requester, requester_for
 from megaprof.formats.job import Refused
 from megaprof.formats.phrases import counted
-from megaprof.metrics.figures import SlowRanks, Summary, summarise
+from megaprof.metrics.figures import Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waiting_clauses
 
 #: The most looks at a job that are remembered.
@@ -84,11 +84,6 @@ class Now:
     def captures(self) -> bool:
         """Whether the job can be asked for a capture: it has not ended, and its processes still exist."""
         return self.state == "unseen" or (self.view is not None and self.view.silence is None)
-
-    @property
-    def slowest(self) -> list[SlowRanks]:
-        """The slow ranks of the stages where they are furthest above their peers."""
-        return self.view.slow_of_stages[:_SLOWEST] if self.view else []
 
     @property
     def to_capture(self) -> str:

@@ -4,18 +4,15 @@ the report: all text is escaped."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import uvicorn
-from jinja2 import Environment
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -36,14 +33,15 @@ from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.drawn import polylines
 from megaprof.analysis.report.text import words
 from megaprof.analysis.what_if.changeable import Changeable
+from megaprof.analysis.what_if.packing import PLANS
 from megaprof.control.directory import Unsafe, roles_with_a_run
 from megaprof.formats.job import Refused
-from megaprof.formats.phrases import ago
+from megaprof.formats.phrases import Unanswerable
 from megaprof.ui import what_if
-from megaprof.ui.captures import Capture, KeptCaptures, Listing, Place, Unreadable, look_below
+from megaprof.ui.captures import Capture, KeptCaptures, Listing, Place, look_below
 from megaprof.ui.guard import NAMES, guard
 from megaprof.ui.live import Kept, LiveJob, Now, Point, state_of
-from megaprof.ui.what_if import answer, host_options
+from megaprof.ui.what_if import answer
 
 #: Seconds for which a listing is reused, after which a waiting page is shown, and after which that page asks again.
 _LISTED, _PATIENCE, _AGAIN = 2.0, 0.4, 2
@@ -52,6 +50,7 @@ _LONGEST_FORM = 4096
 #: How often the server looks whether it shall end.
 _EXIT_SECONDS = 0.1
 _MOST_STEPS = 20
+_MISSING = "There is no such page, or not any more."
 _REPORT_POLICY = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
@@ -83,7 +82,7 @@ class Pages:
         place = await self._place(request)
         try:
             briefs: object = (await self._captures.get(place, links_of(place))).briefs
-        except Unreadable as fault:
+        except Unanswerable as fault:
             briefs = str(fault)
         return HTMLResponse(render("brief.html", place=place, briefs=briefs, whole="whole" in request.query_params))
 
@@ -105,35 +104,24 @@ class Pages:
         if target is None or changeable is None:
             return _page("what_if.html", **shared, answer=None, data=None)
         answered = await run_in_threadpool(answer, changeable, target, request.query_params)
-        options = host_options(target, answered.now.prediction)
-        return _page("what_if.html", **shared, answer=answered, options=options, data=html.embedded([answered.boxes]))
+        return _page("what_if.html", **shared, answer=answered, data=html.embedded([answered.boxes]))
 
     async def tried(self, request: Request) -> Response:
         """Answers the script with the parts of the page that change."""
         place = await self._place(request)
         try:
             capture = await self._captures.get(place, links_of(place))
-        except Unreadable as fault:
+        except Unanswerable as fault:
             return JSONResponse({"fault": str(fault)})
         number, target, changeable = _chosen(request, capture.report)
         if target is None or changeable is None:
             raise HTTPException(404)
-
-        def try_it() -> dict[str, object]:
-            answered = answer(changeable, target, request.query_params)
-            if answered.fault is not None:
-                return {"fault": answered.fault}
-            shown = render(
-                "tried.html",
-                place=place,
-                number=number,
-                target=target,
-                answer=answered,
-                options=host_options(target, answered.now.prediction),
-            )
-            return {"fault": None, "html": shown, "query": answered.query(number), "boxes": answered.boxes}
-
-        return JSONResponse(await run_in_threadpool(try_it))
+        answered = await run_in_threadpool(answer, changeable, target, request.query_params)
+        if answered.fault is not None:
+            return JSONResponse({"fault": answered.fault})
+        values = {"place": place, "number": number, "target": target, "answer": answered}
+        shown = await run_in_threadpool(render, "tried.html", **values)
+        return JSONResponse({"fault": None, "html": shown, "query": answered.query(number), "boxes": answered.boxes})
 
     async def compare(self, request: Request) -> Response:
         listing = await self._list()
@@ -214,7 +202,7 @@ class Pages:
             return await asyncio.wait_for(self._captures.get(place, links_of(place)), _PATIENCE)
         except asyncio.TimeoutError:
             return _page("reading.html", place=place, refresh=_AGAIN)
-        except Unreadable as fault:
+        except Unanswerable as fault:
             return _page("message.html", 422, title=place.name, message=str(fault))
 
 
@@ -226,9 +214,6 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await answering.close()
-
-    def missing(request: Request, fault: Exception) -> Response:
-        return _page("message.html", 404, title="Not found", message="There is no such page, or not any more.")
 
     answering = Pages(directory, allow_trigger)
     return Starlette(
@@ -248,7 +233,9 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
             Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False),
             Middleware(BaseHTTPMiddleware, dispatch=guard(token)),
         ],
-        exception_handlers={404: missing},
+        exception_handlers={
+            404: lambda request, fault: _page("message.html", 404, title="Not found", message=_MISSING),
+        },
         lifespan=lifespan,
     )
 
@@ -343,16 +330,9 @@ async def _form(request: Request) -> dict[str, str] | None:
         return None
 
 
-@functools.cache
-def _environment() -> Environment:
-    made = html.environment("megaprof.ui", "megaprof.analysis.report")
-    made.globals |= {"ago": ago, "differences": differences, "what_if": what_if, "date": html.date, "size": _size}
-    return made
-
-
 def render(template: str, **values: Any) -> str:
     """Returns a page, or a part of one, as HTML."""
-    return _environment().get_template(template).render(**values)
+    return _TEMPLATES.get_template(template).render(**values)
 
 
 def links_of(place: Place) -> tuple[tuple[str, str], ...]:
@@ -378,30 +358,9 @@ def side_by_side(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int
     return places, drawings
 
 
-@dataclass(frozen=True)
-class Track:
-    """A curve: a quantity over time."""
-
-    name: str
-    unit: str
-    """The unit of its numbers; empty for a ratio."""
-    lines: tuple[str, ...]
-    """The points of an SVG polyline, for each stretch without a gap."""
-    top: float
-    bottom: float
-    last: float
-    seconds: float
-    """Seconds from the first to the last point."""
-
-    def shown(self, value: float) -> str:
-        """Returns a value with its unit; a ratio gets two decimals."""
-        if not self.unit:
-            return f"{value:.2f}"
-        return f"{words.number(value) if value else 0} {self.unit}"
-
-
-def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:
-    """Returns the curve of a field of ``points``; None if fewer than two values are known, or none is above
+def track(points: Sequence[Point], field: str, bottom: float, written: Callable[[float], str]) -> dict[str, Any] | None:
+    """Returns the curve of a field of ``points``: an SVG polyline for each stretch without a gap, its last, highest and
+    lowest value as text, and the seconds that it spans. None if fewer than two values are known, or none is above
     ``bottom``."""
     numbers = [value for point in points if (value := getattr(point, field)) is not None]
     if len(numbers) < 2 or max(numbers) <= bottom:
@@ -414,19 +373,24 @@ def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: flo
         if point.run != before.run:
             drawn.append((0.0, None))
         drawn.append(((point.at - begin) / span, None if value is None else (value - bottom) / (top - bottom)))
-    return Track(name, unit, polylines(drawn), top, bottom, numbers[-1], span)
+    last, high, low = map(written, (numbers[-1], top, bottom))
+    return {"lines": polylines(drawn), "last": last, "top": high, "bottom": low, "seconds": span}
 
 
 def now_html(now: Now, place: Place) -> str:
     """Returns the part of a live page that each look at the job of ``place`` changes."""
-    tracks = [
-        track("step time", "ms", now.history, "step_ms"),
-        track("imbalance", "", now.history, "imbalance", bottom=1.0),
-    ]
-    return render("now.html", now=now, place=place, tracks=[curve for curve in tracks if curve is not None])
+    tracks = {
+        "step time": track(now.history, "step_ms", 0.0, lambda ms: words.milliseconds(ms) if ms else "0 ms"),
+        "imbalance": track(now.history, "imbalance", 1.0, words.ratio),
+    }
+    return render("now.html", now=now, place=place, tracks={name: curve for name, curve in tracks.items() if curve})
 
 
 def _size(count: int) -> str:
     if count < 1e5:
         return f"{count / 1e3:.0f} kB"
     return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
+
+
+_TEMPLATES = html.environment("megaprof.ui", "megaprof.analysis.report")
+_TEMPLATES.globals |= {"differences": differences, "what_if": what_if, "PLANS": PLANS, "date": html.date, "size": _size}

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaprof.agents.excerpt import MOST, NoPart, excerpt, find, written
+from megaprof.agents.excerpt import MOST, excerpt, find, written
+from megaprof.formats.phrases import Unanswerable
 
 _NAMES = st.text("abcdefgh/~:=é", min_size=1, max_size=12)
 _SCALARS = st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(-1e9, 1e9) | st.text(max_size=3000)
@@ -109,6 +110,6 @@ def test_parts_are_asked_for_by_path(part: str, found: object) -> None:
     ],
 )
 def test_a_part_that_is_not_there_is_answered_with_those_that_are(part: str, says: str) -> None:
-    with pytest.raises(NoPart, match=r"^there is no part") as fault:
+    with pytest.raises(Unanswerable, match=r"^there is no part") as fault:
         excerpt({"stages": [{"pp": 0}, {"pp": 1}], "note": "x"}, part)
     assert says in str(fault.value)

@@ -23,9 +23,8 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CallToolResult, ElicitResult, TextContent
 from msgspec.structs import replace
 
-from megaprof.agents import answers
 from megaprof.agents.excerpt import MOST, excerpt
-from megaprof.agents.server import CANNOT_ASK, DECLINED, server
+from megaprof.agents.server import CANNOT_ASK, DECLINED, DETAILS, PAGES, of_report, server
 from megaprof.cli import FAILED, main
 from megaprof.cli import status as job_status
 from megaprof.cli.report import report_on
@@ -166,13 +165,13 @@ def test_a_report_is_read_again_when_a_file_has_changed(tmp_path: Path, monkeypa
         reads.append(given)
         return report_on(*given)
 
-    monkeypatch.setattr(answers, "report_on", counted)
+    monkeypatch.setattr("megaprof.agents.server.report_on", counted)
     pipeline(tmp_path, [6, 2])
     for _ in range(2):
-        assert len(answers.of_report(tmp_path)["targets"]) == 1
+        assert len(of_report(tmp_path)["targets"]) == 1
     assert len(reads) == 1
     pipeline(tmp_path, [4, 4], target="train_log_probs")
-    assert len(answers.of_report(tmp_path)["targets"]) == 2
+    assert len(of_report(tmp_path)["targets"]) == 2
     assert len(reads) == 2
 
 
@@ -375,7 +374,7 @@ def test_a_fault_of_ours_tells_the_agent_nothing_but_the_tool(monkeypatch: pytes
     def broken(*_: object) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(answers, "report_on", broken)
+    monkeypatch.setattr("megaprof.agents.server.report_on", broken)
 
     async def conversation(client: Client) -> CallToolResult:
         return await client.call_tool("report", {"dir": "."})
@@ -448,8 +447,8 @@ def test_documents_help_and_schemas_can_be_read() -> None:
             return found
 
         listed = {str(each.uri) for each in (await client.list_resources()).resources}
-        assert listed == {f"megaprof://docs/{name}" for name in answers.PAGES}
-        for name in answers.PAGES:
+        assert listed == {f"megaprof://docs/{name}" for name in PAGES}
+        for name in PAGES:
             assert await read(f"megaprof://docs/{name}") == (ROOT / "docs" / f"{name}.md").read_text()
         assert "--allow-trigger" in await read("megaprof://help/mcp")
         for name in ("report", "diff", "status", "trigger"):
@@ -468,7 +467,7 @@ def test_documents_help_and_schemas_can_be_read() -> None:
 @pytest.mark.slow
 def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> None:
     write(Scenario("many stages", layers=(2,) * 40 + (4,) + (2,) * 23, microbatches=16, gpu=False), tmp_path)
-    found = excerpt(answers.of_report(tmp_path), details=answers.DETAILS)
+    found = excerpt(of_report(tmp_path), details=DETAILS)
     assert len(found) <= MOST
     summary = json.loads(found)
     (target,) = summary["targets"]
@@ -488,7 +487,7 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
     blame = find_culprits(run, statuses, now, 60.0)
     view = View(running_job, statuses, now, blame, None)
     document = {"headline": job_status.in_words(view), **msgspec.to_builtins(job_status.answer(view))}
-    shown = excerpt(document, details=answers.DETAILS)
+    shown = excerpt(document, details=DETAILS)
     assert len(shown) <= MOST
     found = json.loads(shown)
     assert (found["ranks"], found["heard"]["items"], found["status"]["items"]) == (16384, 16384, 16384)
@@ -500,7 +499,7 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
 def test_a_report_on_thousands_of_ranks_fits_and_names_the_slow_one(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(2048, tp=8, pp=16))
     write_timelines(tmp_path, layout, steps=40, slow=[Slow(rank=1700, factor=1.6)])
-    found = excerpt(answers.of_report(tmp_path), details=answers.DETAILS)
+    found = excerpt(of_report(tmp_path), details=DETAILS)
     assert len(found) <= MOST
     (target,) = json.loads(found)["targets"]
     assert target["fleet"]["coverage"]["ranks"] == 2048

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.cli import main
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.inputs import unpacked
-from megaprof.formats.steps import codes
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.exchanging import exchanging
 from tests.analysis.job_timelines import write_timelines

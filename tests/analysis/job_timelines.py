@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name, shard
-from megaprof.formats.steps import codes
 from megaprof.parallel.topology import WorldLayout
 from tests.analysis.synthetic import chunk
 from tests.analysis.truth.files import code, described

@@ -17,12 +17,13 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name
-from megaprof.formats.steps import codes
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.formats.step_records import StepRecord, step_record
 
@@ -87,7 +88,7 @@ def write(job: Job, out: Path) -> None:
 
 
 def _metadata(job: Job, coords: Any, step: int, events: Sequence[Event]) -> dict[str, Any]:
-    place, sizes = coords.as_dict(), job.sizes
+    place, sizes = asdict(coords), job.sizes
     shown = place.pop("sizes")
     chunks = [
         {"embedding": coords.pp == 0 and chunk == 0, "loss": coords.pp == sizes.pp - 1 and chunk == sizes.vpp - 1}

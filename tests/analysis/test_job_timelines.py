@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.steps import codes
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import RANKS_PER_HOST, Slow, write_timelines

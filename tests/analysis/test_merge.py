@@ -10,9 +10,10 @@ from collections import Counter
 
 import pytest
 
-from megaprof.analysis.merge import MARK, NothingToMerge, merge
+from megaprof.analysis.merge import MARK, merge
 from megaprof.analysis.report.text.notes import of_clocks
 from megaprof.analysis.trace.runs import NoSuchRun
+from megaprof.formats.phrases import Unanswerable
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import TraceBuilder
 
@@ -188,7 +189,7 @@ def test_the_latest_training_step_is_taken_unless_told_otherwise(tmp_path):
     }
     assert merged(tmp_path, step=3)[0].name.step == 3
     assert merged(tmp_path, role="ref")[0].name.target == "train_log_probs"
-    with pytest.raises(NothingToMerge, match="train_actor step 3"):
+    with pytest.raises(Unanswerable, match="train_actor step 3"):
         merge(tmp_path, tmp_path / "out.json", step=4)
 
 
@@ -207,7 +208,7 @@ def test_files_that_cannot_be_used_are_named_and_the_rest_is_merged(tmp_path):
     assert any(paths[2].name in w.files and "truncated" in w.said for w in result.warnings)
     for path in paths[:2]:
         path.unlink()
-    with pytest.raises(NothingToMerge, match="truncated"):
+    with pytest.raises(Unanswerable, match="truncated"):
         merge(tmp_path, tmp_path / "other.json")
 
 

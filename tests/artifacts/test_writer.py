@@ -15,7 +15,7 @@ import pytest
 
 from megaprof.artifacts import writer
 from megaprof.artifacts.writer import Artifact, Writer
-from megaprof.formats.names import busy_path, raw_path
+from megaprof.formats.names import raw_path, temporary_path
 
 Gate = Callable[[], None]
 
@@ -131,7 +131,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkey
     assert background.flush(30)
     assert not waits
     assert listing(tmp_path) == ["a.bin.gz", "b.bin.gz"]
-    assert busy_path(tmp_path).name in seen, "others take this process to be done"
+    assert temporary_path(tmp_path / "writer").name in seen, "others take this process to be done"
 
 
 def test_flush_names_what_is_not_finished(tmp_path: Path, stuck: Gate, caplog: pytest.LogCaptureFixture) -> None:

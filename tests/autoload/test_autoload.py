@@ -237,7 +237,7 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     for each in ("embd", "pos_embd", "tp_dp_cp"):
         setattr(own, each, own.tp)
     given = own if not several else SimpleNamespace(module_pgs={"images": own, "language": own}, **vars(own))
-    monkeypatch.setattr("megaprof.parallel.process_groups.has_groups", lambda: False)
+    monkeypatch.setattr("megaprof.parallel.megatron.has_groups", lambda: False)
     monkeypatch.setattr("megaprof.capture.this_rank.has_groups", lambda: False)
     config = ProfileConfig(("train_actor",), str(tmp_path), steps="0", activities=("cpu",))
     monkeypatch.setattr(armed, "config", config)

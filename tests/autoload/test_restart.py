@@ -12,10 +12,10 @@ from megaprof.autoload import arming
 from megaprof.capture import profiler
 from megaprof.capture.process import process
 from megaprof.formats.job import RankStatus
-from megaprof.parallel.process_groups import coords_from_parallel_state
+from megaprof.parallel.megatron import coords_from_parallel_state
 from megaprof.runtime.armed import armed
 from tests.control import places
-from tests.parallel.test_process_groups import megatron
+from tests.parallel.test_megatron import megatron
 
 
 @pytest.mark.parametrize("way", ["asked again", "installed again", "taken out before"])

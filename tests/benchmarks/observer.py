@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.report.report import analyze
-from megaprof.formats.steps.facts import PARTS
+from megaprof.formats.facts import PARTS
 from megaprof.testing import GPTWorkload, run_ranks
 from tests.analysis.truth.engines import Named, report
 from tests.benchmarks.cores import awake, real_time

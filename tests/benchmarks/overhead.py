@@ -24,7 +24,7 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.autoload import install
 from megaprof.capture.profiler import Dispatcher
-from megaprof.formats.steps import codes
+from megaprof.formats import codes
 from megaprof.hooks.dispatch import always, ranged
 from megaprof.recorders.emit import Range
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks

@@ -53,7 +53,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import layers_per_stage, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.parallel.chunks import language_model
+from megaprof.parallel.megatron import language_model
 from megaprof.testing import GPTWorkload, RanksFailed, run_ranks
 from tests.analysis.scenarios import Scenario, write
 from tests.benchmarks.cores import awake, one_busy

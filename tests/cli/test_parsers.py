@@ -11,7 +11,7 @@ import pytest
 
 from megaprof.cli import COMMANDS, main, parser_of
 from megaprof.config.arguments import config_from_args
-from megaprof.formats import remote
+from megaprof.formats import inputs
 
 
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_a_hopeless_directory_stops_the_search_early(
 ) -> None:
     assert main([command[0], "/", *command[1:]]) == 1
     assert "/ is the whole file system; name the directory" in capsys.readouterr().err
-    monkeypatch.setattr(remote, "MOST_OTHERS", 20)
+    monkeypatch.setattr(inputs, "MOST_OTHERS", 20)
     for number in range(30):
         (tmp_path / f"{number}.txt").touch()
     assert main([command[0], str(tmp_path), *command[1:]]) == 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.steps import codes
 from megaprof.formats.timeline import Microseconds
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
 from megaprof.formats import inputs
-from megaprof.formats.inputs import UnusableInput, open_input, read_input, unpacked
+from megaprof.formats.inputs import open_input, read_input, unpacked
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 
 
@@ -47,25 +47,25 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
         for path in (fifo(tmp_path / "fifo"), Path("/dev/zero"), tmp_path, tmp_path / "socket"):
             with pytest.raises(OSError):  # noqa: PT011  # a socket cannot be opened at all
                 open_input(path)
-    with pytest.raises(UnusableInput, match="no regular file"):
+    with pytest.raises(OSError, match="no regular file"):
         read_input(tmp_path / "fifo")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
-        with pytest.raises(UnusableInput):
+        with pytest.raises(OSError, match="no regular file"):
             open_input(tmp_path / "fifo")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_larger_than_the_memory_is_refused_unread(tmp_path: Path) -> None:
     path = sparse(tmp_path / "x", 1 << 41)
-    with pytest.raises(UnusableInput, match=r"more than the .* MiB that are read"):
+    with pytest.raises(OSError, match=r"more than the .* MiB that are read"):
         read_input(path)
 
 
 def test_the_bound_can_be_set(tmp_path: Path) -> None:
     path = sparse(tmp_path / "x", inputs.SMALL + 1)
     inputs.allow(1 << 20)
-    with pytest.raises(UnusableInput, match="64 MiB, more than the 1 MiB that are read"):
+    with pytest.raises(OSError, match="64 MiB, more than the 1 MiB that are read"):
         read_input(path)
     inputs.allow(1 << 30)
     assert len(read_input(path)) == inputs.SMALL + 1
@@ -77,7 +77,9 @@ def test_only_a_file_of_several_pieces_takes_a_thread(size: int, tmp_path: Path)
     pieces = unpacked(path)
     for _ in range(4):
         next(pieces, None)
-    assert any(thread.name == "megaprof-unpack" for thread in threading.enumerate()) is (size > 2 * inputs.PIECE)
+    assert any(thread.name.startswith("megaprof-unpack") for thread in threading.enumerate()) is (
+        size > 2 * inputs.PIECE
+    )
     pieces.close()
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk, read_metadata
-from megaprof.parallel.topology import ParallelSizes, RankCoords
+from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 FULL = Metadata(
     target="train_actor",
@@ -83,6 +85,30 @@ def test_the_documented_keys_are_the_keys() -> None:
 def test_what_cannot_be_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # each says something else
         read({**FULL.as_dict(), **change})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*AXES, "rank"]), inner),
+    max_leaves=10,
+)
+
+
+@given(json_values, st.sampled_from(["rank", *AXES]))
+def test_only_a_whole_number_inside_its_axis_is_a_coordinate(value: object, key: str) -> None:
+    plain = FULL.as_dict()
+    try:
+        coords = read({**plain, "coords": {**plain["coords"], key: value}}).coords
+    except ValueError:
+        pass
+    else:
+        assert 0 <= getattr(coords, key) < (1 << 30 if key == "rank" else getattr(FULL.sizes, key))
+        assert value == getattr(coords, key)
+    with pytest.raises(ValueError):  # noqa: PT011  # each says something else
+        read({**plain, "coords": value})
+    del plain["coords"][key]
+    with pytest.raises(ValueError, match=key):
+        read(plain)
 
 
 @pytest.mark.parametrize("text", [b"", b"5", b"[]", b"NaN", b"{", b'{"a":' * 100_000, b"\xff"])

@@ -1,4 +1,4 @@
-"""Names of artifacts, and whose unfinished files are whose."""
+"""Names of artifacts, whose unfinished files are whose, and files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from megaprof.formats.names import (
     is_leftover,
     kineto_temporary,
     parse_artifact_name,
-    plain_path,
     raw_path,
     sanitise,
     shard,
@@ -149,11 +148,6 @@ def test_leftovers_in_a_shard_are_removed(tmp_path: Path, dead_pid: int) -> None
     writer.submit(Artifact(raw_path(final), final))
     assert writer.close(60)
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")] == [Path("ranks001024-002047", final.name)]
-
-
-def test_an_uncompressed_file_is_called_what_it_is() -> None:
-    assert plain_path(Path("/t/a.pt.trace.json.gz")) == Path("/t/a.pt.trace.json")
-    assert plain_path(Path("/t/a.memory.pickle")) == Path("/t/a.memory.pickle")
 
 
 def test_a_raw_file_has_a_directory_even_if_somebody_removed_it(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.formats import ranges
+from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
-from megaprof.formats.steps import codes
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from tests.formats.step_records import StepRecord, step_record

@@ -16,8 +16,8 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.table.table import DATA, Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import unpack_data
 from megaprof.formats.ranges import DATA_WAIT
-from megaprof.formats.steps.facts import unpack_data
 from megaprof.hooks import dispatch
 from megaprof.hooks.inputs import Watched
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks

@@ -17,7 +17,7 @@ from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.formats.ranges import GRAPHS_KEY as KEY
 from megaprof.formats.ranges import GraphNames, read_graph_names
-from megaprof.parallel.chunks import innermost
+from megaprof.parallel.megatron import innermost
 from megaprof.recorders.emit import names
 from tests.analysis.rows import rows
 from tests.hooks.cuda_graph_runtime import EXEC, Capture, Graph, Runtime, launches, made_up_runtime

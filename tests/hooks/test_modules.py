@@ -19,7 +19,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.ranges import DISPATCHER_STEPS, LAYER_PARTS, MODULES, module_backward, module_range, parse
 from megaprof.hooks.modules import sites
-from megaprof.parallel.chunks import describe_chunk
+from megaprof.parallel.megatron import describe_chunk
 from megaprof.recorders import emit
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 

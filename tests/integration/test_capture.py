@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.table.table import Table
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import unpack_work
 from megaprof.formats.ranges import COMBINED as COMBINED_PASS
 from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, Place, parse
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import unpack_work
 from megaprof.formats.timeline import Timeline, read_timeline
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks

@@ -16,7 +16,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import timeline as format
-from megaprof.formats.steps.facts import unpack_work
+from megaprof.formats.facts import unpack_work
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import linger
 from tests.analysis.tables import tables_in

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, RankCoords, WorldLayout
+from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, WorldLayout
 
 ORDERS = ["-".join(order) for order in permutations(DEFAULT_ORDER.split("-"))]
 
@@ -101,33 +100,3 @@ def test_places_outside_the_world_are_refused() -> None:
             layout.coords(rank)
     with pytest.raises(ValueError, match="pp=2 is outside its size 2"):
         layout.rank_of(pp=2)
-
-
-@given(layouts(), st.data())
-def test_plain_data_round_trip(layout: WorldLayout, data: st.DataObject) -> None:
-    coords = layout.coords(data.draw(st.integers(0, len(layout) - 1)))
-    assert RankCoords.from_dict(json.loads(json.dumps(coords.as_dict()))) == coords
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*AXES, "rank", "sizes"]), inner),
-    max_leaves=10,
-)
-
-
-@given(json_values, st.sampled_from(["rank", "sizes", *AXES]))
-def test_foreign_data_is_a_value_error(value: object, key: str) -> None:
-    good = WorldLayout(ParallelSizes.of(8, tp=2, pp=2)).coords(5).as_dict()
-    assert RankCoords.from_dict({**good, "added later": 1}).as_dict() == good
-    try:
-        RankCoords.from_dict({**good, key: value})
-    except ValueError:
-        pass
-    else:  # only a whole number inside its axis may replace one
-        assert key == "rank" or value in (0, 1, 2, 3)
-    with pytest.raises(ValueError, match=r"not an object|not a whole number"):
-        RankCoords.from_dict(value)
-    del good[key]
-    with pytest.raises(ValueError, match=key):
-        RankCoords.from_dict(good)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
+from megaprof.formats import codes
+from megaprof.formats.facts import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
 from megaprof.hooks.inputs import _inputs_of
 from megaprof.recorders import call
 from megaprof.recorders.call import read_work

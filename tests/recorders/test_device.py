@@ -14,7 +14,7 @@ import torch
 from megaprof import install_hooks
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.formats import timeline as format
-from megaprof.formats.steps.facts import unpack_data
+from megaprof.formats.facts import unpack_data
 from megaprof.formats.timeline import read_timeline
 from megaprof.recorders import device, tape
 from megaprof.recorders import timeline as recorder

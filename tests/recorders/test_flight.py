@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import unpack_arrivals, unpack_groups
 from megaprof.formats.flight import Entry, Flight, GroupConfig
-from megaprof.formats.steps.facts import unpack_arrivals, unpack_groups
 from megaprof.recorders import flight
 from megaprof.recorders.flight import Reading, Written
 from megaprof.recorders.timeline_files import Place

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.formats.steps import codes
+from megaprof.formats import codes
 from megaprof.recorders import tape
 from megaprof.recorders.tape import pack, pack_in_python
 

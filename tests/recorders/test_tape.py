@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.formats.steps import codes
+from megaprof.formats import codes
 from megaprof.hooks import inputs
 from megaprof.recorders import tape
 from megaprof.recorders.tape import Gate, Hook, PythonTape, Tape, raw

@@ -19,9 +19,9 @@ from megaprof import ProfileConfig, install_hooks, role
 from megaprof.analysis.table.table import Table
 from megaprof.autoload.install import Handle
 from megaprof.capture.process import process
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import pack_work
+from megaprof.formats.facts import pack_work
 from megaprof.formats.timeline import Waited, read_timeline
 from megaprof.recorders import device
 from megaprof.recorders import timeline as recorder

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
-from megaprof.testing.cpu import Patch, constant, cpu_patches, is_cuda, process_wide
+from megaprof.testing.cpu import OnCpu, Patch, constant, cpu_patches, is_cuda
 
 __all__ = ["cpu_process"]
 
@@ -62,7 +62,7 @@ def cpu_process(gpus: int = 1) -> None:
     for patches in (cpu_patches, lambda: _gpu(gpus), _devices, _types, _groups):
         for patch in patches():
             setattr(patch.target, patch.name, patch.replacement)
-    process_wide()
+    OnCpu().__enter__()
 
 
 def _gpu(gpus: int) -> list[Patch]:

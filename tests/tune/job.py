@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import schedules
 from megaprof.analysis.what_if.layouts import Layout, default_layout, layers_per_stage, parse_layout
 from megaprof.config.options import variable
 from megaprof.formats.timeline import Memory
-from megaprof.parallel.chunks import language_model
+from megaprof.parallel.megatron import language_model
 from megaprof.recorders import timeline as recorder
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 from megaprof.testing.faults import layers, pace

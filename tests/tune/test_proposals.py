@@ -11,6 +11,7 @@ from rich.console import Console
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.layouts import layers_per_stage, parse_layout
 from megaprof.formats import timeline as format
+from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.tune import state
@@ -181,7 +182,7 @@ def test_it_stops() -> None:
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:
     (tmp_path / state.NAME).write_text('{"targets": []}')
-    with pytest.raises(state.NoState):
+    with pytest.raises(Unanswerable):
         state.load(tmp_path)
 
 

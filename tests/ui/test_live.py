@@ -359,8 +359,8 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
 
 def test_a_curve_breaks_where_the_job_began_again() -> None:
     points = [Point(float(at), "one" if at < 5 else "two", 100.0, None) for at in range(10)]
-    drawn = track("step time", "ms", points, "step_ms")
+    drawn = track(points, "step_ms", 0.0, str)
     assert drawn is not None
-    assert [len(line.split()) for line in drawn.lines] == [5, 5]
-    assert track("imbalance", "", points, "imbalance") is None
-    assert track("step time", "ms", points[:1], "step_ms") is None
+    assert [len(line.split()) for line in drawn["lines"]] == [5, 5]
+    assert track(points, "imbalance", 1.0, str) is None
+    assert track(points[:1], "step_ms", 0.0, str) is None

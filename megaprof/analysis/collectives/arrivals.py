@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.trace.groups import INSIDE, axis_of
-from megaprof.formats.steps.facts import Arrivals, kept, unpack_arrivals, unpack_groups
+from megaprof.formats.facts import Arrivals, kept, unpack_arrivals, unpack_groups
 from megaprof.formats.timeline import COLLECTIVES, GROUPS, Timeline
 
 Floats = npt.NDArray[np.float64]

@@ -28,7 +28,7 @@ from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
-from megaprof.formats.steps.facts import PARTS
+from megaprof.formats.facts import PARTS
 from megaprof.parallel.peers import began, of_others
 
 

@@ -57,7 +57,7 @@ class Lengths:
     """Sequence lengths of a run's microbatches, and what they explain."""
 
     source: str
-    """Source of the lengths, one of `megaprof.formats.steps.facts.SOURCES`."""
+    """Source of the lengths, one of `megaprof.formats.facts.SOURCES`."""
     tokens: tuple[float, float]
     """Smallest and largest number of tokens in a microbatch."""
     sequences: tuple[float, float]

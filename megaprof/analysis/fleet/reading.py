@@ -25,12 +25,11 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.reading import Progress, Timelines, Workers, in_processes
 from megaprof.analysis.trace.runs import Runs, runs_in
-from megaprof.formats import ranges
+from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Standing, Standstill, limit
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
-from megaprof.formats.steps import codes
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: About the largest number of buckets.

@@ -41,10 +41,6 @@ def plain_number(value: Any) -> Any:
     raise NotImplementedError(f"a report holds {type(value).__name__}")
 
 
-class NotAReport(ValueError):
-    """A document is not a report by megaprof; the message says what is wrong with it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TargetReport(TargetStages):
     """One target and role: its stages, where they lose time, and what would be faster."""
@@ -160,11 +156,11 @@ class Document:
 
     @classmethod
     def from_json(cls, content: bytes) -> Document:
-        """Reads the JSON that `Report.json` wrote. Raises NotAReport."""
+        """Reads the JSON that `Report.json` wrote. Raises ValueError, which says what is wrong with it."""
         try:
             return msgspec.json.decode(content, type=Document)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
-            raise NotAReport(str(fault)) from None
+            raise ValueError(str(fault)) from None
 
     @property
     def of_several(self) -> str | None:

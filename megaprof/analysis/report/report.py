@@ -43,8 +43,8 @@ from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import what_if, withheld
+from megaprof.formats.inputs import files_below, place
 from megaprof.formats.phrases import Unanswerable, listed
-from megaprof.formats.remote import files_below, place
 from megaprof.formats.timeline import SUFFIX
 
 #: If a directory holds no files with names of ours, at most this many others are tried, in case they were renamed.

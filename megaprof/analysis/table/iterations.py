@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import PARTS, part_of_call, unpack_between, unpack_data
 from megaprof.formats.ranges import WAITING
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import PARTS, part_of_call, unpack_between, unpack_data
 
 _LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
 DATA, EXCHANGES, GRADIENTS, UNKNOWN = "data_wait", "exchanges", "gradients", "between"

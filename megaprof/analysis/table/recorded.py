@@ -26,10 +26,10 @@ from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
 from megaprof.analysis.trace.steps import ModuleKey
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import unpack_collections, unpack_data, unpack_modules, unpack_work
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import unpack_collections, unpack_data, unpack_modules, unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes
 

@@ -128,7 +128,7 @@ class Table:
     """[t, d, m, 3]: tokens, sequences, and the sum of their squared lengths, NaN if not known; None if no
     microbatch is known."""
     lengths_from: str | None = None
-    """The source of ``work``, one of `megaprof.formats.steps.facts.SOURCES`."""
+    """The source of ``work``, one of `megaprof.formats.facts.SOURCES`."""
     cold: tuple[int, ...] = ()
     """Steps at the beginning that were left out because everything takes longer in them."""
     experts: Floats | None = None

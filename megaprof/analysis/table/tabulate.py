@@ -19,8 +19,8 @@ from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.steps import ModuleKey, TracedStep
+from megaprof.formats.facts import SOURCES
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.steps.facts import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import RankCoords
 

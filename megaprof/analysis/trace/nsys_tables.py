@@ -25,9 +25,8 @@ import numpy.typing as npt
 from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LONGEST, Events, Numbered
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.formats import ranges
-from megaprof.formats.inputs import most_bytes, open_input
+from megaprof.formats.inputs import RemotePath, local_copy, most_bytes, open_input
 from megaprof.formats.names import temporary_path
-from megaprof.formats.remote import RemotePath, local_copy
 
 SQLITE, REPORT = ".sqlite", ".nsys-rep"
 #: The least seconds that an export may take, and the bytes for which it may take one second more.
@@ -146,11 +145,11 @@ class Tables:
 @contextmanager
 def opened(path: Path) -> Iterator[Tables]:
     """Opens ``path``. Raises Undecodable, and OSError if it cannot be read."""
-    with open_input(path) as file:
+    local_path = local_copy(path)
+    with open_input(local_path) as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise Undecodable("it is no SQLite file")
         size = file.seek(0, 2)
-    local_path = local_copy(path)
     with _as_undecodable():
         connection = sqlite3.connect(local_path.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
     deadline = time.monotonic() + _SECONDS + size / _BYTES_A_SECOND

@@ -32,9 +32,9 @@ from megaprof.analysis.trace.nsys_tables import (
 from megaprof.analysis.trace.steps import FORWARD_ONLY
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, refusing
 from megaprof.formats import ranges
+from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk, read_sidecar, sidecars
 from megaprof.formats.names import parse_artifact_name, sanitise
-from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 _NO_RANGES = "it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx"
@@ -63,7 +63,7 @@ def find_nsys(source: Path) -> list[NsysFile]:
     paths = sorted(
         path for path in files if path.suffix == SQLITE or path.with_suffix(SQLITE) not in present or source.is_file()
     )
-    bare_folders = {folder for folder in {path.parent for path in paths} if next(sidecars(folder), None) is None}
+    bare_folders = {folder for folder in {path.parent for path in paths} if not sidecars(folder)}
     sizes = _shown_sizes([path for path in paths if path.parent in bare_folders])
     return [NsysFile(path, sizes if path.parent in bare_folders else None) for path in paths]
 
@@ -102,6 +102,7 @@ class NsysWindows:
         self._path, self._sizes = exported(file.path), file.sizes
         self._metadata: dict[Path, Metadata] = {}
         self._notes: list[Note] = []
+        self._sidecars = sidecars(self._path.parent)
         with opened(self._path) as tables:
             has_host = tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value")
             hosts = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'") if has_host else ()
@@ -185,7 +186,7 @@ class NsysWindows:
         """Returns the ``.nsys.json`` of this host and process for the window with a step's range; None if there is
         none."""
         coordinates = tuple(row.name.fields.get(axis) for axis in AXES)
-        for path in sidecars(self._path.parent):
+        for path in self._sidecars:
             name = parse_artifact_name(path.name)
             if name is None or name.target != sanitise(row.name.label) or name.step > step:
                 continue
@@ -222,7 +223,7 @@ class NsysWindows:
         coordinates = {axis: number for axis, number in fields.items() if number is not None and number < MOST}
         if len(coordinates) < len(AXES) or chunks > MOST:
             return None
-        beside = map(self._read_sidecar, sidecars(self._path.parent))
+        beside = map(self._read_sidecar, self._sidecars)
         job_sizes = self._sizes or next((metadata.sizes for metadata in beside if metadata is not None), None)
         least_sizes = {axis: max(number + 1, getattr(job_sizes, axis, 1)) for axis, number in coordinates.items()}
         sizes = ParallelSizes(**least_sizes, vpp=chunks)

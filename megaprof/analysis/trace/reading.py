@@ -39,7 +39,7 @@ from megaprof.analysis.trace.traces import (
 )
 from megaprof.formats import inputs
 from megaprof.formats import timeline as format
-from megaprof.formats.remote import files_below
+from megaprof.formats.inputs import files_below
 
 #: For fewer bytes of files than this, one process is faster than several.
 _WORTH_IT = 24 << 20

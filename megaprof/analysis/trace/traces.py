@@ -31,8 +31,8 @@ from megaprof.analysis.trace.gpu import (
 from megaprof.analysis.trace.groups import COMMUNICATES
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.formats import ranges
+from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import Metadata, read_metadata
-from megaprof.formats.remote import files_below
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 

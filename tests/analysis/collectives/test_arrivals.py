@@ -21,8 +21,8 @@ from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.reading import Timelines
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import Arrivals, kept, pack_arrivals, pack_groups
 from megaprof.formats.flight import GroupConfig
-from megaprof.formats.steps.facts import Arrivals, kept, pack_arrivals, pack_groups
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import write_timelines

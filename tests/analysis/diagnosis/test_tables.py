@@ -326,7 +326,9 @@ def test_waits_of_finished_steps_do_not_depend_on_the_step_that_is_not_finished(
     readings = {1: format.Waited(-1_000_000, 2_000_000, 500_000), 3: format.Waited(-1_000_000, 3_000_000, 900_000)}
     facts = {row: waited.pack() or b"" for row, waited in readings.items()}
     running, ended = (
-        recorded._core_waits(Timeline(Path(), (), (), steps[:count], None, {}, {format.WAITED: facts}), range(4))
+        recorded._core_waits(
+            Timeline(Path(), (), (), steps[:count], None, b"", (), (), {format.WAITED: facts}), range(4)
+        )
         for count in (4, 5)
     )
     assert running.tolist() == pytest.approx([250.0, 250.0, 300.0, 300.0])

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.table.iterations import EXCHANGES, UNKNOWN, Parts, iterations_of, parts_of
+from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import pack_between, pack_data
+from megaprof.formats.facts import pack_between, pack_data
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.synthetic import chunk

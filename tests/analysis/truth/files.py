@@ -8,18 +8,17 @@ metadata of NCCL) or of a CPU (operators, gloo's collectives); those of a GPU al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaprof.formats import ranges
+from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
+from megaprof.formats.facts import pack_collections, pack_data
 from megaprof.formats.names import artifact_name
 from megaprof.formats.ranges import GRAPHS_KEY as KEY
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import pack_collections, pack_data
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from tests.analysis.kineto import launched, replayed
 from tests.analysis.nsys_files import write_nsys
@@ -114,7 +113,7 @@ def described(
     role: str | None = None,
 ) -> dict[str, Any]:
     """The metadata of a rank."""
-    place, stages = coords.as_dict(), coords.sizes.pp
+    place, stages = asdict(coords), coords.sizes.pp
     sizes = place.pop("sizes")
     return {
         "version": "0.0.0",

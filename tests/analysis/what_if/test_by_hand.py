@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megaprof.agents import answers
+from megaprof.agents.server import of_change
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import costs_line, memory, name_of
@@ -169,9 +169,7 @@ def test_the_command_the_tool_and_the_page_say_the_same(
     printed = json.loads(capsys.readouterr().out)
     check("what-if", printed)
     assert printed["prediction"] == json.loads(msgspec.json.encode(mine))
-    told = answers.of_change(
-        parser_of("what-if").parse([str(directory), "--layout", "5,4,4,3", "--microbatches", "16"])
-    )
+    told = of_change(parser_of("what-if").parse([str(directory), "--layout", "5,4,4,3", "--microbatches", "16"]))
     assert {name: value for name, value in told.items() if name != "headline"} == printed
     (target,) = report.targets
     page = answer(known, target, {"layout": "5,4,4,3", "microbatches": "16"})

@@ -19,8 +19,8 @@ from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.summary import kernel_summary, read_all
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture.session import Session
+from megaprof.formats import codes
 from megaprof.formats.ranges import FORWARD
-from megaprof.formats.steps import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import BuiltGPT, build
 from tests.analysis.rows import rows

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from megaprof.analysis.report.report import analyze
-from megaprof.formats.steps import codes
+from megaprof.formats import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import build
 from tests.gpu.found import Found

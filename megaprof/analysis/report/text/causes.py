@@ -17,7 +17,7 @@ from megaprof.analysis.samples import mean_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job import Standstill
 from megaprof.formats.phrases import listed
-from megaprof.parallel.selectors import Selector
+from megaprof.parallel.selectors import join_spans, spans_of
 
 #: At most this many causes of a target are named in a table of targets.
 _IN_BRIEF = 3
@@ -140,7 +140,7 @@ def _finding(place: int, measured: TargetStages, diagnosis: Diagnosis, job: Path
     text = f"{evidence(cause, measured)} {capital(price(cause, diagnosis.causes[:place], diagnosis))}."
     if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
         text += " While the job runs, a capture shows which of them it is:"
-        command = trigger(job, measured.target, str(Selector.of_ranks(cause.ranks)))
+        command = trigger(job, measured.target, join_spans(spans_of(cause.ranks), ","))
     elif (cause.kind, len(cause.ranks), cause.reason or "machine") == ("slow_rank", 1, "machine") and (
         measured.framework == "megatron-lm"
     ):

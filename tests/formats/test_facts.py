@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.formats.steps import codes
-from megaprof.formats.steps.facts import (
+from megaprof.formats import codes
+from megaprof.formats.facts import (
     MOST_ARRIVAL_BYTES,
     PARTS,
     Arrivals,

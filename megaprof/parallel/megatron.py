@@ -1,4 +1,5 @@
-"""The coordinates of this rank, and the layout of the world, read from Megatron's process groups.
+"""What Megatron knows of this rank: its coordinates and the layout of the world, from its process groups, and what its
+model chunks hold: layers and their kinds, embedding, MTP layers, loss.
 
 Nothing here communicates: process groups know their members.
 """
@@ -119,7 +120,7 @@ def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
     """
     from megatron.core import parallel_state as ps
 
-    if not _parallel_state_ready():
+    if not has_groups():
         raise ValueError(
             "megatron-core's parallel_state is not initialised, and the model has no process groups of its own: call "
             "parallel_state.initialize_model_parallel(...) before install_hooks(model), and give it the model"
@@ -184,26 +185,73 @@ def _layout(coords: RankCoords, groups: Mapping[str, Any]) -> WorldLayout | None
             layout = WorldLayout(coords.sizes, "-".join(order))
         except ValueError:
             continue
-        if all(_line(layout, coords, axis) == ranks for axis, ranks in members.items()):
+        first = {axis: coords.rank - getattr(coords, axis) * layout.strides[axis] for axis in members}
+        if all(
+            ranks == [first[axis] + position * layout.strides[axis] for position in range(getattr(coords.sizes, axis))]
+            for axis, ranks in members.items()
+        ):
             return layout
     return None
 
 
-def _line(layout: WorldLayout, coords: RankCoords, axis: str) -> list[int]:
-    """Returns the ranks along an axis through a rank: the members that Megatron's group of that axis must have."""
-    stride, size, position = layout.strides[axis], getattr(coords.sizes, axis), getattr(coords, axis)
-    return [coords.rank + (other_position - position) * stride for other_position in range(size)]
-
-
 def has_groups() -> bool:
     """Returns whether Megatron's global process groups exist. Imports nothing of it."""
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    return parallel_state is not None and _parallel_state_ready()
-
-
-def _parallel_state_ready() -> bool:
+    if (parallel_state := sys.modules.get("megatron.core.parallel_state")) is None:
+        return False
     import torch.distributed as dist
-    from megatron.core import parallel_state as ps
 
     # The groups outlive destroy_process_group() when destroy_model_parallel() was not called: ask for both.
-    return dist.is_available() and dist.is_initialized() and bool(ps.model_parallel_is_initialized())
+    return dist.is_available() and dist.is_initialized() and bool(parallel_state.model_parallel_is_initialized())
+
+
+def describe_chunk(chunk: Any) -> dict[str, Any]:
+    """Returns the contents of a model chunk, with None for each item that the model does not say.
+
+    GPTModel, HybridModel and similar models share ``pre_process`` (owns the embedding), ``post_process`` (owns the
+    output layer and the loss), ``decoder.layers`` and ``mtp``; T5 has ``encoder.layers``, too, and BERT has them alone.
+    """
+    language = language_model(chunk)
+    encoder = getattr(getattr(language, "encoder", None), "layers", None)
+    decoder = getattr(getattr(language, "decoder", None), "layers", None)
+    layers = None if encoder is decoder is None else [*(encoder or ()), *(decoder or ())]
+    kinds = [*("encoder" for _ in (encoder or ())), *map(_kind, decoder or ())]
+    mtp = getattr(getattr(language, "mtp", None), "layers", None)
+    return {
+        "embedding": getattr(language, "pre_process", None),
+        "layers": None if layers is None else len(layers),
+        "layer_numbers": None if layers is None else [getattr(layer, "layer_number", None) for layer in layers],
+        "kinds": None if layers is None else kinds,
+        "mtp": 0 if mtp is None else len(mtp),
+        "loss": getattr(language, "post_process", None),
+    }
+
+
+def innermost(model: Any) -> Any:
+    """Returns the model inside its wrappers (DistributedDataParallel, Float16Module, ...), which all call it
+    ``module``."""
+    while (inner := getattr(model, "module", None)) is not None and callable(inner):
+        model = inner
+    return model
+
+
+def language_model(chunk: Any) -> Any:
+    """Returns the module of a model chunk that has the decoder. Multimodal models hold it one level down, and LLaVA
+    exposes the decoder itself."""
+    model = innermost(chunk)
+    inner = getattr(model, "language_model", None)
+    return model if inner is None else inner
+
+
+def _kind(layer: Any) -> str:
+    """Returns ``moe`` or ``dense`` by the layer's MLP; ``attention`` or ``mlp`` for the half layers of a hybrid stack;
+    else the layer's class name (Mamba and others have no MLP)."""
+    mlp, attention = getattr(layer, "mlp", None), getattr(layer, "self_attention", None)
+    if mlp is None:
+        return type(layer).__name__
+    if hasattr(mlp, "router"):
+        return "moe"
+    # The placeholder for a part that a layer does not have.
+    without_mlp, without_attention = (type(part).__name__ == "IdentityOp" for part in (mlp, attention))
+    if without_mlp == without_attention:
+        return "dense"
+    return "attention" if without_mlp else "mlp"

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.formats import codes
 from megaprof.formats.flight import GroupConfig
 from megaprof.formats.ranges import GARBAGE, WAITING
-from megaprof.formats.steps import codes
 
 _MOST_16, _MOST_32 = (1 << 16) - 1, (1 << 32) - 1
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megaprof.parallel.process_groups import (
+from megaprof.parallel.megatron import (
     NoGrid,
     coords_from_parallel_state,
     place_from_groups,
