@@ -141,7 +141,7 @@ def examine(table: Table) -> Examined:
 
 def _restless(table: Table, model: Model, view: View) -> float:
     """Returns `Examined.restless_ms`, from quarters of a step: disturbances last for several passes, but not all."""
-    over = view.state.passes - view.beside() - model.expected
+    over = view.state.passes - view.beside - model.expected
     t, d, s = over.shape[:3]
     order = np.argsort(table.start.reshape(t, d, s, -1), axis=3)
     over, took = (np.take_along_axis(values.reshape(t, d, s, -1), order, axis=3) for values in (over, table.passes))

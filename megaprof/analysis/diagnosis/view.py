@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,18 +92,15 @@ class View:
         stalled and, with ``only_own``, from exposed communication. ``neutral``: the fields that change with it."""
         if (factor == 1.0).all():
             return replace(self, **neutral)
-        apart = self.beside() + (sum(self.exposed.values()) if only_own else 0.0)
+        apart = self.beside + (sum(self.exposed.values()) if only_own else 0.0)
         steady = self.state.passes - apart
         other = steady * factor
         of_stages = other.sum(axis=(3, 4, 5)) / np.maximum(steady.sum(axis=(3, 4, 5)), 1e-9)
         exposed = self.exposed if only_own else {group: ms * factor for group, ms in self.exposed.items()}
-        parts = {
-            "peers": self.peers * of_stages[..., None],
-            "least": self.least * factor,
-            "idle": self.idle * factor,
-            "exposed": exposed,
-        }
-        return replace(self, state=replace(self.state, passes=other + apart), **{**parts, **neutral})
+        parts = {"peers": self.peers * of_stages[..., None], "least": self.least * factor, "idle": self.idle * factor}
+        return replace(
+            self, state=replace(self.state, passes=other + apart), **{"exposed": exposed, **parts, **neutral}
+        )
 
     def first_waits(self) -> Floats:
         """Returns how long passes seem to have waited for data, [n, d, s, c, k, m], if that is not recorded."""
@@ -118,13 +116,14 @@ class View:
         )
         return stalls
 
+    @cached_property
     def beside(self) -> Floats:
-        """Returns what passes took in addition to what the model explains, [n, d, s, c, k, m]."""
+        """What passes took in addition to what the model explains, [n, d, s, c, k, m]."""
         return self.first_waits() + self.stalls() + sum(self.held.values())
 
     def alone(self) -> Floats:
         """Returns what is a rank's own in passes, [n, d, s, c, k, m]: all but exposed communication and `beside`."""
-        return np.maximum(self.state.passes - self.beside() - sum(self.exposed.values()), 0.0)
+        return np.maximum(self.state.passes - self.beside - sum(self.exposed.values()), 0.0)
 
     def holding(self, now: Floats) -> View:
         """Returns the view with other contents."""

@@ -13,6 +13,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -109,10 +110,12 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LAUNCHES, ("correlation",)),
     **{COMMUNICATES: ("external", "said"), ANNOTATION: (), OPERATOR: ("thread",)},
 }
-#: How Kineto begins many an event that is never read (arrows), unless its category is wanted, and unless operators are.
-_ARROWS = (b'ph": "s", ', b'ph": "f", ')
-_OTHERS = {name: f'ph": "X", "cat": "{name}", '.encode() for name in ("python_function", "gpu_user_annotation")}
-_OPERATORS = tuple(b'ph": "X", "cat": "cpu_op", "name": "' + name for name in (b"aten::", b"autograd::"))
+#: How Kineto begins many an event that is never read: arrows; of other categories, unless these are wanted; and
+#: operators, unless these are read. Newer ones write each field on a line of its own.
+_BETWEEN = (" ", "\n    ")
+_ARROWS, _UNREAD = (b'ph": "s",', b'ph": "f",'), ("python_function", "gpu_user_annotation")
+_OTHERS = {name: tuple(f'ph": "X",{each}"cat": "{name}",'.encode() for each in _BETWEEN) for name in _UNREAD}
+_OPERATORS = tuple(f'ph": "X",{each}"cat": "{OPERATOR}",{each}"name": "aten::'.encode() for each in _BETWEEN)
 
 
 class Events:
@@ -203,7 +206,8 @@ class KinetoEvents(Events):
         self._collected: defaultdict[str, dict[str, array[Any]]] = defaultdict(dict)
         self._rows = 0
         self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
-        document.passed_over = (*_ARROWS, *(begin for name, begin in _OTHERS.items() if name not in columns))
+        others = (begins for name, begins in _OTHERS.items() if name not in columns)
+        document.passed_over = (*_ARROWS, *chain.from_iterable(others))
         with_operators = True
         for events in document:
             if with_operators and not operators(self):

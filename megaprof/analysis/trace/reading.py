@@ -41,18 +41,14 @@ from megaprof.formats import inputs
 from megaprof.formats import timeline as format
 from megaprof.formats.inputs import files_below
 
-#: For fewer bytes of files than this, one process is faster than several.
-_WORTH_IT = 24 << 20
+#: For fewer bytes of traces, or of timelines, than this, one process is quicker than several.
+_WORTH_IT, _TIMELINES_WORTH_IT = 24 << 20, 512 << 20
 #: Bytes of memory that reading takes, for each process, and for each byte of its file, compressed or plain.
 _PROCESS, _COMPRESSED, _PLAIN = 64 << 20, 4.0, 0.4
 _SHARE = 0.5
-
 #: The most bytes of files that are kept. Of larger jobs, what is read again are the few ranks of which a report shows
 #: single passes.
 _KEPT = 16 << 20
-#: For files with fewer bytes than this, one process is quicker than several.
-_TIMELINES_WORTH_IT = 512 << 20
-
 #: The suffixes of all recordings.
 RECORDINGS = (*TRACE_SUFFIXES, SQLITE, REPORT, format.SUFFIX)
 #: The extra for recordings by others, which reads files that hold no step of ours.

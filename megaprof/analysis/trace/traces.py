@@ -39,8 +39,6 @@ TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 _COMMUNICATING = ("c10d::", COMMUNICATES)
 #: Top-level values that are read besides the events; the last one only in recordings by others.
 _TOP = ("megaprof", "deviceProperties", ranges.GRAPHS_KEY, "distributedInfo")
-
-
 #: Why a trace of another tool is no trace of ours.
 NOT_OURS = "it was not written by megaprof (no `megaprof` metadata): nothing in it shows a stage"
 

@@ -234,7 +234,7 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
     """Returns the steps of a run as they were examined, or as they would be if their passes had taken ``passes``
     [n, d, s, c, k, m] in the schedule of ``replay``."""
     state, before = run.view.state, run.view.pipelines_ms(run.replay)
-    beside = np.minimum(run.view.beside(), state.passes) if passes is None else np.zeros_like(passes)
+    beside = np.minimum(run.view.beside, state.passes) if passes is None else np.zeros_like(passes)
     if passes is not None:
         state = replace(state, passes=passes)
     replay = replay or run.replay
