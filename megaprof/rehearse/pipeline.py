@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 import msgspec
 import numpy as np
@@ -92,7 +91,7 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
         alone.VARIABLE: str(directory.absolute() / "exchanges"),
         "PYTHONPATH": str(Path(alone.__file__).parent / "path"),
         **{"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"},
-        **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RAY_ADDRESS": "none: a driver of Ray cannot be rehearsed"},
     }
     # Behind the profiled steps comes one more, in which their files are finished.
     ended = trial.run(command, directory.absolute(), steps + _PROFILED + 1, _TIME_LIMIT, config=config, alone=env)
@@ -143,36 +142,32 @@ def _layers(directory: Path, metadata: Metadata) -> Iterator[tuple[ModuleKey, in
         if key.mtp is None and key.label in (ranges.LAYER, ranges.MTP_LAYER):
             kind, last = int(key.kind != ranges.FORWARD), len(metadata.chunks) - 1
             chunk = chunk_of.get(key.number or 0, last) if key.label == ranges.LAYER else last
-            yield key, chunk, kind, median(of_layer) / median(took[chunk, kind])
+            yield key, chunk, kind, float(np.quantile(of_layer, QUARTILE) / np.quantile(took[chunk, kind], QUARTILE))
 
 
 def _exchanged(path: Path, begins: Sequence[int]) -> tuple[str | None, tuple[Exchange, ...]]:
     """Returns the name of the GPU, and the exchanges of an average step. ``begins``: nanoseconds of the steps. Since a
     GPU is behind its host, all exchanges from the first begin to the last one count."""
-    device, counts = None, Counter[tuple[str, int, bool, bool, tuple[int, ...]]]()
-    for line in path.read_text().splitlines():
-        time, kind, rest = line.split(maxsplit=2)
-        if kind == "device":
-            device = rest
-        elif begins[0] <= int(time) < begins[-1]:
-            size, backward, beside, ranks = rest.split()
-            counts[kind, int(size), backward == "1", beside == "1", tuple(map(int, ranks.split(",")))] += 1
-    return device, tuple(Exchange(*key, count / (len(begins) - 1)) for key, count in counts.items())
+    lines, steps = [line.split() for line in path.read_text().splitlines()], len(begins) - 1
+    device = next((" ".join(name) for _, kind, *name in lines if kind == "device"), None)
+    counts = Counter(tuple(facts) for time, *facts in lines if begins[0] <= int(time) < begins[-1])
+    return device, tuple(
+        Exchange(kind, int(size), backward == "1", beside == "1", tuple(map(int, ranks.split(","))), count / steps)
+        for (kind, size, backward, beside, ranks), count in counts.items()
+    )
 
 
 def alike(by_stage: Mapping[int, Stage]) -> bool:
     """Returns whether the stages that were not measured are like the one in the middle, as far as the first, the
     middle and the last one say: all layers are of one kind, and their numbers leave as many to each stage between."""
     last = max(by_stage)
-    seen = [by_stage[stage].metadata.chunks for stage in (0, (last + 1) // 2, last)]
+    places = (last + 1) // 2, last
+    seen = [by_stage[stage].metadata.chunks for stage in (0, *places)]
     if len({kind for chunks in seen for chunk in chunks for kind in chunk.kinds or ()}) > 1:
         return False
     for chunks in zip(*seen, strict=True):
-        numbers, layers = [(chunk.layer_numbers or (None,))[0] for chunk in chunks], [chunk.layers for chunk in chunks]
-        if None in numbers or None in layers:
-            return False
-        begin = (numbers[0] or 0) + (layers[0] or 0)
-        if numbers[1:] != [begin + (stage - 1) * (layers[1] or 0) for stage in ((last + 1) // 2, last)]:
+        first, *others = (chunk.layer_numbers or (0,) for chunk in chunks)
+        if [numbers[0] for numbers in others] != [first[-1] + 1 + (stage - 1) * len(others[0]) for stage in places]:
             return False
     return True
 
@@ -182,7 +177,6 @@ def alike(by_stage: Mapping[int, Stage]) -> bool:
 _ALONE = 0.02
 #: The part of an exchange beside compute that makes a step longer, in every case: anything from nothing to all of it.
 _SHOWN = np.array([0.5, 0.0, 1.0, 0.0])
-_CODES = {"forward": codes.FORWARD, "backward": codes.BACKWARD}
 
 
 @dataclass(frozen=True)
@@ -262,7 +256,8 @@ def write(pipeline: Pipeline, directory: Path) -> None:
     for number, stage in enumerate(pipeline.stages):
         order, over = phase_order(schedule, number), pipeline.over[:, number]
         cells = np.array([(each.chunk, schedule.kinds.index(each.kind), each.microbatch) for each in order]).T
-        shape = [codes.phase(_CODES[each.kind], each.microbatch, each.chunk) for each in order] + [codes.FINALIZE]
+        kind = {"forward": codes.FORWARD, "backward": codes.BACKWARD}
+        shape = [codes.phase(kind[each.kind], each.microbatch, each.chunk) for each in order] + [codes.FINALIZE]
         times = np.stack([each[:, number][(slice(None), *cells)] for each in (pipeline.starts, pipeline.ends)], axis=-1)
         times = np.concatenate([times, np.stack([times[:, -1, 1], over], axis=-1)[:, None]], axis=1)
         rows, kinds = np.rint(times * 1e3).astype(np.int64), np.array(shape) & codes.KIND_MASK
@@ -277,14 +272,8 @@ def write(pipeline: Pipeline, directory: Path) -> None:
                 memory = format.Memory(stage.memory.least, stage.memory.most, stage.memory.capacity or 0)
                 records.append(format.fact_record(step, format.MEMORY, memory.pack()))
             if step == 0 and stage.layers:
-                # A table takes what layers leave of a usual pass for an end, and ends from the quicker passes.
-                took_ns = 1e6 * (pipeline.ends - pipeline.starts)[:, number]
-                quick, usual = np.quantile(took_ns, QUARTILE, axis=(0, -1)), np.median(took_ns, axis=(0, -1))
-                parts = np.zeros_like(usual)
-                for _, chunk, kind, part in stage.layers:
-                    parts[chunk, kind] += part
-                of_layers = (usual - (1.0 - parts) * quick) / np.maximum(parts, 1e-9)
-                layers = [(key, round(part * of_layers[chunk, kind])) for key, chunk, kind, part in stage.layers]
+                usual_ns = 1e6 * np.median((pipeline.ends - pipeline.starts)[:, number], axis=(0, -1))
+                layers = [(key, round(part * usual_ns[chunk, kind])) for key, chunk, kind, part in stage.layers]
                 records.append(format.fact_record(step, format.MODULES, pack_modules(layers)))
         name = artifact_name("timeline", None, 0, metadata.coords, format.SUFFIX)
         (directory / name).write_bytes(b"".join(records))

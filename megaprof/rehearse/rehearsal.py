@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import msgspec
 import numpy as np
@@ -58,8 +57,8 @@ class Rehearsal:
     too_large: tuple[int, ...]
     """Stages that need more memory than there is; empty also if their memory is not known."""
     best: Prediction | None
-    """What to change: a layout that is surely faster, or, if the command's does not fit, a layout that does or
-    recomputation, whichever is faster. None without one."""
+    """The quickest layout; if the command's does not fit, of those that do and recomputation. None if that is the
+    command's, or if none is known to fit."""
     best_command: tuple[str, ...] | None
     """The command with that change."""
     assumes: tuple[str, ...]
@@ -82,8 +81,7 @@ def rehearsed(
 
     ``run_words``: the words that are run, which save nothing; ``out``: a new directory for all files; ``links``: those
     that the user gives; ``per_host``: ranks on each host of the job; ``limit``: bytes that a stage may allocate, if
-    that is less than its device has. Says on standard error which stage runs. Raises Unanswerable, and OSError if the
-    command cannot be started.
+    that is less than its device has. Raises Unanswerable, and OSError if the command cannot be started.
     """
 
     def measured(stage: int, rank: int) -> Stage:
@@ -110,13 +108,13 @@ def rehearsed(
     report = analyze(out / PREDICTED, memory_limit=limit)
     what_if, over = report.targets[0].what_if, tuple(between(pair, per_host, links) for pair in pairwise(ranks))
     memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
-    too_large, best = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed), what_if.best
+    too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
     sent = [max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in stages]
-    if too_large:
-        fitting = [each for each in what_if.candidates if each.fits and each.flags]
-        if not any("recompute" in word for word in command):
-            fitting.append(_recomputed(stages, what_if, pipeline.step_ms.value, max(sent), put_together))
-        best = max((each for each in fitting if each.fits), key=lambda each: each.speedup.low, default=None)
+    others = [each for each in what_if.candidates if each.flags and (too_large or each.speedup.value > 1.0)]
+    if too_large and not any("recompute" in word for word in command):
+        others.append(_recomputed(stages, what_if, pipeline.step_ms.value, max(sent), put_together))
+    # No layout runs yet, so none is kept because another one is not certainly faster.
+    best = max((each for each in others if each.fits is not False), key=lambda each: each.speedup.value, default=None)
     words = None if best is None else with_layout(command, best.flags, first.framework, first.role, sizes.pp)
     if best is not None and best.kind == "recompute":  # its layout stays
         words = [*command, *(options_of(first.framework, first.role, best.flags, sizes.pp) or best.flags)]
@@ -202,7 +200,7 @@ def compared(out: Path, directory: Path) -> tuple[Rehearsal, Spread, dict[str, L
     kept, took = {}, np.median(run.baseline.link.reshape(-1, run.baseline.link.shape[-1]), axis=0)
     expected = [link.ms("send", size, 2)[0] for link, size in zip(rehearsal.links, rehearsal.sent_bytes, strict=False)]
     for link in dict.fromkeys(rehearsal.links):
-        slower = (took[at] / each for at, each in enumerate(expected) if rehearsal.links[at] == link)
-        by, source = max(float(median(slower)), 1e-3), f"transfers between stages, {directory}"
+        slower = [took[at] / each for at, each in enumerate(expected) if rehearsal.links[at] == link]
+        by, source = max(float(np.median(slower)), 1e-3), f"transfers between stages, {directory}"
         kept[link.name] = Link(link.name, link.bandwidth / by, link.latency * by, "measured", source)
     return rehearsal, target.step_time_ms, kept

@@ -6,10 +6,12 @@ Each case is a command (`tests/tune/job.py`): real schedules over gloo, with lay
 given time, or compute. What it would do on all its ranks is predicted from its stages, which run alone, and then all
 its ranks run. So do the layout that the rehearsal calls best, and the ``--others`` that it predicts to be fast.
 
-The last line is JSON, by case: ``error``, predicted step / real step - 1 (wanted: within 0.05); ``inside``, whether the
-real one is in the interval (wanted: 9 of 10); ``part``, the fastest real step as a part of that of the rehearsal's best
-layout (wanted: at least 0.98); ``memory``, the largest difference in GiB where memory is counted. Together: ``worst``
-error and part, how many are ``inside``, and of how many. ``load`` is the machine's at the start.
+The last line is JSON, by case: ``error``, predicted step / real step - 1, of the layout as given and of the others
+(wanted: within 0.05); ``inside``, how many of these real steps are in their intervals (wanted: 9 of 10); ``order``,
+whether the layouts are as fast as each other in the predicted order, where they differ by more than 2 %; ``part``, the
+fastest real step as a part of that of the rehearsal's best layout (wanted: at least 0.98); ``memory``, the largest
+difference in GiB where memory is counted. Together: ``worst`` error and part, how many are ``inside``, and of how many.
+``load`` is the machine's at the start and at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +79,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, awake():
         out = options.out or Path(temporary)
         found = {name: _case(CASES[name], out / str(at), options) for at, name in enumerate(options.only)}
-    parts = [each["part"] for each in found.values() if each["part"] is not None]
+    cases = [*found.values()]
     together = {
-        "worst": [max((abs(each["error"]) for each in found.values()), default=None), min(parts, default=None)],
-        "inside": [sum(each["inside"] for each in found.values()), len(found)],
-        "load": round(load, 2),
+        "worst": [max(abs(error) for each in cases for error in each["error"]), min(each["part"] for each in cases)],
+        "inside": [sum(each["inside"] for each in cases), sum(len(each["error"]) for each in cases)],
+        "order": all(each["order"] for each in cases),
+        "load": [round(load, 2), round(os.getloadavg()[0], 2)],
         "minutes": round((time.monotonic() - begin) / 60, 1),
     }
     print(json.dumps({"cases": found} | together))
@@ -102,7 +106,7 @@ def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     if real.step_ms is None:
         raise SystemExit(f"{case}: {real.why}")
     print(f"{case.layout}: {made.step_ms}, really {real.step_ms}", file=sys.stderr, flush=True)
-    times = {"as given": real.step_ms.value}
+    both = {"as given": (made.step_ms, real.step_ms)}
     fits = [each for each in made.what_if.candidates if each.flags and each.layout and each.fits is not False]
     tried = [*filter(None, [made.best]), *(each for each in fits if each != made.best)]
     for number, each in enumerate(tried[: options.others]):
@@ -110,15 +114,17 @@ def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
             with_layout(words, each.flags, None, None, case.stages), out / f"real-{number}", world, options.steps
         )
         if ran.step_ms is not None:
-            times[each.layout] = ran.step_ms.value
+            both[each.layout or ""] = each.step_ms, ran.step_ms
             print(f"  {each.layout}: {each.step_ms}, really {ran.step_ms}", file=sys.stderr, flush=True)
-    own = times.get(made.best.layout if made.best else "as given")
+    times = {layout: ran.value for layout, (_, ran) in both.items()}
+    by_prediction = [ran.value for _, ran in sorted(both.values(), key=lambda each: each[0].value)]
     return {
         "predicted": [round(number) for number in (made.step_ms.low, made.step_ms.value, made.step_ms.high)],
         "real": round(real.step_ms.value),
-        "error": round(made.step_ms.value / real.step_ms.value - 1, 4),
-        "inside": made.step_ms.holds(real.step_ms.value),
-        "part": None if own is None else round(min(times.values()) / own, 4),
+        "error": [round(step.value / ran.value - 1, 4) for step, ran in both.values()],
+        "inside": sum(step.holds(ran.value) for step, ran in both.values()),
+        "order": all(one < 1.02 * other for one, other in pairwise(by_prediction)),
+        "part": round(min(times.values()) / times[made.best.layout or "" if made.best else "as given"], 4),
         "memory": _memory(made, real),
     }
 

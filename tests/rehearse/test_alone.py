@@ -18,7 +18,7 @@ from megaprof.rehearse.alone import _group
 def exchanges(tmp_path: Path) -> Iterator[tuple[Any, Path]]:
     """Rank 1 of the ranks 4 to 7, alone, and the file of its exchanges."""
     written = os.open(tmp_path / "exchanges", os.O_WRONLY | os.O_CREAT)
-    yield _group(dist, written)(1, (4, 5, 6, 7)), tmp_path / "exchanges"
+    yield _group(dist, written, tmp_path / "shapes")(1, (4, 5, 6, 7)), tmp_path / "exchanges"
     os.close(written)
 
 
@@ -76,6 +76,18 @@ def test_an_exchange_in_a_backward_says_so(exchanges: tuple[Any, Path]) -> None:
     assert lines(path) == [("all_reduce", "8", "1", "0", "4,5,6,7")]
 
 
-def test_shapes_that_only_a_neighbour_knows_are_refused(exchanges: tuple[Any, Path]) -> None:
-    with pytest.raises(RuntimeError, match="of one length"):
-        exchanges[0].recv([torch.empty(3, dtype=torch.int64)], 0)
+def test_shapes_are_those_that_the_first_stage_sent(
+    exchanges: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, sent = exchanges[0], ([3, 1, 8], [5, 1, 8])
+    with pytest.raises(RuntimeError, match="another stage"):
+        group.recv([torch.empty(3, dtype=torch.int64)], 0)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        for shape in sent:
+            group.send([torch.tensor(shape)], 2).wait()
+    for peer in (0, 2):  # forward from the stage before, backward from the one behind
+        for shape in sent:
+            received = torch.empty(3, dtype=torch.int64)
+            group.recv([received], peer).wait()
+            assert received.tolist() == shape

@@ -141,6 +141,17 @@ def test_disturbed_passes_leave_their_time_to_layers(tmp_path: Path) -> None:
     assert costs["dense"].forward_ms == pytest.approx(10.0, rel=0.2)
 
 
+def test_a_layout_that_fits_is_found_although_it_is_slower(tmp_path: Path) -> None:
+    sizes = ParallelSizes(pp=2)
+    first, last = (stage(number, 4, sizes) for number in (0, 1))
+    stages = [first, replace(last, memory=Peak(4 * GIB, 5 * GIB, 80 * GIB))]
+    write(together(stages, WorldLayout(sizes), LINKS, 8), tmp_path)
+    (target,) = analyze(tmp_path, memory_limit=7 * GIB).targets
+    (found,) = (each for each in target.what_if.candidates if each.kind == "layout" and each.fits)
+    assert (target.what_if.allocated, found.layout) == ((8 * GIB, 5 * GIB), "Et*3|t*5L")
+    assert found.speedup.value < 1.0
+
+
 def test_recomputation_runs_forwards_again_and_keeps_what_layers_got(tmp_path: Path) -> None:
     sizes = ParallelSizes(pp=2)
     stages = [stage(number, 2, sizes) for number in (0, 1)]

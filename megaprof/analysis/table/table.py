@@ -148,17 +148,16 @@ class Table:
     @cached_property
     def part_ms(self) -> dict[str, Floats]:
         """Milliseconds of a microbatch, [k], by part: a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`, averaged
-        over the chunks that hold it. Parts without ranges are missing.
+        over the chunks that hold it, in the quicker passes. Parts without ranges are missing.
 
         Embedding and loss are what remains of a pass after all layers of their chunk. They include reading the batch,
         an encoder, and the loss function.
         """
         ms_by_part: dict[str, list[Floats]] = {}
-        # A range holds the GPU's computing, or all of the time on a CPU. Delays of a pass are added in proportion.
+        # A range holds the GPU's computing, or all of the time on a CPU. The rest of a pass is divided in proportion.
         on_gpu = any(metadata is not None and metadata.device not in (None, "cpu") for metadata in self.metadata)
-        pass_ms, computing_ms = self.passes, self.compute.max(axis=3) if on_gpu else self.passes
-        delay_factor = pass_ms.mean(axis=(0, 1, 5)) / np.maximum(computing_ms.mean(axis=(0, 1, 5)), 1e-9)  # [s, c, k]
-        computed_ms = np.median(computing_ms, axis=(0, 1, 5))
+        computed_ms = np.median(self.compute.max(axis=3) if on_gpu else self.passes, axis=(0, 1, 5))  # [s, c, k]
+        factor = np.quantile(self.passes, QUARTILE, axis=(0, 1, 5)) / np.maximum(computed_ms, 1e-9)
         for stage, chunk in np.ndindex(*computed_ms.shape[:2]):
             held, modules = self.held_by(stage, chunk), self.modules[stage]
             parts = [(name, _times(modules, key)[: computed_ms.shape[2]]) for name, key in _parts(held)]
@@ -167,7 +166,7 @@ class Table:
                 parts.append((EMBEDDING if held.embedding else LOSS, np.maximum(remaining_ms, 0.0)))
             for name, ms in parts:
                 if np.isfinite(ms).all():
-                    ms_by_part.setdefault(name, []).append(ms * delay_factor[stage, chunk])
+                    ms_by_part.setdefault(name, []).append(ms * factor[stage, chunk])
         return {name: np.mean(samples_ms, axis=0) for name, samples_ms in ms_by_part.items()}
 
     @cached_property

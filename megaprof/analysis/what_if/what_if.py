@@ -79,7 +79,7 @@ class WhatIf:
     costs: CostFit | None = None
     """Cost of each kind of layer."""
     candidates: tuple[Prediction, ...] = ()
-    """Predictions: other layouts that are faster than the recorded one, and all other changes."""
+    """Predictions: layouts that are faster than the recorded one, or fit if that does not, and all other changes."""
     best: Prediction | None = None
     """Candidate to change to, whose speedup is certainly above 2 % (by the lower end); None without one."""
     quickest: Prediction | None = None
@@ -141,14 +141,14 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
     slow_ranks = [term for term in terms(table, run.view, run.step_ms) if term.kind == "slow_rank"]
     compared = _beside_slow_ranks(changeable, run.mended(*slow_ranks)) if slow_ranks else layouts(changeable)
-    best = _best(compared, changeable.in_flight)
+    best, fits = _best(compared, changeable.in_flight), memory is None or memory.fit(held.pieces, table.schedule)[0]
     advised = None if best is None else best[0]
     alike = [
         prediction.layout or ""
         for prediction, gains in compared
         if best and prediction is not advised and prediction.fits is not False and not apart(best[1], gains)
     ]
-    quicker = [prediction for prediction, _ in compared if prediction.speedup.value > 1.0]
+    quicker = [one for one, _ in compared if one.speedup.value > 1.0 or (one.fits and not fits)]
     first = compared[0][0] if compared else None
     more = quicker[0].more_steps if best is None and quicker else 0
     predictions = replace(
