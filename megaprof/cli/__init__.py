@@ -37,7 +37,7 @@ COMMANDS = {
     "run": ("cli.run", "run a training command with profiling, without editing it"),
     "status": ("cli.status", "show what a running job is doing, and which rank it waits for when it hangs"),
     "trigger": ("cli.trigger", "make a running job capture some steps, and wait for the files"),
-    "tune": ("tune.cli", "run your training command with the layouts that should be faster"),
+    "tune": ("tune", "run your training command with the layouts that should be faster"),
     "ui": ("ui", "show captures and running jobs in the browser"),
     "what-if": ("cli.what_if", "predict the effect of another layout, other microbatches or another packing"),
     "watch": ("cli.watch", "show a running job's stages as a live table"),

@@ -16,7 +16,7 @@ from megaprof.cli.inputs import writing
 from megaprof.cli.run import resolve
 from megaprof.formats.names import appearing
 from megaprof.rehearse import links, rehearsal
-from megaprof.tune.cli import end_what_runs, memory_limit
+from megaprof.tune import end_what_runs, memory_limit
 from megaprof.tune.command import without_saving
 from megaprof.tune.words import milliseconds
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,20 +31,15 @@ class _Backward(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Longer:
-    """Two hooks that make one module take longer."""
-
-    def __init__(self, more: Callable[[float], tuple[float, float]]) -> None:
-        self.more = more
-        self.began = 0.0
-
-    def begin(self, module: Any, inputs: Any) -> None:
-        self.began = time.perf_counter()
-
-    def end(self, module: Any, inputs: Any, output: Any) -> Any:
-        forward_ms, backward_ms = self.more(1e3 * (time.perf_counter() - self.began))
-        time.sleep(forward_ms / 1e3)
-        return _before_backward(output, lambda: time.sleep(backward_ms / 1e3))
+def _lingering(
+    forward: Callable[..., Any], more: Callable[[float], tuple[float, float]], *inputs: Any, **named: Any
+) -> Any:
+    """Runs the forward of a module, and then waits; its backward waits, too."""
+    began = time.perf_counter()
+    output = forward(*inputs, **named)
+    forward_ms, backward_ms = more(1e3 * (time.perf_counter() - began))
+    time.sleep(forward_ms / 1e3)
+    return _before_backward(output, lambda: time.sleep(backward_ms / 1e3))
 
 
 def _paced(forward: Callable[..., Any], takes: Callable[[], tuple[float, float]], *inputs: Any, **named: Any) -> Any:
@@ -94,9 +90,7 @@ def linger(modules: Iterable[Any], more: Callable[[float], tuple[float, float]])
     and its backward wait in addition.
     """
     for module in modules:
-        longer = _Longer(more)
-        module.register_forward_pre_hook(longer.begin)
-        module.register_forward_hook(longer.end)
+        module.forward = partial(_lingering, module.forward, more)
 
 
 def pace(modules: Iterable[Any], takes: Callable[[], tuple[float, float]]) -> None:
@@ -125,13 +119,7 @@ def after_exchange(peer: int, act: Callable[[], object]) -> None:
 
     def exchanged(operations: Any) -> Any:
         works = exchange(operations)
-        return [*works, _Acts(act)] if any(operation.peer == peer for operation in operations) else works
+        # The last work follows those of the exchange, and acts when it is waited for.
+        return [*works, SimpleNamespace(wait=act)] if any(operation.peer == peer for operation in operations) else works
 
     torch.distributed.batch_isend_irecv = exchanged  # type: ignore[assignment]
-
-
-class _Acts:
-    """A work that follows those of an exchange, and acts when it is waited for."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        self.wait = act

@@ -1,1 +1,221 @@
-"""Trials of a user's own training command, until no other layout is predicted to gain anything."""
+"""``megaprof tune ... -- COMMAND``: tries the layouts that the what-if predicts to be faster, until none is left."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
+from megaprof.cli.inputs import progress, writing
+from megaprof.cli.run import resolve
+from megaprof.config.options import flag
+from megaprof.config.values import parse_limit
+from megaprof.formats.names import appearing
+from megaprof.formats.phrases import counted
+from megaprof.tune import state, trial, tuning, words
+from megaprof.tune.command import without_saving
+from megaprof.tune.state import Trial, Tuning
+
+DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout would be faster, run it again with
+that layout, and so on, until no layout is certainly 2 % faster. The layout options of Megatron-LM, or of another
+supported host, must be on the command line of COMMAND itself. Checkpoints are not saved. If interrupted, run the same
+command line again to continue."""
+
+EXAMPLES = (
+    "megaprof tune --out tuned -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...",
+    "megaprof tune --next --out tuned -- srun python pretrain_gpt.py --num-layers 32 ...",
+    "megaprof tune --next --out tuned",
+)
+_TRIALS, _STEPS, _TIME_LIMIT = 4, 20, 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.usage = "megaprof tune [--trials N] [--steps N] [--out DIR] [--next [DIR]] -- COMMAND [ARGUMENT ...]"
+    parser.add_argument(
+        "--trials", type=int, help=f"maximum number of runs of COMMAND, including the first (default: {_TRIALS})"
+    )
+    parser.add_argument("--steps", type=int, help=f"training steps to measure in each run (default: {_STEPS})")
+    parser.add_argument(
+        "--out", type=Path, default=Path("tuned"), help="directory for the trials and the result (default: tuned)"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=_TIME_LIMIT,
+        help=f"seconds after which an unfinished run is ended (default: {_TIME_LIMIT:g})",
+    )
+    parser.add_argument(
+        "--saving-off",
+        metavar="WORDS",
+        help="words to append to COMMAND so that it saves no checkpoints; '' if it saves none",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="largest allocation of a rank on its GPU (60GiB): layouts that should need more are not tried (default: "
+        "the GPU's memory)",
+    )
+    parser.add_argument(
+        "--depth",
+        action="store_true",
+        help="when no layout gains any more, also try half as many pipeline stages on the same ranks, with the same "
+        "global batch. Its prediction is less certain",
+    )
+    parser.add_argument(
+        "--next",
+        nargs="?",
+        const=Path(),
+        type=Path,
+        metavar="DIR",
+        help="run nothing; read what the last printed command wrote (from DIR, if you moved it), and print the next "
+        "command to submit",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes the command. Returns 1 if the command could not be measured. Raises UsageError and CommandError."""
+    current = _earlier_or_new(args)
+    if processes := trial.running(args.out):
+        numbers = ", ".join(map(str, processes))
+        raise CommandError(
+            f"--out {args.out}: a trial is still running, in processes {numbers}: wait for them, or end them"
+        )
+    resolve(list(current.command))
+    without_saving(current.command, current.saving_off)
+    with writing("--out", args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
+    current = _next(current, args) if args.next is not None else _tuned(current, args)
+    with writing("--out", args.out), appearing(args.out / "report.html") as file:
+        file.write(words.page(current).encode())
+    if args.json:
+        print_json(current)
+    elif current.pending is None:
+        from rich.console import Console
+
+        words.show(current, Console(highlight=False))
+        print(f"Result as one HTML file: {args.out / 'report.html'}")
+    return FAILED if current.stopped == "not_measured" else 0
+
+
+def _earlier_or_new(args: argparse.Namespace) -> Tuning:
+    """Returns the earlier tuning of the same command, or a new one. A tuning without a measured trial found nothing to
+    keep, so another command may replace it. Raises UsageError and CommandError."""
+    for name in ("trials", "steps", "time_limit"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be more than 0")
+    typed_words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    earlier = state.load(args.out)
+    if earlier is None and args.out.exists() and any(args.out.iterdir()):
+        raise UsageError(f"--out {args.out}: must be a new or empty directory, or one that megaprof tune wrote")
+    other_command = earlier is not None and bool(typed_words) and tuple(typed_words) != earlier.command
+    starts_anew = earlier is not None and (
+        earlier.stopped == "not_measured" or (other_command and not earlier.measured)
+    )
+    if starts_anew and typed_words:
+        earlier = None
+    if earlier is None and not typed_words:
+        raise UsageError(
+            "no command; put it after '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
+        )
+    if earlier is not None and other_command:
+        raise UsageError(f"--out {args.out}: contains trials of another command: {shlex.join(earlier.command)}")
+    limit = memory_limit(args.memory_limit)
+    saving_off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
+    if earlier is None:
+        return Tuning(
+            tuple(typed_words), args.steps or _STEPS, args.trials or _TRIALS, saving_off, limit, depth=args.depth
+        )
+    for name, value in (("steps", args.steps), ("saving_off", saving_off), ("memory_limit", limit)):
+        if value not in (None, getattr(earlier, name)):
+            option = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{option}: the trials in --out {args.out} used another value")
+    earlier = replace(earlier, trials=(), result=None) if starts_anew else tuning.resumed(earlier, args.out)
+    depth = args.depth or earlier.depth
+    return replace(earlier, most_trials=args.trials or earlier.most_trials, depth=depth, stopped=None, reason=None)
+
+
+def memory_limit(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size, _ = parse_limit("--memory-limit", text)
+    except ValueError as fault:
+        raise UsageError(str(fault)) from None
+    if size is None:
+        raise UsageError(f"--memory-limit {text}: must be a size such as 60GiB")
+    return size
+
+
+def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
+    """Runs the trials. Raises CommandError if the command cannot be started."""
+    step_count = current.steps + trial.WARM_UP
+    end_what_runs()
+
+    def begun(now: Trial) -> None:
+        predicted = f", predicted {words.milliseconds(now.proposal.step_ms)} ms" if now.proposal else ""
+        log = args.out / now.directory / trial.LOG
+        print(f"Trial {now.number}: {now.what}{predicted}; it prints to {log}", file=sys.stderr, flush=True)
+
+    try:
+        with progress("steps") as advance:
+            return tuning.run(
+                current,
+                args.out,
+                args.time_limit,
+                begun,
+                lambda steps_made: advance(min(steps_made, step_count), step_count),
+                _say_over,
+            )
+    except OSError as fault:
+        raise CommandError(f"{current.command[0]}: {fault.strerror or fault}") from None
+
+
+def end_what_runs() -> None:
+    """Makes signals that end this process end the command that it runs, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, lambda *_: sys.exit(TERMINATED))
+
+
+def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
+    """Reads the results of the last printed command, and prints the next one. Raises CommandError."""
+    pending = current.pending
+    if pending is not None:
+        if args.next != Path():
+            pending = replace(pending, directory=str(args.next.absolute()))
+        trial_directory = args.out / pending.directory
+        if not trial_directory.is_dir():
+            raise CommandError(
+                f"{trial_directory}: no such directory; the command of trial {pending.number} has not run yet. If "
+                "it failed before it wrote anything, create the directory to count the trial as failed"
+            )
+        current = tuning.completed(current, pending, trial_directory)
+        _say_over(current.trials[pending.number - 1])
+    current = tuning.upcoming(current, args.out)
+    state.store(args.out, current)
+    if (trial_now := current.pending) is not None:
+        next_command = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
+        print(f"Trial {trial_now.number} ({trial_now.what}). When it has ended, run: {next_command}", file=sys.stderr)
+        directory = (args.out / trial_now.directory).absolute()
+        config = trial.config_of(directory)
+        assignments = [f"{name}={value}" for name, value in trial.apart(directory).items()]
+        options = [flag("target"), *config.target, flag("tool"), *config.tool, flag("dir"), str(config.dir)]
+        print(shlex.join(["env", *assignments, "megaprof", "run", *options, "--", *trial_now.command]))
+    return current
+
+
+def _say_over(trial_now: Trial) -> None:
+    if trial_now.step_ms is None:
+        print(f"  {trial_now.outcome}: {trial_now.why}", file=sys.stderr, flush=True)
+    else:
+        steps = counted(trial_now.steps or 0, "step")
+        print(f"  {words.milliseconds(trial_now.step_ms)} ms per step, over {steps}", file=sys.stderr)
+        print(f"  {trial_now.verdict}", file=sys.stderr, flush=True)
