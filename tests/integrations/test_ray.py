@@ -16,6 +16,7 @@ from megaprof import ProfileConfig
 from megaprof.autoload.arming import environment
 from megaprof.autoload.ray import HOOK, runtime_env
 from megaprof.cli import main
+from tests.cli.running import as_a_user
 from tests.integrations.driving import PATIENT_RAY
 
 ROOT = Path(__file__).parents[2]
@@ -153,3 +154,11 @@ def test_the_command_prints_what_ray_job_submit_takes(tmp_path: Path) -> None:
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert json.loads(run.stdout) == runtime_env(ProfileConfig(target=("train_actor",), dir=str(tmp_path / "traces")))
+
+
+def test_a_driver_is_not_rehearsed(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import ray\nray.init()\n")
+    ended = as_a_user("rehearse", "--world", "2", "--out", tmp_path / "out", "--saving-off", "", "--", program)
+    assert ended.returncode == 1
+    assert "a driver of Ray" in ended.stderr.splitlines()[-1]
