@@ -77,6 +77,7 @@ FAULTS = {
     "slow-link": Fault(_workload(3), ("slow_link",), 8.0, stage=0),
     "data-loader": Fault(_workload(2), ("data_wait",), 10.0, stage=0),
     "data-rank": Fault(_workload(2, dp=2), ("data_wait",), 10.0, rank=1),
+    "data-all": Fault(_workload(2, dp=2), ("data_wait",), 10.0, stage=0),
     "data-eighth": Fault(_workload(2, microbatches=16), ("data_wait",), 60.0, stage=0),
     "host": Fault(_workload(3), ("slow_forward",), 8.0, stage=1),
     "optimizer": Fault(_workload(2), ("optimizer",), 60.0),
