@@ -147,7 +147,7 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     if any(recording.gpu.shortened for recording in recordings):
         warnings.append(OVERLAPPING)
     late.sort(key=lambda each: -each.waited_ms * each.times)
-    return Foreign(ranks, tuple(late), tuple(warnings), tuple(stages))
+    return Foreign(ranks, tuple(late), tuple(dict.fromkeys(warnings)), tuple(stages))
 
 
 def _windows(recordings: Iterable[Recording]) -> dict[str, list[list[Recording]]]:

@@ -166,6 +166,24 @@ def test_a_rank_that_shares_its_core_waits_and_is_not_slow(pipeline, tmp_path):
         assert (cause.kind, cause.stage) == ("slow_rank", 2)
 
 
+@pytest.mark.parametrize("place", [{"stage": 2, "replica": 1}, {"stage": 1, "replica": 0}])
+def test_what_a_slow_rank_costs_and_what_ranks_wait_for_a_core_is_told_once(place, tmp_path):
+    """Of one rank or of two; and a rank is as slow as the tables and the live view have it, with its waits."""
+    slow, shared = Fault("slow_rank", 1.5, stage=2, replica=1), Fault("processor_wait", 1.4, **place)
+    pipeline = replace(REPLICAS, counted=True, faults=(slow, shared))
+    table, priced = table_of(pipeline, tmp_path), Priced(pipeline)
+    found = diagnose(examine(table))
+    assert {cause.kind for cause in found.causes} == {"slow_rank", "processor_wait"}
+    lost = found.step_ms - priced.length(frozenset({priced.links})).mean()
+    assert sum(cause.price.value for cause in found.causes) == pytest.approx(lost, rel=0.02)
+    (cause,) = (each for each in found.causes if each.kind == "slow_rank")
+    others = priced.price(slow, [] if found.causes[0] is cause else [shared]).mean()
+    assert cause.price.low <= others <= cause.price.high
+    compute = averages(table, cause.ranks)
+    (own,), usual = compute.slow_ranks, compute.stages[2].compute_ms
+    assert cause.parts["factor"] == pytest.approx(own.compute_ms.mean / usual.mean, rel=0.02)
+
+
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
 def test_a_stage_without_peers_that_shares_its_core_is_slow_for_no_certain_reason(recording, tmp_path):
     fault = replace(SHARED, replica=0)

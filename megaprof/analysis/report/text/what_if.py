@@ -177,7 +177,7 @@ def _advice(predictions: WhatIf) -> str:
         return f"no layout that fits was found to be better: {would}, and {memory(first, predictions)}"
     if predictions.advice == "none_better":
         return f"with the same number of model chunks no other split of the layers gains {percent(LEAST)}: {would}"
-    text = f"no other layout with as many model chunks surely gains {percent(LEAST)}: the best one found, {would}"
+    text = f"no other layout with as many chunks surely gains {percent(LEAST)}: the best one, {name}, would be {times}"
     if predictions.advice == "open":
         wanted = predictions.more_steps + (predictions.replay_error.count if predictions.replay_error else 0)
         return f"{text}; a capture of {wanted} steps would show it"
