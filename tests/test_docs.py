@@ -160,7 +160,7 @@ def test_the_readmes_commands_run_as_printed(tmp_path: Path) -> None:
         ran = _run(["bash", "-c", line], tmp_path)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         said.append(ran.stdout)
-    assert "emb+6" in said[1]
+    assert "emb+3" in said[1]
     assert "step 15: loss" in said[0]
     assert "step 15: loss" in said[2]
     names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("traces", "traces2")]
@@ -190,8 +190,8 @@ def test_the_tutorials_commands_lead_where_it_says(tmp_path: Path) -> None:
         said.append(ran.stdout)
     first, again, _, compared = (" ".join(each.split()) for each in said)  # sentences are wrapped
     for each in (first, again):
-        assert "emb+6" in each
-    assert "emb+6 → emb+4" in compared
+        assert "emb+3" in each
+    assert "emb+3 → emb+2" in compared
 
 
 def test_the_tutorials_replay_says_that_even_is_faster(tmp_path: Path) -> None:

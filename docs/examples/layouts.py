@@ -11,7 +11,7 @@ from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=2)
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-layout")
@@ -45,7 +45,8 @@ def main() -> None:
                 layout=tuple(piece.count("t") for piece in layout),
                 microbatches=8,
                 hidden=64,
-                layer_ms=(8.0, 16.0),  # what each layer waits forward and backward, as a host waits for a GPU
+                seq_length=32,
+                layer_ms=(24, 48),  # what each layer waits forward and backward, as a host waits for a GPU
             )
         )
         for _ in range(args.train_iters):

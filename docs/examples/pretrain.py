@@ -13,9 +13,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     add_profile_args(parser)  # 1. the options --profile-target and others
     args = parser.parse_args()
+    workload = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=8, hidden=64, seq_length=32, layer_ms=(24, 48))
     init_distributed()
     with cpu_megatron():
-        gpt = build(GPTWorkload(pp=2, layers=8, layout=(6, 2), microbatches=8, hidden=64, layer_ms=(8.0, 16.0)))
+        gpt = build(workload)
         install_hooks(gpt.chunks, args)  # 2. after the model is built, before the training loop
         forward_backward_func = get_forward_backward_func()
         for step in range(args.steps):

@@ -11,9 +11,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
+    workload = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=8, hidden=64, seq_length=32, layer_ms=(24, 48))
     init_distributed()
     with cpu_megatron():
-        gpt = build(GPTWorkload(pp=2, layers=8, layout=(6, 2), microbatches=8, hidden=64, layer_ms=(8.0, 16.0)))
+        gpt = build(workload)
         forward_backward_func = get_forward_backward_func()
         for step in range(args.steps):
             losses = gpt.train_step(forward_backward_func)

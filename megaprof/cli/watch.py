@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LINES = 32
 #: The fraction of the time in which the timelines are read: those of a large job take seconds.
-_REPORT_PART = 0.1
+_REPORT_PART = 0.25
 EXAMPLES = (
     "megaprof watch traces",
     "megaprof watch traces --once",

@@ -25,22 +25,21 @@ unevenly. Every layer waits for a given time, as a host waits for a GPU, so that
 three training steps and log-prob passes on one rank per pipeline stage, with the times of the steps around them, and
 report which stage is slow and which layout would be faster. With --live, the job runs until Ctrl-C, so that you can
 watch it and make it capture from another shell."""
-_STEPS = 16
+_STEPS = 12
 #: Captured steps, which show what passes consist of, and steps behind them. The others show how long steps take.
 _CAPTURED, _BEHIND = 3, 4
 #: Phases besides the steps: starting the ranks, imports, the model, the evaluation pass, finishing the files.
 _OTHER_PHASES = 5
-_PP = 2
-#: Milliseconds of a layer's forward and of its backward: several times what a layer of hidden size 64 computes, even if
-#: four ranks share a core.
-_LAYER_MS = (8.0, 16.0)
+#: Milliseconds of a layer's forward and of its backward: many times what a layer of hidden size 64 computes, and what a
+#: rank waits on a busy machine before it goes on.
+_LAYER_MS = (24.0, 48.0)
 _TIME_LIMIT = 600.0
 #: Silences Kineto and a CPU-only megatron-core, whose messages would bury the progress.
 _QUIET = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
 EXAMPLES = (
     "megaprof demo",
-    "megaprof demo --layout 4,4",
-    "megaprof demo --pp 2 --vpp 2 --layers 8 --microbatches 8",
+    "megaprof demo --layout 2,2",
+    "megaprof demo --pp 2 --vpp 2",
     "megaprof demo --live",
     "megaprof demo --live --fault slow-rank",
 )
@@ -60,18 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"make something go wrong: {'; '.join(f'{name}: {text}' for name, text in faults.FAULTS.items())}. With "
         f"--live, from step {faults.FIRST_STEP} on",
     )
-    parser.add_argument("--pp", type=int, default=None, help="pipeline stages (default: 2; with slow-link, 3)")
-    parser.add_argument(
-        "--dp", type=int, default=None, help="replicas, a multiple of --ep (default: --ep; with slow-rank, twice that)"
-    )
+    parser.add_argument("--pp", type=int, help="pipeline stages (default: 2; with slow-link, 3; with slow-rank, 1)")
+    parser.add_argument("--dp", type=int, help="replicas, a multiple of --ep (default: --ep; with slow-rank, twice it)")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (default: 1)")
     parser.add_argument("--vpp", type=int, default=None, help="model chunks per stage, for the interleaved schedule")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel size; more than 1 makes the layers MoE")
-    parser.add_argument("--layers", type=int, default=8, help="transformer layers (default: 8)")
+    parser.add_argument("--layers", type=int, help="transformer layers (default: by --layout, or two for each chunk)")
     parser.add_argument(
         "--layout",
         default=None,
-        help="layers of every chunk, e.g. 4,4 (with --vpp: the first chunks of all stages, then the second chunks), or "
+        help="layers of every chunk, e.g. 2,2 (with --vpp: the first chunks of all stages, then the second chunks), or "
         "'balanced' (default: most layers on stage 0, on purpose; with --fault, balanced)",
     )
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches per step (default: 8)")
@@ -79,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--real", action="store_true", help="let the layers take as long as they compute, which other programs disturb"
     )
     parser.add_argument("--hidden", type=int, default=None, help="hidden size (default: 64; with --real, 256)")
-    parser.add_argument("--seq-length", type=int, default=128, help="tokens per sequence (default: 128)")
+    parser.add_argument("--seq-length", type=int, help="tokens per sequence (default: 32; with --real, 128)")
     parser.add_argument(
         "--steps",
         type=int,
@@ -167,14 +164,15 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
     """Returns the workload that the arguments describe. Raises ValueError that names the argument and its value."""
     from megaprof.testing import GPTWorkload
 
+    layout = _layout(args)
     return GPTWorkload(
         tp=args.tp,
         pp=args.pp,
         vpp=args.vpp,
         ep=args.ep,
         dp=args.dp,
-        layers=args.layers,
-        layout=_layout(args.layout, args.layers, args.pp * (args.vpp or 1), evenly=args.fault is not None),
+        layers=sum(layout) if args.layers is None else args.layers,
+        layout=layout,
         microbatches=args.microbatches,
         hidden=args.hidden,
         seq_length=args.seq_length,
@@ -189,9 +187,10 @@ _MOST_RANKS = 32
 def _fill_in_defaults(args: argparse.Namespace) -> None:
     """Sets arguments that were not given to the value that the fault needs, or else to the default."""
     sizes = faults.least(args.fault, args.ep)
-    args.pp = sizes.get("pp", _PP) if args.pp is None else args.pp
+    args.pp = sizes.get("pp", 2) if args.pp is None else args.pp
     args.dp = sizes.get("dp") if args.dp is None else args.dp
     args.hidden = (256 if args.real else 64) if args.hidden is None else args.hidden
+    args.seq_length = (128 if args.real else 32) if args.seq_length is None else args.seq_length
     if not args.live:
         args.steps = _STEPS if args.steps is None else args.steps
         args.time_limit = _TIME_LIMIT if args.time_limit is None else args.time_limit
@@ -211,22 +210,23 @@ def _check(args: argparse.Namespace) -> None:
         sizes = " ".join(f"--{name} {size}" for name, size in option_sizes.items() if size is not None and size > 1)
         raise ValueError(f"{sizes}: {ranks} ranks on one CPU; must be at most {_MOST_RANKS}")
     pieces = args.pp * (args.vpp or 1)
-    if args.layers < pieces and args.layout is None:
+    if args.layers is not None and args.layers < pieces and args.layout is None:
         chunks = f"--pp {args.pp}" + (f" --vpp {args.vpp}" if args.vpp else "")
         raise ValueError(f"--layers {args.layers}: must be at least {pieces} with {chunks}, one for every chunk")
 
 
-def _layout(text: str | None, layers: int, pieces: int, *, evenly: bool) -> tuple[int, ...] | None:
-    if text == "balanced" or pieces <= 1:
-        return None
-    if text is None and evenly:
+def _layout(args: argparse.Namespace) -> tuple[int, ...]:
+    """Returns the layers of every chunk. Raises ValueError if ``--layout`` says none."""
+    text, pieces = args.layout, args.pp * (args.vpp or 1)
+    layers = 2 * pieces if args.layers is None else args.layers
+    if text == "balanced" or (text is None and args.fault is not None):
         return tuple(layers // pieces + (piece < layers % pieces) for piece in range(pieces))
     if text is None:
         smaller_count = max(1, layers // (2 * pieces))
         return (layers - smaller_count * (pieces - 1), *[smaller_count] * (pieces - 1))
     numbers = text.replace("+", ",").split(",")
     if not all(number.strip().isdigit() for number in numbers):
-        raise ValueError(f"--layout {text}: must be layer counts such as 6,2, or 'balanced'")
+        raise ValueError(f"--layout {text}: must be layer counts such as 3,1, or 'balanced'")
     return tuple(map(int, numbers))
 
 

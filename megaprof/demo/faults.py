@@ -16,7 +16,7 @@ FAULTS = {
     HANG: "the last rank stops in a forward, and the others wait for it (--live only)",
 }
 #: The first step of a live job that has the fault, so that healthy steps come before it.
-FIRST_STEP = 5
+FIRST_STEP = 3
 #: The shortest wait of a slow layer: a small model's own times are lost in the other load of a machine.
 _LAYER_MS = 10.0
 _LINK_SECONDS = 0.05
@@ -24,9 +24,9 @@ _LOOK_SECONDS = 0.1
 
 
 def least(fault: str | None, ep: int) -> dict[str, int]:
-    """Returns the size that a fault needs to be visible, by the name of its option. It is the default of a demo with
-    that fault."""
-    return {SLOW_RANK: {"dp": 2 * ep}, SLOW_LINK: {"pp": 3}}.get(fault or "", {})
+    """Returns the sizes that a fault needs to be visible, by the names of their options. They are the defaults of a
+    demo with that fault, so that it has as few ranks as possible."""
+    return {SLOW_RANK: {"pp": 1, "dp": 2 * ep}, SLOW_LINK: {"pp": 3}}.get(fault or "", {})
 
 
 def check(fault: str, workload: GPTWorkload, *, live: bool, steps: int | None) -> None:

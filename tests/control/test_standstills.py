@@ -81,15 +81,17 @@ def test_a_real_job(
     named: dict[int, Any] = {}
     deadline = time.monotonic() + 90
     expected = {0, 1} if fault == "calls another" else {1}
+    why = {"sleeps": "absent", "exits": "no_dump", "calls another": "differs"}[fault]
     told = False
-    while not told and time.monotonic() < deadline:  # every rank stands still for itself, some for a moment only
+    # Every rank stands still for itself, some for a moment only, and each writes what it has in flight at its own time.
+    while not told and time.monotonic() < deadline:
         time.sleep(0.5)
         if main(["hang", str(traces), "--json"]) == 3:
             found = json.loads(capsys.readouterr().out)
             named = {each["rank"]: each for each in found["culprits"]}
             main(["status", str(traces), "--json", "--hang-after", "2"])
             status = json.loads(capsys.readouterr().out)
-            told = named.keys() == expected and status["collectives"] is not None
+            told = named.keys() == expected and named[1]["why"] == why and status["collectives"] is not None
     stop.touch()
     job.join()
     check("hang", found)
@@ -97,6 +99,6 @@ def test_a_real_job(
     assert [each["rank"] for each in status["collectives"]["culprits"]] == [*named]
     awaited = named[1]["awaited"]
     assert (named[1]["stage"], awaited["group"], awaited["ranks"]) == (0, _TENSOR, [0, 1])
-    assert named[1]["why"] == {"sleeps": "absent", "exits": "no_dump", "calls another": "differs"}[fault]
+    assert named[1]["why"] == why
     assert named.keys() == expected
     assert "all" in awaited["operation"]

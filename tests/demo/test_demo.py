@@ -29,10 +29,10 @@ from megaprof.parallel.schedules import EXCHANGES
 from megaprof.testing.launcher import _marked
 from tests.analysis.scenarios import Scenario, write
 
-SMALL = ["--microbatches", "6", "--steps", "2", "--hidden", "64", "--seq-length", "32"]
-SMALLER = ["--hidden", "64", "--seq-length", "32", "--layers", "6", "--microbatches", "4"]
+SMALL = ["--microbatches", "6", "--steps", "2"]
+SMALLER = ["--microbatches", "4"]
 STARTING = "starting the ranks"
-LIVE = ["--live", "--microbatches", "4", "--layers", "4", "--hidden", "64", "--seq-length", "32"]
+LIVE = ["--live", "--microbatches", "4", "--layers", "4"]
 
 
 def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--layout", "5,4"], "layout"),
+        (["--layers", "8", "--layout", "5,4"], "layout"),
         (["--layout", "six"], "--layout six"),
         (["--steps", "0"], "--steps 0"),
         (["--pp", "0"], "--pp 0: must be at least 1"),
@@ -127,7 +127,7 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
             "--pp 1: there is no link; --pp must be at least 2",
         ),
         (["--fault", "slow-link", "--vpp", "2"], "--fault slow-link with --vpp 2: exchanges overlap"),
-        (["--fault", "hang", "--live"], "--fault hang with --steps 2: the fault begins at step 5"),
+        (["--fault", "hang", "--live"], "--fault hang with --steps 2: the fault begins at step 3"),
         (["--fault", "hang", "--live", "--steps", "9", "--pp", "1"], "--fault hang with one rank"),
         (["--out", "."], "--out ."),
     ],
@@ -235,7 +235,7 @@ def test_a_live_demo_is_watched_and_asked_by_the_printed_commands_until_ctrl_c(t
 def test_a_job_that_hangs_ends_and_says_where_its_files_are(tmp_path: Path) -> None:
     # That status names who hangs: tests/control/test_hang.py.
     with live(tmp_path, "--fault", "hang") as job:
-        job.until("Fault: rank 1 (stage 1) stops in microbatch 2 of step 5, and the others wait for it.")
+        job.until("Fault: rank 1 (stage 1) stops in microbatch 2 of step 3, and the others wait for it.")
         assert job.end(signal.SIGTERM) == 143
         (hint,) = [line for line in job.errors if line.startswith("To see what was recorded: ")]
     assert hint.split()[-2] == "report"
@@ -267,16 +267,16 @@ def test_ranks_that_do_not_end_are_killed_by_a_second_ctrl_c(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_the_slow_rank_takes_longer_for_every_layer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # That it is named: tests/cli/test_report_timelines.py, on times that no load blurs.
-    arguments = ["--fault", "slow-rank", "--live", "--steps", "20", "--out", str(tmp_path / "out")]
+    arguments = ["--fault", "slow-rank", "--live", "--steps", "9", "--out", str(tmp_path / "out")]
     assert main(["demo", *SMALLER, *arguments]) == 0
     said = capfd.readouterr().out
-    assert "Fault: rank 3 (stage 1) takes at least twice as long for every layer, from step 5 on.\n" in said
-    assert "The demo has ended after 20 steps.\n" in said
+    assert "Fault: rank 1 (stage 0) takes at least twice as long for every layer, from step 3 on.\n" in said
+    assert "The demo has ended after 9 steps.\n" in said
     assert json.loads((tmp_path / "out" / "report.json").read_text())["targets"]
-    (path,) = (tmp_path / "out").rglob(f"*.rank00003*{SUFFIX}")
-    slow = [int(step["forward"]) for step in read_timeline(path).steps if step["step"] >= 5]
-    assert len(slow) == 15
-    assert min(slow) >= 0.99 * 4 * 3 * 10_000  # microbatches, layers, microseconds
+    (path,) = (tmp_path / "out").rglob(f"*.rank00001*{SUFFIX}")
+    slow = [int(step["forward"]) for step in read_timeline(path).steps if step["step"] >= 3]
+    assert len(slow) == 6
+    assert min(slow) >= 0.99 * 4 * 2 * 2 * 24_000  # microbatches, layers, twice its microseconds
 
 
 @pytest.mark.slow

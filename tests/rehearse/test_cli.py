@@ -51,7 +51,7 @@ def test_a_program_that_fails_alone_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
-    command = [EXAMPLE, "--num-layers", "4", "--decoder-first-pipeline-num-layers", "3"]
+    command = [EXAMPLE, "--decoder-first-pipeline-num-layers", "3"]
     options = ["--world", "2", "--steps", "3", "--out", tmp_path / "out", "--saving-off", "", "--json"]
     ended = as_a_user("rehearse", *options, "--", *command)
     assert ended.returncode == 0, ended.stderr
@@ -61,8 +61,8 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     first, last = json.loads(report.stdout)["targets"][0]["stages"]
     assert [stage["chunks"][0]["holds"]["layers"] for stage in (first, last)] == [3, 1]
     assert found["sent_bytes"][0] > 0
-    # Each of 8 microbatches waits at least 8 ms forward and 16 ms backward in each layer.
-    assert first["forward_ms"]["mean"] >= 3 * 8 * 8 <= first["backward_ms"]["mean"] / 2
+    # Each of 8 microbatches waits at least 24 ms forward and 48 ms backward in each layer.
+    assert first["forward_ms"]["mean"] >= 3 * 8 * 24 <= first["backward_ms"]["mean"] / 2
     assert found["step_ms"]["value"] >= found["measured_ms"] >= first["compute_ms"]["mean"]
     assert json.loads((tmp_path / "out" / "rehearsal.json").read_text()) == found
     assert (tmp_path / "out" / "report.html").stat().st_size > 0
@@ -71,7 +71,7 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     # layers in a pass smaller: on a busy machine, much.
     costs = found["what_if"]["costs"]
     assert costs["from_ranges"]
-    assert costs["by_kind"]["dense"]["backward_ms"] >= 16.0 / 2
+    assert costs["by_kind"]["dense"]["backward_ms"] >= 48.0 / 2
 
     # All its ranks.
     job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
