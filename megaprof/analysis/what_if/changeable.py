@@ -39,10 +39,8 @@ from megaprof.analysis.what_if.packing import PLANS, Sequences, plan
 from megaprof.formats.phrases import counted
 
 MOST_MICROBATCHES = 4096
-_MOST_PASSES = 200_000
-_MOST_P2P_MS = 1e6
-_MOST_CHUNKS = 16
-_LONGEST_LAYOUT = 4000
+_MOST_PASSES, _MOST_P2P_MS = 200_000, 1e6
+_MOST_CHUNKS, _LONGEST_LAYOUT = 16, 4000
 _COUNTS = re.compile(r"\d{1,5}(,\d{1,5})*")
 #: How many ways to divide the contents into layers and ends are drawn, for every draw of the contents.
 WAYS = 2

@@ -40,8 +40,7 @@ from megaprof.analysis.what_if.packing import plans, sequences_of
 from megaprof.formats.metadata import ModelChunk
 from megaprof.formats.phrases import counted
 
-_MOST_LAYERS = 10_000
-_MOST_LAYOUTS = 3
+_MOST_LAYERS, _MOST_LAYOUTS = 10_000, 3
 #: How many layouts are priced: those with the shortest undisturbed step.
 _PRICED = 6
 _CHUNK_COUNTS = (1, 2, 3, 4)
@@ -141,7 +140,10 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
     slow_ranks = [term for term in terms(table, run.view, run.step_ms) if term.kind == "slow_rank"]
     compared = _beside_slow_ranks(changeable, run.mended(*slow_ranks)) if slow_ranks else layouts(changeable)
-    best, fits = _best(compared, changeable.in_flight), memory is None or memory.fit(held.pieces, table.schedule)[0]
+    costs = fitted(changeable.costs)
+    told = "kinds_alike" not in costs.assumptions  # times alone do not tell a quick kind of layers from a quick stage
+    best = _best(compared, changeable.in_flight) if told else None
+    fits = memory is None or memory.fit(held.pieces, table.schedule)[0]
     advised = None if best is None else best[0]
     alike = [
         prediction.layout or ""
@@ -150,11 +152,11 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     ]
     quicker = [one for one, _ in compared if one.speedup.value > 1.0 or (one.fits and not fits)]
     first = compared[0][0] if compared else None
-    more = quicker[0].more_steps if best is None and quicker else 0
+    more = quicker[0].more_steps if best is None and quicker and told else 0
     predictions = replace(
         replayed,
         warnings=tuple(warnings),
-        costs=fitted(changeable.costs),
+        costs=costs,
         candidates=(*quicker, *others, *chunk_counts(changeable)),
         best=advised,
         host_options=options_of(table.framework, table.role, advised.flags, changeable.stages) if advised else None,

@@ -221,14 +221,9 @@ def test_layers_of_several_kinds_count_as_what_ranges_say_that_they_take(tmp_pat
     assert report.what_if.best.step_ms.value == pytest.approx(best, rel=0.02)
 
 
-def test_of_kinds_of_layers_that_nothing_tells_apart_no_layout_is_surely_better(tmp_path: Path) -> None:
-    """If all layers were alike, the first stage would hold quick ones by chance, and 4+4+4+3 would gain nothing."""
+def test_of_kinds_of_layers_that_nothing_tells_apart_no_layout_is_advised(tmp_path: Path) -> None:
+    """If all layers were alike, the first stage would be quick, and should hold more of them."""
     what_if = first_dense(tmp_path, ranged=False).what_if
     assert what_if.costs is not None
     assert "kinds_alike" in what_if.costs.assumptions
-    before = step_of([7.5, 40, 40, 40]).step_ms
-    taken = {(6, 3, 3, 3): [37.5, 30, 30, 30], (5, 4, 3, 3): [27.5, 40, 30, 30], (5, 3, 3, 4): [27.5, 30, 30, 40]}
-    for each in what_if.candidates:
-        if each.layers in taken:
-            assert each.speedup.holds(before / step_of(taken[each.layers]).step_ms), each
-    assert what_if.best is None or what_if.best.layers in taken
+    assert (what_if.best, what_if.advice, what_if.more_steps) == (None, "unsure", 0)
