@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats.names import KERNELS_SUFFIX, raw_path
-from megaprof.runtime.isolation import from_host, logger
+from megaprof.runtime.isolation import Suppressed, from_host, logger
 
 #: The most windows whose files may wait for their turn. Each keeps a raw trace on disk, and nothing in memory.
 _QUEUE = 8
@@ -37,10 +38,9 @@ class DerivedFiles:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._changed = threading.Condition()
-        self._pending = 0
+        self._unfinished: list[Future[bytes | None]] = []
         self._role: str | None = None  # the role of the last window
-        self._summaries: dict[str | None, bytes] = {}  # by role: the summary of its last window, once it is ready
+        self._summaries: dict[str | None, Future[bytes | None]] = {}  # by role: that of its last window
 
     def prepare(self, raw: Path, files: Mapping[str, Path], identity: Mapping[str, Any]) -> Callable[[], None] | None:
         """Returns a task for the writer that derives ``files`` (suffix -> final path) from the trace ``raw``; None if
@@ -50,46 +50,42 @@ class DerivedFiles:
         ``identity``, which must be plain data.
         """
         names = ", ".join(path.name for path in files.values())
-        with self._changed:
-            self._role = identity.get("role")
-            self._summaries.pop(self._role, None)
-            if self._pending >= _QUEUE:
-                logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
-                return None
-            try:
-                trace = open(raw, "rb")  # noqa: SIM115 - closed when the task is done
-            except OSError as fault:
-                if from_host(fault):
-                    raise
-                logger.error("megaprof: no %s: there is no trace to make it from: %s", names, fault)
-                return None
-            self._pending += 1
-        return lambda: self._do(trace, files, identity)
+        self._role = identity.get("role")
+        self._summaries.pop(self._role, None)
+        self._unfinished = [summary for summary in self._unfinished if not summary.done()]
+        if len(self._unfinished) >= _QUEUE:
+            logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
+            return None
+        try:
+            trace = open(raw, "rb")  # noqa: SIM115 - closed when the task is done
+        except OSError as fault:
+            if from_host(fault):
+                raise
+            logger.error("megaprof: no %s: there is no trace to make it from: %s", names, fault)
+            return None
+        self._summaries[self._role] = summary = Future[bytes | None]()
+        self._unfinished.append(summary)
+        return partial(self._do, summary, trace, files, identity)
 
     def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
         """Returns the summary of the last window, or of the last window of ``role``. Returns None if there is no
         summary, if it is not ready within ``timeout`` seconds, or if it could not be made."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._pending, timeout)
-            summary = None if self._pending else self._summaries.get(self._role if role is None else role)
-        if summary is None:
-            return None
-        loaded: dict[str, Any] = json.loads(summary)
-        return loaded
+        summary, text = self._summaries.get(self._role if role is None else role), None
+        with Suppressed(TimeoutError):
+            text = None if summary is None else summary.result(timeout)
+        return None if text is None else dict(json.loads(text))
 
-    def _do(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> None:
-        summary = None
+    def _do(
+        self, summary: Future[bytes | None], trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]
+    ) -> None:
+        text = None
         try:
             with trace:
-                summary = self._derive(trace, files, identity)
+                text = self._derive(trace, files, identity)
         except Exception as fault:
             logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, files.values())), fault)
         finally:
-            with self._changed:
-                self._pending -= 1
-                if summary is not None:
-                    self._summaries[identity.get("role")] = summary
-                self._changed.notify_all()
+            summary.set_result(text)
 
     def _derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
         raw_paths = {suffix: raw_path(final) for suffix, final in files.items()}

@@ -81,17 +81,16 @@ _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("mega
 _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=None)
 
 
-def over(part: Literal["step", "job", "attempt"]) -> None:
+def over(part: Literal["step", "job"]) -> None:
     """Finishes windows and files, for as long as that takes, and logs what fails. What has just ended is a ``step``
-    of the host in this process, the ``job`` that this process runs, or a failed ``attempt`` (a call that the host makes
-    once more)."""
+    of the host in this process, or the ``job`` that this process runs."""
     try:
         if part == "job":
             armed.finish_job()
         elif process.sessions:
             from megaprof.capture import profiler  # brings torch
 
-            (profiler.step_ended if part == "step" else profiler.attempt_failed)()
+            profiler.step_ended()
     except Exception as fault:
         if from_host(fault):
             raise

@@ -25,21 +25,19 @@ from megaprof.artifacts.writer import FinishHook, open_writer
 from megaprof.autoload import job_end, megatron_lm, registry
 from megaprof.capture import profiler
 from megaprof.capture.process import process
-from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.session import Session
 from megaprof.capture.this_rank import ThisRank, moved
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import checked_role
 from megaprof.control.listener import Listener
-from megaprof.control.watchdog import Watchdog
+from megaprof.control.request import Watchdog
 from megaprof.hooks.schedules import patch_megatron
 from megaprof.metrics.sinks import Overview, check_prometheus
 from megaprof.parallel.topology import WorldLayout
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline import TimelineRecorder
 from megaprof.runtime.isolation import Contained, in_full
-from megaprof.runtime.patching import Patches
 
 
 class Handle:
@@ -81,6 +79,14 @@ class Handle:
         """
         if self._session is not None:
             profiler.leave(self._session)
+
+    def _undo(self) -> None:
+        """Removes what was installed, after a fault while the hooks were being installed."""
+        session = self._session
+        if session is not None:
+            session.removed.set()
+            close_timeline = None if session.timeline is None else session.timeline.close
+            in_full(partial(profiler.remove, session), close_timeline, session.writer.close)
 
     def __enter__(self) -> Handle:
         return self
@@ -170,34 +176,15 @@ def install_hooks(
             config, this_rank.coords, role, process.background, framework, directory, finished, process.parts
         )
     session.handle, handle._session = handle, session
-    with Contained("installing the hooks", partial(_undo, session)):
-        profiler.enter(session, _with_schedules if pipeline else _without_schedules)
+    with Contained("installing the hooks", handle._undo):
+        # Megatron, if the host runs its schedules, and the host modules that are loaded. In a trainer without Megatron,
+        # their batches are the steps, or the caller announces the steps.
+        profiler.enter(session, *[patch_megatron] * pipeline, registry.adapt)
         if session.timeline is not None:
             session.at_end.append(process.parts.watch_optimizers())
         if config.listens:
             _listen(session, this_rank.layout, directory)
     return handle
-
-
-def _with_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hooks Megatron, and the host modules that are loaded."""
-    patch_megatron(patches, dispatcher)
-    registry.adapt(patches)
-
-
-def _without_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hooks the host modules that are loaded. Their batches are the steps, or the caller announces the steps."""
-    registry.adapt(patches)
-
-
-def _undo(session: Session) -> None:
-    """Removes what was installed, after a fault while the hooks were being installed."""
-    session.removed.set()
-    in_full(
-        partial(profiler.remove, session),
-        None if session.timeline is None else session.timeline.close,
-        session.writer.close,
-    )
 
 
 class _Started:
@@ -259,19 +246,30 @@ def _listen(session: Session, layout: WorldLayout | None, directory: str) -> Non
         return
     session.at_end.append(listener.close)
     config, coords = session.config, session.coords
-    watchdog, overview, tasks = None, None, list[tuple[Callable[[], None], float]]()
-    if coords.rank == 0 and (config.trigger_step_time is not None or config.trigger_imbalance is not None):
-        watchdog = Watchdog(config, listener)
-        tasks.append((watchdog.look, listener.every))
-    if coords.rank in (0, coords.sizes.world - 1):
-        see = None if watchdog is None else watchdog.see
-        overview = Overview(config, listener, coords, session.role, megatron_lm.writers, see)
-        tasks.append((overview.look, overview.every))
+    if coords.rank not in (0, coords.sizes.world - 1):
+        return
+    overview = Overview(config, coords, session.role, megatron_lm.writers)
+    watches = coords.rank == 0 and (config.trigger_step_time is not None or config.trigger_imbalance is not None)
+    watchdog = Watchdog(config) if watches else None
+    tasks = [(partial(_sum_up, listener, overview, watchdog), overview.every)]
+    if watchdog is not None:
+        tasks.append((partial(_watch, listener, watchdog), listener.every))
     for task, every in tasks:
         process.background.add(task, every)
         session.at_end.append(partial(process.background.remove, task))
-    if overview is not None:
-        session.at_end.append(overview.close)
+    session.at_end.append(overview.close)
+
+
+def _watch(listener: Listener, watchdog: Watchdog) -> None:
+    if not listener.closed:
+        watchdog.look(listener.job, *listener.step_time(watchdog.timed), busy=listener.busy)
+
+
+def _sum_up(listener: Listener, overview: Overview, watchdog: Watchdog | None) -> None:
+    if listener.job is not None and not listener.closed:
+        imbalance = overview.look(listener.job, wanted=watchdog is not None)
+        if watchdog is not None:
+            watchdog.see(imbalance)
 
 
 def _require(package: str) -> None:

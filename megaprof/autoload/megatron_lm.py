@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megaprof.autoload.contract import Facts, Hook, Host, over
+from megaprof.autoload.contract import Facts, Hook, Host
 from megaprof.metrics.sinks import Writers
 
 _RL = "megatron.rl.rl_utils"
@@ -58,13 +58,6 @@ class _LogProbs:
         return Facts(role="actor" if self.passes == 1 else "ref")
 
 
-def _rerun(arguments: Mapping[str, Any]) -> Facts:
-    """Notes that a step overflowed its stash of experts' activations, or their budget, and runs once more without it
-    (0.18 on)."""
-    over("attempt")
-    return Facts()
-
-
 _log_probs = _LogProbs()
 _TRAINING = "megatron.training.training"
 
@@ -80,6 +73,5 @@ HOST = Host(
         Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
         Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
         Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
-        Hook("megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", _rerun),
     ),
 )

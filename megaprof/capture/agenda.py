@@ -1,7 +1,7 @@
 """Plans which calls get a window, from the configuration and the calls so far. Uses no recorder, clock or log.
 
-`Agenda.begins` counts each call, and says what it means for the windows. All that is ever reported back is what went
-wrong: a window that has no files (`Agenda.lose`), and a step that failed and runs again (`Agenda.repeats`).
+`Agenda.begins` counts each call, and says what it means for the windows. All that is ever reported back is a window
+that has no files (`Agenda.lose`).
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ class Demand:
     """Why it opened no window, or no further one; None if nothing went wrong."""
 
     @property
+    def records(self) -> bool:
+        """True while one of its windows is open or will open."""
+        return self.closed < len(self.taken) or not self.over
+
+    @property
     def counted(self) -> tuple[str, str | None]:
         """The target and role whose calls are counted. A train_overall window begins with a training step."""
         return (TRAIN_ACTOR if self.target == TRAIN_OVERALL else self.target), self.role
@@ -137,6 +142,7 @@ class Agenda:
         self.wishes: dict[tuple[str, str | None], Wish] = {}
         self._planned = False  # whether any of them has a plan
         self._host_step: CountedStep | None = None  # the last one that the host numbered
+        self._before: tuple[CountedStep, ...] = ()  # the steps that began with the call before
 
     def begins(
         self,
@@ -148,10 +154,11 @@ class Agenda:
         graph: bool = False,
         opened: CountedStep | None = None,
         demand: Demand | None = None,
-    ) -> tuple[tuple[CountedStep, ...], bool, list[Planned]]:
+    ) -> tuple[tuple[CountedStep, ...], bool, list[Planned], list[Planned]]:
         """Counts a call, or annotated work, that begins. Returns the steps that begin with it: the host's step, if one
         does, and then the call's own; whether the open window ended before it; and the windows that are wanted. The
-        first that can open does so, and the others are lost (`lose`).
+        first that can open does so, and the others are lost (`lose`). Last, those of these steps after which a wanted
+        step will probably begin with the next call (`_before_wanted`).
 
         ``number``: the host's number for it; None or negative if the host has none. ``host_step``: the number of the
         host's step that it is in; None if unknown, negative if the host counts but is in no step. ``graph``: whether it
@@ -174,7 +181,8 @@ class Agenda:
                 wish.captured.add(step.number)
                 opens.append((step, None))
             wish.runs(step.number, graph=graph)
-        return steps, closes, opens
+        coming = self._before_wanted(steps, demand) if self._planned or demand is not None else []
+        return steps, closes, opens, coming
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
@@ -233,23 +241,22 @@ class Agenda:
             wish.captured.discard(step.number)
             wish.lost[step.number] = reason
 
-    def repeats(self, target: str, role: str | None, number: int) -> bool:
-        """Notes that the last call of ``target`` and ``role`` failed and runs again. Returns whether it was step
-        ``number`` and was captured; then it is captured again."""
-        wish = self.wish(target, role)
-        if wish.last != number or number not in wish.captured:
-            return False
-        wish.captured.discard(number)
-        wish.handled = None
-        return True
-
-    def comes(self, step: CountedStep, demand: Demand | None = None) -> bool:
-        """Returns whether the step after ``step`` should be captured: by the configuration, or for ``demand``."""
-        if demand is not None:
-            counted = (step.target, step.role) == demand.counted and not demand.over
-            return counted and demand.first <= step.index + 1 < demand.first + demand.steps
-        wish = self.wish(step.target, step.role)
-        return wish.plan is not None and wish.plan.captures(step.number + 1, step.index + 1 - wish.graphs)
+    def _before_wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> list[Planned]:
+        """Returns those of ``steps``, which begin with a call, after which the next call probably begins a step that
+        is wanted, by the configuration or for ``demand``: their predecessors began with the call before, as in a job
+        that only trains. If calls share a number, as RL's mini-batches do, nobody knows which is the last."""
+        before = [(step.target, step.role, step.number + 1) for step in self._before]
+        self._before = steps
+        coming: list[Planned] = []
+        for step in steps:
+            if (step.target, step.role, step.number) not in before:
+                continue
+            wish, following = self.wish(step.target, step.role), step.index + 1
+            if wish.plan is not None and wish.plan.captures(step.number + 1, following - wish.graphs):
+                coming.append((step, None))
+            if demand is not None and (step.target, step.role) == demand.counted and not demand.over:
+                coming += [(step, demand)] * (demand.first <= following < demand.first + demand.steps)
+        return coming
 
     @property
     def goes_on(self) -> bool:

@@ -102,54 +102,47 @@ CLOSING_FACTOR = 7
 INTERVAL_SECONDS = 0.1
 
 
-class HostMemoryGuard:
-    """Watches between ``start()`` and ``stop()``, in a thread that lives only that long. If the window has to close,
-    the thread calls ``on_limit(reason)`` once. ``limit``: see `config.values.parse_limit`. A bound that cannot be read
-    is not watched. ``others``: the number of other processes of this host that may close a window at the same time;
-    each is taken to need as much as this one.
-    """
+def watch_host_memory(
+    done: threading.Event, limit: tuple[int | None, float], others: int, on_limit: Callable[[str], None]
+) -> None:
+    """Watches the host's memory in a new thread until ``done`` is set. If the window has to close, the thread calls
+    ``on_limit(reason)`` once. ``limit``: see `config.values.parse_limit`. A bound that cannot be read is not watched.
+    ``others``: the number of other processes of this host that may close a window at the same time; each is taken to
+    need as much as this one."""
+    arguments = done, limit, others, on_limit
+    threading.Thread(target=_watch, args=arguments, name="megaprof-host-memory", daemon=True).start()
 
-    def __init__(self, limit: tuple[int | None, float], on_limit: Callable[[str], None], others: int = 0) -> None:
-        self._size, self._share = limit
-        self._on_limit = on_limit
-        self._others = others
-        self._done: threading.Event | None = None
 
-    def start(self) -> None:
-        """Begins to watch. This starts a thread."""
-        self.stop()
-        self._done = done = threading.Event()
-        threading.Thread(target=self._watch, args=(done,), name="megaprof-host-memory", daemon=True).start()
+def _watch(
+    done: threading.Event, limit: tuple[int | None, float], others: int, on_limit: Callable[[str], None]
+) -> None:
+    try:
+        bounds, before, reason = find_bounds(), resident_bytes(), None
+        while reason is None and not done.is_set():
+            resident = resident_bytes()
+            needed = CLOSING_FACTOR * max(0, resident - before)
+            reason = _over(bounds, limit, resident, needed, others * needed)
+            if reason is not None and not done.is_set():
+                on_limit(reason)
+            done.wait(INTERVAL_SECONDS)
+    except Exception:  # a file of the kernel's in an unknown format must do no harm
+        logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
 
-    def stop(self) -> None:
-        """Stops watching; a no-op if nothing is watched. Does not wait for the thread, which ends by itself."""
-        if self._done is not None:
-            self._done.set()
-            self._done = None
 
-    def _watch(self, done: threading.Event) -> None:
-        try:
-            bounds, before, reason = find_bounds(), resident_bytes(), None
-            while reason is None and not done.is_set():
-                resident = resident_bytes()
-                reason = self._over(bounds, resident, CLOSING_FACTOR * max(0, resident - before))
-                if reason is not None and not done.is_set():
-                    self._on_limit(reason)
-                done.wait(INTERVAL_SECONDS)
-        except Exception:  # a file of the kernel's in an unknown format must do no harm
-            logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
-
-    def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int) -> str | None:
-        """Returns why the window must close now, or None. Closing it takes ``needed`` bytes."""
-        size, others = self._size, self._others * needed
-        if size is not None and resident + needed > size:
-            return _reason("this process", resident, needed, 0, size, size)
-        for bound in bounds:
-            used, there_is = bound.read()
-            allowed = int(there_is * self._share)
-            if used + needed + others > allowed:
-                return _reason(bound.name, used, needed, others, allowed, there_is)
-        return None
+def _over(
+    bounds: tuple[Bound, ...], limit: tuple[int | None, float], resident: int, needed: int, others: int
+) -> str | None:
+    """Returns why the window must close now, or None. Closing it takes ``needed`` bytes, and those of other processes
+    ``others`` bytes."""
+    size, share = limit
+    if size is not None and resident + needed > size:
+        return _reason("this process", resident, needed, 0, size, size)
+    for bound in bounds:
+        used, there_is = bound.read()
+        allowed = int(there_is * share)
+        if used + needed + others > allowed:
+            return _reason(bound.name, used, needed, others, allowed, there_is)
+    return None
 
 
 def _reason(name: str, used: int, needed: int, others: int, allowed: int, there_is: int) -> str:

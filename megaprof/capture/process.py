@@ -6,6 +6,7 @@ It is plain data, and light to import. The functions that change it are in `mega
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from megaprof.recorders import Recorder, Window
     from megaprof.recorders.call import RecordedCall
     from megaprof.recorders.emit import Range
-    from megaprof.runtime.ending import AtExit, Termination
+    from megaprof.runtime.ending import Termination
 
 
 @dataclass(eq=False)
@@ -43,6 +44,8 @@ class OpenWindow:
     """The range of the running step, in a window that does not end with a call; else None."""
     call: RecordedCall | None = None
     """Its first call, which the metadata describe; None if no call has begun in it yet."""
+    memory_is_safe: threading.Event = field(default_factory=threading.Event)
+    """Ends the watch over the host's memory. Set when the window records no more."""
     device: DeviceWait = field(default_factory=DeviceWait)
     """Waits for the device when the window closes. Work that the device has not finished by then is not in the
     window."""
@@ -55,16 +58,16 @@ class Process:
     """The `Dispatcher`, which routes calls to sessions: a new one if hooks are installed in a process without any."""
     termination: Termination
     """Holds up a SIGTERM while something is unsaved."""
-    at_exit: AtExit
-    """Finishes everything as the process ends."""
 
     def __init__(self) -> None:
         self.patches = Patches()
         """The functions of Megatron and of hosts that are replaced while hooks are installed."""
-        self.put_in: list[Callable[[Patches, Any], None]] = []
+        self.put_in: list[Callable[[Patches], None]] = []
         """The functions that replaced them."""
         self.background = Background()
         """The thread for everything that runs beside the training."""
+        self.unwatch_exit: Callable[[], None] = lambda: None
+        """Has nothing finished any more as the process ends."""
         self.forks_watched = False
         """True once a forked child resets its state."""
         self.sessions: list[Any] = []

@@ -20,7 +20,7 @@ from megaprof.capture.session import Session
 from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
-from megaprof.runtime.ending import TERM_SECONDS, AtExit, Termination, in_forked_child
+from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child
 from megaprof.runtime.isolation import Contained, contained, fault_now, in_full, logger
 from megaprof.runtime.patching import Patches
 
@@ -189,22 +189,23 @@ class Dispatcher:
         return taker, models
 
 
-def enter(session: Session, patch: Callable[[Patches, Dispatcher], None]) -> None:
-    """Installs the hooks of ``session`` with ``patch``, which runs only once even if several sessions need it. If
-    it fails, the functions that it replaced are put back."""
+def enter(session: Session, *patches: Callable[[Patches], None]) -> None:
+    """Installs the hooks of ``session`` with ``patches``, each of which runs only once even if several sessions need
+    it. If one fails, the functions that were replaced are put back."""
     if not process.forks_watched:
         process.forks_watched = True
         os.register_at_fork(after_in_child=_forget)
     if not process.sessions:
         process.sessions, process.disturbed = [], False
         process.dispatcher = Dispatcher()
-        process.at_exit.arm()
+        process.unwatch_exit = at_exit(_finish_all)
     process.dispatcher.add(session)
     patched = bool(process.patches)
     try:
-        if patch not in process.put_in:
-            patch(process.patches, process.dispatcher)
-            process.put_in.append(patch)
+        for patch in patches:
+            if patch not in process.put_in:
+                patch(process.patches)
+                process.put_in.append(patch)
     except BaseException:
         in_full(None if patched else _put_back, partial(remove, session))
         raise
@@ -216,7 +217,7 @@ def remove(session: Session) -> None:
         process.dispatcher.remove(session)
         if not process.sessions:
             _put_back()
-            process.at_exit.disarm()
+            process.unwatch_exit()
 
 
 def _put_back() -> None:
@@ -229,7 +230,8 @@ def leave(session: Session) -> None:
     thread can do it. Only that thread can close the window, and not while it captures a CUDA graph."""
     if session.removed.is_set():
         return
-    training = {process.dispatcher.inside, session.thread} & set(sys._current_frames())
+    opener = None if process.window is None and process.prepared is None else process.thread
+    training = {process.dispatcher.inside, opener} & set(sys._current_frames())
     if training - {threading.get_ident()} or capturing():
         process.asked.append((partial(_leave, session), False))
     else:
@@ -254,12 +256,6 @@ def step_ended() -> None:
     for session in process.sessions.copy():
         left = max(0.0, deadline - time.monotonic())
         session.writer.flush(min(left, session.config.flush_seconds))
-
-
-def attempt_failed() -> None:
-    """Notes that the call that has just ended was a failed attempt, and runs again."""
-    for session in process.sessions.copy():
-        session.forget_attempt()
 
 
 def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, Any] | None:
@@ -299,7 +295,7 @@ def _finish_all() -> None:
 def _forget() -> None:
     """Resets a forked child, such as a DataLoader's worker, so that it has no hooks, no window and no files to
     finish."""
-    process.at_exit.disarm()
+    process.unwatch_exit()
     for session in (*process.capturers, *process.sessions):
         session.removed.set()
         session.recorders = ()
@@ -315,8 +311,4 @@ def _forget() -> None:
     process.termination.reset()
 
 
-process.dispatcher, process.termination, process.at_exit = (
-    Dispatcher(),
-    Termination(_save, _unsaved),
-    AtExit(_finish_all),
-)
+process.dispatcher, process.termination = Dispatcher(), Termination(_save, _unsaved)

@@ -25,7 +25,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,7 +52,7 @@ class Scope(NamedTuple):
 
 _NOBODY = Scope(None, None)
 _scope: ContextVar[Scope] = ContextVar("megaprof_role", default=_NOBODY)
-_blocks: ContextVar[tuple[tuple[object, Work], ...]] = ContextVar("megaprof_blocks", default=())
+_blocks: ContextVar[tuple[tuple[object, Callable[[bool], None]], ...]] = ContextVar("megaprof_blocks", default=())
 _evaluates: ContextVar[bool] = ContextVar("megaprof_evaluation", default=False)
 
 
@@ -60,70 +60,47 @@ _evaluates: ContextVar[bool] = ContextVar("megaprof_evaluation", default=False)
 current: Callable[[], Scope] = _scope.get
 
 
-class Work:
-    """A context manager around one run of the host's code, which is the work of ``role``. It has a range of its own
-    while ranges are recorded. Annotated work of a role may also open a window.
+def begin_work(
+    role: str | None, message: str | None = None, look: dict[str, Any] | None = None, *, overlapping: bool = False
+) -> Callable[[bool], None]:
+    """Begins one run of the host's code, which is the work of ``role``. It has a range of its own while ranges are
+    recorded. Annotated work of a role may also open a window. Returns a function that ends it, which is told whether it
+    failed.
 
     ``role``: None leaves the role as it was. ``message``: the name of an annotation's range; None if the range is named
     after the role. ``look`` and ``overlapping``: see `megaprof.recorders.emit.Range`.
     """
+    session: Any = None
+    opened: Range | None = None
+    if message is not None and role is not None and current().role != role:
+        with Contained("opening a window", process.abandon):
+            session = _window_for(role)
+    window = process.window
+    if process.recording:
+        with Contained("opening a range", process.abandon):
+            from megaprof.formats.ranges import annotation_range, role_range
+            from megaprof.recorders.emit import Range
 
-    __slots__ = ("_look", "_message", "_opened", "_overlapping", "_role", "_scope", "_session")
+            whose = role or current().role
+            name = role_range(str(whose)) if message is None else annotation_range(message, whose)
+            opened = Range(name, look, overlapping=overlapping)
+            opened.__enter__()
+    token = None if role is None else _scope.set(Scope(role, window))
 
-    def __init__(
-        self,
-        role: str | None,
-        message: str | None = None,
-        look: dict[str, Any] | None = None,
-        *,
-        overlapping: bool = False,
-    ) -> None:
-        self._role = role
-        self._message = message
-        self._look = look
-        self._overlapping = overlapping
-        self._scope: Token[Scope] | None = None
-        self._opened: Range | None = None
-        self._session: Any = None
+    def leave() -> None:
+        # An unfinished coroutine is closed in another context; the host may interrupt the first attempt.
+        with suppress(ValueError, RuntimeError):
+            if token is not None:
+                _scope.reset(token)
 
-    def __enter__(self) -> None:
-        role = self._role
-        if self._message is not None and role is not None and current().role != role:
-            with Contained("opening a window", process.abandon):
-                self._session = _window_for(role)
-        window = process.window
-        if process.recording:
-            with Contained("opening a range", process.abandon):
-                from megaprof.formats.ranges import annotation_range, role_range
-                from megaprof.recorders.emit import Range
+    def end(failed: bool) -> None:
+        in_full(
+            leave,
+            None if opened is None else opened.close,
+            None if session is None else partial(session.end_work, failed=failed),
+        )
 
-                whose = role or current().role
-                name = role_range(str(whose)) if self._message is None else annotation_range(self._message, whose)
-                self._opened = Range(name, self._look, overlapping=self._overlapping)
-                self._opened.__enter__()
-        if role is not None:
-            self._scope = _scope.set(Scope(role, window))
-
-    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        failed = fault is not None and not isinstance(fault, GeneratorExit)  # which closes an unfinished coroutine
-        in_full(self._leave, self._close, partial(self._end_window, failed))
-
-    def _leave(self) -> None:
-        scope, self._scope = self._scope, None
-        if scope is not None:
-            with suppress(ValueError):  # an unfinished coroutine is closed in another context
-                _scope.reset(scope)
-
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
-
-    def _end_window(self, failed: bool) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            with Contained("closing a window", process.abandon):
-                session.end_work(failed=failed)
+    return end
 
 
 def _window_for(role: str) -> Any:
@@ -134,42 +111,41 @@ def _window_for(role: str) -> Any:
     return session if session is not None and session.begin_work(role) else None
 
 
-class _Block:
-    """A context manager of the host's, which several tasks may be inside at once: the work that it began is remembered
-    in each task's own context."""
+class Block:
+    """A context manager of the host's, the work of ``role``, which several tasks may be inside at once: what it began
+    is remembered in each task's own context."""
 
-    def _begin(self, work: Work) -> None:
-        work.__enter__()
-        _blocks.set((*_blocks.get(), (self, work)))
+    def __init__(self, role: str | None) -> None:
+        self._role = role
+
+    def __enter__(self) -> None:
+        if self._role is not None:
+            self._begin(None, None)
+
+    def _begin(self, message: str | None, look: dict[str, Any] | None) -> None:
+        end = begin_work(self._role, message, look, overlapping=_in_task())
+        _blocks.set((*_blocks.get(), (self, end)))
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         blocks = _blocks.get()
         for place in reversed(range(len(blocks))):
             if blocks[place][0] is self:
                 _blocks.set(blocks[:place] + blocks[place + 1 :])
-                blocks[place][1].__exit__(kind, fault, tb)
+                blocks[place][1](fault is not None and not isinstance(fault, GeneratorExit))
                 return
 
 
-class role(_Block):
+def role(name: str) -> Block:
     """Marks the code inside ``with role("ref"): ...`` as the work of that role.
 
     Steps are counted per target and role. If scopes are nested, the innermost one counts. A name that is empty or not a
     string is logged once and ignored, and training continues.
     """
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name: str | None = None
-        try:
-            self._name = checked_role(name, "role")
-        except ValueError as mistake:
-            say_once(f"{mistake}. It is left out")
-
-    def __enter__(self) -> None:
-        if self._name is not None:
-            self._begin(Work(self._name, overlapping=_in_task()))
+    try:
+        return Block(checked_role(name, "role"))
+    except ValueError as mistake:
+        say_once(f"{mistake}. It is left out")
+        return Block(None)
 
 
 @contextmanager
@@ -203,7 +179,7 @@ def say_once(message: str) -> None:
 _COLORS = "an ARGB integer, one of NVTX's names (red, green, blue, ...), or matplotlib's where that is installed"
 
 
-class annotate(_Block):
+class annotate(Block):
     """Names a range in traces. Use it as a decorator, with or without arguments, or as a context manager.
 
     ``role`` is the role that does the work (actor, ref, critic, rollout, ...). ``message`` is the name of the range;
@@ -259,34 +235,41 @@ class annotate(_Block):
                 f"annotate: {message} is a generator, between whose steps others work; valid: a block around each part "
                 "of its work, `with megaprof.annotate(...):`, or the function that consumes it"
             )
-        if inspect.iscoroutinefunction(function):
-            wrapper = self._coroutine(function, message)
-        else:
-            wrapper = self._function(function, message)
-        return functools.wraps(function)(wrapper)
+        role, look = self._role, self._look
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not (process.sessions or process.traced):
+                return function(*args, **kwargs)
+            end, failed = begin_work(role, message, look), True
+            try:
+                result = function(*args, **kwargs)
+                failed = False
+                return result
+            finally:
+                end(failed)
+
+        @functools.wraps(function)
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            if not (process.sessions or process.traced):
+                return await function(*args, **kwargs)
+            end, failed = begin_work(role, message, look, overlapping=True), True
+            try:
+                result = await function(*args, **kwargs)
+                failed = False
+                return result
+            except GeneratorExit:  # closes a coroutine that is not finished
+                failed = False
+                raise
+            finally:
+                end(failed)
+
+        return run if inspect.iscoroutinefunction(function) else call
 
     def __enter__(self) -> None:
         if self._mistake is not None:
             say_once(f"{self._mistake}. It is left out")
-        self._begin(Work(self._role, self._message or "block", self._look, overlapping=_in_task()))
-
-    def _function(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not (process.sessions or process.traced):
-                return function(*args, **kwargs)
-            with Work(self._role, message, self._look):
-                return function(*args, **kwargs)
-
-        return wrapper
-
-    def _coroutine(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not (process.sessions or process.traced):
-                return await function(*args, **kwargs)
-            with Work(self._role, message, self._look, overlapping=True):
-                return await function(*args, **kwargs)
-
-        return wrapper
+        self._begin(self._message or "block", self._look)
 
 
 def _check(**given: tuple[Any, Any]) -> None:

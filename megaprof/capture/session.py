@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megaprof.artifacts.writer import Writer
 from megaprof.capture import compat
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
-from megaprof.capture.bounds import HostMemoryGuard, capturing
+from megaprof.capture.bounds import capturing, watch_host_memory
 from megaprof.capture.messages import note_in_span, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
@@ -38,38 +38,6 @@ if TYPE_CHECKING:
 Numbers = Callable[[str], tuple["int | None", "int | None"]]
 """Gets the target of a call that begins, and returns the host's numbers of the call and of the host's step that it is
 in. A number is None if unknown, and negative if the host has none."""
-
-
-class Pace:
-    """Observes how closely the calls of a session follow each other, to decide whether the profiler is prepared behind
-    a call. Reads the clock once when a call begins.
-
-    Starting a profiler takes milliseconds, the first time up to a second, and a different time on each rank. So the
-    rank enters the captured step late, and its pipeline waits. A profiler that was prepared after the call before, in
-    torch's own warm-up state, only has to be switched on. But prepared Kineto already keeps every kernel, and nobody
-    can end it before the next call: during an RL rollout it would fill the host's memory. So it is prepared only if the
-    next call is expected at once.
-    """
-
-    def __init__(self) -> None:
-        self._before: Sequence[CountedStep] = ()
-        self._began = 0
-        self._between = 0
-
-    def begins(self, steps: Sequence[CountedStep]) -> tuple[CountedStep, ...]:
-        """Returns the ``steps`` of a call that begins whose predecessors began with the call before. For these, the
-        next call is probably the next step, as in a job that only trains. If calls share a number, as RL's mini-batches
-        do, nobody knows which is the last."""
-        now = time.perf_counter_ns()
-        self._between, self._began = now - self._began, now
-        before = [(step.target, step.role, step.number) for step in self._before]
-        self._before = steps
-        return tuple(step for step in steps if (step.target, step.role, step.number - 1) in before)
-
-    def ends(self) -> bool:
-        """Returns whether the next call is expected at once: the call that ends took at least half as long as the time
-        from the beginning of the call before it to its own. If the next gap is like the last one, it is short."""
-        return self._between <= 2 * (time.perf_counter_ns() - self._began)
 
 
 class Session:
@@ -120,7 +88,6 @@ class Session:
         self._folder = folder
         self._speaks = here.speaks
         self._windows = 0  # the number of windows that were saved
-        self._ended = False
         # Now, because a window that opens must not wait for the disk. No finished file is ever replaced.
         with Suppressed(OSError):
             for artifact in map(parse_artifact_name, os.listdir(folder)):
@@ -135,13 +102,11 @@ class Session:
         self._losses: set[str] = set()
         self._held = compat.held_by(config)
         self._offloads = False  # whether a model of a call so far is offloaded manually
-        self._pace = Pace()
         #: The recorders that will be prepared when the running call ends, because the next call is captured.
         self._coming: Sequence[Recorder] = ()
+        self._began = self._between = 0  # when the running call began, and how long after the one before it, in ns
         self._thread = threading.get_ident()
-        self._last: Window | None = None  # the one that closed last
-        limit = parse_limit("max_host_memory", config.max_host_memory)
-        self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self), here.neighbours)
+        self._memory_limit = parse_limit("max_host_memory", config.max_host_memory), here.neighbours
 
     def owns(self, models: tuple[Any, ...] | None) -> bool:
         """Returns whether the session is for exactly these model chunks, or for any model if ``models`` is None."""
@@ -150,11 +115,6 @@ class Session:
         return len(models) == len(self.models) and all(
             reference() is innermost(model) for reference, model in zip(self.models, models, strict=True)
         )
-
-    @property
-    def calls(self) -> dict[tuple[str, str | None], int]:
-        """The number of calls that have begun, by target and role. Any thread may read it."""
-        return self.agenda.calls
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
         """Handles the start of a ``forward_backward_func`` call. Returns the recorded call, which ``end`` needs, or
@@ -171,7 +131,7 @@ class Session:
                 self._meet(role)
             target = facts.target
             opened = None if process.window is None else self._own_window
-            steps, closes, opens = self.agenda.begins(
+            steps, closes, opens, coming = self.agenda.begins(
                 target,
                 role,
                 *self._numbers(target),
@@ -179,8 +139,11 @@ class Session:
                 opened=None if opened is None or capturing() else opened.step,
                 demand=self.demand,
             )
-            windowed = self.recorders or self.demand is not None
-            self._coming = self._needed_next(steps) if windowed else ()
+            self._coming = ()
+            if self.recorders or self.demand is not None:
+                now = time.perf_counter_ns()
+                self._between, self._began = now - self._began, now
+                self._coming = self._recorders(coming[0][1]) if coming else ()
             if opened is not None or opens or process.prepared is not None:
                 with self._termination:
                     if closes:
@@ -205,7 +168,11 @@ class Session:
             in_full(call.outermost.close, self.abandon)
             return
         try:
-            coming = self._coming if not failed and not capturing() and self._pace.ends() else ()
+            coming = self._coming
+            if coming and (
+                failed or capturing() or not follows_at_once(self._between, time.perf_counter_ns() - self._began)
+            ):
+                coming = ()
             if call.timed and self.timeline is not None:
                 # A GPU is still at work on a call that ends, so preparing the profiler disturbs it.
                 self.timeline.end(call.tape, failed=failed, disturbed=bool(coming))
@@ -231,10 +198,11 @@ class Session:
         opened = False
         if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
             with Contained("opening a window", self.abandon), self._termination:
-                self._meet(role)
+                if role not in self._roles:
+                    self._meet(role)
                 graph, before = capturing(), process.window
                 numbers = self._numbers(ANNOTATED)
-                _, _, opens = self.agenda.begins(ANNOTATED, role, *numbers, graph=graph, demand=self.demand)
+                opens = self.agenda.begins(ANNOTATED, role, *numbers, graph=graph, demand=self.demand)[2]
                 self._open_first(opens, NO_CALL._replace(graph="capture" if graph else None))
                 opened = process.window is not before
         return opened
@@ -246,23 +214,15 @@ class Session:
             if (opened := self._own_window) is not None and opened.window.target == ANNOTATED:
                 self._close("the host raised an exception" if failed else None)
 
-    @property
-    def goes_on(self) -> bool:
-        """True if a further window is planned, or requested."""
-        return self.agenda.goes_on or (self.demand is not None and not self.demand.over)
+    def _recorders(self, demand: Demand | None) -> Sequence[Recorder]:
+        """The recorders of a window for ``demand``; None: of one that the configuration wants."""
+        return self.recorders if demand is None else demand.recorders
 
     @property
     def _own_window(self) -> OpenWindow | None:
         """The open window, if this session opened it; else None."""
         opened = process.window
         return opened if opened is not None and opened.owner is self else None
-
-    @property
-    def thread(self) -> int | None:
-        """The thread that opened this session's window or prepared its recorders. Only that thread can end them. None
-        if nothing is open or prepared."""
-        prepares = process.prepared is not None and process.prepared[0] is self
-        return process.thread if prepares or self._own_window is not None else None
 
     def end_window(self, reason: str, seconds: float | None = None) -> None:
         """Closes an open window early, and marks it as truncated because of ``reason``. A no-op without a window.
@@ -294,8 +254,8 @@ class Session:
         )
 
     def _say_end(self) -> None:
-        if self._speaks and not self._ended:
-            self._ended = True
+        if self._speaks:
+            self._speaks = False
             say_end(self.config, self._windows, self.agenda)
 
     def kernel_summary(self, timeout: float, role: str | None) -> dict[str, Any] | None:
@@ -306,15 +266,6 @@ class Session:
                 last: dict[str, Any] | None = summary(timeout, role)
                 return last
         return None
-
-    def forget_attempt(self) -> None:
-        """Removes the files of the call that has just ended, if it was captured, because it failed and runs again."""
-        window = self._last
-        if window is None or window.target != TRAIN_ACTOR:
-            return
-        if self.agenda.repeats(window.target, window.role, window.step):
-            logger.info("megaprof: train_actor step %d runs again, and its file is the second run's", window.step)
-            self.writer.run(partial(_remove, self._folder, window))
 
     def step_ended(self) -> None:
         """Closes a window of the whole step, because the host's step is over. A no-op without such a window."""
@@ -338,17 +289,6 @@ class Session:
         self._coming = ()
         if process.prepared is not None and process.prepared[0] is self:
             process.prepared = None
-
-    def _needed_next(self, steps: Sequence[CountedStep]) -> Sequence[Recorder]:
-        """Returns the recorders for the next call, if that is expected to be the step after one of ``steps`` and should
-        be captured; else none."""
-        demand = self.demand
-        for step in self._pace.begins(steps):
-            if self.agenda.comes(step):
-                return self.recorders
-            if demand is not None and self.agenda.comes(step, demand):
-                return demand.recorders
-        return ()
 
     def _prepare(self, recorders: Sequence[Recorder]) -> None:
         """Prepares the ``recorders`` that can be prepared, for the next call. A failure is only logged: starting the
@@ -375,9 +315,8 @@ class Session:
             in_full(*(one.discard for one in prepared[1] if all(one is not other for other in used)))
 
     def _meet(self, role: str | None) -> None:
-        if role not in self._roles:
-            self._roles.add(role)
-            check_role(self.config, str(role), self.coords)
+        self._roles.add(role)
+        check_role(self.config, str(role), self.coords)
 
     def _check_work(self, opened: OpenWindow, facts: CallFacts) -> None:
         """Discards an open window of annotated work whose first call shows a model that must not be in one."""
@@ -446,12 +385,11 @@ class Session:
         names = os.path.join(self._folder, window.path("", "").name)
         process.repeats[names] = process.repeats.get(names, 0) + 1
         window = replace(window, repeat=process.repeats[names])
-        recorders = self.recorders if demand is None else demand.recorders
-        process.window = opened = OpenWindow(self, window, step, demand, recorders)
+        process.window = opened = OpenWindow(self, window, step, demand, self._recorders(demand))
         process.thread = threading.get_ident()
         try:
-            self._guard.start()
-            for recorder in reversed(recorders):
+            watch_host_memory(opened.memory_is_safe, *self._memory_limit, partial(process.memory_ran_out, self))
+            for recorder in reversed(opened.recorders):
                 recorder.start(window)
         except Exception as fault:
             if from_host(fault):
@@ -486,15 +424,14 @@ class Session:
 
     def _save(self, opened: OpenWindow, truncated: str | None) -> None:
         """Stops the recorders of a window and has its files written."""
-        self._guard.stop()
-        final = not any(session.goes_on for session in process.sessions)
+        opened.memory_is_safe.set()
+        final = not any(s.agenda.goes_on or (s.demand is not None and not s.demand.over) for s in process.sessions)
         window = replace(opened.window, final=final)
         call = opened.call or RecordedCall(NO_CALL, Tape())
         try:
             metadata = describe(window, call, self.config, truncated, self._framework)
             for recorder in opened.recorders:
                 recorder.stop(window, metadata)
-            self._last = window
             self._windows += 1
             if self.timeline is not None:
                 self.timeline.captured(window.target, window.role)
@@ -523,18 +460,19 @@ class Session:
         self._losses.add(kind)
 
     def _release(self) -> None:
-        self._guard.stop()
         opened = self._own_window
         if opened is not None:
+            opened.memory_is_safe.set()
             opened.device.end()
             process.window, process.disturbed = None, True
 
 
-def _remove(folder: str, window: Window) -> None:
-    """Removes the files of ``window``, whose step failed and ran again. Runs on the writer's thread, once they are
-    complete."""
-    for name in window.names_in(folder):
-        os.unlink(os.path.join(folder, name))
+def follows_at_once(between: int, took: int) -> bool:
+    """Returns whether the call after one that took ``took`` is expected at once, if that one began ``between`` after
+    the call before it: if the next gap is like the last one, it is short. Only then are recorders prepared: Kineto
+    keeps every kernel from then on, and nobody can end it before the next call, so during an RL rollout it would fill
+    the host's memory."""
+    return between <= 2 * took
 
 
 def _reference(model: Any) -> Callable[[], Any]:

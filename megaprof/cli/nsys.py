@@ -73,10 +73,10 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
         )
     controller = worker = {}
     if args.ray in ("controller", "all"):
-        controller = _accepted(nsys.controller_options(config, output=args.output))
+        controller = nsys.controller_options(config, output=args.output)
     if args.ray != "controller":
         choices = {"ray": bool(args.ray), "shutdown": args.shutdown, "models": args.models, "capture": args.capture}
-        worker = _accepted(nsys.options(config, output=args.output, **choices))
+        worker = nsys.options(config, output=args.output, **choices)
     if args.ray is None:
         if "%q{RANK}" in worker["output"] and "RANK" not in os.environ:
             _note("RANK is not set here. nsys needs it when it starts: put this after torchrun, or give --output")
@@ -88,16 +88,6 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
         environments["controller"] = {"nsight": controller, "env_vars": config.to_env()}
         environments["worker"] = runtime_env(config, environments["worker"])
     return json.dumps(environments if args.ray == "all" else environments[args.ray], indent=2)
-
-
-def _accepted(options: dict[str, str]) -> dict[str, str]:
-    """Returns the options that the nsys of this machine knows, and prints the others."""
-    unknown = nsys.refused(options)
-    if unknown is None:
-        _note("there is no nsys on PATH, so these options could not be checked")
-    for name in unknown or ():
-        _note(f"left out --{name}={options[name]}, which this nsys does not know")
-    return {name: value for name, value in options.items() if name not in (unknown or ())}
 
 
 def _make_directory(directory: Path) -> None:

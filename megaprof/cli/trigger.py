@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     last_phase, ranks = "", counted(len(requester.ranks), "rank")
     try:
         while (outcome := requester.advance()) is None:
-            if requester.phase != last_phase:  # not for every change of a number in the state
-                last_phase = requester.phase
+            if (phase := requester.state.partition(" ")[0]) != last_phase:  # not for every change of a number in it
+                last_phase = phase
                 say(f"{arguments.target} on {ranks}: {requester.state}", sys.stderr)
             time.sleep(requester.pause)
     except (KeyboardInterrupt, SystemExit):

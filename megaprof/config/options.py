@@ -45,7 +45,7 @@ BY_SCHEDULE = "schedule"
 #: Options of the timeline alone.
 TIMELINE_ONLY = ("timeline_select", "timeline_megabytes", "collectives")
 #: Options that only the torch profiler has, and the options that it ignores without CPU activity.
-TORCH_ONLY = ("activities", "record_shapes", "with_flops", "export", "execution_trace", "kernels")
+TORCH_ONLY = ("activities", "record_shapes", "with_flops", "export", "kernels")
 NEED_CPU = ("record_shapes", "profile_memory", "with_stack", "with_flops")
 
 
@@ -153,11 +153,6 @@ class ProfileConfig:
         "gzipped; needs recorded stacks)",
         read.words(EXPORTS),
     )
-    execution_trace: bool = _option(
-        False,
-        "also write a PyTorch execution trace (Chakra, .et.json) for each window; slows the window down",
-        read.boolean,
-    )
     kernels: bool = _option(
         False, "also write the self time and count of every kernel (.kernels.json) for each window", read.boolean
     )
@@ -259,19 +254,19 @@ class ProfileConfig:
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles with their own ranks or steps."""
-        return tuple(dict.fromkeys((*self._role_ranks, *self._role_steps)))
+        return tuple(dict.fromkeys((*self._per_role("role_select"), *self._per_role("role_steps"))))
 
     def selector(self, role: str | None = None) -> Selector | None:
         """Returns the ranks that capture ``role``; None for no rank. If the role has no ranks of its own, those are the
         ranks for all roles, or rank 0."""
-        ranks = None if role is None else self._role_ranks.get(role)
+        ranks = None if role is None else self._per_role("role_select").get(role)
         if ranks is None:
             return _selector("0" if self.select is None else self.select, self.named("select"))
         return _selector(ranks, self.select_option(role))
 
     def select_option(self, role: str | None = None) -> str:
         """Returns the option that names the ranks of ``role``, as the user spelled it."""
-        return f"{self.named('role_select')} {role}" if role in self._role_ranks else self.named("select")
+        return f"{self.named('role_select')} {role}" if role in self._per_role("role_select") else self.named("select")
 
     @property
     def timeline_selector(self) -> Selector | None:
@@ -280,20 +275,17 @@ class ProfileConfig:
 
     def plan(self, target: str, role: str | None = None) -> Plan:
         """Returns the steps of ``target`` that are captured when ``role`` runs it."""
-        if role is not None and (steps := self._role_steps.get(role)) is not None:
+        if role is not None and (steps := self._per_role("role_steps").get(role)) is not None:
             return parse_step_list(steps, str(self.role_steps), self.named("role_steps"))
         if self.steps == BY_SCHEDULE:
             return parse_schedule(self.schedule, self.named("schedule"))
         lists = parse_steps(self.steps, self.named("steps"))
         return lists.get(target) or lists.get(None) or StepList(())
 
-    @property
-    def _role_ranks(self) -> dict[str, str]:
-        return {} if self.role_select is None else parse_per_role(self.role_select, self.named("role_select"))
-
-    @property
-    def _role_steps(self) -> dict[str, str]:
-        return {} if self.role_steps is None else parse_per_role(self.role_steps, self.named("role_steps"))
+    def _per_role(self, name: str) -> dict[str, str]:
+        """Returns what the option ``name`` says, by role."""
+        text = getattr(self, name)
+        return {} if text is None else parse_per_role(text, self.named(name))
 
     def _check(self) -> None:
         if self.dir is None:

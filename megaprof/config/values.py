@@ -375,12 +375,3 @@ registered: dict[str, object] = {}
 def known_tools() -> tuple[str, ...]:
     """Returns the values that ``--profile-tool`` takes now."""
     return (*BUILTIN, TIMELINE, *registered)
-
-
-def register_tool(name: str, factory: object) -> None:
-    """Adds a tool; see `megaprof.recorders.register_recorder`. Raises ValueError for a name that cannot be used."""
-    if not isinstance(name, str) or name != name.lower() or [name] != name.replace(",", " ").split():
-        raise ValueError(f"register_recorder: {name!r} is not valid; it must be one lower-case word without a comma")
-    if name in (*BUILTIN, TIMELINE) or registered.get(name, factory) is not factory:
-        raise ValueError(f"register_recorder: {name!r} is taken; known tools: {', '.join(known_tools())}")
-    registered[name] = factory

@@ -26,9 +26,9 @@ from megaprof.formats.job import (
     CONTROL,
     LATE_INTERVALS,
     LATE_SECONDS,
+    ROLE,
     RUN,
     STATUS,
-    BadRecord,
     InFlight,
     R,
     RankStatus,
@@ -48,7 +48,6 @@ _LOOKS = 3
 _READERS = 16
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o700
-_ROLE = "role-"
 #: A record that each rank writes, with its `run` and `rank`.
 OfRank = TypeVar("OfRank", RankStatus, InFlight)
 
@@ -64,7 +63,7 @@ class ControlDirectory:
         """``own``: for a rank of the job, which makes the directory, and refuses one that others could write to. A
         command opens it whoever it belongs to."""
         self._top = directory / CONTROL
-        self._names: tuple[str, ...] = () if role is None else (_ROLE + sanitise(role),)
+        self._names: tuple[str, ...] = () if role is None else (ROLE + sanitise(role),)
         self._own = own
         self._checked: tuple[int, int] | None = None
         self.path = self._top.joinpath(*self._names)
@@ -167,22 +166,22 @@ def write(directory: int, name: str, record: Record) -> None:
 
 def read(directory: int, name: str, kind: type[R]) -> R | None:
     """Returns the record in the file `name`; None if there is none, or none of this kind."""
-    with suppress(FileNotFoundError, BadRecord):
+    with suppress(FileNotFoundError, ValueError):
         return load(directory, name, kind)
     return None
 
 
 def load(directory: int, name: str, kind: type[R]) -> R:
     """Returns the record in the file `name`, whatever lies there, within a bounded time. Raises FileNotFoundError, and
-    BadRecord."""
+    ValueError."""
     try:
         descriptor = os.open(name, os.O_RDONLY | SAFE, dir_fd=directory)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise BadRecord("is no regular file")
+                raise ValueError("is no regular file")
             if status.st_size > LONGEST:
-                raise BadRecord(f"has {status.st_size} bytes, more than {LONGEST}")
+                raise ValueError(f"has {status.st_size} bytes, more than {LONGEST}")
             return decode(os.read(descriptor, LONGEST + 1), kind)
         finally:
             os.close(descriptor)
@@ -190,7 +189,7 @@ def load(directory: int, name: str, kind: type[R]) -> R:
         if fault.errno in (errno.ENOENT, errno.ESTALE):
             raise FileNotFoundError from None
         reason = "is a symbolic link" if fault.errno == errno.ELOOP else f"cannot be read: {fault.strerror}"
-        raise BadRecord(reason) from None
+        raise ValueError(reason) from None
 
 
 def ask_again(directory: int) -> None:
@@ -292,7 +291,7 @@ def roles_with_a_run(directory: Path) -> list[str | None]:
     try:
         with ControlDirectory(directory, None).open() as control:
             names = os.listdir(control)
-            roles = [name.removeprefix(_ROLE) for name in sorted(names) if name.startswith(_ROLE)]
+            roles = [name.removeprefix(ROLE) for name in sorted(names) if name.startswith(ROLE)]
             found: list[str | None] = [None] if RUN in names else []
     except OSError:
         return []
@@ -325,7 +324,7 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
             return RunningJob(directory, chosen, load(opened, RUN, RunRecord))
     except OSError:
         raise NoJob(f"no job in {directory} any more") from None
-    except BadRecord as fault:
+    except ValueError as fault:
         raise NoJob(f"{control.path / RUN} {fault}") from None
     except Unsafe as fault:
         raise NoJob(f"no job in {directory}: {fault}") from None

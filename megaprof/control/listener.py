@@ -11,17 +11,19 @@ import os
 import socket
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from megaprof.capture.agenda import Demand
+from megaprof.capture.compat import held_by
 from megaprof.capture.process import process
+from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.blame import is_stuck
-from megaprof.control.capture import LONGEST_REASON, Capture
 from megaprof.control.directory import (
     ControlDirectory,
     RunningJob,
@@ -31,24 +33,28 @@ from megaprof.control.directory import (
     read,
     write,
 )
-from megaprof.formats.flight import Entry, settled
+from megaprof.control.request import check, recorder_config
 from megaprof.formats.job import (
     CAPTURE,
     COLLECTIVES,
     RUN,
     STATUS,
+    Answer,
     Calls,
     InFlight,
     RankStatus,
+    Refused,
     Request,
     RunRecord,
+    State,
     interval,
 )
-from megaprof.formats.names import host
+from megaprof.formats.metadata import SESSION_VARIABLE
+from megaprof.formats.names import host, shard
 from megaprof.formats.phrases import printable
-from megaprof.parallel.topology import AXES, RankCoords, WorldLayout
-from megaprof.recorders import flight
-from megaprof.recorders.timeline_steps import ChangeClock, Key
+from megaprof.parallel.topology import AXES, WorldLayout
+from megaprof.recorders import build_recorders, flight
+from megaprof.recorders.timeline_steps import Key, change_clock
 from megaprof.runtime.background import Background
 from megaprof.runtime.isolation import logger
 
@@ -60,86 +66,48 @@ if TYPE_CHECKING:
 _END_SECONDS = 2.0
 #: Seconds after the time-out of a request until its job removes it: the command that should have done so is gone.
 _GRACE = 30.0
+#: The most characters of a reason in a status.
+LONGEST_REASON = 1000
+#: A target counts as one that nobody runs if it was not called while others were called this often.
+_CALLS_OF_OTHERS = 2
 #: How many looks at a counter of calls the average time between two calls is taken over.
 _LOOKS = 32
-#: A record of what is in flight is bounded: so many calls that have not ended, first those that are the first of their
-#: kind, and so many shapes of each.
-_MOST, _SHAPES = 200, 4
 
 
-class StandstillWriter:
-    """Writes what a rank has in flight once it stands still, and removes that when the rank moves again: so all files
-    there are of one standstill. `megaprof hang` reads them as it reads dumps of torch's watchdog."""
-
-    def __init__(self, coords: RankCoords, control: ControlDirectory) -> None:
-        rank, sizes = coords.rank, coords.sizes
-        self._control = control
-        self._folder = folder_of(COLLECTIVES, rank, sizes.world)
-        self._name = name_of(rank)
-        #: When the rank last moved before the standstill that is written; None: nothing is written. At first 0: an
-        #: earlier run may have left a file.
-        self._moved: float | None = 0.0
-        # A world of exchanges alone is not checked: gloo keeps none.
-        self._checked = rank > 0 or sizes.world == sizes.pp
-
-    def look(self, status: RankStatus) -> None:
-        """Writes what is in flight if the rank has begun to stand still; removes it if the rank moves. Raises OSError
-        and Unsafe."""
-        if status.past_first_step and not self._checked:
-            self._checked = True
-            self._check()
-        moved = status.moved if is_stuck(status, status.time) else None
-        if status.run is None or moved == self._moved:
-            return
-        if moved is None:
-            self.leave()
-        else:
-            self._write(status)
-        self._moved = moved
-
-    def leave(self) -> None:
-        """Removes the file, also that of an earlier run."""
-        if self._moved is not None:
-            with suppress(FileNotFoundError), self._control.open(*self._folder) as folder:
-                os.unlink(self._name, dir_fd=folder)
-
-    def _write(self, status: RankStatus) -> None:
-        try:
-            called = flight.entries()
-        except flight.NoFlightRecorder:
-            return
-        record = InFlight(run=str(status.run), rank=status.rank, entries=_kept(called), pg_config=flight.groups())
-        with self._control.open(*self._folder, create=True) as folder:
-            write(folder, self._name, record)
-
-    def _check(self) -> None:
-        """Logs once, after the first steps, if torch keeps no collectives."""
-        why = f"torch keeps none of them: set {flight.SIZE}={flight.USUAL} before the first process group is made"
-        try:
-            if flight.entries():
-                return
-        except flight.NoFlightRecorder as missing:
-            why = str(missing)
-        logger.warning("megaprof: if this job hangs, its collectives will not show why: %s", why)
+def _demanded(request: Request, run: RunRecord, session: Session, directory: str) -> Demand:
+    """Returns what is to be captured for a request, with files in ``directory``. Raises Refused or ValueError if that
+    cannot be, and whatever a tool raises."""
+    check(request, run)
+    if session.off is not None:
+        raise Refused(f"profiling is off on this rank since a fault: {session.off}")
+    config = recorder_config(request, directory)
+    if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
+        raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
+    role = _role_of(request, session)
+    recorders = build_recorders(config, session.writer)
+    return Demand(request.target, role, -1, request.steps, recorders, holding=held_by(config))
 
 
-def _kept(called: Iterable[Entry]) -> list[Entry]:
-    """Returns, in the order of the calls, the last collective of each group and the first calls that have not ended."""
-    last: dict[str, int] = {}
-    pending: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    entries = settled(called)
-    for place, entry in enumerate(entries):
-        entry.record_id = place  # two rings count by themselves
-        group = entry.process_group[0]
-        if not entry.is_p2p:
-            last[group] = place
-        if not entry.ended:
-            pending[group, entry.profiling_name if entry.is_p2p else ""].append(place)
-    first = sorted(ordered for places in pending.values() for ordered in enumerate(places))[:_MOST]
-    kept = [entries[place] for place in sorted({*last.values(), *(place for _, place in first)})]
-    for entry in kept:
-        entry.input_sizes, entry.input_dtypes = entry.input_sizes[:_SHAPES], entry.input_dtypes[:_SHAPES]
-    return kept
+def _role_of(request: Request, session: Session) -> str | None:
+    """Returns the role whose calls are counted. Raises Refused if nobody makes such calls."""
+    target = TRAIN_ACTOR if request.target == TRAIN_OVERALL else request.target
+    our_role, wanted = session.role, request.role
+    calls = dict(session.agenda.calls)
+    seen = sorted({role or "" for name, role in calls if name == target})
+    if not seen and sum(calls.values()) >= _CALLS_OF_OTHERS:
+        runs = ", ".join(sorted({name if role is None else f"{name} of {role}" for name, role in calls}))
+        raise Refused(f"nobody has run {target} in this job so far; what runs is {runs}")
+    if wanted is not None:
+        if wanted not in seen and wanted != our_role and seen:
+            roles = [role for role in seen if role]
+            hint = f"{target} runs as {', '.join(roles)}" if roles else f"{target} has no roles: leave --role out"
+            raise Refused(f"unknown role {wanted!r}; {hint}")
+        return wanted
+    if not seen or (our_role or "") in seen:
+        return our_role
+    if len(seen) > 1:
+        raise Refused(f"{target} runs as {', '.join(seen)}: name one with --role")
+    return seen[0]
 
 
 class Listener:
@@ -156,15 +124,22 @@ class Listener:
         self._control = ControlDirectory(self._directory, session.role, own=True)
         self.path = self._control.path
         self._leads = coords.rank == 0
-        self._own = RunRecord.new(coords, layout, session.config.target, session.role, self.every)
+        self._own = RunRecord.new(coords, layout, session.role, self.every)
         self._run: RunRecord | None = None
         self._ousted = False
         self._request: Request | None = None
         self._obsolete_at = 0.0  # when the request may be removed, by the monotonic clock
-        self._capture: Capture | None = None
-        self._standstill = StandstillWriter(coords, self._control)
+        self._answer: Answer | None = None
+        """To the request that the rank began with last, until its files are finished; None without one."""
+        self._demand: Demand | None = None
+        """What is captured for that request; None if it cannot be. The training thread looks at `Session.demand`."""
+        #: When the rank last moved before the standstill that is written; None: nothing is written. At first 0: an
+        #: earlier run may have left a file.
+        self._stood_since: float | None = 0.0
+        # A world of exchanges alone is not checked: gloo keeps none.
+        self._flight_checked = coords.rank > 0 or coords.sizes.world == coords.sizes.pp
         self._calls: dict[Key, deque[tuple[float, int]]] = {}  # when how many had begun
-        self._host_moved, self._device_moved = ChangeClock(), ChangeClock()
+        self._host_moved, self._device_moved = change_clock(), change_clock()
         self._complained: set[str] = set()
         self.closed = False
         """True once it looks no more: the job has ended, or others could write to its directory."""
@@ -190,7 +165,7 @@ class Listener:
     @property
     def busy(self) -> bool:
         """True while a capture is asked for, or is being made by this rank."""
-        return self._request is not None or self._capture is not None
+        return self._request is not None or self._answer is not None
 
     def step_time(self, target: str) -> tuple[int, float | None]:
         """Returns how many calls of `target` have begun in the session's role, and how long one takes lately, in ms;
@@ -199,14 +174,14 @@ class Listener:
         recent = None if timeline is None else timeline.tally.recent(*key)
         seconds = self._seconds(key)
         apart = None if seconds is None else 1e3 * seconds
-        return self._session.calls.get(key, 0), apart if recent is None else recent.step_ms
+        return self._session.agenda.calls.get(key, 0), apart if recent is None else recent.step_ms
 
     def look(self) -> None:
         """Looks once. The background thread calls it every `every` seconds."""
         if self.closed:
             return
         now = time.monotonic()
-        for key, count in dict(self._session.calls).items():
+        for key, count in dict(self._session.agenda.calls).items():
             looks = self._calls.setdefault(key, deque(maxlen=_LOOKS))
             if not looks or looks[-1][1] != count:
                 looks.append((now, count))
@@ -263,13 +238,13 @@ class Listener:
         """Begins with a new request, goes on with the one in hand, or drops it."""
         run = None if self._ousted else self._run
         self._request = request = self._request_to(run, control)
-        if self._capture is not None and (request is None or request.id != self._capture.answer.request):
+        if self._answer is not None and (request is None or request.id != self._answer.request):
             self._withdraw("it was withdrawn")
-        if run is not None and request is not None and self._capture is None and self._is_asked(request):
-            self._capture = Capture(request, run, self._session, self._directory, self._seconds)
-        if self._capture is not None:
-            in_hand = request is not None and request.id == self._capture.answer.request
-            self._capture.look(request.first if request is not None and in_hand else None)
+        if run is not None and request is not None and self._answer is None and self._is_asked(request):
+            self._begin(request, run)
+        if self._answer is not None:
+            in_hand = request is not None and request.id == self._answer.request
+            self._go_on(self._answer, request.first if request is not None and in_hand else None)
 
     def _request_to(self, run: RunRecord | None, control: int) -> Request | None:
         """Returns the request to `run`; None if there is none. Whoever asks next replaces what is no request."""
@@ -291,12 +266,70 @@ class Listener:
         except ValueError:
             return True  # of another version of megaprof: the answer says what is wrong
 
+    def _begin(self, request: Request, run: RunRecord) -> None:
+        """Begins with a request, or refuses it."""
+        self._answer, self._demand = Answer(request.id, "accepted"), None
+        try:
+            self._demand = _demanded(request, run, self._session, str(self._directory))
+            self._say("accepted")
+        except (Refused, ValueError) as fault:
+            self._say("failed", str(fault))
+        except Exception as fault:  # a tool's
+            logger.warning("megaprof: request %s is refused: %r", request.id, fault)
+            self._say("failed", f"it cannot be prepared: {fault!r}")
+
+    def _go_on(self, answer: Answer, first: int | None) -> None:
+        """Brings the ``answer`` up to date. ``first`` is the number of the first call to capture; None while that is
+        not chosen, or the request is withdrawn."""
+        demand, session = self._demand, self._session
+        if answer.final or demand is None:
+            return
+        if first is not None and demand.first < 0:
+            demand.first = first
+            session.demand = demand
+            # Only now: a call that began before it was set did not see it.
+            begun = session.agenda.calls.get(demand.counted, 0)
+            if begun > first and not demand.seen:
+                session.demand = None
+                self._say("failed", f"call {first} was over when the rank heard of it; {begun} had begun")
+                return
+        records = demand.records  # once: the training thread goes on
+        if not records and session.demand is demand:
+            session.demand = None
+        if records and session.off is not None:
+            self._say("failed", f"profiling went off on this rank after a fault: {session.off}")
+        elif records or len(demand.written) < demand.saved:
+            self._say("recording" if demand.taken else "accepted")
+        elif demand.reason is not None:
+            self._say("failed", demand.reason)
+        else:
+            self._say("done")
+
     def _withdraw(self, reason: str) -> None:
         """Gives the capture up. A window that is open is finished all the same, and so are those that follow it."""
-        if self._capture is not None:
-            self._capture.cancel(reason)
-            if self._capture.answer.final or not self._capture.records:
-                self._capture = None
+        demand = self._demand
+        if self._answer is not None and not self._answer.final and (demand is None or not demand.taken):
+            if demand is not None and self._session.demand is demand:
+                self._session.demand = None
+            self._say("failed", reason)
+        if self._answer is not None and (self._answer.final or demand is None or not demand.records):
+            self._answer = self._demand = None
+
+    def _say(self, state: State, reason: str | None = None) -> None:
+        """Makes that the answer to the request in hand."""
+        answer, demand, folder = self._answer, self._demand, shard(self._coords)
+        if answer is None:
+            return
+        reason = None if reason is None else printable(reason[:LONGEST_REASON])
+        self._answer = answer = Answer(answer.request, state, reason=reason)
+        if demand is not None:
+            self._answer = replace(
+                answer,
+                calls=self._session.agenda.calls.get(demand.counted, 0),
+                seconds=self._seconds(demand.counted),
+                steps=tuple(demand.taken),
+                files=tuple(os.path.join(folder, name) for names in demand.written for name in names),
+            )
 
     def _write_status(self, control: int, *, ended: bool = False) -> None:
         if self._ousted:
@@ -306,18 +339,55 @@ class Listener:
         with self._control.open(*names, create=True, control=control) as folder:
             write(folder, name_of(status.rank), status)
         if ended:
-            self._standstill.leave()
+            self._remove_in_flight()
         else:
-            self._standstill.look(status)
+            self._write_in_flight(status)
+
+    def _write_in_flight(self, status: RankStatus) -> None:
+        """Writes what the rank has in flight once it stands still, and removes that when the rank moves again: so all
+        files there are of one standstill. `megaprof hang` reads them as it reads dumps of torch's watchdog."""
+        if status.past_first_step and not self._flight_checked:
+            self._flight_checked = True
+            self._check_flight_recorder()
+        since = status.moved if is_stuck(status, status.time) else None
+        if status.run is None or since == self._stood_since:
+            return
+        if since is None:
+            self._remove_in_flight()
+        else:
+            with suppress(flight.NoFlightRecorder):
+                called, groups = flight.in_flight(flight.entries()), flight.groups()
+                record = InFlight(run=status.run, rank=status.rank, entries=called, pg_config=groups)
+                names = folder_of(COLLECTIVES, status.rank, self._coords.sizes.world)
+                with self._control.open(*names, create=True) as folder:
+                    write(folder, name_of(status.rank), record)
+        self._stood_since = since
+
+    def _remove_in_flight(self) -> None:
+        """Removes the file, also that of an earlier run."""
+        if self._stood_since is not None:
+            names = folder_of(COLLECTIVES, self._coords.rank, self._coords.sizes.world)
+            with suppress(FileNotFoundError), self._control.open(*names) as folder:
+                os.unlink(name_of(self._coords.rank), dir_fd=folder)
+
+    def _check_flight_recorder(self) -> None:
+        """Logs once, after the first steps, if torch keeps no collectives."""
+        why = f"torch keeps none of them: set {flight.SIZE}={flight.USUAL} before the first process group is made"
+        try:
+            if flight.entries():
+                return
+        except flight.NoFlightRecorder as missing:
+            why = str(missing)
+        logger.warning("megaprof: if this job hangs, its collectives will not show why: %s", why)
 
     def _describe(self, *, ended: bool) -> RankStatus:
         """Returns the rank's status now."""
         session, timeline = self._session, self._session.timeline
-        begun = dict(session.calls)
+        begun = dict(session.agenda.calls)
         running, position = process.parts.now, None if timeline is None else timeline.position()
         device = None if timeline is None else timeline.device_position()
         if device is not None:
-            device = replace(device, since=self._device_moved.since(replace(device, since=0.0)))
+            device = replace(device, since=self._device_moved(replace(device, since=0.0)))
         finished = {} if timeline is None else timeline.calls()
         calls = []
         for key in dict.fromkeys((*begun, *finished)):
@@ -332,14 +402,14 @@ class Listener:
             pid=os.getpid(),
             time=time.time(),
             interval=self.every,
-            since=self._host_moved.since((position, running, sum(begun.values()))),
+            since=self._host_moved((position, running, sum(begun.values()))),
             calls=tuple(calls),
             position=position,
             part=running[0] if running is not None and position is None else None,
             device_position=device,
             recent=None if timeline is None else timeline.tally.recent(),
             waits=None if timeline is None else timeline.tally.waits,
-            capture=None if self._capture is None else self._capture.answer,
+            capture=self._answer,
             ended=ended,
             off=session.off is not None,
             why=None if session.off is None else printable(session.off[:LONGEST_REASON]),
@@ -385,8 +455,10 @@ class Listener:
             del process.answers[self.path]
 
     def _say_goodbye(self) -> None:
-        if self._capture is not None:
-            self._capture.end()
+        if self._answer is not None:
+            self._go_on(self._answer, None)
+            if not self._answer.final:
+                self._say("failed", "the job ended before it was finished")
         with suppress(OSError, Unsafe), self._control.open() as control:
             with suppress(OSError):
                 self._write_status(control, ended=True)

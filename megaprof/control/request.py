@@ -1,5 +1,6 @@
 """A request to capture: its rules, which the command that asks and the ranks that are asked share, and the side that
-asks. That carries a request through, from `capture.json` to the files, and never waits.
+asks. That carries a request through, from `capture.json` to the files, and never waits. A job may also ask by itself,
+when its steps, or one of its stages, become slow.
 
 First every selected rank says in its status how far its calls have come. Then the command chooses one call number that
 lies ahead of all of them, and writes it into the request. So every rank starts with the same step, and none waits for
@@ -11,21 +12,25 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import statistics
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from time import monotonic
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
-from megaprof.config.values import TARGETS, TIMELINE
+from megaprof.config.values import TARGETS, TIMELINE, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, read, write
 from megaprof.formats.job import CAPTURE, LONGEST_TIMEOUT, MOST_STEPS, RUN, Answer, Refused, Request, RunRecord
-from megaprof.formats.phrases import ago, counted
+from megaprof.formats.phrases import ago, counted, listed
+from megaprof.runtime.isolation import logger
 
 #: The defaults of a request: how many steps, which ranks, and seconds until nobody waits for it any more.
 STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
@@ -33,6 +38,13 @@ STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
 OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
 #: The first step comes this many times later than the estimate says.
 _SAFETY = 1.5
+#: The usual step time is the median of the step times at the last looks: at most so many, and at least so many.
+_HISTORY = 4096
+_LEAST = 30
+#: A change counts when this many looks in a row see it.
+_IN_A_ROW = 3
+#: The shortest time between two captures that the job makes by itself.
+COOLDOWN_SECONDS = 3600.0
 #: Seconds for which a job that is just beginning is given the time to show how long a step takes.
 _PATIENCE = 30.0
 
@@ -158,6 +170,8 @@ class Requester:
         """The ranks that are asked, by number."""
         self.still = 0.0
         """Seconds since any rank that has not finished moved; 0 while one moves."""
+        self.pause = job.run.interval / 5
+        """Seconds from one look to the next: a rank answers once in an interval."""
         self._job = job
         self._answers: dict[int, Answer] = {}
         self._submitted_at: float | None = None
@@ -183,23 +197,12 @@ class Requester:
             raise Refused(f"{path} cannot be written: {fault.strerror}") from None
         except Unsafe as fault:
             raise Refused(str(fault)) from None
-        self._submitted_at = time.monotonic()
-
-    @property
-    def pause(self) -> float:
-        """Seconds from one look to the next: a rank answers once in an interval."""
-        return self._job.run.interval / 5
-
-    @property
-    def phase(self) -> Literal["waits", "starts", "records"]:
-        """Whether it waits for answers, for the first call to come, or for the files."""
-        if self.request.first is None:
-            return "waits"
-        return "records" if self._recording else "starts"
+        self._submitted_at = monotonic()
 
     @property
     def state(self) -> str:
-        """What it waits for, for people."""
+        """What it waits for, for people. The first word stays as long as that is the same: answers, the first call, or
+        files."""
         if self.request.first is None:
             if self.missing:
                 return f"waiting for {len(self.missing)} of {len(self.ranks)} to answer"
@@ -279,13 +282,18 @@ class Requester:
         if self._waited <= self.request.timeout:
             return None
         if self.request.first is None:
-            raise Refused(self._silence())
+            waited = f"within {self.request.timeout:.0f} s"
+            if not self._answers:
+                raise Refused(f"nobody answered {waited}")
+            if not self.missing:
+                raise Refused(f"no step began {waited}{self._standing()}")
+            raise Refused(f"no answer {waited} from rank {listed(list(map(str, self.missing)))}")
         return self._outcome(f"it was not finished within {self.request.timeout:.0f} s{self._standing()}")
 
     @property
     def _waited(self) -> float:
         """Seconds since it asked."""
-        return 0.0 if self._submitted_at is None else time.monotonic() - self._submitted_at
+        return 0.0 if self._submitted_at is None else monotonic() - self._submitted_at
 
     def _check_that_it_stands(self, control: int) -> None:
         """Raises Refused where the ranks cannot see the request any more."""
@@ -324,14 +332,6 @@ class Requester:
         except OSError as fault:
             raise Refused(f"the request cannot be written: {fault.strerror}") from None
         self.request = chosen
-
-    def _silence(self) -> str:
-        if not self._answers:
-            return f"nobody answered within {self.request.timeout:.0f} s"
-        if not self.missing:
-            return f"no step began within {self.request.timeout:.0f} s{self._standing()}"
-        silent = ", ".join(map(str, self.missing[:8])) + (" ..." if len(self.missing) > 8 else "")
-        return f"no answer within {self.request.timeout:.0f} s from rank {silent}"
 
     def _standing(self) -> str:
         return f"; none of these ranks has moved for {ago(self.still)}" if self.still else ""
@@ -377,3 +377,100 @@ def requester_for(directory: Path, target: str, *, role: str | None = None, **fi
 
 def _busy(other: Request) -> str:
     return f"busy with {other.id} ({other.by}), which asks for {other.target}"
+
+
+class Watchdog:
+    """Asks for captures as `megaprof trigger` does, from the background thread of the lowest rank.
+
+    It captures only what is new, and waits for a while after each capture, so that a job that stays slow does not fill
+    its disk.
+    """
+
+    def __init__(self, config: ProfileConfig) -> None:
+        self._config = config
+        self._target = TRAIN_ACTOR if TRAIN_ACTOR in config.target else config.target[0]
+        # A train_overall window lasts from one training step to the next: those are what is counted and timed.
+        self.timed = TRAIN_ACTOR if self._target == TRAIN_OVERALL else self._target
+        self._step_times: deque[float] = deque(maxlen=_HISTORY)
+        self._calls = -1
+        self._slow_looks = 0
+        self._imbalance = 0.0
+        self._uneven: deque[bool] = deque(maxlen=_IN_A_ROW)
+        self._uneven_is_known = False
+        self._not_before = 0.0
+        self._requester: Requester | None = None
+
+    def look(self, job: RunningJob | None, calls: int, milliseconds: float | None, *, busy: bool) -> None:
+        """Looks once at the step time, and asks the ``job`` for a capture if that, or the imbalance of the stages, is
+        unusual. ``calls``: how many calls of `timed` have begun; ``milliseconds``: how long one takes lately; ``busy``:
+        whether a capture is asked for already."""
+        if self._requester is not None:
+            self._go_on(self._requester)
+            return
+        # A captured step is slow by itself, and without a new step there is nothing new to see.
+        unseen = milliseconds is not None and not busy and calls != self._calls
+        reason = self._slow_steps(calls, milliseconds) if milliseconds is not None and unseen else None
+        if reason is None and len(self._uneven) == _IN_A_ROW and all(self._uneven) and not self._uneven_is_known:
+            reason = f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
+        if reason is not None and monotonic() >= self._not_before and not busy:
+            self._ask(job, reason)
+
+    def see(self, imbalance: float | None) -> None:
+        """Notes the latest imbalance of the stages; None if it is not known."""
+        threshold = self._config.trigger_imbalance
+        if threshold is None or imbalance is None:
+            self._uneven.clear()
+            return
+        self._imbalance = imbalance
+        self._uneven.append(imbalance > threshold)
+        if len(self._uneven) == _IN_A_ROW and not any(self._uneven):
+            self._uneven_is_known = False
+
+    def _slow_steps(self, calls: int, milliseconds: float) -> str | None:
+        """Returns what is slow about the last steps, for people; None if nothing is."""
+        factor = self._config.trigger_step_time
+        if factor is None:
+            return None
+        self._calls = calls
+        usual = statistics.median(self._step_times) if len(self._step_times) >= _LEAST else None
+        self._step_times.append(milliseconds)
+        if usual is None or milliseconds <= factor * usual:
+            self._slow_looks = 0
+            return None
+        self._slow_looks += 1
+        if self._slow_looks < _IN_A_ROW:
+            return None
+        return f"steps take {milliseconds:.0f} ms, {milliseconds / usual:.2f} times the usual {usual:.0f} ms"
+
+    def _ask(self, job: RunningJob | None, reason: str) -> None:
+        self._not_before = monotonic() + COOLDOWN_SECONDS
+        self._slow_looks = 0
+        self._uneven.clear()
+        if job is None:
+            return
+        try:
+            by = f"the job itself, as {reason}"
+            requester = Requester(job, new_request(job.run, self._target, role=job.run.role, steps=STEPS, by=by))
+            requester.submit()
+        except Refused as refusal:
+            logger.warning("megaprof: %s, but a capture is not possible: %s", reason, refusal)
+            return
+        self._requester = requester
+        logger.warning("megaprof: %s: capturing %d steps (%s)", reason, STEPS, requester.request.id)
+
+    def _go_on(self, requester: Requester) -> None:
+        """Follows a request up to its files."""
+        outcome = requester.advance()
+        if outcome is None:
+            return
+        self._requester = None
+        if outcome.captured == 0:
+            logger.warning("megaprof: nothing captured (%s): %s", outcome.request, outcome.reason)
+            return
+        self._step_times.clear()  # what was captured counts as usual from now on
+        self._uneven_is_known = True
+        steps = ", ".join(map(str, outcome.steps))
+        missing = "" if outcome.reason is None else f", but {outcome.reason}"
+        logger.warning(
+            "megaprof: captured step %s on %d ranks (%s)%s", steps, outcome.captured, outcome.request, missing
+        )

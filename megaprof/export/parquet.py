@@ -21,7 +21,7 @@ from megaprof.analysis.report.text.notes import brief, with_texts
 from megaprof.analysis.trace.reading import find_timelines
 from megaprof.formats import timeline as format
 from megaprof.formats.inputs import files_below, read_input
-from megaprof.formats.job import CONTROL, RUN, BadRecord, RunRecord, decode
+from megaprof.formats.job import CONTROL, RUN, RunRecord, decode
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable
@@ -135,7 +135,7 @@ def _named(directory: Path) -> tuple[str | None, int]:
     control = directory / CONTROL
     runs = files_below(control, (RUN,)) if control.is_dir() else []
     for path in sorted(runs, key=lambda path: (len(path.parts), path)):
-        with contextlib.suppress(OSError, ValueError, BadRecord):
+        with contextlib.suppress(OSError, ValueError):
             record = decode(read_input(path), RunRecord)
             return record.run, int(record.started * 1e9) - _CLOCKS_APART_NS
     return None, 0

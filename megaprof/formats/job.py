@@ -25,7 +25,7 @@ from megaprof.parallel.selectors import Selector, parse_selector
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords, WorldLayout
 
 CONTROL, RUN, CAPTURE, STATUS, COLLECTIVES = "control", "run.json", "capture.json", "status", "collectives"
-_ROLE = "role-"
+ROLE = "role-"
 #: Status files that the whole job writes each second, at most.
 STATUS_RATE = 1000
 #: No job has more ranks, and nobody reads more status files.
@@ -59,16 +59,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 R = TypeVar("R", bound=Record)
 
 
-class BadRecord(Exception):
-    """The file is not a record of the wanted kind; the message completes "it ..."."""
-
-
 def decode(content: bytes, kind: type[R]) -> R:
-    """Returns the record in a file's `content`. Raises BadRecord."""
+    """Returns the record in a file's `content`. Raises ValueError, whose message completes "it ..."."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
-        raise BadRecord(f"is damaged, or was written by another version of megaprof: {fault}") from None
+        raise ValueError(f"is damaged, or was written by another version of megaprof: {fault}") from None
 
 
 def interval(world: int) -> float:
@@ -94,8 +90,6 @@ class RunRecord(Record, frozen=True):
     sizes: ParallelSizes
     order: Name | None
     """Megatron's rank order, such as ``tp-cp-ep-dp-pp``; None if no order explains the ranks."""
-    targets: Annotated[tuple[Name, ...], Meta(max_length=8)]
-    """The targets that it captures by itself."""
     role: str | None
     interval: Annotated[float, Meta(ge=0.01, le=LONGEST_INTERVAL)]
     """Seconds between two looks of a rank, and between two of its status records."""
@@ -109,9 +103,7 @@ class RunRecord(Record, frozen=True):
             raise ValueError(f"its sizes make {largest} ranks, more than {MOST_RANKS}")
 
     @classmethod
-    def new(
-        cls, coords: RankCoords, layout: WorldLayout | None, targets: tuple[str, ...], role: str | None, seconds: float
-    ) -> RunRecord:
+    def new(cls, coords: RankCoords, layout: WorldLayout | None, role: str | None, seconds: float) -> RunRecord:
         """Returns the record of the job of the rank at `coords`. It begins now, and a rank looks every `seconds`."""
         return cls(
             run=secrets.token_hex(8),
@@ -120,7 +112,6 @@ class RunRecord(Record, frozen=True):
             started=time.time(),
             sizes=coords.sizes,
             order=None if layout is None else layout.order,
-            targets=targets,
             role=role,
             interval=seconds,
         )

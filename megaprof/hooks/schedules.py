@@ -19,6 +19,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from megaprof.capture.process import process
 from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
 from megaprof.formats import codes, ranges
@@ -47,10 +48,11 @@ _TRAINING, _FORWARD_ONLY = "train_step", "forward_only"
 _STACK_LIMIT = 64
 
 
-def patch_megatron(patches: Patches, dispatcher: Dispatcher) -> None:
+def patch_megatron(patches: Patches) -> None:
     """Hooks the schedules and the functions that they call, until ``patches`` are undone."""
     import torch
 
+    dispatcher = process.dispatcher
     _patch_schedules(patches, dispatcher)
     patch_microbatches(patches, dispatcher)
     patch_p2p(patches, dispatcher)
@@ -303,9 +305,6 @@ def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
     return lambda call, args, kwargs: kind | call.tape.position(model(args, kwargs), microbatch(args, kwargs))
 
 
-_UNKNOWN: Place = None, None
-
-
 def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
     """Hooks the methods of ``P2PCommunicator`` (0.14+) or the functions of ``p2p_communication`` (up to 0.13).
 
@@ -356,13 +355,13 @@ def _awaited(call: RecordedCall, kind: str) -> Place:
     received."""
     facts = call.facts
     if facts.microbatches is None or facts.schedule is None:
-        return _UNKNOWN
+        return None, None
     config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
     stages = getattr(config, "pipeline_model_parallel_size", None) or 1
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
     schedule = PipelineSchedule(facts.schedule, stages, len(facts.chunks), facts.microbatches, group)
     order, done = (forward_order if kind == "forward" else backward_order)(schedule), _ran(call, kind)
-    return (order[done].microbatch, order[done].chunk) if done < len(order) else _UNKNOWN
+    return (order[done].microbatch, order[done].chunk) if done < len(order) else (None, None)
 
 
 def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:

@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaprof.config.options import ProfileConfig
+from megaprof.control.directory import RunningJob
 from megaprof.formats.job import RunRecord
 from megaprof.formats.names import appearing, sanitise
 from megaprof.metrics.figures import Summary, summarise
 from megaprof.parallel.topology import RankCoords
 from megaprof.runtime.isolation import logger
-
-if TYPE_CHECKING:
-    from megaprof.control.listener import Listener
 
 #: Ranks that one look reads. In a larger world each look reads others, evenly from all of it.
 MOST_RANKS = 1024
@@ -187,36 +185,31 @@ class Overview:
     """Gives a summary of the job to every sink, on the background thread of the lowest and of the last rank: the last
     one is where Megatron-LM keeps its writers.
 
-    It reads nothing while nobody wants to know. A sink that fails is left alone from then on.
+    A sink that fails is left alone from then on.
     """
 
     def __init__(
         self,
         config: ProfileConfig,
-        listener: Listener,
         coords: RankCoords,
         role: str | None,
         writers: Callable[[], Writers],
-        see: Callable[[float | None], None] | None = None,
     ) -> None:
-        """`writers` returns those that the host has made by now. `see` is called with the imbalance at each look."""
-        self._listener = listener
+        """`writers` returns those that the host has made by now."""
         self.every = max(LEAST_SECONDS, min(coords.sizes.world, MOST_RANKS) / READ_RATE)
         """Seconds from one look to the next."""
-        self._role, self._writers, self._see = role, writers, see
+        self._role, self._writers = role, writers
         self._looks = 0
         self._broken: set[str] = set()
         self._prometheus = Path(config.prometheus) if config.prometheus is not None and coords.rank == 0 else None
         self._otel: OpenTelemetry | None = None
 
-    def look(self) -> None:
-        """Reads the statuses of all ranks, or of some, and hands their summary on."""
-        job = self._listener.job
-        if job is None or self._listener.closed:
-            return
+    def look(self, job: RunningJob, *, wanted: bool = False) -> float | None:
+        """Reads the statuses of all ranks of a job, or of some, and hands their summary on. Returns the imbalance of
+        the stages; None if it is not known. Reads nothing if there is no sink, unless the imbalance is ``wanted``."""
         working = [(name, sink) for name, sink in self._sinks() if name not in self._broken]
-        if not working and self._see is None:
-            return
+        if not working and not wanted:
+            return None
         statuses = job.statuses(self._ranks(job.run))
         self._looks += 1
         summary = summarise(job.run, [status for status in statuses.values() if not status.late(time.time())])
@@ -226,8 +219,7 @@ class Overview:
             except Exception as fault:  # the host's writer, or its disk
                 self._broken.add(name)
                 logger.warning("megaprof: no scalars to %s any more: %r", name, fault)
-        if self._see is not None:
-            self._see(summary.imbalance)
+        return summary.imbalance
 
     def close(self) -> None:
         if self._otel is not None:

@@ -83,7 +83,12 @@ def register_recorder(name: str, factory: RecorderFactory) -> None:
 
     Raises ValueError if the name is not one lower-case word, or already stands for another factory.
     """
-    values.register_tool(name, factory)
+    if not isinstance(name, str) or name != name.lower() or [name] != name.replace(",", " ").split():
+        raise ValueError(f"register_recorder: {name!r} is not valid; it must be one lower-case word without a comma")
+    if name in (*values.BUILTIN, values.TIMELINE) or values.registered.get(name, factory) is not factory:
+        known = ", ".join(values.known_tools())
+        raise ValueError(f"register_recorder: {name!r} is taken; known tools: {known}")
+    values.registered[name] = factory
 
 
 def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:

@@ -65,7 +65,7 @@ class RecordedCall:
     tape: Any
     """The `recorders.tape.Tape` that matches backwards to forwards and takes the events of the timeline."""
     timed: bool = False
-    """True: the call is in the timeline; its tape is a `recorders.timeline.step.RecordedStep`."""
+    """True: the call is in the timeline; its tape is a `recorders.timeline_steps.RecordedStep`."""
     ranged: bool = False
     """True: an open window wants ranges around the functions that the schedule calls."""
     outermost: ExitStack = field(default_factory=ExitStack)
@@ -127,7 +127,8 @@ def describe(
         target=window.target,
         coords=coords,
         steps=(window.step, window.step),
-        run=run_id(),
+        # A name of this process alone: every rank of a job has its own.
+        run=f"{host()}-{os.getpid()}-{_started(os.getpid())}",
         version=__version__,
         role=window.role,
         framework=framework,
@@ -172,11 +173,6 @@ def _device(chunks: Iterable[Any]) -> str | None:
 def _shared_machine() -> tuple[int | None, int | None]:
     """Returns the number of ranks on this host, and the number of physical cores that this process may run on."""
     return local_ranks(), physical_cores()
-
-
-def run_id() -> str:
-    """Returns a name of this process alone: host, process id and start time. Every rank of a job has its own."""
-    return f"{host()}-{os.getpid()}-{_started(os.getpid())}"
 
 
 @functools.cache

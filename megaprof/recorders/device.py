@@ -25,13 +25,9 @@ _CUDA = "libcuda.so", "cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing"
 _HIP = "libamdhip64.so", "hipThreadExchangeStreamCaptureMode", "hipStreamIsCapturing", "hipEventRecord"
 
 
-class NoDeviceClock(Exception):
-    """A GPU is in use, but cannot be asked for the time. The message says why."""
-
-
-def device_clock() -> DeviceClock | None:
-    """Returns the clock of this process's GPU; None if torch uses no GPU. A build without CUDA and ROCm has none, even
-    if a host on a CPU pretends to have a GPU. Raises NoDeviceClock."""
+def device_clock() -> DeviceClock | str | None:
+    """Returns the clock of this process's GPU; the reason, if a GPU is in use but cannot be asked for the time; None if
+    torch uses no GPU. A build without CUDA and ROCm has none, even if a host on a CPU pretends to have a GPU."""
     import torch
 
     names = _HIP if torch.version.hip else _CUDA if torch.version.cuda else None
@@ -40,11 +36,11 @@ def device_clock() -> DeviceClock | None:
     library, *functions = names
     path = _loaded(library)
     if path is None:
-        raise NoDeviceClock(f"{library} is not loaded in this process")
+        return f"{library} is not loaded in this process"
     runtime = ctypes.CDLL(path)
     missing = [name for name in functions if not hasattr(runtime, name)]
     if missing:
-        raise NoDeviceClock(f"{path} has no {missing[0]}")
+        return f"{path} has no {missing[0]}"
     return DeviceClock(*(getattr(runtime, name) for name in functions))
 
 

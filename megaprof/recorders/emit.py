@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megaprof.formats import ranges
 from megaprof.formats.ranges import DOMAIN
@@ -30,14 +30,9 @@ except ModuleNotFoundError:  # there is no nvtx for macOS, and no tool there tha
     nvtx = None
 
 
-class LoggedRange(NamedTuple):
-    """A range that has ended. It is kept for a recorder that does not see user annotations. Times are nanoseconds since
-    the epoch, as Kineto counts. ``thread`` is the system's number of its thread."""
-
-    name: str
-    start: int
-    end: int
-    thread: int
+LoggedRange = tuple[str, int, int, int]
+"""A range that has ended, kept for a recorder that does not see user annotations: its name, when it began and ended in
+nanoseconds since the epoch, as Kineto counts, and the system's number of its thread."""
 
 
 #: Takes ended ranges while a recorder wants them; None otherwise.
@@ -130,7 +125,7 @@ class Range:
             elif self._handle is not None:
                 nvtx.end_range(self._handle)
         if log is not None and self._began:
-            log.append(LoggedRange(self._name, self._began, time.time_ns(), threading.get_native_id()))
+            log.append((self._name, self._began, time.time_ns(), threading.get_native_id()))
 
 
 _MODULE = "torch.cuda._graph_annotations"

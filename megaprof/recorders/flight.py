@@ -14,8 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -41,6 +40,9 @@ _OPTION = "--flight-recorder-dump-path"
 TIMING = "TORCH_NCCL_ENABLE_TIMING"
 #: The number of collectives that torch 2.13 keeps by default.
 USUAL = 2000
+#: What is in flight is bounded: so many calls that have not ended, first those that are the first of their kind, and so
+#: many shapes of each.
+_MOST, _SHAPES = 200, 4
 _C = TypeVar("_C", bound=Call)
 
 
@@ -63,6 +65,25 @@ def entries() -> list[Entry]:
     """Returns the collectives that this process has called, in the order of the calls, as far back as the rings go.
     Returns an empty list if torch keeps none. Raises NoFlightRecorder."""
     return _read(_entries)
+
+
+def in_flight(called: Iterable[Entry]) -> list[Entry]:
+    """Returns, in the order of the calls, the last collective of each group and the first calls that have not ended."""
+    last: dict[str, int] = {}
+    pending: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    in_order = settled(called)
+    for place, entry in enumerate(in_order):
+        entry.record_id = place  # two rings count by themselves
+        group = entry.process_group[0]
+        if not entry.is_p2p:
+            last[group] = place
+        if not entry.ended:
+            pending[group, entry.profiling_name if entry.is_p2p else ""].append(place)
+    first = sorted(ordered for places in pending.values() for ordered in enumerate(places))[:_MOST]
+    kept = [in_order[place] for place in sorted({*last.values(), *(place for _, place in first)})]
+    for entry in kept:
+        entry.input_sizes, entry.input_dtypes = entry.input_sizes[:_SHAPES], entry.input_dtypes[:_SHAPES]
+    return kept
 
 
 def calls() -> list[Call]:
@@ -164,15 +185,9 @@ _STEPS = 256
 _GLOO = "gloo:"
 
 
-@dataclass(frozen=True)
-class Written:
-    """A step that has been written to a file. Its times, when its call began and when the host finished it, are
-    nanoseconds of the wall clock."""
-
-    place: Place
-    step: int
-    start_ns: int
-    end_ns: int
+Written = tuple[Place, int, int, int]
+"""A step that has been written to a file: its place, its number, and when its call began and when the host finished it,
+in nanoseconds of the wall clock."""
 
 
 class Reading:
@@ -198,7 +213,7 @@ class Reading:
     def look(self, *, last: bool = False) -> list[tuple[Place, int, bytes]]:
         """Reads the ring if a reading is due. Returns the facts to write next to steps: the step's place, which fact it
         is, and its bytes. ``last``: this is the last reading, and takes place even if none is due."""
-        if self._off or not self._written or not (last or self._written[-1].step >= self.due):
+        if self._off or not self._written or not (last or self._written[-1][1] >= self.due):
             return []
         self._groups |= groups()  # at the last reading of a process its groups are already gone
         oldest, newest, began = self._written[0], self._written[-1], time.thread_time()
@@ -217,10 +232,10 @@ class Reading:
 
     def _plan(self, oldest: Written, newest: Written) -> None:
         """Sets when the next reading is due, by the cost of the last one."""
-        steps = max(1, newest.step - oldest.step)
-        seconds = max((newest.end_ns - oldest.start_ns) / 1e9 / steps, 1e-6)
+        (_, first, start_ns, _), (_, last, _, end_ns) = oldest, newest
+        seconds = max((end_ns - start_ns) / 1e9 / max(1, last - first), 1e-6)
         every = 1 << max(0, int(np.ceil(np.log2(self.took / BUDGET / seconds))))
-        self.due = (newest.step // every + 1) * every
+        self.due = (last // every + 1) * every
         self.share = self.took / every / seconds
 
     def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[Place, int, bytes]]:
@@ -232,20 +247,21 @@ class Reading:
         waiting = []
         whole = 0
         for step in self._written:
-            if step.start_ns < since:
+            place, _, start_ns, end_ns = step
+            if start_ns < since:
                 continue
             whole += 1
-            called = collectives[np.searchsorted(times, step.start_ns) : np.searchsorted(times, step.end_ns)]
+            called = collectives[np.searchsorted(times, start_ns) : np.searchsorted(times, end_ns)]
             # Only then does torch time one of the device: up to a tenth of a second after it has ended.
             if not all(entry.retired for entry in called):
                 waiting.append(step)
                 continue
-            groups = list(self._grouped(step, called))
+            groups = list(self._grouped(start_ns, called))
             if groups:
-                if new := {arrivals.group for arrivals in groups} - self._described[step.place.file]:
-                    self._described[step.place.file] |= new
-                    yield step.place, format.GROUPS, pack_groups({name: self._groups[name] for name in sorted(new)})
-                yield step.place, format.COLLECTIVES, pack_arrivals(groups)
+                if new := {arrivals.group for arrivals in groups} - self._described[place.file]:
+                    self._described[place.file] |= new
+                    yield place, format.GROUPS, pack_groups({name: self._groups[name] for name in sorted(new)})
+                yield place, format.COLLECTIVES, pack_arrivals(groups)
         if self._written and not whole and since:
             self._warn(
                 f"torch keeps fewer collectives than a step has: set {SIZE} to more than {len(entries)} before "
@@ -253,7 +269,7 @@ class Reading:
             )
         self._written = deque(waiting, _STEPS)
 
-    def _grouped(self, step: Written, called: Sequence[Call]) -> Iterator[Arrivals]:
+    def _grouped(self, start_ns: int, called: Sequence[Call]) -> Iterator[Arrivals]:
         by_group: dict[str, list[Call]] = defaultdict(list)
         for entry in called:
             by_group[entry.process_group[0]].append(entry)
@@ -261,7 +277,7 @@ class Reading:
             host = members[0].profiling_name.startswith(_GLOO)
             times_us = {
                 # One of gloo runs on the host when it is called.
-                each.collective_seq_id: int((each.time_created_ns - step.start_ns) // 1000 if host else 1e3 * ms)
+                each.collective_seq_id: int((each.time_created_ns - start_ns) // 1000 if host else 1e3 * ms)
                 for each in members
                 if (ms := 0.0 if host else each.duration_ms) is not None
             }

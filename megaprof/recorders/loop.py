@@ -179,28 +179,22 @@ def waited_ns(thread: int) -> int | None:
     return None
 
 
-class Waits:
-    """Measures how long one thread waits for a core between two readings."""
+def measure_waits() -> Callable[[int], Waited | None]:
+    """Begins to measure how long the calling thread waits for a core. Returns a function that returns how long it was
+    since the last call of that function, or since now; None if that is unknown. The function gets the wall-clock time,
+    in nanoseconds, that the start of this interval is counted from."""
+    from megaprof.formats.timeline import Waited  # brings numpy, which a process without hooks does not load
 
-    def __init__(self) -> None:
-        """For the calling thread. Reads nothing yet."""
-        self._thread = threading.get_native_id()
-        self._last: tuple[int, int] | None = None
+    thread = threading.get_native_id()
+    last_ns, last_waited = time.time_ns(), waited_ns(thread)
 
-    @property
-    def began(self) -> bool:
-        """True if the last reading gave a number."""
-        return self._last is not None
-
-    def read(self, since_ns: int) -> Waited | None:
-        """Returns how long the thread waited since the last reading. ``since_ns``: the wall-clock time, in nanoseconds,
-        that the start of this interval is counted from. None if that is unknown, as at the first reading."""
-        from megaprof.formats.timeline import Waited  # brings numpy, which a process without hooks does not load
-
-        waited, now = waited_ns(self._thread), time.time_ns()
-        last, self._last = self._last, None if waited is None else (now, waited)
-        if waited is None or last is None:
+    def read(since_ns: int) -> Waited | None:
+        nonlocal last_ns, last_waited
+        (before_ns, before), last_ns, last_waited = (last_ns, last_waited), time.time_ns(), waited_ns(thread)
+        if last_waited is None or before is None:
             return None
         # The system counts a wait when it is over, even if it began before the last reading.
-        length = now - last[0]
-        return Waited((last[0] - since_ns) // 1000, length // 1000, min(waited - last[1], length) // 1000)
+        length = last_ns - before_ns
+        return Waited((before_ns - since_ns) // 1000, length // 1000, min(last_waited - before, length) // 1000)
+
+    return read

@@ -6,13 +6,9 @@ values are those of ``nsys profile`` (Nsight Systems user guide, "CLI Profile Co
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
-import shutil
-import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -203,32 +199,6 @@ def controller_options(config: ProfileConfig, *, output: str | None = None) -> d
         "force-overwrite": "true",
         "o": _plain(_output(config, output, CONTROLLER_NAME)),
     }
-
-
-def refused(names: Iterable[str]) -> list[str] | None:
-    """Returns the options that the nsys on this machine does not know. None if there is no nsys that can be asked."""
-    known_options = _known()
-    return None if known_options is None else [name for name in names if len(name) > 1 and name not in known_options]
-
-
-@functools.cache
-def _known() -> frozenset[str] | None:
-    """Returns the options in ``nsys profile --help``, which runs once. None if no nsys is there or answers."""
-    nsys = shutil.which("nsys")
-    if nsys is None:
-        return None
-    try:
-        done = subprocess.run(
-            [nsys, "profile", "--help"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return frozenset(re.findall(r"--([a-z][a-z0-9-]*)", done.stdout)) if "--trace=" in done.stdout else None
 
 
 def _check(config: ProfileConfig) -> None:

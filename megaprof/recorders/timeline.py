@@ -28,19 +28,19 @@ from megaprof.formats.ranges import WAITING
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import CallFacts, Fetch, RecordedCall, describe, read_work
-from megaprof.recorders.device import DeviceClock, NoDeviceClock, device_clock, device_memory
-from megaprof.recorders.flight import Reading, Written
-from megaprof.recorders.loop import Collections, Parts, Waits, waited_ns
+from megaprof.recorders.device import DeviceClock, device_clock, device_memory
+from megaprof.recorders.flight import Reading
+from megaprof.recorders.loop import Collections, Parts, measure_waits, waited_ns
 from megaprof.recorders.tape import Packed, Tape, pack, raw
 from megaprof.recorders.timeline_files import Place, TimelineFiles
 from megaprof.recorders.timeline_steps import (
     Calls,
-    ChangeClock,
     Facts,
     Key,
     PackedStep,
     RecordedStep,
     Tally,
+    change_clock,
 )
 from megaprof.runtime.background import Background
 from megaprof.runtime.isolation import logger
@@ -102,7 +102,7 @@ class TimelineRecorder:
         self._writing = threading.Lock()
         self._calls: dict[Key, Calls] = {}
         self._running: RecordedStep | None = None
-        self._waits: Waits | None = None
+        self._read_waits: Callable[[int], format.Waited | None] | None = None
         self._waits_counted = waited_ns(threading.get_native_id()) is not None
         self._collectives = Reading() if config.collectives and finished is None else None
         self._last_shapes: list[tuple[Any, ...]] = []
@@ -110,7 +110,7 @@ class TimelineRecorder:
         self._collections = Collections(self._parts)
         self._collections.start()
         self.tally = Tally()
-        self._watch = ChangeClock()
+        self._unchanged_since = change_clock()
         self._logged_losses = 0, 0
         self.steps_dropped = 0
         """The number of steps that waited too long, because nothing could be written or the GPU was behind."""
@@ -121,11 +121,12 @@ class TimelineRecorder:
         """The clock of the tapes; None for the host's. It is chosen on the training thread when the first call begins,
         because hooks may be installed before the process uses its GPU."""
         self._memory = device_memory()
-        self._waits = Waits() if self._waits_counted else None
-        try:
-            self._device = device_clock()
-        except NoDeviceClock as missing:
-            self._without = str(missing)
+        self._read_waits = measure_waits() if self._waits_counted else None
+        clock = device_clock()
+        if isinstance(clock, str):
+            self._without = clock
+        else:
+            self._device = clock
         return None if self._device is None else self._device.mark
 
     def begin(self, facts: CallFacts, target: str, role: str | None, number: int, *, disturbed: bool) -> RecordedStep:
@@ -210,7 +211,7 @@ class TimelineRecorder:
         """Returns where the training thread is now, None outside of a schedule call."""
         step = self._running
         state = None if step is None else (id(step), len(step), step.now)
-        since = self._watch.since(state)
+        since = self._unchanged_since(state)
         return None if step is None else _position(step, step.now, since)
 
     def device_position(self) -> Position | None:
@@ -258,7 +259,7 @@ class TimelineRecorder:
                 last = None if steps[-1][0].calls.before else places[-1], steps[-1][0]
             if self._collectives is not None:
                 for place, (step, _) in zip(places, steps, strict=False):
-                    self._collectives.wrote(Written(place, step.number, step.start_ns, step.end_ns))
+                    self._collectives.wrote((place, step.number, step.start_ns, step.end_ns))
             if self._waiting:
                 pause()
         self._wait_until_now(last)
@@ -286,12 +287,11 @@ class TimelineRecorder:
 
     def _wait_until_now(self, last: tuple[Place | None, RecordedStep] | None) -> None:
         """Writes how long the training thread has waited for a core since the last time, next to the ``last`` step."""
-        if self._waits is None or (last is None and self._waits.began):
+        waited = None if last is None or self._read_waits is None else self._read_waits(last[1].start_ns)
+        if last is None or waited is None:
             return
-        waited = self._waits.read(0 if last is None else last[1].start_ns)
-        if waited is not None:
-            self.tally.add_wait(waited)
-        if last is None or waited is None or (payload := waited.pack()) is None:
+        self.tally.add_wait(waited)
+        if (payload := waited.pack()) is None:
             return
         place, step = last
         if place is not None:

@@ -8,7 +8,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,47 +40,32 @@ class PackedStep(NamedTuple):
     facts: Facts
 
 
+@dataclass(slots=True, eq=False)
 class Calls:
     """The calls of one target and role so far."""
 
-    __slots__ = (
-        "before",
-        "began_ns",
-        "busy_until_ns",
-        "count",
-        "finished",
-        "index",
-        "lengths",
-        "metadata",
-        "near",
-        "number",
-        "packed",
-        "role",
-        "target",
-    )
-
-    def __init__(self, target: str, role: str | None) -> None:
-        self.target = target
-        self.role = role
-        self.number: int | None = None
-        self.began_ns = self.busy_until_ns = 0
-        """When the first call of the last step began, and when the last call that was packed had ended, on its own
-        clock. In nanoseconds of the wall clock; 0 before the first one."""
-        self.index = 0
-        self.count = 0
-        self.finished: tuple[int, int] | None = None
-        """The step number of the last call that finished, and the number of finished calls."""
-        self.lengths: tuple[int | None, int | None] | None = None
-        """The sequence length, and the sequences in a microbatch, of the first call."""
-        self.metadata: dict[tuple[Any, ...], dict[str, Any]] = {}
-        """The metadata so far. The key is made of the facts in which they differ."""
-        self.near = range(0), range(0)
-        """The numbers, from 1 on, of the calls from the last two windows on that are written with them. Windows that
-        follow each other have one range."""
-        self.before: deque[PackedStep] = deque(maxlen=BEFORE + 1)
-        """The last calls that were packed but not written."""
-        self.packed = 0
-        """The number of the last call that was packed, from 1 on."""
+    target: str
+    role: str | None
+    number: int | None = None
+    began_ns: int = 0
+    """When the first call of the last step began, in nanoseconds of the wall clock; 0 before the first one."""
+    busy_until_ns: int = 0
+    """When the last call that was packed had ended on its own clock, in the same way."""
+    index: int = 0
+    count: int = 0
+    finished: tuple[int, int] | None = None
+    """The step number of the last call that finished, and the number of finished calls."""
+    lengths: tuple[int | None, int | None] | None = None
+    """The sequence length, and the sequences in a microbatch, of the first call."""
+    metadata: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    """The metadata so far. The key is made of the facts in which they differ."""
+    near: tuple[range, range] = range(0), range(0)
+    """The numbers, from 1 on, of the calls from the last two windows on that are written with them. Windows that follow
+    each other have one range."""
+    before: deque[PackedStep] = field(default_factory=lambda: deque(maxlen=BEFORE + 1))
+    """The last calls that were packed but not written."""
+    packed: int = 0
+    """The number of the last call that was packed, from 1 on."""
 
     def ended(self, flags: int) -> int:
         """Counts a call that has ended, with its flags of `megaprof.formats.timeline`. Returns its number."""
@@ -254,15 +239,15 @@ def _median_length(steps: Sequence[tuple[float, ...]]) -> float:
     return (steps[(len(steps) - 1) // 2][0] + steps[len(steps) // 2][0]) / 2
 
 
-class ChangeClock:
-    """Remembers since when a state has been the same at every look."""
+def change_clock() -> Callable[[Any], float]:
+    """Returns a function of a state, which returns the wall-clock time, in seconds, since which that state has been the
+    same at every look."""
+    last, since = None, 0.0
 
-    def __init__(self) -> None:
-        self._last: Any = None
-        self._since = 0.0
+    def unchanged_since(state: Any) -> float:
+        nonlocal last, since
+        if state != last:
+            last, since = state, time.time()
+        return since
 
-    def since(self, state: Any) -> float:
-        """Returns the wall-clock time, in seconds, since which `state` has been the same at every look."""
-        if state != self._last:
-            self._last, self._since = state, time.time()
-        return self._since
+    return unchanged_since

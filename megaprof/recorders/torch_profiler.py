@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, supported_activities
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from megaprof.artifacts.derived import DerivedFiles
 from megaprof.artifacts.writer import Artifact, Writer
@@ -23,16 +23,16 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, TRACE_SUFFIX, kineto_temporary
 from megaprof.formats.ranges import GARBAGE, operation_range
+from megaprof.formats.timeline import Waited
 from megaprof.recorders import Window, emit
 from megaprof.recorders.emit import LoggedRange, names
-from megaprof.recorders.loop import Collections, Waits
+from megaprof.recorders.loop import Collections, measure_waits
 from megaprof.runtime.isolation import from_host, logger
 
 #: The module in which torch looks up the function that prepares Kineto. It is not public.
 _TORCH: Any = torch.autograd.profiler
 _KERNEL = b'"cat": "kernel"'
 _PIECE = 1 << 20
-EXECUTION_TRACE_SUFFIX = ".et.json"
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 #: The fields of the trace's metadata that the kernel summary repeats.
 _IDENTITY = ("target", "role", "steps", "coords", "host", "pid", "truncated", "truncated_reason")
@@ -63,27 +63,19 @@ class TorchRecorder:
         self._prepared: _Prepared | None = None
         self._recorded: tuple[str, ...] = ()  # the names of the activities
         self._started_in = 0  # nanoseconds
-        self._waits: Waits | None = None
+        self._read_waits: Callable[[int], Waited | None] | None = None
         self._ahead = False
         self._collections = Collections()
         # Every start of a profiler asks which kind of CUDA graphs Inductor makes, and so imports this module. That
         # takes up to two seconds, so it is done here rather than in a step.
         if hasattr(torch, "_inductor"):
             import_module("torch._inductor.config")
-        self._observer: ExecutionTraceObserver | None = None
-        self._observed = self._directory  # the file of the observer
 
     def start(self, window: Window) -> None:
-        """Begins recording. Raises RuntimeError if the process already runs a profiler or execution trace observer."""
+        """Begins recording. Raises RuntimeError if the process already runs a profiler."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
-        config, began = self._config, time.perf_counter_ns()
-        if config.execution_trace:
-            self._observer = ExecutionTraceObserver()
-            # The observer warns about a name that does not end in .json.
-            final = self._final(window, EXECUTION_TRACE_SUFFIX)
-            self._observed = self._writer.raw_path(final).with_suffix(".json")
-            _observe(self._observer, self._observed)
+        began = time.perf_counter_ns()
         prepared, self._prepared = self._prepared, None
         recording = None if prepared is None else prepared.taken()
         self._ahead = recording is not None
@@ -92,14 +84,11 @@ class TorchRecorder:
             recording.prepare_trace()
             cupti.prepared()
         self._profile = recording  # an exception from here on ends in `discard`
-        if self._observer is not None:
-            recording.execution_trace_observer = self._observer
         recording.start_trace()
         self._collections.start()
         emit.log = None if "cpu" in self._recorded else []
         self._started_in = time.perf_counter_ns() - began
-        self._waits = Waits()
-        self._waits.read(0)
+        self._read_waits = measure_waits()
 
     def prepare(self) -> None:
         """Puts Kineto into its warm-up. GPU tracing runs then, but Kineto drops what it traced when `start` begins to
@@ -125,10 +114,10 @@ class TorchRecorder:
         )
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
-        recording, observer = self._profile, self._observer
+        recording = self._profile
         if recording is None:
             return
-        waited = None if self._waits is None else self._waits.read(0)
+        waited = None if self._read_waits is None else self._read_waits(0)
         raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
         of = None if waited is None else 1000 * waited.waited
         behind = cupti.ends() if window.final and "cuda" in self._recorded else None
@@ -141,7 +130,7 @@ class TorchRecorder:
             _stop(recording)
             recording.export_chrome_trace(str(raw))
             garbage = operation_range(GARBAGE)
-            timed = [*(emit.log or ()), *(emit.LoggedRange(garbage, *span) for span in self._collections.ended)]
+            timed = [*(emit.log or ()), *((garbage, *span) for span in self._collections.ended)]
             if timed and raw.exists():  # it does not exist if the disk is full
                 add_ranges(raw, timed)
         except BaseException:
@@ -150,9 +139,6 @@ class TorchRecorder:
             self.discard()
             raise
         self._end()
-        if observer is not None:
-            observer.unregister_callback()
-            self._observer = None
         suffixes = [KERNELS_SUFFIX] if self._config.kernels else []
         suffixes += [STACKS_SUFFIX, DEVICE_STACKS_SUFFIX] if "stacks" in self._config.export else []
         files = {suffix: self._final(window, suffix) for suffix in suffixes}
@@ -166,26 +152,15 @@ class TorchRecorder:
             raw.unlink(missing_ok=True)
         if derive is not None:
             self._writer.run(derive)
-        if observer is not None:
-            final = self._final(window, EXECUTION_TRACE_SUFFIX)
-            self._writer.submit(Artifact(self._observed, final))
 
     def discard(self) -> None:
-        try:
-            # It leaves the warm-up as torch does: starts a recording, which is then ended at once and is empty.
-            prepared, self._prepared = self._prepared, None
-            recording = None if prepared is None else prepared.taken()
-            if recording is not None and not torch._C._autograd._profiler_enabled():
-                self._profile = recording
-                recording.start_trace()
-            self._end()
-        finally:
-            observer, self._observer = self._observer, None
-            if observer is not None:
-                path = observer.get_output_file_path()
-                observer.unregister_callback()
-                if path is not None:
-                    Path(path).unlink(missing_ok=True)
+        # It leaves the warm-up as torch does: starts a recording, which is then ended at once and is empty.
+        prepared, self._prepared = self._prepared, None
+        recording = None if prepared is None else prepared.taken()
+        if recording is not None and not torch._C._autograd._profiler_enabled():
+            self._profile = recording
+            recording.start_trace()
+        self._end()
 
     def _end(self) -> None:
         """Switches Kineto off, however far its start or its stop has come. Can be run twice."""
@@ -279,16 +254,6 @@ def _trace_only(config: ProfileConfig) -> Any:
         if from_host(fault):
             raise
         return None
-
-
-def _observe(observer: ExecutionTraceObserver, path: Path) -> None:
-    """Registers ``observer``, which writes to ``path``. Raises RuntimeError if another one runs in this process."""
-    observer.register_callback(str(path))
-    # A process has room for one observer. torch answers "registered" even if another one is in place, but only ours
-    # opens the file.
-    if not path.exists():
-        observer._registered = False  # otherwise its end would remove the other one
-        raise RuntimeError("another execution trace observer is already registered in this process")
 
 
 def _look_for_kernels(trace: BinaryIO, final: Path, how: Profiler) -> None:
@@ -405,15 +370,15 @@ def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
                 {
                     "ph": "X",
                     "cat": "user_annotation",
-                    "name": logged.name,
+                    "name": name,
                     "pid": os.getpid(),
-                    "tid": logged.thread,
-                    "ts": (logged.start - base) / 1000,
-                    "dur": (logged.end - logged.start) / 1000,
+                    "tid": thread,
+                    "ts": (start_ns - base) / 1000,
+                    "dur": (end_ns - start_ns) / 1000,
                     "args": {"clock": "host"},
                 }
             )
-            for logged in ranges
+            for name, start_ns, end_ns, thread in ranges
         )
         file.seek(start + position)
         file.write((b"\n" if empty else b",\n") + events.encode() + tail[position:])

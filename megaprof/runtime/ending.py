@@ -148,27 +148,21 @@ class Termination:
             logger.exception("megaprof: finishing files on SIGTERM failed")
 
 
-class AtExit:
-    """Calls ``finish`` when the process ends, also by an exception, but not by os._exit, SIGKILL or a crash."""
+def at_exit(finish: Callable[[], None]) -> Callable[[], None]:
+    """Has ``finish`` called when the process ends, also by an exception, but not by os._exit, SIGKILL or a crash.
+    Returns a function that takes this back, and may be called twice."""
+    atexit.register(finish)
+    finalizer: multiprocessing.util.Finalize | None = None
+    if multiprocessing.parent_process() is not None:
+        # A child that multiprocessing forked leaves by os._exit, past atexit, but runs these.
+        finalizer = multiprocessing.util.Finalize(None, finish, exitpriority=0)
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        """Does nothing before `arm`."""
-        self._finish = finish
-        self._finalizer: multiprocessing.util.Finalize | None = None
-
-    def arm(self) -> None:
-        """Has ``finish`` called at the end from now on."""
-        atexit.register(self._finish)
-        if multiprocessing.parent_process() is not None:
-            # A child that multiprocessing forked leaves by os._exit, past atexit, but runs these.
-            self._finalizer = multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
-
-    def disarm(self) -> None:
-        """Has ``finish`` no longer called. May be called twice."""
-        atexit.unregister(self._finish)
-        finalizer, self._finalizer = self._finalizer, None
+    def disarm() -> None:
+        atexit.unregister(finish)
         if finalizer is not None:
             finalizer.cancel()
+
+    return disarm
 
 
 def in_forked_child(*, recording: bool) -> None:

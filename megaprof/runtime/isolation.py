@@ -96,22 +96,15 @@ class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
 logger = _Guarded(logging.getLogger("megaprof"), {})
 
 
-class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to stderr as long as nobody else would write the lines of the logger ``megaprof``."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes ``record``, unless the host has configured its logging meanwhile."""
-        package_logger = logging.getLogger("megaprof")
-        if not any(handler is not self for handler in (*package_logger.handlers, *logging.getLogger().handlers)):
-            super().emit(record)
-
-
 def show_lines() -> None:
-    """Makes lines of level INFO visible, unless the host has configured its logging."""
+    """Makes lines of level INFO visible on stderr, unless the host has configured its logging, or as long as it has
+    not."""
     package_logger = logging.getLogger("megaprof")
     if package_logger.hasHandlers() or package_logger.level != logging.NOTSET:
         return
-    handler = _OwnHandler()
+    handler = logging.StreamHandler()
+    handlers = package_logger.handlers, logging.getLogger().handlers
+    handler.addFilter(lambda record: all(other is handler for some in handlers for other in some))
     handler.setFormatter(logging.Formatter("%(message)s"))
     package_logger.addHandler(handler)
     package_logger.setLevel(logging.INFO)

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_commu
 from megaprof import ProfileConfig, add_profile_args, evaluation, install_hooks
 from megaprof.artifacts import writer
 from megaprof.autoload import contract
-from megaprof.capture.session import Pace
+from megaprof.capture import session as sessions
 from megaprof.formats.ranges import P2P_OPERATIONS, RangeName, parse
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
@@ -349,7 +349,7 @@ def test_a_window_that_fails_fails_alone(
 
     stop = TorchRecorder.discard
     monkeypatch.setattr(TorchRecorder, method, broken)
-    monkeypatch.setattr(Pace, "ends", lambda pace: True)
+    monkeypatch.setattr(sessions, "follows_at_once", lambda *_: True)
     caplog.set_level(logging.WARNING, logger="megaprof")
     with install_hooks(one_rank.chunks, on(tmp_path, steps="2:5", tool=("torch", "timeline"))) as handle:
         losses = [one_rank.train_step() for _ in range(2)]
@@ -432,7 +432,7 @@ def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, mo
         "hooks.schedules.patch_p2p",
         "hooks.schedules._patch_schedules",
         "autoload.registry.adapt",
-        "capture.profiler.AtExit.arm",
+        "capture.profiler.at_exit",
         "autoload.install.Listener",
     ],
 )

@@ -262,7 +262,7 @@ def test_a_process_that_nsys_records_has_ranges_without_hooks(monkeypatch: pytes
     monkeypatch.setattr(process, "traced", True)
     with role("critic"), annotate(message="block"):
         assert generate() == "done"
-    assert [each.name.removeprefix("megaprof/role/") for each in ended] == [
+    assert [name.removeprefix("megaprof/role/") for name, *_ in ended] == [
         "rollout/generate",
         "critic/block",
         "critic",

@@ -16,9 +16,9 @@ from megaprof.analysis.trace.reading import Timelines, find_timelines
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.autoload.install import Handle
 from megaprof.capture import profiler
+from megaprof.capture import session as sessions
 from megaprof.capture.agenda import Demand
 from megaprof.capture.process import process
-from megaprof.capture.session import Pace
 from megaprof.formats.timeline import DISTURBED, Timeline, read_timeline
 from megaprof.hooks.plain import PlainSteps
 from megaprof.recorders import build_recorders
@@ -29,7 +29,7 @@ from megaprof.recorders.torch_profiler import TorchRecorder
 @pytest.fixture(autouse=True)
 def _no_gaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The gaps of a test on a busy machine are as long as they are."""
-    monkeypatch.setattr(Pace, "ends", lambda pace: True)
+    monkeypatch.setattr(sessions, "follows_at_once", lambda *_: True)
     yield
     for session in process.sessions.copy():
         profiler.leave(session)

@@ -1,4 +1,5 @@
-"""The host memory guard: reading sizes, control groups of both versions, and closing a window in a real step."""
+"""What bounds a window. Host memory: reading sizes, control groups of both versions, and closing a window in a real
+step. The device: waiting with a limit, where only `torch.cuda`'s answers are made up."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture import bounds as guarding
 from megaprof.capture import this_rank
-from megaprof.capture.bounds import CLOSING_FACTOR, DeviceWait, HostMemoryGuard, capturing
+from megaprof.capture.bounds import CLOSING_FACTOR, DeviceWait, capturing, watch_host_memory
 from megaprof.capture.process import process
 from megaprof.capture.this_rank import ThisRank
 from megaprof.config.values import DEFAULT_SHARE, parse_limit
@@ -128,10 +129,13 @@ class Watched:
         self.reasons: list[str] = []
         self.said = threading.Event()
         bound = Bound("the container", self._read)
-        self.guard = HostMemoryGuard(limit, self._say, others)
+        self.done, self._arguments = threading.Event(), (limit, others, self._say)
         monkeypatch.setattr(guarding, "resident_bytes", lambda: self.resident)
         monkeypatch.setattr(guarding, "find_bounds", lambda: (bound,))
         monkeypatch.setattr(guarding, "INTERVAL_SECONDS", 0.001)
+
+    def start(self) -> None:
+        watch_host_memory(self.done, *self._arguments)
 
     def _read(self) -> tuple[int, int]:
         self.looks.release()
@@ -161,13 +165,13 @@ def test_a_bound_is_reported_once(
     limit: tuple[int | None, float], change: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(limit, monkeypatch, change.get("others", 0))
-    watched.guard.start()
+    watched.start()
     for _ in range(3):
         assert watched.looks.acquire(timeout=30)
     assert watched.reasons == []
     vars(watched).update(change)
     assert watched.said.wait(30)
-    watched.guard.stop()
+    watched.done.set()
     for thread in watchers():
         thread.join(30)
     (reason,) = watched.reasons
@@ -199,10 +203,9 @@ def test_the_thread_lives_while_it_watches_and_no_longer(monkeypatch: pytest.Mon
     for earlier in watchers():  # nobody waits for the thread of a window that has just closed
         earlier.join(30)
     assert watchers() == []
-    watched.guard.start()
+    watched.start()
     (thread,) = watchers()
-    watched.guard.stop()
-    watched.guard.stop()
+    watched.done.set()
     thread.join(30)
     assert watchers() == []
     watched.used = 999
@@ -215,8 +218,7 @@ def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture, mo
 
     said: list[str] = []
     monkeypatch.setattr(guarding, "find_bounds", bounds)
-    guard = HostMemoryGuard((None, 0.8), said.append)
-    guard.start()
+    watch_host_memory(threading.Event(), (None, 0.8), 0, said.append)
     for thread in watchers():
         thread.join(30)
     assert said == []
@@ -354,9 +356,8 @@ from megaprof.parallel.machine import find_bounds
 said = threading.Event()
 say = lambda reason: (print(reason), said.set())
 guarding.INTERVAL_SECONDS = 0.01
-guard = guarding.HostMemoryGuard((None, 0.5), say)
 print([b.read()[1] for b in find_bounds() if sys.argv[1] in b.name])
-guard.start()
+guarding.watch_host_memory(threading.Event(), (None, 0.5), 0, say)
 print(said.wait(0.5))
 hoard = b"x" * (200 << 20)
 print(said.wait(60))

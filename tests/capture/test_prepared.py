@@ -14,43 +14,32 @@ from megaprof.analysis.trace.reading import find_timelines
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import profiler
 from megaprof.capture import session as sessions
-from megaprof.capture.agenda import CountedStep, Demand
+from megaprof.capture.agenda import Demand
 from megaprof.capture.process import process
-from megaprof.capture.session import Pace
 from megaprof.formats.timeline import DISTURBED, read_timeline
 from megaprof.recorders import build_recorders
 from megaprof.recorders.torch_profiler import TorchRecorder
+from tests.capture.planning import agenda
 
 
-def step(number: int, target: str = "train_actor", role: str | None = None) -> CountedStep:
-    return CountedStep(target, role, number, number, True)
+def test_the_next_step_is_expected_behind_two_that_follow_each_other() -> None:
+    run = agenda("train_actor", "evaluate", steps="0:100", select="all")
+
+    def comes(number: int, target: str = "train_actor", role: str | None = None) -> bool:
+        return bool(run.begins(target, role, number)[3])
+
+    assert not comes(4)
+    assert comes(5)
+    assert not comes(5)  # mini-batches of one step: nobody knows which is the last
+    assert comes(6)
+    assert not comes(7, "evaluate")
+    assert not comes(7)  # another call was between
+    assert not comes(8, role="critic")
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    now = [0]
-    monkeypatch.setattr(sessions.time, "perf_counter_ns", lambda: now[0])
-    return now
-
-
-def test_the_next_step_is_expected_behind_two_that_follow_each_other(clock: list[int]) -> None:
-    pace = Pace()
-    assert pace.begins([step(4)]) == ()
-    assert pace.begins([step(5)]) == (step(5),)
-    assert pace.begins([step(5)]) == ()  # mini-batches of one step: nobody knows which is the last
-    assert pace.begins([step(6)]) == (step(6),)
-    assert pace.begins([step(7, "evaluate")]) == ()
-    assert pace.begins([step(7)]) == ()  # another call was between
-    assert pace.begins([step(8, role="critic")]) == ()
-
-
-def test_a_gap_longer_than_the_call_is_no_gap_to_stay_prepared_in(clock: list[int]) -> None:
-    pace = Pace()
+def test_a_gap_longer_than_the_call_is_no_gap_to_stay_prepared_in() -> None:
     for gap, stays in ((90, True), (100, True), (110, False), (5000, False), (10, True)):
-        clock[0] += gap
-        pace.begins([step(1)])
-        clock[0] += 100
-        assert pace.ends() is stays, gap
+        assert sessions.follows_at_once(100 + gap, 100) is stays, gap
 
 
 class Watched:
@@ -75,7 +64,7 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     # The gaps of a test on a busy machine are as long as they are.
-    monkeypatch.setattr(Pace, "ends", lambda pace: True)
+    monkeypatch.setattr(sessions, "follows_at_once", lambda *_: True)
     yield Watched(monkeypatch)
     for session in process.sessions.copy():
         profiler.leave(session)

@@ -8,7 +8,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import torch
 from megaprof import ProfileConfig, analyze, annotate, install_hooks
 from megaprof.analysis.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
-from megaprof.autoload import megatron_lm
 from megaprof.capture import profiler
 from megaprof.capture.process import process
 from tests.analysis.synthetic import kinds
@@ -157,46 +155,6 @@ def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Pat
     assert target.fleet.coverage.ranks == 1
 
 
-def test_a_step_that_failed_and_ran_again_has_the_file_of_the_second_run(one_rank: Any, tmp_path: Path) -> None:
-    """As with Megatron-LM's paged stash, which says so between the two."""
-    again = {hook.function: hook for hook in megatron_lm.HOST.hooks}["PagedStashRunner.prepare_for_rerun"]
-    number = [0]
-    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="1"), iteration=lambda: number[0]) as handle:
-        for number[0] in range(3):
-            one_rank.train_step()
-            handle.flush()
-            before = set(files(tmp_path))
-            again.read({})
-            if number[0] == 1:
-                one_rank.train_step()
-    assert len(before) == 1
-    (name,) = files(tmp_path)
-    assert name.endswith(".rank00000.2")
-
-
-def test_megatron_cores_paged_stash_says_that_a_step_runs_again(
-    one_rank: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """Its own runner around its own schedule; step 1 overflows. Replaced: the stash and its flags, which are CUDA's."""
-    stash = pytest.importorskip("megatron.core.transformer.moe.paged_stash", reason="0.18 and later")
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    overflows = iter([False, True, False, False])
-    none = torch.zeros(1, dtype=torch.bool)
-    manager = SimpleNamespace(overflow=None, host_spill=None, release_stash_buffers=lambda: None)
-    monkeypatch.setattr(stash.PagedStashManager, "STASH_MGR", manager)
-    monkeypatch.setattr(stash, "check_paged_stash_overflow", lambda: none | next(overflows))
-    monkeypatch.setattr(stash, "check_paged_stash_host_spill", lambda: none)
-    number = [0]
-    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="0,1"), iteration=lambda: number[0]):
-        schedule = get_forward_backward_func()
-        runner = stash.PagedStashRunner(one_rank.config, False, one_rank.chunks, None, schedule)
-        for number[0] in range(3):
-            one_rank.train_step(runner)
-    assert next(overflows, None) is None
-    assert [name.split(".rank00000")[1] for name in files(tmp_path)] == ["", ".2"]
-
-
 # ---- discrete
 
 
@@ -246,7 +204,7 @@ def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: P
         session = other._session
         assert session is not None
         one_rank.log_probs_pass()
-        _, _, ((step, demand),) = session.agenda.begins("train_log_probs")
+        _, _, ((step, demand),), _ = session.agenda.begins("train_log_probs")
         session._open(step, demand)
         assert process.window is not None
         assert process.window.window.repeat == 2

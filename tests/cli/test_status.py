@@ -35,7 +35,7 @@ class Job:
 
     def __init__(self, directory: Path, layout: WorldLayout = LAYOUT) -> None:
         self.directory, self.layout = directory, layout
-        self.run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
+        self.run = RunRecord.new(layout.coords(0), layout, None, 0.1)
         self.paths = places.Paths.of(directory, None, layout.sizes.world)
 
     def begin(self) -> None:

@@ -71,11 +71,11 @@ def train(
 
 
 def _look_often() -> None:
-    from megaprof.control import listener, watchdog
+    from megaprof.control import listener, request
     from megaprof.metrics import sinks
 
     listener.interval = lambda world: 0.1  # type: ignore[assignment]
-    watchdog._LEAST = 10  # type: ignore[misc]
+    request._LEAST = 10  # type: ignore[misc]
     sinks.LEAST_SECONDS = 0.3  # type: ignore[misc]
 
 

@@ -66,7 +66,7 @@ def write(path: Path, record: Record | dict[str, Any]) -> None:
 
 
 def read(path: Path, kind: type[R]) -> R:
-    """Raises FileNotFoundError and BadRecord."""
+    """Raises FileNotFoundError and ValueError."""
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         return within.load(directory, path.name, kind)
@@ -89,7 +89,7 @@ def listening(directory: Path, layout: WorldLayout, rank: int, *, every: float =
         config=ProfileConfig(target=("train_actor",), dir=str(directory), on_demand=True),
         coords=layout.coords(rank),
         role=None,
-        calls={},
+        agenda=SimpleNamespace(calls={}),
         timeline=None,
         off=None,
         writer=Writer(),

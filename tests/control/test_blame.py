@@ -21,7 +21,7 @@ NOW = 1_000_000.0
 
 def job(**sizes: int) -> RunRecord:
     layout = WorldLayout(ParallelSizes(**sizes))
-    return RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
+    return RunRecord.new(layout.coords(0), layout, None, 1.0)
 
 
 def record(run: RunRecord, rank: int, phase: str | None, microbatch: int | None = None, **other: Any) -> dict[str, Any]:

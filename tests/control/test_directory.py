@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megaprof.control.directory import ControlDirectory, Unsafe, load, read, roles_with_a_run, write
-from megaprof.formats.job import RUN, BadRecord, RunRecord
+from megaprof.formats.job import RUN, RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
-RECORD = RunRecord.new(WorldLayout(ParallelSizes()).coords(0), None, ("train_actor",), None, 1.0)
+RECORD = RunRecord.new(WorldLayout(ParallelSizes()).coords(0), None, None, 1.0)
 
 
 @pytest.mark.parametrize("planted", ["link", "file", "fifo"])
@@ -100,7 +100,7 @@ def test_what_is_no_record_is_read_as_none(tmp_path: Path) -> None:
             load(control, RUN, RunRecord)
         assert read(control, RUN, RunRecord) is None
         (tmp_path / "control" / RUN).mkdir()
-        with pytest.raises(BadRecord, match="is no regular file"):
+        with pytest.raises(ValueError, match="is no regular file"):
             load(control, RUN, RunRecord)
         with pytest.raises(OSError, match=RUN):
             write(control, RUN, RECORD)

@@ -244,11 +244,9 @@ def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: p
 def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of thousands of characters, also ones that no file can hold, and a file for each step and tool."""
     request = job.order(steps=MOST_STEPS)
-    capture = job.listener._capture
-    assert capture is not None
     name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
-    monkeypatch.setattr(capture._demand, "written", [[name] * 3] * MOST_STEPS)
-    capture._say("failed", "原因\udcff\x1b" * 4000)
+    monkeypatch.setattr(job.listener._demand, "written", [[name] * 3] * MOST_STEPS)
+    job.listener._say("failed", "原因\udcff\x1b" * 4000)
     monkeypatch.setattr(job.handle._session, "off", "\udcff" * 4000)
     job.listener.look()
     said = job.answer(request)
@@ -378,7 +376,7 @@ def test_a_directory_that_does_not_answer_at_first(
 
 
 def test_a_later_job_in_the_same_directory_takes_over(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    later = RunRecord.new(WorldLayout(job.run.sizes).coords(0), None, ("train_actor",), None, 1.0)
+    later = RunRecord.new(WorldLayout(job.run.sizes).coords(0), None, None, 1.0)
     places.write(job.paths.run, later)
     status = job.paths.status(0).read_bytes()
     for _ in range(2):
@@ -391,7 +389,7 @@ def test_a_later_job_in_the_same_directory_takes_over(job: Job, caplog: pytest.L
 
 def test_when_the_later_job_has_ended_the_earlier_one_is_there_again(job: Job) -> None:
     ours = job.run
-    later = RunRecord.new(WorldLayout(ours.sizes).coords(0), None, ("train_actor",), None, 1.0)
+    later = RunRecord.new(WorldLayout(ours.sizes).coords(0), None, None, 1.0)
     places.write(job.paths.run, later)
     job.listener.look()
     places.write(job.paths.run, replace(later, ended=time.time()))
@@ -523,7 +521,7 @@ def follower(tmp_path: Path) -> Callable[[], Listener]:
 def test_the_files_of_a_run_that_crashed_are_not_this_ones(follower: Callable[[], Listener]) -> None:
     rank = follower()
     layout = WorldLayout(ParallelSizes(pp=2))
-    ours = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
+    ours = RunRecord.new(layout.coords(0), layout, None, 0.1)
     paths = places.Paths(rank.path, 2)
     earlier = replace(ours, run="crashed", started=ours.started - 60)
     places.write(paths.run, earlier)

@@ -29,7 +29,7 @@ def captured(directory: Path) -> set[tuple[int, int]]:
 
 
 def test_an_uneven_stage_is_captured_once(tmp_path: Path) -> None:
-    # Steps that become slow: test_watchdog.py, with times that are written and not measured.
+    # Steps that become slow: test_own_captures.py, with times that are written and not measured.
     figures = tmp_path / "megaprof.prom"
     flags = [
         *("--profile-tool", "timeline", "--profile-trigger-imbalance", "1.5"),

@@ -104,7 +104,7 @@ def test_the_run_is_what_the_job_says_from_its_start_on(tmp_path: Path, place: s
     job = tmp_path / "job"
     (job / place).mkdir(parents=True)
     layout = WorldLayout(ParallelSizes.of(2))
-    record = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
+    record = RunRecord.new(layout.coords(0), layout, None, 1.0)
     record = msgspec.structs.replace(record, run="77aa", started=START_NS / 1e9 + 3600)
     (job / place / "run.json").write_bytes(msgspec.json.encode(record))
     write_timelines(job, layout, steps=3)

@@ -25,7 +25,7 @@ from megaprof.metrics.look import cores_sentence, host_sentence
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
-RUN = RunRecord.new(LAYOUT.coords(0), LAYOUT, ("train_actor",), None, 1.0)
+RUN = RunRecord.new(LAYOUT.coords(0), LAYOUT, None, 1.0)
 
 
 def status(rank: int, compute: float | None, step_ms: float = 100.0) -> RankStatus:
@@ -284,12 +284,10 @@ def test_a_writer_that_fails_is_left_alone(
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
     prometheus = tmp_path / "megaprof.prom"
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), on_demand=True, prometheus=str(prometheus))
-    listener: Any = types.SimpleNamespace(
-        job=types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh}), closed=False
-    )
-    overview = sinks.Overview(config, listener, LAYOUT.coords(0), None, megatron_lm.writers)
+    job: Any = types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh})
+    overview = sinks.Overview(config, LAYOUT.coords(0), None, megatron_lm.writers)
     for _ in range(3):
-        overview.look()
+        overview.look(job)
         assert prometheus.exists()
         prometheus.unlink()
     assert writer.tried == 1

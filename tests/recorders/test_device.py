@@ -18,7 +18,7 @@ from megaprof.formats.facts import unpack_data
 from megaprof.formats.timeline import read_timeline
 from megaprof.recorders import device, tape
 from megaprof.recorders import timeline as recorder
-from megaprof.recorders.device import NoDeviceClock, device_clock
+from megaprof.recorders.device import device_clock
 from megaprof.recorders.tape import PythonTape, Tape
 from tests.recorders.fake_gpu import FakeGpu, compiled
 from tests.recorders.test_timeline import config, recorded, steps
@@ -276,18 +276,16 @@ def test_a_gpu_that_cannot_be_asked_is_said_in_log_and_metadata(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(device, "_loaded", lambda library: found)
-    with pytest.raises(NoDeviceClock) as reason:
-        device_clock()
+    reason = device_clock()
+    assert isinstance(reason, str)
     with install_hooks(one_rank.chunks, config(tmp_path)):
         one_rank.train_step()
         one_rank.log_probs_pass()
     assert [flags for _, flags in steps(tmp_path)] == [0, 0]
     (path,) = tmp_path.glob("*" + format.SUFFIX)
-    assert {str(each.timeline) for each in read_timeline(path).metadata} == {
-        str({"clock": "host", "reason": str(reason.value)})
-    }
-    assert caplog.text.count(str(reason.value)) == 1
-    with pytest.raises(NothingToReport, match=str(reason.value)):
+    assert {str(each.timeline) for each in read_timeline(path).metadata} == {str({"clock": "host", "reason": reason})}
+    assert caplog.text.count(reason) == 1
+    with pytest.raises(NothingToReport, match=reason):
         analyze(tmp_path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,33 +180,6 @@ def test_a_range_opens_the_windows_where_there_is_no_cuda() -> None:
 def test_nsys_writes_no_remote_files(flags: list[str], ray: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, *flags, *ray]) == 2
     assert "is remote, and nsys writes local files only" in capsys.readouterr().err
-
-
-@pytest.fixture
-def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An nsys that knows no --python-sampling."""
-    tool = tmp_path / "bin" / "nsys"
-    tool.parent.mkdir()
-    known = [each.partition("=")[0] for each in line(on(dir="/t"), shutdown=True)[2:]]
-    tool.write_text("#!/bin/sh\ncat <<'E'\n" + "\n".join(f"\t-x, {name}=" for name in known) + "\nE\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
-    nsys._known.cache_clear()
-    yield
-    nsys._known.cache_clear()
-
-
-def test_what_the_nsys_here_does_not_know_is_left_out_and_said(
-    older: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [*FLAGS, "--profile-dir", str(tmp_path / "new" / "out"), "--profile-with-stack"]
-    assert main(flags) == 0
-    printed = capsys.readouterr()
-    assert "python-sampling" not in printed.out
-    assert "left out --python-sampling=true" in printed.err
-    assert (tmp_path / "new" / "out").is_dir()
-    assert main([*flags, "--ray", "worker"]) == 0
-    assert "python-sampling" not in json.loads(capsys.readouterr().out)["nsight"]
 
 
 def test_a_missing_rank_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,39 +97,15 @@ def test_each_option_changes_the_trace_and_nothing_else(option: str, adds: set[s
     assert loaded[option] == 1
 
 
-def test_an_execution_trace_is_written_beside_each_window(tmp_path: Path) -> None:
-    for _ in range(2):  # the observer is the process's only one, so it must be free again
-        record(tmp_path, execution_trace=True)
-        written = json.loads((tmp_path / f"{STEM}.et.json").read_text())
-        assert written["schema"].endswith("chakra.0.0.4")
-        assert {"aten::linear", "megaprof/forward mb=0 chunk=0"} <= {node["name"] for node in written["nodes"]}
-        (tmp_path / f"{STEM}.et.json").unlink()
-        (tmp_path / f"{STEM}.pt.trace.json.gz").unlink()
-        assert list(tmp_path.iterdir()) == []
-
-
 def test_all_files_of_a_rank_of_a_large_world_are_in_its_directory(tmp_path: Path) -> None:
     coords = WorldLayout(ParallelSizes.of(2048, tp=8)).coords(1500)
     window = Window("train_actor", None, 7, coords)
-    record(tmp_path, window=window, execution_trace=True, kernels=True, with_stack=True, export=("trace", "stacks"))
+    record(tmp_path, window=window, kernels=True, with_stack=True, export=("trace", "stacks"))
     (folder,) = tmp_path.iterdir()
     assert folder.name == "ranks001024-002047"
     kinds = {path.name.partition("rank01500.")[2] for path in folder.iterdir()}
-    assert kinds == {"pt.trace.json.gz", "et.json", "kernels.json", "stacks.txt.gz"}
+    assert kinds == {"pt.trace.json.gz", "kernels.json", "stacks.txt.gz"}
     assert find_traces(tmp_path) == [folder / artifact_name("train_actor", None, 7, coords, TRACE_SUFFIX)]
-
-
-def test_an_execution_trace_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
-    theirs = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "theirs.json"))
-    recorder = TorchRecorder(config(tmp_path, execution_trace=True), Writer())
-    try:
-        with pytest.raises(RuntimeError, match="another execution trace observer"):
-            recorder.start(WINDOW)
-        recorder.discard()
-        assert theirs.is_registered
-    finally:
-        theirs.unregister_callback()
-    assert not torch._C._autograd._profiler_enabled()
 
 
 def test_ranges_that_the_host_timed_are_in_a_trace_without_user_annotations(tmp_path: Path) -> None:
@@ -157,7 +133,7 @@ def test_ranges_that_the_host_timed_are_in_a_trace_without_user_annotations(tmp_
 
 
 def test_ranges_are_not_added_to_what_is_no_trace(tmp_path: Path) -> None:
-    logged = [emit.LoggedRange("megaprof/x", 5000, 6000, 1)]
+    logged = [("megaprof/x", 5000, 6000, 1)]
     for text in ("", '{"traceEvents": [', '{"other": 1}'):
         (tmp_path / "t").write_text(text)
         with pytest.raises(ValueError, match=r"no end of Kineto's|no events"):
@@ -172,10 +148,9 @@ def test_ranges_are_not_added_to_what_is_no_trace(tmp_path: Path) -> None:
     assert (event["name"], event["ts"], event["dur"]) == ("megaprof/x", 1.0, 1.0)
 
 
-@pytest.mark.parametrize("execution_trace", [False, True])
-def test_a_discarded_window_leaves_nothing(execution_trace: bool, tmp_path: Path) -> None:
+def test_a_discarded_window_leaves_nothing(tmp_path: Path) -> None:
     writer = Writer()
-    recorder = TorchRecorder(config(tmp_path, execution_trace=execution_trace), writer)
+    recorder = TorchRecorder(config(tmp_path), writer)
     recorder.start(WINDOW)
     recorder.discard()
     recorder.discard()
@@ -193,10 +168,9 @@ def work(name: str) -> None:
         Net()(torch.randn(4, 8)).sum().backward()
 
 
-@pytest.mark.parametrize("execution_trace", [False, True])
-def test_a_prepared_window_holds_what_follows_its_start(execution_trace: bool, tmp_path: Path) -> None:
+def test_a_prepared_window_holds_what_follows_its_start(tmp_path: Path) -> None:
     writer = Writer()
-    recorder = TorchRecorder(config(tmp_path, execution_trace=execution_trace), writer)
+    recorder = TorchRecorder(config(tmp_path), writer)
     for prepared in (True, False, True):
         if prepared:
             recorder.prepare()
@@ -305,7 +279,7 @@ def test_a_preparation_that_the_host_breaks_off_is_ended(
 
 
 def test_a_prepared_window_that_is_not_wanted_leaves_nothing(tmp_path: Path) -> None:
-    recorder = TorchRecorder(config(tmp_path, execution_trace=True), Writer())
+    recorder = TorchRecorder(config(tmp_path), Writer())
     for _ in range(2):
         recorder.prepare()
         recorder.discard()
@@ -400,7 +374,7 @@ def _unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_unwritable")
 def test_a_failed_export_leaves_no_half_file_and_no_running_profiler(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
-        record(tmp_path, kernels=True, execution_trace=True)
+        record(tmp_path, kernels=True)
     assert list(tmp_path.iterdir()) == []
     assert not torch._C._autograd._profiler_enabled()
 

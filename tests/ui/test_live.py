@@ -216,7 +216,7 @@ def test_roles_have_a_page_each(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes(pp=1))
     for role, ms in (("actor", 111.0), ("critic", 222.0)):
         own = Job(tmp_path / "job", layout)
-        own.run = RunRecord.new(layout.coords(0), layout, ("train_actor",), role, 0.1)
+        own.run = RunRecord.new(layout.coords(0), layout, role, 0.1)
         paths = places.Paths.of(tmp_path / "job", role, 1)
         own.paths = paths
         own.write_run()
@@ -317,7 +317,7 @@ def status(layout: WorldLayout, rank: int, compute: float) -> RankStatus:
 
 def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(16384, pp=16))
-    run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 16.0)
+    run = RunRecord.new(layout.coords(0), layout, None, 16.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
     summary = summarise(run, statuses.values())
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
@@ -343,7 +343,7 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     tmp_path: Path, state: str, longer: float, waits: float | None, colour: str
 ) -> None:
     layout = WorldLayout(ParallelSizes.of(4, pp=2))
-    run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
+    run = RunRecord.new(layout.coords(0), layout, None, 1.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 3) * longer) for rank in range(4)}
     statuses[3] = replace(statuses[3], waits=waits)
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)

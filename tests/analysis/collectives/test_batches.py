@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.collectives.hang import Hang, hang_of, hang_of_job
 from megaprof.analysis.report.text.hang import sentences
-from megaprof.control import listener
 from megaprof.formats.flight import Entry, Flight
 from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.recorders import flight
 from tests.analysis.collectives.recorded import Call, Rank, dumps_of, pipelines, run
 from tests.analysis.collectives.test_hang import who
 
@@ -30,7 +30,7 @@ def found(ranks: Mapping[int, Rank], *args: Any, **kwargs: Any) -> Hang:
     dumps = dumps_of(ranks, *args, **kwargs)
     whole = hang_of_job({rank: msgspec.convert(dump, Flight, strict=False) for rank, dump in dumps.items()}, {})
     for each in dumps.values():
-        kept = listener._kept(msgspec.convert(each["entries"], list[Entry]))
+        kept = flight.in_flight(msgspec.convert(each["entries"], list[Entry]))
         each["entries"] = msgspec.to_builtins(kept)
     assert whole == hang_of_job(msgspec.convert(dumps, dict[int, Flight], strict=False), {})
     return whole
@@ -200,8 +200,8 @@ def test_a_rank_writes_what_matters_whatever_is_in_its_ring() -> None:
     """1,000 batches that are over, and one that is not; then hundreds of calls that wait for it."""
     ranks = run({0: [BOTH] * 1000 + [Call()] * 300, 1: [Call((("send", 0), ("recv", 0)))] * 999}, {}, 400)
     entries = msgspec.convert(list(dumps_of(ranks, ring=1 << 20)[0]["entries"]), list[Entry])
-    kept = listener._kept(entries)
-    assert len(kept) == listener._MOST + 1, "and the last collective"
+    kept = flight.in_flight(entries)
+    assert len(kept) == flight._MOST + 1, "and the last collective"
     assert [(entry.profiling_name, entry.p2p_seq_id) for entry in kept[:2]] == [
         ("nccl:send 0->1", 1000),
         ("nccl:recv 0<-1", 1000),

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.control.watchdog import COOLDOWN_SECONDS, Watchdog
+from megaprof.control.request import COOLDOWN_SECONDS, Watchdog
 
 
 def config(tmp_path: Path, **options: Any) -> ProfileConfig:
@@ -23,14 +23,12 @@ class Job:
     """A listener as far as the watchdog looks at it, and the requests that it would make."""
 
     def __init__(self, options: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.busy = self.closed = False
+        self.busy = False
         self.captures = True
-        self.job = None
         self.asked: list[str] = []
         self.time = 0.0
-        listener: Any = self
-        self.watchdog = Watchdog(options, listener)
-        monkeypatch.setattr("megaprof.control.watchdog.monotonic", lambda: self.time)
+        self.watchdog = Watchdog(options)
+        monkeypatch.setattr("megaprof.control.request.monotonic", lambda: self.time)
         self._now = (0, 0.0)
         monkeypatch.setattr(self.watchdog, "_ask", self._ask)
 
@@ -38,7 +36,7 @@ class Job:
         """As a session counts: by the schedule's calls, so that nothing is ever called train_overall."""
         return (0, None) if target == "train_overall" else self._now
 
-    def _ask(self, reason: str) -> None:
+    def _ask(self, job: None, reason: str) -> None:
         self.asked.append(reason)
         self.watchdog._not_before = self.time + COOLDOWN_SECONDS
         if self.captures:
@@ -48,7 +46,7 @@ class Job:
     def steps(self, milliseconds: float, count: int) -> None:
         for _ in range(count):
             self._now = (self._now[0] + 1, milliseconds)
-            self.watchdog.look()
+            self.watchdog.look(None, *self.step_time(self.watchdog.timed), busy=self.busy)
 
 
 def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
