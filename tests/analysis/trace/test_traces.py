@@ -112,7 +112,7 @@ SIZES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1, "vpp": 1, "etp": 1}
         ({"coords": PLACE | {"pp": 3}}, "pp=3"),
         ({"coords": PLACE | {"rank": -1}}, "rank"),
         ({"coords": PLACE | {"rank": 1 << 40}}, "rank"),
-        ({"coords": {"rank": 0}}, "coords.*None"),
+        ({"coords": {"rank": 0}}, "required field `pp` - at `\\$.coords`"),
         ({"sizes": SIZES | {"pp": 10**30}}, "more than"),
         ({"sizes": SIZES | {"dp": 1 << 40}}, "more than"),
         ({"steps": [1 << 47, 1 << 47]}, "steps"),

@@ -210,9 +210,7 @@ def test_more_microbatches_of_the_same_size_take_longer(known: Changeable) -> No
 
 
 @pytest.mark.parametrize(("count", "better"), [(4, False), (16, True)])
-def test_steps_of_other_tokens_are_compared_by_token(
-    report: Report, known: Changeable, count: int, better: bool
-) -> None:
+def test_steps_of_other_tokens_are_compared_by_token(known: Changeable, count: int, better: bool) -> None:
     found = chosen(known, {"microbatches": str(count), "tokens": "more"}).prediction
     whole = found.step_ms.value / known.baseline.measured_ms
     assert found.step_tokens == count / known.microbatches
@@ -222,8 +220,6 @@ def test_steps_of_other_tokens_are_compared_by_token(
     )
     # Fewer microbatches fill the pipeline less well, though their step is shorter.
     assert (found.speedup.value > 1.0, whole > 1.0) == (better, better)
-    page = answer(known, report.targets[0], {"microbatches": str(count), "tokens": "more"})
-    assert page.change == pytest.approx(1 / found.speedup.value - 1)
 
 
 def test_a_layout_that_stays_needs_no_flags(known: Changeable) -> None:
