@@ -247,11 +247,12 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
             step()
         with install_hooks([model], _config(directory, collectives)) as handle:
             timeline = None if handle._session is None else handle._session.timeline
-            if timeline is None or handle._listener is None:
+            listeners = [*process.answers.values()]
+            if timeline is None or not listeners:
                 raise RuntimeError("no timeline, or no status")
             for _ in range(20):
                 step()
-            for task in (timeline.drain, handle._listener.look):  # when `_groups` says so, instead of once a second
+            for task in (timeline.drain, listeners[0].look):  # when `_groups` says so, instead of once a second
                 process.background.remove(task)
                 process.background.add(task, ENDLESS, woken=True)
             process.background.longest = 0.0

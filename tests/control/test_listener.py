@@ -36,12 +36,18 @@ from megaprof.runtime.background import Background
 from tests.control import places
 
 
+def _without_a_thread(listener: Listener, background: Background) -> bool:
+    """What `Listener.start` does, but nobody looks."""
+    process.answers[listener.path] = listener
+    return True
+
+
 class Job:
     def __init__(self, gpt: Any, handle: Any) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.handle = handle
-        self.listener: Listener = handle._listener
+        self.listener: Listener = next(iter(process.answers.values()))
         self.paths = places.Paths.of(Path(handle.config.dir), None, 1)
         self.forward_backward = get_forward_backward_func()
         self.gpt = gpt
@@ -86,7 +92,7 @@ class Job:
 
 @pytest.fixture
 def job(one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(Listener, "start", lambda self, background: True)
+    monkeypatch.setattr(Listener, "start", _without_a_thread)
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="none", on_demand=True)
     with install_hooks(one_rank.chunks, config) as handle:
         yield Job(one_rank, handle)
@@ -360,10 +366,10 @@ def test_somebody_removes_the_directory_or_a_part_of_it(job: Job, what: str) -> 
 def test_a_directory_that_does_not_answer_at_first(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Listener, "start", lambda self, background: True)
+    monkeypatch.setattr(Listener, "start", _without_a_thread)
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="none", on_demand=True)
-    with install_hooks(one_rank.chunks, config) as handle:
-        listener = handle._listener
+    with install_hooks(one_rank.chunks, config):
+        (listener,) = process.answers.values()
         with monkeypatch.context() as failing:
             fault = OSError(5, "Input/output error")
             failing.setattr("megaprof.control.listener.write", lambda *given: (_ for _ in ()).throw(fault))
@@ -451,7 +457,7 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
 def test_a_window_of_the_jobs_own_is_not_disturbed(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Listener, "start", lambda self, background: True)
+    monkeypatch.setattr(Listener, "start", _without_a_thread)
     config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), steps="0", on_demand=True)
     with install_hooks(one_rank.chunks, config) as handle:
         job = Job(one_rank, handle)
@@ -467,7 +473,7 @@ def test_a_window_of_the_jobs_own_that_fails_is_all_that_is_lost(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeline, the status, the next window and a capture that is asked for later go on."""
-    monkeypatch.setattr(Listener, "start", lambda self, background: True)
+    monkeypatch.setattr(Listener, "start", _without_a_thread)
     start, starts = TorchRecorder.start, itertools.count()
 
     def unwell_at_first(recorder: TorchRecorder, window: Any) -> None:
