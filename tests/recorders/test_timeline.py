@@ -270,7 +270,7 @@ def test_a_fault_of_ours_never_reaches_training(
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("the clock is unwell")
 
-        monkeypatch.setattr(recorder, "clock" if place == "mark" else place, broken)
+        monkeypatch.setattr(timeline, "clock" if place == "mark" else place, broken)
         losses = [one_rank.train_step() for _ in range(2)]
         assert all(losses)
         assert not handle.active
