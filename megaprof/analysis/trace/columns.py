@@ -13,7 +13,6 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -110,12 +109,6 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LAUNCHES, ("correlation",)),
     **{COMMUNICATES: ("external", "said"), ANNOTATION: (), OPERATOR: ("thread",)},
 }
-#: How Kineto begins many an event that is never read: arrows; of other categories, unless these are wanted; and
-#: operators, unless these are read. Newer ones write each field on a line of its own.
-_BETWEEN = (" ", "\n    ")
-_ARROWS, _UNREAD = (b'ph": "s",', b'ph": "f",'), ("python_function", "gpu_user_annotation")
-_OTHERS = {name: tuple(f'ph": "X",{each}"cat": "{name}",'.encode() for each in _BETWEEN) for name in _UNREAD}
-_OPERATORS = tuple(f'ph": "X",{each}"cat": "{OPERATOR}",{each}"name": "aten::'.encode() for each in _BETWEEN)
 
 
 class Events:
@@ -206,12 +199,9 @@ class KinetoEvents(Events):
         self._collected: defaultdict[str, dict[str, array[Any]]] = defaultdict(dict)
         self._rows = 0
         self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
-        others = (begins for name, begins in _OTHERS.items() if name not in columns)
-        document.passed_over = (*_ARROWS, *chain.from_iterable(others))
         with_operators = True
         for events in document:
-            if with_operators and not operators(self):
-                with_operators, document.passed_over = False, document.passed_over + _OPERATORS
+            with_operators = with_operators and operators(self)
             self._add(events, with_operators)
             if not fits(self._rows * _ROW_BYTES):
                 raise Undecodable("it has more events than fit into memory (see --max-input-mib)")

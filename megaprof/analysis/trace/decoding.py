@@ -1,10 +1,10 @@
 """Decodes a Kineto trace of any size to typed events, a piece at a time. A damaged file yields its readable events.
 
 The text comes in pieces, which are unpacked ahead of the decoding. A piece is cut at the last border between two events
-that looks like the border between the first two, and is decoded at once, without the events that begin as those do that
-nobody reads. This is safe, because text that is cut in a wrong place never decodes. Text that does not decode (an event
-with a wrong type, ``NaN``, bytes that are not UTF-8) is cut by Python's own decoder, value by value. Events that stay
-unreadable are counted. If a file ends too early, the events before its end are still yielded.
+that looks like the border between the first two, and is decoded at once. This is safe, because text that is cut in a
+wrong place never decodes. Text that does not decode (an event with a wrong type, ``NaN``, bytes that are not UTF-8) is
+cut by Python's own decoder, value by value. Events that stay unreadable are counted. If a file ends too early, the
+events before its end are still yielded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from itertools import filterfalse
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -113,8 +111,6 @@ class Document(Generic[Anything]):
         """The number of events that were not of type ``kind``."""
         self.cut: str | None = None
         """Why the file ends too early; None if it does not."""
-        self.passed_over: tuple[bytes, ...] = ()
-        """How events begin, behind their first quotation mark, that nobody reads: most of these are not decoded."""
         self._text = _Text(chunks)
         self._kind = kind
         self._decode = msgspec.json.Decoder(list[kind]).decode
@@ -182,17 +178,12 @@ class Document(Generic[Anything]):
         end = text.data.rfind(border, text.at)
         if end < 0:
             return None
-        events_text = text.data[text.at : end]
-        if self.passed_over:
-            first, *others = events_text.split(border)
-            nobody_reads = methodcaller("startswith", self.passed_over)
-            events_text = border.join([first, *filterfalse(nobody_reads, others)])
-        events = self._decoded(events_text, b"}")
+        events = self._decoded(memoryview(text.data)[text.at : end], b"}")
         if events is not None:
             text.at = end + 1
         return events
 
-    def _decoded(self, *parts: bytes) -> list[Anything] | None:
+    def _decoded(self, *parts: bytes | memoryview) -> list[Anything] | None:
         """Returns the events in a part of the list; None if it does not decode."""
         try:
             # Joined, which copies once.

@@ -276,7 +276,7 @@ def without_some(launches: Launches | None, start: int, end: int) -> Note | None
     if lost <= MOST_UNSEEN * launched:
         return None
     if len(launches.unanswered) - launches.anonymous <= MOST_UNSEEN * len(launches.times):
-        why = "the trace has them, but as on ROCm without their launch, so nothing says to which pass they belong"
+        why = "it has kernels, but as on ROCm without their launches, so nothing says to which pass they belong"
     else:
         why = "another tool may hold CUPTI, Kineto lost them, or a graph was captured"
     return Note("kernels_lost", factor=round(lost / launched, 2), said=why)

@@ -116,20 +116,6 @@ def test_pieces_of_any_size_give_what_the_whole_gives(
         assert bare or msgspec.json.decode(document.top["baseTimeNanoseconds"]) == 7
 
 
-@given(EVENTS, st.sampled_from(LAYOUTS), st.integers(1, 300))
-def test_events_that_nobody_reads_are_passed_over_and_no_others(
-    events: list[Any], layout: Callable[[list[Any]], str], piece: int
-) -> None:
-    raw = ('{"traceEvents": ' + layout(events) + "}").encode()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "PIECE", piece)
-        document: Document[Event] = Document([raw], Event)
-        document.passed_over = (b'ph": "s",', b'ph": "f",')
-        found = [event for events in document for event in events]
-    read_by_someone = [event for event in at_once(raw) if event.ph not in ("s", "f")]
-    assert repr([event for event in found if event.ph not in ("s", "f")]) == repr(read_by_someone)
-
-
 @pytest.mark.parametrize("number", ["0.5", "-12.25", "1e5", "2.5E-3", "7"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_number_that_is_cut_anywhere_is_one_value(number: str, size: int) -> None:

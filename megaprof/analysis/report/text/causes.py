@@ -44,7 +44,7 @@ def findings(
     statements = [_finding(place, measured, diagnosis, job) for place in range(len(diagnosis.causes))]
     if not statements:
         surely = "" if diagnosis.sure else " surely"
-        text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
+        text = f"No lasting cause{surely} costs more than {percent(LEAST)} of the step."
         if not diagnosis.sure and not diagnosis.perhaps and diagnosis.clocks:
             text += " The steps differ too much to rule one out."
         waits_ms = max((mean_of(stage.host_bound_ms) or 0.0 for stage in measured.shown), default=0.0)

@@ -38,7 +38,10 @@ _ASSUMED: dict[Assumption, str] = {
 
 def name_of(change: Prediction, predictions: WhatIf) -> str:
     """Returns a change of the run in a few words: ``5+3 layers``."""
-    layers = f"{'+'.join(map(str, change.layers))} layers"
+    stages = len(change.layers) or 1
+    counts = [piece.count("t") for piece in parse_layout(change.layout, stages)] if change.layout else change.layers
+    layers = " and ".join("+".join(map(str, counts[at : at + stages])) for at in range(0, len(counts), stages))
+    layers += " layers"
     if change.kind == "by_hand":
         return _by_hand(change, predictions, layers)
     names = {
@@ -61,12 +64,9 @@ def _packing(change: Prediction) -> str:
 
 def _by_hand(change: Prediction, predictions: WhatIf, layers: str) -> str:
     other = change.packing in _PACKINGS or change.packing is None  # else the packing names them
-    # For stages with one chunk each, the numbers of layers say everything, unless there are MTP layers somewhere.
-    then, now = (
-        len(parse_layout(layout, len(change.layers))) // len(change.layers) if layout else 1
-        for layout in (change.layout, predictions.layout)
-    )
-    plain = "m" not in (change.layout or "") and then == 1
+    # The numbers of layers say everything, unless there are MTP layers somewhere.
+    plain, stages = "m" not in (change.layout or ""), len(change.layers)
+    now = len(parse_layout(predictions.layout, stages)) // stages if predictions.layout else 1
     parts = (
         (layers if plain else change.layout) if change.layout != predictions.layout else None,
         f"{counted(change.chunks, 'model chunk')} per stage instead of {now}" if change.chunks else None,
