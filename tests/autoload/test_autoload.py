@@ -103,7 +103,6 @@ def test_a_process_that_never_sees_megatron_core_loads_next_to_nothing(env: dict
         "megaprof.runtime",
         "megaprof.runtime.armed",
         "megaprof.runtime.isolation",
-        "megaprof.runtime.isolation",
         "megaprof.version",
     ]
 

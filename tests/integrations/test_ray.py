@@ -156,7 +156,9 @@ def test_the_command_prints_what_ray_job_submit_takes(tmp_path: Path) -> None:
     assert json.loads(run.stdout) == runtime_env(ProfileConfig(target=("train_actor",), dir=str(tmp_path / "traces")))
 
 
+@pytest.mark.hosts
 def test_a_driver_is_not_rehearsed(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'megaprof[hosts]'")
     program = tmp_path / "train.py"
     program.write_text("import ray\nray.init()\n")
     ended = as_a_user("rehearse", "--world", "2", "--out", tmp_path / "out", "--saving-off", "", "--", program)

@@ -39,7 +39,9 @@ _ASSUMED: dict[Assumption, str] = {
 def name_of(change: Prediction, predictions: WhatIf) -> str:
     """Returns a change of the run in a few words: ``5+3 layers``."""
     stages = len(change.layers) or 1
-    counts = [piece.count("t") for piece in parse_layout(change.layout, stages)] if change.layout else change.layers
+    counts = list(change.layers)
+    if change.layout and change.kind != "chunks":  # a name for those that differ in their number
+        counts = [piece.count("t") for piece in parse_layout(change.layout, stages)]
     layers = " and ".join("+".join(map(str, counts[at : at + stages])) for at in range(0, len(counts), stages))
     layers += " layers"
     if change.kind == "by_hand":
