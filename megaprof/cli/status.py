@@ -251,7 +251,7 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
     )
     clauses = [f"{verb} {number(ms)} ms" for verb, ms in (("takes", takes), ("one every", every)) if ms is not None]
     if takes and every and every > takes:
-        clauses.append(f"{percent(1.0 - takes / every)} lies outside of forward and backward")
+        clauses.append(f"{percent(1.0 - takes / every)} lies outside of the schedule")
     return f", {', '.join(clauses)} (medians)" if clauses else ""
 
 

@@ -74,7 +74,7 @@ def iterations_table(found: Iterations | None) -> TableView | None:
         )
     title = (
         f"where an iteration of a rank goes: {number(found.ms)} ms, average of {counted(found.count, 'iteration')}; "
-        f"{percent(found.outside)} lies outside of its forward and backward"
+        f"{percent(found.outside)} lies outside of the schedule"
     )
     columns = [Column("part", "name"), Column("an iteration", unit="ms"), Column("share", "bars"), Column("of it")]
     columns += Column("iterations\nwith it"), Column("longest", unit="ms")
