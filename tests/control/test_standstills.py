@@ -74,17 +74,18 @@ def test_a_real_job(
 
     def launch() -> None:
         with pytest.raises(RanksFailed):
-            run_ranks(_train, 4, fault, str(traces), str(stop), timeout=150)
+            run_ranks(_train, 4, fault, str(traces), str(stop), timeout=200)
 
     job = threading.Thread(target=launch)
     job.start()
+    found: Any = None
+    status: Any = None
     named: dict[int, Any] = {}
-    deadline = time.monotonic() + 90
     expected = {0, 1} if fault == "calls another" else {1}
     why = {"sleeps": "absent", "exits": "no_dump", "calls another": "differs"}[fault]
     told = False
     # Every rank stands still for itself, some for a moment only, and each writes what it has in flight at its own time.
-    while not told and time.monotonic() < deadline:
+    while not told and job.is_alive():  # the start of its ranks may take a minute
         time.sleep(0.5)
         if main(["hang", str(traces), "--json"]) == 3:
             found = json.loads(capsys.readouterr().out)
