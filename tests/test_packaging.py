@@ -300,7 +300,7 @@ def test_an_agent_is_answered_from_an_environment_without_torch(empty: Path, tra
     ran = subprocess.run(line, env=alone(), cwd=traces, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "layers of stage 0" in ran.stdout
-    assert {"# The report", "# Options", "# Agents: `megaprof mcp`"} <= set(ran.stdout.splitlines())
+    assert {"# The report", "# Options", "# Scripts and agents"} <= set(ran.stdout.splitlines())
 
 
 @pytest.mark.slow
