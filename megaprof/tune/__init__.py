@@ -122,9 +122,7 @@ def _earlier_or_new(args: argparse.Namespace) -> Tuning:
     if starts_anew and typed_words:
         earlier = None
     if earlier is None and not typed_words:
-        raise UsageError(
-            "no command; put it after '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
-        )
+        raise UsageError("no command; put it after '--': megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ...")
     if earlier is not None and other_command:
         raise UsageError(f"--out {args.out}: contains trials of another command: {shlex.join(earlier.command)}")
     limit = memory_limit(args.memory_limit)

@@ -7,10 +7,12 @@ directory in their environment are killed; no other processes have it there.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -55,8 +57,7 @@ class Ended:
     """How a trial ended."""
 
     outcome: Literal["enough", "exited", "out_of_memory", "time_limit"]
-    """``enough``: all ranks made their steps; ``exited``: the command ended before that; ``out_of_memory``;
-    ``time_limit``."""
+    """``enough``: all ranks made their steps; ``exited``: it ended before that; ``out_of_memory``; ``time_limit``."""
     code: int | None = None
     """The command's exit code, if it ended by itself."""
     last_line: str | None = None
@@ -87,14 +88,16 @@ def run(
     ``directory``, which is new. ``advance(steps)`` is called as steps are made. ``config``: another one than that of a
     trial. ``alone``: further environment of one rank without its others, with the ``PYTHONPATH`` that comes first.
 
-    However this function ends, the command ends, too. Raises OSError if it cannot be started.
+    However this function ends, or is killed, the command ends, too. Raises OSError if it cannot be started.
     """
     env = environment(config or config_of(directory), os.environ) | apart(directory)
     if alone is not None:
         env |= {**alone, "PYTHONPATH": os.pathsep.join((alone["PYTHONPATH"], env["PYTHONPATH"]))}
     with (directory / LOG).open("wb") as log:
+        # A process that was killed ends nothing; Linux does so for it: PR_SET_PDEATHSIG, see prctl(2).
+        end = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM) if sys.platform == "linux" else None
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=end
         )
         try:
             made = partial(_steps if alone is None else _steps_alone, directory)
@@ -180,8 +183,7 @@ def _explained(ended: Ended, log: Path) -> Ended:
         file.seek(max(0, log.stat().st_size - _READ))
         printed = _CAUGHT.sub("", file.read().decode("utf-8", "replace"))
     lines = [line.strip() for line in printed.splitlines() if line.strip() and _OURS not in line]
-    memory_line = next((line for line in lines if any(phrase in line for phrase in _OUT_OF_MEMORY)), None)
-    if memory_line is not None:
-        return Ended("out_of_memory", ended.code, memory_line)
+    if line := next((line for line in lines if any(phrase in line for phrase in _OUT_OF_MEMORY)), None):
+        return Ended("out_of_memory", ended.code, line)
     last_line = lines[-1] if lines and ended.outcome == "exited" else None
     return Ended(ended.outcome, ended.code, next(filter(_RAISED.search, lines), last_line))

@@ -146,8 +146,8 @@ def tune(out: Path, *words: str) -> list[str]:
     return ["tune", "--out", str(out), "--saving-off", "", *words]
 
 
-def hung_up(out: str) -> None:
-    """A tuning whose terminal is closed in its first trial."""
+def ended(out: str) -> None:
+    """A tuning that a signal ends in its first trial."""
 
     def begun() -> None:
         log = Path(out, "trial-1", trial.LOG)
@@ -160,10 +160,14 @@ def hung_up(out: str) -> None:
     sys.exit(megaprof(*tune(Path(out), "--", sys.executable, "-c", TERMINATED)).returncode)
 
 
-def test_a_closed_terminal_ends_the_trial(tmp_path: Path) -> None:
-    ended = programs.run(hung_up, tmp_path / "tuned", send=signal.SIGHUP)
-    assert ended.returncode == cli.TERMINATED, ended.stderr
-    assert not trial.running(tmp_path / "tuned" / "trial-1")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, cli.TERMINATED), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_trial_ends_with_its_tuning(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    told = programs.run(ended, tmp_path / "tuned", send=number)
+    assert told.returncode == code, told.stderr
+    until = time.monotonic() + 60
+    while trial.running(tmp_path / "tuned" / "trial-1"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
     left = load(tmp_path / "tuned")
     assert left is not None
     assert left.pending is not None
