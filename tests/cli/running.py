@@ -39,7 +39,7 @@ def as_a_user(*arguments: object, **environment: str) -> subprocess.CompletedPro
         [sys.executable, "-m", "megaprof", *map(str, arguments)],
         capture_output=True,
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100", **environment},
-        timeout=120,
+        timeout=600,
         text=True,
     )
 

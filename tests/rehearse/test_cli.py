@@ -10,8 +10,10 @@ import pytest
 
 from megaprof.cli import FAILED, USAGE
 from tests.cli.running import ROOT, as_a_user, check, megaprof
+from tests.tune import job
 
 EXAMPLE = ROOT / "docs" / "examples" / "layouts.py"
+GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_a_program_that_fails_alone_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
-    command = [EXAMPLE, "--decoder-first-pipeline-num-layers", "3"]
+    command = [EXAMPLE, "--num-layers", "3", "--decoder-first-pipeline-num-layers", "2"]  # too few for two chunks
     options = ["--world", "2", "--steps", "3", "--out", tmp_path / "out", "--saving-off", "", "--json"]
     ended = as_a_user("rehearse", *options, "--", *command)
     assert ended.returncode == 0, ended.stderr
@@ -59,10 +61,10 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     check("rehearse", found)
     report = megaprof("report", tmp_path / "out" / "predicted", "--json", "-")
     first, last = json.loads(report.stdout)["targets"][0]["stages"]
-    assert [stage["chunks"][0]["holds"]["layers"] for stage in (first, last)] == [3, 1]
+    assert [stage["chunks"][0]["holds"]["layers"] for stage in (first, last)] == [2, 1]
     assert found["sent_bytes"][0] > 0
     # Each of 8 microbatches waits at least 24 ms forward and 48 ms backward in each layer.
-    assert first["forward_ms"]["mean"] >= 3 * 8 * 24 <= first["backward_ms"]["mean"] / 2
+    assert first["forward_ms"]["mean"] >= 2 * 8 * 24 <= first["backward_ms"]["mean"] / 2
     assert found["step_ms"]["value"] >= found["measured_ms"] >= first["compute_ms"]["mean"]
     assert json.loads((tmp_path / "out" / "rehearsal.json").read_text()) == found
     assert (tmp_path / "out" / "report.html").stat().st_size > 0
@@ -84,6 +86,27 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "out" / "links.json").read_text())
     assert kept["gloo"]["known"] == "measured"
     assert "real" in kept["gloo"]["source"]
+
+
+@pytest.mark.slow
+def test_memory_is_what_all_ranks_allocate_and_another_layout_keeps_the_limit(tmp_path: Path) -> None:
+    """Layers and their activations are counted (`job`): in each stage alone, and then in all ranks."""
+    words = ["--num-layers", "3", "--pipeline-model-parallel-size", "2", "--compute", "--memory", "2", "1"]
+    command = [job.__file__, *words, "--decoder-first-pipeline-num-layers", "2"]
+    options = ["--world", "2", "--steps", "3", "--memory-limit", "7GiB", "--json"]
+    ended = as_a_user("rehearse", *options, "--out", tmp_path / "out", "--", *command)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    given, best = found["what_if"]["allocated"], found["best"]
+    assert (given, found["too_large"], best["fits"]) == ([8 * GIB, 3 * GIB], [0], True)
+    assert max(best["needed"]) <= 7 * GIB
+    for name, layout, predicted in (("given", command, given), ("best", found["best_command"], best["needed"])):
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *layout]
+        profile = ["--profile-target", "train_actor", "--profile-tool", "timeline", "--profile-dir", tmp_path / name]
+        ran = as_a_user("run", *profile, "--", *ranks, "--train-iters", "8")
+        assert ran.returncode == 0, ran.stderr
+        report = megaprof("report", tmp_path / name, "--json", "-")
+        assert json.loads(report.stdout)["targets"][0]["what_if"]["allocated"] == predicted
 
 
 def test_nothing_is_compared_without_a_rehearsal(tmp_path: Path) -> None:

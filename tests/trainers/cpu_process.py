@@ -186,9 +186,9 @@ def _groups() -> list[Patch]:
         @functools.wraps(function)
         def made(*args: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("device_id", "pg_options")}
-            if kwargs.get("backend") is not None:
+            if "nccl" in str(kwargs.get("backend")):
                 kwargs["backend"] = "gloo"
-            if args and isinstance(args[0], str):  # init_process_group's first argument
+            if args and isinstance(args[0], str) and "nccl" in args[0]:  # init_process_group's first argument
                 args = ("gloo", *args[1:])
             return function(*args, **kwargs)
 

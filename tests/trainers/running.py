@@ -128,6 +128,22 @@ def check_tuning(
     assert (words in " ".join(first["command"]), words in " ".join(second["command"])) == (True, False)
 
 
+def check_rehearsal(command: Sequence[str], env: Mapping[str, str], work: Path, framework: str) -> None:
+    """``megaprof rehearse`` runs ``command`` as each of its two stages alone, which have 7 layers and 1. There are no
+    chunks for its 7 microbatches, so no other layout is rehearsed."""
+    out = work / "rehearsed"
+    options = ["--world", "2", "--steps", "3", "--saving-off", "", "--out", str(out), "--json"]
+    train([sys.executable, "-m", "megaprof", "rehearse", *options, "--", *command], env, work, 2 * SECONDS)
+    made = json.loads((out / "rehearsal.json").read_text())
+    assert made["what_if"]["layout"] == "Et*7|tL"
+    assert made["what_if"]["costs"]["from_ranges"]
+    assert made["step_ms"]["low"] < made["step_ms"]["value"] < made["step_ms"]["high"]
+    assert made["sent_bytes"][0] > 0
+    (found,) = _report(out / "predicted").values()
+    assert (found["framework"], found["microbatches"]) == (framework, 7)
+    assert [stage["chunks"][0]["holds"]["layers"] for stage in found["stages"]] == [7, 1]
+
+
 def check(
     plain: Path,
     profiled: Path,

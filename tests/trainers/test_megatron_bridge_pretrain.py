@@ -7,13 +7,14 @@ import every model. No checkpoint is saved: the last save hangs on a CPU, with a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.trainers.running import check, check_tuning, environment, torchrun, train
+from tests.trainers.running import check, check_rehearsal, check_tuning, environment, torchrun, train
 
 pytestmark = [
     pytest.mark.hosts,
@@ -56,3 +57,8 @@ def test_tuned(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     command = torchrun(SCRIPT, PLACING, "train.train_iters=100", "checkpoint.save=saved", "checkpoint.save_interval=2")
     check_tuning(command, [PLACING], environment(tmp_path, EDGES, wheel("megatron-bridge")), tmp_path)
     assert not (tmp_path / "saved").exists()
+
+
+def test_rehearsed(wheel: Callable[[str], Path], tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, PLACING, "train.train_iters=100", "train.global_batch_size=7"]
+    check_rehearsal(command, environment(tmp_path, EDGES, wheel("megatron-bridge")), tmp_path, "megatron-bridge")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainers import tiny
-from tests.trainers.running import PROFILE, check, check_tuning, environment, train
+from tests.trainers.running import PROFILE, check, check_rehearsal, check_tuning, environment, train
 
 pytestmark = pytest.mark.hosts
 
@@ -64,3 +64,12 @@ def test_tuned(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     off = ("--saving-off", "--save_strategy steps --save_steps 0")
     check_tuning(tuned, PLACING, trainer(tmp_path, *packages), tmp_path, *off)
     assert not list(tmp_path.glob("out/*/checkpoint*"))
+
+
+def test_rehearsed(wheel: Callable[[str], Path], tmp_path: Path) -> None:
+    """What one rank runs; its stages tell each other the shape of each microbatch."""
+    packages = wheel("ms-swift"), wheel("mcore-bridge")
+    steps = ["--train_iters", "100", "--eval_steps", "1000", "--save_steps", "1000", "--global_batch_size", "7"]
+    _, _, _, _, *words = command(tmp_path, *steps, "--output_dir", str(tmp_path / "out"))
+    rank = [sys.executable, "-m", "swift.cli._megatron.sft", *words]
+    check_rehearsal(rank, trainer(tmp_path, *packages), tmp_path, "ms-swift")
