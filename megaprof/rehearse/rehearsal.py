@@ -84,24 +84,27 @@ def rehearsed(
     that is less than its device has. Raises Unanswerable, and OSError if the command cannot be started.
     """
 
-    def measured(stage: int, rank: int) -> Stage:
+    def measured(words: Sequence[str], place: Path, stage: int, rank: int) -> Stage:
         print(f"Stage {stage}: rank {rank}, alone", file=sys.stderr, flush=True)
-        found = record(run_words, out / "alone" / f"stage{stage}", rank, world, steps)
+        found = record(words, place / f"stage{stage}", rank, world, steps)
         if (own := found.metadata.coords.pp) != stage:
             raise Unanswerable(f"rank {rank} is of stage {own}, not {stage}: ranks are not in Megatron-Core's order")
         return found
 
-    by_stage = {0: measured(0, 0)}
+    def stages_of(words: Sequence[str], place: Path, by_stage: dict[int, Stage]) -> list[Stage]:
+        for stage in sorted({0, sizes.pp // 2, sizes.pp - 1} - by_stage.keys()):
+            by_stage[stage] = measured(words, place, stage, ranks[stage])
+        for stage in range(0 if alike(by_stage) else sizes.pp):
+            by_stage[stage] = by_stage.get(stage) or measured(words, place, stage, ranks[stage])
+        return [by_stage.get(stage) or _like(by_stage[sizes.pp // 2], stage, layout) for stage in range(sizes.pp)]
+
+    by_stage = {0: measured(run_words, out / "alone", 0, 0)}
     first = by_stage[0].metadata
     sizes, known, layout = first.sizes, defaults(by_stage[0].device), WorldLayout(first.sizes)
     if unknown := links.keys() - known.keys():
         raise Unanswerable(f"--links {min(unknown)}=...: here they are {', '.join(known)}")
     links, ranks = {**known, **links}, [layout.rank_of(pp=stage) for stage in range(sizes.pp)]
-    for stage in sorted({sizes.pp // 2, sizes.pp - 1} - {0}):
-        by_stage[stage] = measured(stage, ranks[stage])
-    for stage in range(0 if alike(by_stage) else sizes.pp):
-        by_stage[stage] = by_stage.get(stage) or measured(stage, ranks[stage])
-    stages = [by_stage.get(stage) or _like(by_stage[sizes.pp // 2], stage, layout) for stage in range(sizes.pp)]
+    stages = stages_of(run_words, out / "alone", by_stage)
     put_together = partial(together, layout=layout, links=links, per_host=per_host)
     pipeline = put_together(stages)
     write(pipeline, out / PREDICTED)
@@ -110,14 +113,38 @@ def rehearsed(
     memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
     too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
     sent = [max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in stages]
-    others = [each for each in what_if.candidates if each.flags and (too_large or each.speedup.value > 1.0)]
+    others = [each for each in what_if.candidates if each.flags]
     if too_large and not any("recompute" in word for word in command):
         others.append(_recomputed(stages, what_if, pipeline.step_ms.value, max(sent), put_together))
-    # No layout runs yet, so none is kept because another one is not certainly faster.
-    best = max((each for each in others if each.fits is not False), key=lambda each: each.speedup.value, default=None)
-    words = None if best is None else with_layout(command, best.flags, first.framework, first.role, sizes.pp)
+    # No layout runs yet, so none is kept because another one is not certainly faster. One with other chunks is
+    # rehearsed itself. It shows what more passes take beside their layers, which is then known of the others, too.
+    tried, now = set[str | None](), Interval.of(pipeline.step_ms.value)
+    while True:
+        better = (each for each in others if each.fits is not False and (too_large or each.speedup.value > 1.0))
+        best = max(better, key=lambda each: each.speedup.value, default=None)
+        if best is None or best.chunks is None or best.layout in tried:
+            break
+        others.remove(best)
+        tried.add(best.layout)
+        print(f"With {best.layout}:", file=sys.stderr, flush=True)
+        try:
+            words = with_layout(run_words, best.flags, first.framework, first.role, sizes.pp)
+            again = stages_of(words, out / "alone" / f"layout{len(tried)}", {})
+        except Unanswerable as fault:
+            print(fault, file=sys.stderr, flush=True)
+            continue
+        step_ms, more = put_together(again).step_ms, best.chunks - stages[0].schedule.chunks
+        for at, each in enumerate(others):
+            if each.chunks is not None and each.layout not in tried:
+                part = (each.chunks - stages[0].schedule.chunks) / more
+                later = each.step_ms + Interval.of(part * (step_ms.value - best.step_ms.value))
+                others[at] = replace(each, step_ms=later, speedup=now.over(later))
+        needed = tuple(each.memory.most for each in again if each.memory is not None)
+        fits = best.fits and all(size <= most for size, most in zip(needed, what_if.allowed or (), strict=False))
+        others.append(replace(best, step_ms=step_ms, speedup=now.over(step_ms), fits=fits, needed=needed or None))
+    best_words = None if best is None else with_layout(command, best.flags, first.framework, first.role, sizes.pp)
     if best is not None and best.kind == "recompute":  # its layout stays
-        words = [*command, *(options_of(first.framework, first.role, best.flags, sizes.pp) or best.flags)]
+        best_words = [*command, *(options_of(first.framework, first.role, best.flags, sizes.pp) or best.flags)]
     assumes = [
         f"{link.name} moves {link.bandwidth / 1e9:.4g} GB/s after {link.latency * 1e6:.4g} us ({link.source})"
         for link in dict.fromkeys(over)
@@ -136,7 +163,7 @@ def rehearsed(
         what_if=what_if,
         too_large=too_large,
         best=best,
-        best_command=None if words is None else tuple(words),
+        best_command=None if best_words is None else tuple(best_words),
         assumes=tuple(assumes),
     )
     with appearing(out / NAME) as file:
@@ -197,10 +224,13 @@ def compared(out: Path, directory: Path) -> tuple[Rehearsal, Spread, dict[str, L
             break
     else:
         raise Unanswerable(f"{directory}: no capture of a job with {rehearsal.sizes} whose passes are known")
-    kept, took = {}, np.median(run.baseline.link.reshape(-1, run.baseline.link.shape[-1]), axis=0)
-    expected = [link.ms("send", size, 2)[0] for link, size in zip(rehearsal.links, rehearsal.sent_bytes, strict=False)]
+    # A capture shows a transfer together with what its receiver does until the next pass, which stages alone do, too.
+    runs = (each for each in (run, *analyze(out / PREDICTED).by_hand) if each is not None)
+    took, predicted = (np.median(each.baseline.link, axis=(0, 1)) for each in runs)
+    kept, source = {}, f"transfers between stages, {directory}"
     for link in dict.fromkeys(rehearsal.links):
-        slower = [took[at] / each for at, each in enumerate(expected) if rehearsal.links[at] == link]
-        by, source = max(float(np.median(slower)), 1e-3), f"transfers between stages, {directory}"
+        at = [number for number, each in enumerate(rehearsal.links) if each == link]
+        expected = [link.ms("send", rehearsal.sent_bytes[number], 2)[0] for number in at]
+        by = max(1.0 + float(np.median((took - predicted)[at] / expected)), 1e-3)
         kept[link.name] = Link(link.name, link.bandwidth / by, link.latency * by, "measured", source)
     return rehearsal, target.step_time_ms, kept

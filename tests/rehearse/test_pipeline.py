@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 
 from megaprof import simulate
+from megaprof.analysis.report.document import plain_number
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.formats.metadata import Metadata, ModelChunk
-from megaprof.formats.phrases import Unanswerable
+from megaprof.formats.phrases import Unanswerable, json_of
 from megaprof.formats.ranges import BACKWARD, FORWARD, LAYER
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.rehearse import rehearsal
 from megaprof.rehearse.links import Link
 from megaprof.rehearse.pipeline import Exchange, Pipeline, Stage, alike, together, write
-from megaprof.rehearse.rehearsal import _recomputed, balanced
+from megaprof.rehearse.rehearsal import NAME, PREDICTED, Rehearsal, _recomputed, balanced, compared, rehearsed
 
 STEPS, MICROBATCHES, GIB, KINDS = 6, 8, 1 << 30, (FORWARD, BACKWARD)
 #: 1 GB/s: a million bytes are a millisecond.
@@ -165,10 +168,46 @@ def test_recomputation_runs_forwards_again_and_keeps_what_layers_got(tmp_path: P
     assert replace(found, fits=None).flags[:2] == ("--recompute-granularity", "full")
 
 
+def test_links_are_kept_without_what_stages_do_between_passes(tmp_path: Path) -> None:
+    """Each stage takes a millisecond before each pass. Messages of 3 MB then take 6 ms instead of 3 ms."""
+    sizes, send = ParallelSizes(pp=2), Exchange("send", 3_000_000, False, True, (0, 1), MICROBATCHES)
+    stages = [stage(number, 2, sizes, send) for number in (0, 1)]
+    stages = [replace(each, before=np.ones_like(each.passes)) for each in stages]
+    for name, bandwidth in ((PREDICTED, 1e9), ("real", 0.5e9)):
+        links = {"gloo": replace(LINKS["gloo"], bandwidth=bandwidth)}
+        write(made := together(stages, WorldLayout(sizes), links, 8), tmp_path / name)
+    what_if = analyze(tmp_path / PREDICTED).targets[0].what_if
+    earlier = Rehearsal((), sizes, made.step_ms, 0.0, (LINKS["gloo"],), (3_000_000, 0), what_if, (), None, None, ())
+    (tmp_path / NAME).write_bytes(json_of(earlier, plain_number))
+    assert compared(tmp_path, tmp_path / "real")[2]["gloo"].bandwidth == pytest.approx(0.5e9, rel=0.01)
+
+
 def test_stages_with_different_schedules_are_no_pipeline() -> None:
     sizes = ParallelSizes(pp=2)
     with pytest.raises(Unanswerable, match="same schedule"):
         together([stage(0, 2, sizes), stage(1, 2, sizes, chunks=2)], WorldLayout(sizes), LINKS, 8)
+
+
+@pytest.mark.parametrize(("beside", "chosen"), [(0.5, True), (5.0, False)])
+def test_a_layout_with_other_chunks_is_rehearsed_itself(
+    beside: float, chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two chunks, each pass takes some time beside its layers, which no pass with one chunk shows."""
+    sizes, ran = ParallelSizes(pp=2), list[bool]()
+
+    def record(words: Sequence[str], place: Path, rank: int, world: int, steps: int) -> Stage:
+        ran.append(several := "--num-virtual-stages-per-pipeline-rank" in words)
+        each = stage(rank, 1 if several else 2, sizes, chunks=1 + several)
+        return replace(each, passes=each.passes + beside * several)
+
+    monkeypatch.setattr(rehearsal, "record", record)
+    made, _ = rehearsed(["train.py"], ["train.py"], tmp_path, 2, STEPS, LINKS, 8)
+    assert ran == [False, False, True, True]
+    assert (made.best is not None) == chosen
+    if made.best is not None:
+        passes = [[[10.0 + beside] * 2] * 2, [[20.0 + beside] * 2] * 2]
+        assert made.best.step_ms.value == pytest.approx(simulate(*passes, MICROBATCHES).step_ms)
+        assert made.best.chunks == 2
 
 
 def test_only_stages_that_differ_are_run() -> None:
