@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.report.text.words import number, percent, ranks, sentence
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.control.blame import WaitedFor
-from megaprof.control.directory import NoJob, RunningJob, find_job
+from megaprof.control.directory import RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standstill, completed
-from megaprof.formats.phrases import ago, counted, printable
+from megaprof.formats.phrases import ago, counted
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage, summarise
 from megaprof.metrics.look import State, View, look_at, standings, verdict, waiting_clauses
 from megaprof.parallel.topology import ParallelSizes
@@ -140,18 +141,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) -> RunningJob:
-    """Returns the job as soon as it has started. Raises NoJob after ``wait`` seconds."""
+    """Returns the job as soon as one has started in ``directory``, which need not exist yet. Raises NoJob after
+    ``wait`` seconds."""
     until, announced = time.monotonic() + wait, False
-    while True:
-        try:
-            return find_job(directory, role)
-        except NoJob:
-            if time.monotonic() >= until:
-                raise
-        if not announced:
-            print(f"megaprof status: waiting for a job to start in {printable(str(directory))}", file=sys.stderr)
-            announced = True
-        time.sleep(0.1)
+    with suppress(Unsafe):  # `find_job` says what is wrong
+        while not roles_with_a_run(directory) and not directory.is_file() and time.monotonic() < until:
+            if not announced:
+                say(f"Waiting for a job to start in {directory}; Ctrl-C ends this.", file=sys.stderr)
+                announced = True
+            time.sleep(0.2)
+    return find_job(directory, role)
 
 
 def answer(view: View) -> StatusAnswer:

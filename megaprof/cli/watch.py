@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text.words import number, percent, ratio
 from megaprof.analysis.report.views import iterations_table, stages_now
-from megaprof.cli.status import silence
+from megaprof.cli.status import find, silence
 from megaprof.control.directory import NoJob, find_job
 from megaprof.formats.phrases import counted
 from megaprof.metrics.figures import summarise
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     so_far: tuple[str | None, TableView | None] = None, None
     report_at = 0.0
     try:
-        view = _look(arguments)
+        view = look_at(find(arguments.dir, arguments.role, 0.0 if arguments.once else math.inf), patient=False)
         if view.silence is not None:
             raise NoJob(silence(view))
         with live or nullcontext():
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
                 if arguments.once:
                     return 0
                 time.sleep(max(0.2, view.job.run.interval))
-                view = _look(arguments)
+                view = look_at(find_job(arguments.dir, arguments.role), patient=False)
         if view.state != "ended":
             raise NoJob(silence(view))
         console.print(silence(view))
@@ -72,10 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)  # after the terminal's ^C
         return 0
-
-
-def _look(arguments: argparse.Namespace) -> View:
-    return look_at(find_job(arguments.dir, arguments.role), patient=False)
 
 
 def _so_far(view: View) -> tuple[str | None, TableView | None]:

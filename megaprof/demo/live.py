@@ -140,7 +140,7 @@ def _introduce(out: Path, fault: str | None) -> None:
     directory = str(out.absolute())
     print(f"The job is running and writes to {directory}")
     if fault is not None:
-        print(f"Fault: {fault}.")
+        print(f"Fault: {fault}.\n`watch` names it within half a minute.")
     print("Try in another shell:")
     for description, line in (
         ("shows the stages while the job runs", ["watch", directory]),

@@ -464,7 +464,7 @@ def test_it_waits_while_the_job_starts_up(tmp_path: Path, capsys: pytest.Capture
     assert status(job, "--wait", "60") == 0
     starting.join()
     shown = capsys.readouterr()
-    assert "waiting for a job to start in" in shown.err
+    assert "Waiting for a job to start in" in shown.err
     assert "all of them answering" in shown.out
 
 
@@ -558,10 +558,8 @@ def test_arguments_of_trigger_that_no_job_would_take_are_told_without_a_job(
     assert main(["trigger", str(tmp_path), "--target", "train_actor"]) == 1
 
 
-def test_watch_writes_every_look_into_a_pipe_at_once(job: Job) -> None:
-    far_ahead = time.time() + 3600
-    for rank in (0, 1):
-        job.status(rank, time=far_ahead, since=far_ahead)
+def test_watch_waits_for_a_job_and_writes_every_look_into_a_pipe_at_once(tmp_path: Path) -> None:
+    job = Job(tmp_path / "made by the job")
     command = [sys.executable, "-m", "megaprof", "watch", str(job.directory)]
     with subprocess.Popen(
         command,
@@ -571,6 +569,12 @@ def test_watch_writes_every_look_into_a_pipe_at_once(job: Job) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
     ) as watching:
         assert watching.stdout is not None
+        assert watching.stderr is not None
+        assert str(job.directory) in watching.stderr.readline()
+        far_ahead = time.time() + 3600
+        for rank in (0, 1):
+            job.status(rank, time=far_ahead, since=far_ahead)
+        job.begin()
         headings = 0
         for line in itertools.islice(watching.stdout, 200):
             headings += "imbalance" in line and watching.poll() is None
@@ -579,3 +583,9 @@ def test_watch_writes_every_look_into_a_pipe_at_once(job: Job) -> None:
         watching.send_signal(signal.SIGINT)
         _, said = watching.communicate(timeout=30)
     assert (headings, watching.returncode, said) == (2, 0, "\n")
+
+
+def test_watch_waits_for_no_job_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["watch", str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err == f"megaprof watch: {tmp_path / 'file'} is not a directory\n"

@@ -144,13 +144,8 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
                 factor = 1.0 - shorter / np.maximum(v.alone().sum(axis=(3, 4, 5)), 1e-9)
                 return v.scaled(factor[..., None, None, None], only_own=True, peers=peers, least=v.least, idle=v.idle)
 
-            yield Term(
-                "slow_rank",
-                like_peers,
-                stage=stage,
-                replica=replica,
-                ranks=(int(table.ranks[replica, stage, peer]),),
-            )
+            ranks = (int(table.ranks[replica, stage, peer]),)
+            yield Term("slow_rank", like_peers, stage=stage, replica=replica, ranks=ranks)
 
 
 def _of_steps(view: View, step_ms: float) -> Iterator[Term]:
@@ -171,8 +166,11 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
         return
     wraps = table.schedule.chunks > 1 and s > 2
     count = s if wraps else s - 1
-    waits = table.core_waits_beside.mean(axis=(0, 1)).max(axis=-1)
     received = receivers(table.schedule)[:count]
+    ends = (np.arange(count)[:, None] + [0, 1]) % s
+    # Nobody knows in which exchanges a rank waited: on each of its links alike.
+    waits = table.core_waits_beside.mean(axis=(0, 1)).max(axis=-1) / np.bincount(ends.ravel())
+    link_waits = waits[ends].sum(axis=1)
 
     for stage in range(count) if count > 1 else ():
 
@@ -186,8 +184,9 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
             parts = {**v.held, EXCHANGE: v.held[EXCHANGE] - held}
             return v.waiting(link=link).less(held, held=parts, exchange=exchange)
 
-        ends = [stage, (stage + 1) % s]
-        yield Term("slow_link", quick, stage=stage, link=(ends[0], ends[1]), core_ms=float(waits[ends].sum()))
+        # A link is slower than the others, so only what its ranks wait longer than theirs may explain it.
+        core_ms = max(float(link_waits[stage] - np.median(np.delete(link_waits, stage))), 0.0)
+        yield Term("slow_link", quick, stage=stage, link=(stage, (stage + 1) % s), core_ms=core_ms)
     # Communication at the end of a pass that names no group may belong to the pass or to the exchange after it.
     if "unknown" not in view.exposed:
 
@@ -205,7 +204,7 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
         # Where a profiled GPU waits for its host in passes, it may also do so between them.
         doubt = float(table.profiled and table.idle.any())
         link = (0, 1) if count == 1 else None
-        yield Term("communication", at_once, group="pp", link=link, doubt=doubt, core_ms=float(waits.sum()))
+        yield Term("communication", at_once, group="pp", link=link, doubt=doubt, core_ms=float(link_waits.sum()))
 
 
 def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:

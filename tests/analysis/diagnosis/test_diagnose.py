@@ -220,10 +220,9 @@ def test_what_ranks_wait_for_a_core_is_one_cause(recording, tmp_path):
         (HEALTHY, Fault("slow_stage", 1.2, stage=2)),
         (TWICE, Fault("slow_chunk", 1.6, stage=1, chunk=1)),
         (HEALTHY, Fault("embedding_or_loss", 5.0, stage=3)),
-        (HEALTHY, Fault("slow_link", 6.0, stage=1)),
     ],
 )
-def test_what_waits_for_a_core_may_explain_of_a_stage_or_a_link_makes_its_price_less_certain(pipeline, fault, tmp_path):
+def test_what_waits_for_a_core_may_explain_of_a_stage_makes_its_price_less_certain(pipeline, fault, tmp_path):
     """All ranks wait in every pass, so nobody knows which passes took how long because of that."""
     found = []
     for factor in (1.005, 1.5):
@@ -236,6 +235,20 @@ def test_what_waits_for_a_core_may_explain_of_a_stage_or_a_link_makes_its_price_
     assert price.value - price.low > 2.0 * (cause.price.value - cause.price.low)
     assert price.low <= Priced(replace(pipeline, faults=(fault,))).price(fault).mean() <= price.high
     assert [place(each) for each in busy.causes if each.kind != WAIT] in ([], [place(cause)])
+
+
+@pytest.mark.parametrize(("waiting", "certain"), [([0, 1, 2, 3], True), ([1, 2], False)])
+def test_what_all_ranks_wait_for_a_core_explains_no_slow_link(waiting, certain, tmp_path):
+    fault = Fault("slow_link", 6.0, stage=1)
+    pipeline = replace(HEALTHY, faults=(fault,))
+    table = table_of(pipeline, tmp_path)
+    core_waits = np.zeros_like(table.core_waits)
+    core_waits[:, :, waiting] = 0.3 * table.length.mean()
+    found = diagnose(examine(replace(table, core_waits=core_waits)))
+    (cause,) = found.causes or found.perhaps
+    assert (place(cause), cause.link) == (("slow_link", 1, None, (), None), (1, 2))
+    assert (found.causes == (cause,)) == certain
+    assert cause.price.low <= Priced(pipeline).price(fault).mean() <= cause.price.high
 
 
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
