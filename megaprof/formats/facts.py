@@ -6,6 +6,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -243,19 +245,37 @@ def part_of_call(target: str, role: str | None) -> str:
     return "reference" if (target, role) == ("train_log_probs", "ref") else target
 
 
-def pack_between(nanoseconds: Mapping[str, int]) -> bytes:
-    """Returns what a rank did between the first calls of two steps: five bytes for each known part that took time."""
-    known = [(PARTS.index(part) + 1, ns // 1000) for part, ns in nanoseconds.items() if part in PARTS and ns >= 1000]
-    return b"".join(_PART.pack(number, min(us, _MOST_32)) for number, us in known)
+def pack_between(spans: Iterable[tuple[str, int]]) -> bytes:
+    """Returns what a rank did from the end of a call until the next one, in order, without a gap: five bytes for each
+    part and its nanoseconds. A name that is no part stands for time of which nothing is known."""
+    numbers = ((PARTS.index(part) + 1 if part in PARTS else 0, ns) for part, ns in spans if ns)
+    rows = []
+    for number, same in groupby(numbers, itemgetter(0)):
+        us = sum(ns for _, ns in same) // 1000
+        rows += [_PART.pack(number, _MOST_32)] * (us // _MOST_32) + [_PART.pack(number, us % _MOST_32)] * (us > 0)
+    return b"".join(rows)
 
 
 def unpack_between(payloads: Sequence[bytes]) -> npt.NDArray[np.float64]:
-    """Returns [step, part]: the milliseconds that each of many steps has of each of `PARTS`. A damaged payload has
+    """Returns [call, part]: the milliseconds before each of many calls that have each of `PARTS`. A damaged payload has
     none."""
     whole = [payload if len(payload) % _PART.size == 0 else b"" for payload in payloads]
     rows = np.frombuffer(b"".join(whole), dtype=_PART_ROW)
-    step = np.repeat(np.arange(len(whole)), [len(payload) // _PART.size for payload in whole])
+    call = np.repeat(np.arange(len(whole)), [len(payload) // _PART.size for payload in whole])
     known = (rows["part"] > 0) & (rows["part"] <= len(PARTS))
     took_ms = np.zeros((len(whole), len(PARTS)))
-    np.add.at(took_ms, (step[known], rows["part"][known] - 1), rows["us"][known] / 1e3)
+    np.add.at(took_ms, (call[known], rows["part"][known] - 1), rows["us"][known] / 1e3)
     return took_ms
+
+
+def unpack_spans(payload: bytes, start_ns: int) -> list[tuple[str, int, int]]:
+    """Returns the parts before a call that began at ``start_ns``, the last one first, each with its begin and end on
+    the same clock. None of damaged bytes, or if they do not say where nothing is known: then only sums are."""
+    rows = list(_PART.iter_unpack(payload)) if len(payload) % _PART.size == 0 else []
+    spans, end = [], start_ns
+    for number, us in reversed(rows if any(number == 0 for number, _ in rows) else []):
+        begin = end - 1000 * us
+        if 0 < number <= len(PARTS):
+            spans.append((PARTS[number - 1], begin, end))
+        end = begin
+    return spans

@@ -138,14 +138,13 @@ class TimelineRecorder:
         calls.index = calls.index + 1 if calls.number == number else 0
         calls.number = number
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
-        step.number, step.index, step.own, step.between = number, calls.index, 0, None
+        step.number, step.index, step.own = number, calls.index, 0
         step.calls, step.metadata = calls, self._metadata(calls, facts)
         step.flags = (format.DISTURBED if disturbed else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._running = step
         step.start_ns = time.time_ns()
-        if calls.index == 0:
-            step.between = self._parts.since(calls.began_ns) if calls.began_ns else None
-            calls.began_ns = step.start_ns
+        step.between = self._parts.since(calls.began_ns) if calls.began_ns else None
+        calls.began_ns = step.start_ns
         step.entered = self._parts.enter(part_of_call(target, role), schedule=True)
         step.began = step.mark()
         return step
@@ -448,25 +447,20 @@ def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, npt.ND
     return came_us[id(step.ended)], pack(events, 0), host_bound, waits
 
 
-def _between(step: RecordedStep) -> dict[str, int]:
-    """Returns the nanoseconds of each part of the host's loop before a step, without the time in which the GPU was
-    still at work on the call before. A process that gives its weights to a rollout waits for that until it next runs
-    the schedule."""
-    since, took_ns, waited_ns, synchronised = step.calls.busy_until_ns, dict[str, int](), 0, False
+def _between(step: RecordedStep) -> list[tuple[str, int]]:
+    """Returns the parts of the host's loop from the call before until a step, in order, with their nanoseconds; no name
+    for what is not known. The time in which the GPU was still at work on the call before is left out. A process that
+    has given its weights to a rollout waits for that until it next runs the schedule."""
+    since, rows, synchronised = step.calls.busy_until_ns, list[tuple[str, int]](), False
+    own = part_of_call(step.calls.target, step.calls.role)
     spans = sorted(step.between or [], key=lambda span: span[1])
-    for part, start, end in [*spans, ("train_actor", step.start_ns, step.start_ns)]:
+    for part, start, end in [*spans, ("", step.start_ns, step.start_ns)]:
+        synchronised = part not in CALLS and (synchronised or part == "weight_sync")
+        name = "rollout" if part == WAITING and synchronised else "" if part == own else part
         # No time counts twice: several models of a process may each note a garbage collection.
-        ns, since = max(end - max(start, since), 0), max(end, since)
-        if part == WAITING:
-            waited_ns += ns
-            continue
-        synchronised |= part == "weight_sync"
-        if part in CALLS:
-            waits_for = "rollout" if synchronised else WAITING
-            took_ns[waits_for] = took_ns.get(waits_for, 0) + waited_ns
-            waited_ns, synchronised = 0, False
-        took_ns[part] = took_ns.get(part, 0) + ns
-    return took_ns
+        rows += [("", max(start - since, 0)), (name, max(end - max(start, since), 0))]
+        since = max(end, since)
+    return rows
 
 
 def _events(step: RecordedStep) -> Int64s:

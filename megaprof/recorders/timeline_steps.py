@@ -48,7 +48,7 @@ class Calls:
     role: str | None
     number: int | None = None
     began_ns: int = 0
-    """When the first call of the last step began, in nanoseconds of the wall clock; 0 before the first one."""
+    """When the last call began, in nanoseconds of the wall clock; 0 before the first one."""
     busy_until_ns: int = 0
     """When the last call that was packed had ended on its own clock, in the same way."""
     index: int = 0
@@ -130,7 +130,7 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     began: Any
     ended: Any
     between: list[Span] | None
-    """The parts of the host's loop since the first call of the step before; None if it is not the first call."""
+    """The parts of the host's loop since the call before; None if there is none."""
     entered: bool
     """True if the call itself is such a part."""
     memory: Memory | None

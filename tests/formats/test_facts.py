@@ -21,6 +21,7 @@ from megaprof.formats.facts import (
     unpack_between,
     unpack_data,
     unpack_modules,
+    unpack_spans,
 )
 
 
@@ -55,14 +56,34 @@ def test_damaged_arrivals_say_nothing(payload: bytes) -> None:
     assert all(len(found.numbers) == 0 for found in unpack_arrivals(payload))
 
 
-STEPS = st.lists(st.dictionaries(st.sampled_from([*PARTS, "something newer"]), st.integers(0, 1 << 41)), max_size=6)
+SPANS = st.lists(st.tuples(st.sampled_from([*PARTS, "", "something newer"]), st.integers(0, 1 << 43)), max_size=6)
 
 
-@given(STEPS)
-def test_parts_come_back(steps: list[dict[str, int]]) -> None:
-    found = unpack_between([pack_between(step) for step in steps])
-    for step, row in zip(steps, found, strict=True):
-        assert row.tolist() == pytest.approx([step.get(part, 0) // 1000 / 1e3 for part in PARTS])
+@given(st.lists(SPANS, max_size=6))
+def test_parts_come_back(calls: list[list[tuple[str, int]]]) -> None:
+    found = unpack_between([pack_between(spans) for spans in calls])
+    for spans, row in zip(calls, found, strict=True):
+        took = [sum(ns for name, ns in spans if name == part) for part in PARTS]
+        assert row.tolist() == pytest.approx([ns / 1e6 for ns in took], abs=0.01)
+
+
+@given(SPANS)
+def test_parts_come_back_where_they_were(spans: list[tuple[str, int]]) -> None:
+    spans = [*spans, ("", 5_000)]
+    at = -sum(ns for _, ns in spans)
+    covered = dict.fromkeys(PARTS, 0)
+    placed = [(part, at, at := at + ns) for part, ns in spans]
+    for part, begin, end in unpack_spans(pack_between(spans), 0):
+        covered[part] += end - begin
+        inside = [(since, until) for name, since, until in placed if name == part]
+        assert any(since - 10_000 <= begin <= end <= until + 10_000 for since, until in inside) or len(inside) > 1
+    for part, ns in covered.items():
+        assert ns == pytest.approx(sum(until - since for name, since, until in placed if name == part), abs=10_000)
+
+
+def test_parts_of_an_earlier_version_are_nowhere() -> None:
+    """It wrote sums, and nothing about the time of which nothing is known."""
+    assert unpack_spans(pack_between([("optimizer", 5_000), ("saving", 5_000)]), 0) == []
 
 
 @pytest.mark.parametrize("payload", [b"x", b"\0aaaa", b"\xffaaaa", b"\1aaaax"])

@@ -14,9 +14,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from megaprof import ProfileConfig, install_hooks, role
+from megaprof.analysis.report.drawn import ALL_ROLES
+from megaprof.analysis.report.html import page
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.terminal import show
 from megaprof.analysis.table.table import Table
+from megaprof.autoload.contract import Facts, inside
 from megaprof.autoload.install import Handle
 from megaprof.capture.process import process
 from megaprof.formats import codes
@@ -73,11 +79,6 @@ def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank:
     """A worker that is asked for log-probs, training and its weights; the rest of the job is a rollout of 0.3 s, and
     0.1 s between log-probs and training. It collects garbage before the log-probs, which is a part of its training's
     iterations, too."""
-    from rich.console import Console
-
-    from megaprof.analysis.report.report import analyze
-    from megaprof.analysis.report.terminal import show
-
     parts, steps = process.parts, 5
     with install_hooks(one_rank.chunks, config(tmp_path)):
         for _ in range(steps):
@@ -108,6 +109,26 @@ def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank:
     with Console(file=io.StringIO(), width=200, record=True) as console:
         show(report, console)
     assert "a step of reinforcement learning" in console.export_text()
+    (row,) = report.steps()[ALL_ROLES].rows
+    kinds = dict.fromkeys(box.kind for box in row.passes if box.kind not in ("other", "unknown"))
+    assert [*kinds] == ["training", "weight\nsync", "rollout", "log-probs"]
+    assert "Who does what, and when" in page(report, report.steps())
+
+
+def test_what_lies_between_the_calls_of_one_step_is_known(one_rank: Any, tmp_path: Path) -> None:
+    """Some hosts call the schedule once for each batch of a step, with an optimizer step and a save behind each."""
+    parts, steps, batches = process.parts, 4, 3
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        for number in range(steps):
+            for _ in range(batches):
+                with inside(Facts(iteration=number), "step"):
+                    one_rank.train_step()
+                with parts.inside("saving"):
+                    time.sleep(0.02)
+    (target,) = analyze(tmp_path).targets
+    assert target.iterations is not None
+    assert target.iterations.ms_of("saving") >= 20 * batches
+    assert sum(part.ms for part in target.iterations.parts) == pytest.approx(target.iterations.ms)
 
 
 def test_a_step_comes_no_more_often_than_steps_last() -> None:

@@ -182,7 +182,7 @@ class Report(Document):
     timelines: tuple[Path, ...] = ()
     """The timelines that were read."""
     drawn: Mapping[tuple[str, str | None], Callable[[], StepTimeline]] = field(default_factory=dict)
-    """Functions that draw one step of each target, by target and role."""
+    """Functions that draw one step of each target, by target and role, and what all roles do, by `drawn.ALL_ROLES`."""
     span: tuple[float, float] = (0.0, math.inf)
     """When the first step of the run, and that of the next run there, began, in wall-clock seconds; 0 and infinity if
     there is no other run before or after it."""
@@ -209,7 +209,7 @@ class Report(Document):
         return replace(self, targets=tuple(targets), standstill=None if shown else last)
 
     def steps(self) -> dict[tuple[str, str | None], StepTimeline]:
-        """Returns one step of each target for pages, by target and role. Steps without rows are left out."""
+        """Returns what `drawn` draws, for pages. What has no rows is left out."""
         drawn_steps = {key: draw() for key, draw in self.drawn.items()}
         return {key: step for key, step in drawn_steps.items() if step.rows}
 

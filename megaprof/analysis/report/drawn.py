@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +16,38 @@ from megaprof.analysis.fleet.reading import CallOf
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.simulation.simulate import Simulation
+from megaprof.analysis.table.iterations import UNKNOWN, OneRank, median_iteration, spans_of
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.steps import TracedStep
 from megaprof.formats import ranges
+from megaprof.formats.phrases import listed
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
+#: What the ranks of a role do in a step of reinforcement learning: how it is drawn, and its parts of an iteration.
+PHASES = {
+    "training": ("forward", ("train_actor", "optimizer", "data")),
+    "log-probs": ("backward", ("train_log_probs", "reference")),
+    "rollout": ("dp", ("rollout", "rewards")),
+    "weight\nsync": ("pp", ("weight_sync",)),
+    "offload": ("ep", ("offload",)),
+    "waiting": ("bubble", (ranges.WAITING,)),
+    "unknown": ("unknown", (UNKNOWN,)),
+    "other": ("cp", ()),
+}
+#: Under this key, instead of a target and a role, `Report.drawn` has what all roles do.
+ALL_ROLES = "", None
 #: Width and height of the drawing of a curve, in its own units.
 WIDTH, HEIGHT = 960, 120
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank in a drawn step: the first of a stage, or a slow one. Times are nanoseconds of its host's wall clock."""
+    """One rank in a drawn step: the first of a stage, or a slow one; or the first of a role. Times are nanoseconds of
+    its host's wall clock."""
 
-    stage: int
+    stage: int | str
+    """Its stage, or its role."""
     rank: int
     extent: tuple[int, int]
     """When the rank's call began and ended."""
@@ -105,6 +122,28 @@ def of_table(table: Table, measured: TargetStages, call_of: CallOf) -> StepTimel
     return StepTimeline(int(table.steps[t]), tuple(rows), table.schedule.chunks, tuple(_of_clocks(measured)))
 
 
+Role = tuple[str, int, str | None, Callable[[], OneRank]]
+"""A role's name, its first rank, the host of that, and what reads its timelines."""
+
+
+def of_roles(roles: Sequence[Role]) -> StepTimeline:
+    """Returns what a rank of each role does in one iteration: that of median length on the rank of the first role. Each
+    is on the wall clock of its host, and blank while it waits. There are no rows if no iteration is whole."""
+    files, rows = [[*read()] for *_, read in roles], []
+    step, *extent = median_iteration(files[0]) or (0, 0, 0)
+    phase_of = {part: phase for phase, (_, parts) in PHASES.items() for part in parts}
+    for (name, rank, *_), of_rank in zip(roles, files, strict=True):
+        if spans := spans_of(of_rank, *extent):
+            whole = spans[0][1], spans[-1][2]
+            phases = ((phase_of.get(part, "other"), begin, end) for part, begin, end in spans if part != ranges.WAITING)
+            passes = [Pass(phase, 0, None, None, begin, end) for phase, begin, end in phases]
+            rows.append(Row(name, rank, whole, passes, 0))
+    hosts = sorted({str(host) for _, _, host, _ in roles})
+    notes = [f"it is the iteration of median length on rank {roles[0][1]} of {roles[0][0]}"]
+    notes += [f"each row is on the clock of its host, which nothing aligns: {listed(hosts, 4)}"] * (len(hosts) > 1)
+    return StepTimeline(step, tuple(rows), 1, tuple(notes))
+
+
 def _of_clocks(measured: TargetStages) -> list[str]:
     return [clause(note) for note in measured.warnings if note.kind in ("clocks_aligned", "clocks_apart")]
 
@@ -129,9 +168,11 @@ def boxes_of(replayed: Simulation) -> dict[str, Any]:
     return _packed([(stage, None, whole, events, 0) for stage, events in enumerate(stages)], replayed.schedule.chunks)
 
 
-def _packed(rows: Sequence[tuple[int, int | None, Sequence[float], Sequence[Any], int]], chunks: int) -> dict[str, Any]:
-    """Packs rows for the script. ``rows``: stage, rank, start and end in nanoseconds, passes, and nanoseconds to add to
-    all times."""
+def _packed(
+    rows: Sequence[tuple[int | str, int | None, Sequence[float], Sequence[Any], int]], chunks: int
+) -> dict[str, Any]:
+    """Packs rows for the script. ``rows``: stage or role, rank, start and end in nanoseconds, passes, and nanoseconds
+    to add to all times."""
     names = sorted({box.kind for _, _, _, passes, _ in rows for box in passes})
     numbers = {name: number for number, name in enumerate(names)}
     packed = []
@@ -144,11 +185,12 @@ def _packed(rows: Sequence[tuple[int, int | None, Sequence[float], Sequence[Any]
             before = start
         span = [round((time + shift) / 1000) for time in extent]
         packed.append({"stage": stage, "rank": rank, "span": span, "boxes": flat})
-    return {"names": names, "kinds": list(map(_kind, names)), "chunks": chunks, "rows": packed}
+    shown = [name.replace("\n", " ") for name in names]
+    return {"names": shown, "kinds": list(map(_kind, names)), "chunks": chunks, "rows": packed}
 
 
 def _kind(name: str) -> str:
-    return name if name in _KINDS else "exchange"
+    return PHASES[name][0] if name in PHASES else name if name in _KINDS else "exchange"
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,8 @@ from megaprof.version import __version__
 def page(
     report: Report, drawn: Mapping[tuple[str, str | None], StepTimeline], links: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Returns the whole file. ``drawn``: the step to draw for each target, by target and role; ``links``: addresses and
-    their titles, if the file is one of several pages."""
-    steps = [drawn.get(target.key) for target in report.targets]
+    """Returns the whole file. ``drawn``: as `Report.steps` returns it; ``links``: addresses and titles of others."""
+    steps, roles = [drawn.get(target.key) for target in report.targets], drawn.get(drawings.ALL_ROLES)
     name = report.path.absolute().name
     began = min((row.extent[0] for step in steps if step for row in step.rows), default=None)
     about = [name, *([date(began / 1e9)] if began is not None else []), f"megaprof {__version__}"]
@@ -45,9 +44,10 @@ def page(
     return template.render(
         report=report,
         steps=steps,
+        roles=roles,
         name=name,
         about=about,
-        data=embedded([boxes(step) if step else None for step in steps]),
+        data=embedded([boxes(step) if step else None for step in (*steps, *filter(None, [roles]))]),
         css=Markup(static("report.css")),
         script=Markup(static("report.js")),
         policy=policy(),

@@ -23,6 +23,7 @@ from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text.notes import with_texts
+from megaprof.analysis.table.iterations import OF_RL
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
 from megaprof.analysis.table.tabulate import warming_up
 from megaprof.analysis.table.traced import Job, jobs_of, table_of, tables
@@ -136,6 +137,7 @@ def analyze(
             if (note := _not_recovered(of_key, series)) is not None:
                 measured = replace(measured, warnings=(*measured.warnings, note))
         draw: Callable[[], drawn.StepTimeline] | None = None
+        role: drawn.Role | None = None
         if isinstance(table, Table) and not (of_key is not None and table.profiled):
             call_of = fleet_reading.calls_of(key, [row.ranks[0] for row in measured.shown])
             draw = partial(drawn.of_table, table, measured, call_of)
@@ -145,20 +147,27 @@ def analyze(
         trains_too = report.forward_only and not training.isdisjoint(fleet_reading.files_of(key))
         if isinstance(table, Table) and not trains_too:
             report = replace(report, iterations=table.iterations)
-        found.append((report, by_hand, draw))
+            if series is not None and table.iterations is not None and table.iterations.ms_of(*OF_RL):
+                first = next(row for row in series.ranks if row.coords.rank in table.ranks)
+                files = partial(fleet_reading.timelines.only(first.files).steps_of, first.files, key)
+                role = key.role or key.target, first.coords.rank, first.host, files
+        found.append((report, by_hand, draw, role))
     found.sort(key=lambda target: order(target[0]))
+    draws = {report.key: draw for report, _, draw, _ in found if draw is not None}
+    if roles := [role for *_, role in found if role is not None]:
+        draws[drawn.ALL_ROLES] = partial(drawn.of_roles, roles)
     return Report(
         path=path,
         source=str(path),
         traces=read,
         timelines=tuple(fleet_reading.read),
-        targets=tuple(report for report, _, _ in found),
+        targets=tuple(report for report, *_ in found),
         warnings=with_texts(dict.fromkeys(warnings)),
         run=runs.chosen + 1,
         runs=runs.count,
         span=runs.span,
-        drawn={report.key: draw for report, _, draw in found if draw is not None},
-        by_hand=tuple(by_hand for _, by_hand, _ in found),
+        drawn=draws,
+        by_hand=tuple(by_hand for _, by_hand, *_ in found),
     )
 
 

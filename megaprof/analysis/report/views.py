@@ -11,6 +11,7 @@ from megaprof.analysis.diagnosis.stages import Stage
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.diff import Difference, StageDiff, TargetDiff
 from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.drawn import PHASES
 from megaprof.analysis.report.tables import Cell, Column, Emphasis, Piece, TableView, row, stacked
 from megaprof.analysis.report.text.what_if import name_of, worth_showing
 from megaprof.analysis.report.text.words import (
@@ -28,10 +29,9 @@ from megaprof.analysis.report.text.words import (
     within,
 )
 from megaprof.analysis.samples import Spread, mean_of
-from megaprof.analysis.table.iterations import OF_RL, STEP, UNKNOWN, Iterations
+from megaprof.analysis.table.iterations import OF_RL, STEP, Iterations
 from megaprof.analysis.trace.steps import GROUPS
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.ranges import WAITING
 from megaprof.metrics.figures import SlowRanks, Summary
 
 _STAGE = (Column("stage"), Column("ranks", "name"), Column("layers", "name"))
@@ -88,16 +88,16 @@ def roles_table(targets: Sequence[TargetReport]) -> TableView | None:
     for target in targets:
         if (found := target.iterations) is None or not found.ms_of(*OF_RL):
             continue
-        phases = {name: found.ms_of(*parts) for name, (_, parts) in _PHASES.items()}
+        phases = {name: found.ms_of(*parts) for name, (_, parts) in PHASES.items()}
         phases["log-probs" if target.forward_only else "training"] += found.ms_of(*STEP)
         phases["other"] = round(found.ms - sum(phases.values()), 6)
         roles.append((target, found, phases))
     if not roles:
         return None
-    shown = [name for name in _PHASES if any(phases[name] for _, _, phases in roles)]
+    shown = [name for name in PHASES if any(phases[name] for _, _, phases in roles)]
     rows = []
     for target, found, phases in roles:
-        pieces = ((_PHASES[name][0], phases[name], f"{name}: {number(phases[name])} ms") for name in shown)
+        pieces = ((PHASES[name][0], phases[name], f"{name}: {number(phases[name])} ms") for name in shown)
         shares = [percent(phases[name] / found.ms) for name in shown]
         shares += [number(found.quicker_rollout_ms), number(found.rollout_ahead_ms)] * ("rollout" in shown)
         rows.append(row(target.role or target.target, number(found.ms), Cell(bars=(stacked(pieces),)), *shares))
@@ -105,20 +105,9 @@ def roles_table(targets: Sequence[TargetReport]) -> TableView | None:
     columns += [Column("rollout\n20% quicker", unit="ms"), Column("rollout\nahead", unit="ms")] * ("rollout" in shown)
     title = "what the ranks do in a step of reinforcement learning"
     title += "" if "rollout" in shown else "; none was seen to wait for a rollout after it gave its weights away"
-    return TableView(title, tuple(columns), tuple(rows), legend=tuple((_PHASES[name][0], name) for name in shown))
+    return TableView(title, tuple(columns), tuple(rows), legend=tuple((PHASES[name][0], name) for name in shown))
 
 
-#: What the ranks of a role do in a step: how it is drawn, and its parts of an iteration, beside the step itself.
-_PHASES = {
-    "training": ("forward", ("optimizer", "data")),
-    "log-probs": ("backward", ("train_log_probs", "reference")),
-    "rollout": ("dp", ("rollout", "rewards")),
-    "weight\nsync": ("pp", ("weight_sync",)),
-    "offload": ("ep", ("offload",)),
-    "waiting": ("bubble", (WAITING,)),
-    "unknown": ("unknown", (UNKNOWN,)),
-    "other": ("exchange", ()),
-}
 #: The parts of an iteration whose names are not those of the data.
 _OF_ITERATION = {
     "data_wait": "waiting for data",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import PARTS, part_of_call, unpack_between, unpack_data
+from megaprof.formats.facts import PARTS, part_of_call, unpack_between, unpack_data, unpack_spans
 from megaprof.formats.ranges import WAITING
 
 _LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
@@ -77,29 +78,40 @@ class Iterations:
         return sum(part.ms for part in self.parts if part.name in names)
 
 
+def _iterations(
+    timeline: format.Timeline, rows: npt.NDArray[np.intp]
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_], npt.NDArray[np.float64]] | None:
+    """Returns which of ``rows`` begin the iterations in a file, and the one behind them; which iterations count; and
+    the milliseconds that each has of each of `PARTS`. None without a whole one. See `parts_of`."""
+    steps, facts = timeline.steps[rows], timeline.facts(format.BETWEEN)
+    first = np.flatnonzero(steps["index"] == 0)
+    if len(first) < 2 or not facts:
+        return None
+    before = [facts.get(row) for row in rows.tolist()]
+    between = unpack_between([payload or b"" for payload in before])
+    known = np.array([before[call] is not None for call in first[1:]]) & (np.diff(steps["step"][first]) == 1)
+    begin = between[first, PARTS.index(ROLLOUT)] > 0.0
+    if begin.any():
+        begin[0] |= before[first[0]] is None  # the first one of a process
+    begins = np.flatnonzero(begin) if begin.any() else np.arange(len(first))
+    if len(begins) < 2:
+        return None
+    whole, first = np.logical_and.reduceat(known[: begins[-1]], begins[:-1]), first[begins]
+    # What a fact tells is of the time before its call.
+    between = np.add.reduceat(between[1 : first[-1] + 1], first[:-1])
+    left_out = np.sort(timeline.steps["start_ns"][timeline.steps["flags"] & _LEFT_OUT > 0])  # calls of all targets
+    whole &= np.diff(np.searchsorted(left_out, steps["start_ns"][first])) == 0
+    return first, whole, between
+
+
 def parts_of(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> Parts:
     """Returns the parts of the iterations in a file, of the steps of one target and role, which may have different
     numbers of microbatches. They add up to the wall time of each, on a GPU's clock as far as that agrees with the
     host's. With rollouts, an iteration has all steps from one to the next. Iterations in which a window was open, or a
     call failed, or whose next step is missing, do not count; a file of an earlier version has none."""
-    steps, facts = timeline.steps[rows], timeline.facts(format.BETWEEN)
-    first = np.flatnonzero(steps["index"] == 0)
-    if len(first) < 2 or not facts:
+    if (found := _iterations(timeline, rows)) is None:
         return {}
-    before = [facts.get(row) for row in rows[first].tolist()]
-    between = unpack_between([payload or b"" for payload in before])
-    known = np.array([payload is not None for payload in before[1:]]) & (np.diff(steps["step"][first]) == 1)
-    begin = between[:, PARTS.index(ROLLOUT)] > 0.0
-    if begin.any():
-        begin[0] |= before[0] is None  # the first one of a process
-    begins = np.flatnonzero(begin) if begin.any() else np.arange(len(first))
-    if len(begins) < 2:
-        return {}
-    # What a fact tells is of the iteration before it.
-    between = np.add.reduceat(between[1 : begins[-1] + 1], begins[:-1])
-    whole, first = np.logical_and.reduceat(known[: begins[-1]], begins[:-1]), first[begins]
-    left_out = np.sort(timeline.steps["start_ns"][timeline.steps["flags"] & _LEFT_OUT > 0])  # calls of all targets
-    whole &= np.diff(np.searchsorted(left_out, steps["start_ns"][first])) == 0
+    steps, (first, whole, between) = timeline.steps[rows], found
     waits_us = np.zeros(len(timeline.steps))
     for row, payload in timeline.facts(format.DATA).items():
         if row < len(waits_us) and (waits := unpack_data(payload)) is not None:
@@ -120,6 +132,44 @@ def parts_of(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> Parts:
     parts |= {name: between[whole, place] for place, name in enumerate(PARTS) if name != own}
     parts[UNKNOWN] = np.diff(steps["start_ns"][first])[whole] / 1e6 - sum(parts.values())
     return parts
+
+
+OneRank = Iterable[tuple[format.Timeline, npt.NDArray[np.intp]]]
+"""The files of a rank, each with the positions of the steps of one target and role."""
+
+
+def median_iteration(files: OneRank) -> tuple[int, int, int] | None:
+    """Returns the first step of the iteration of median length on one rank, and when it began and ended, in nanoseconds
+    of the wall clock; None without a whole one."""
+    lengths = []
+    for timeline, rows in files:
+        if (found := _iterations(timeline, rows)) is not None:
+            first, whole, _ = found
+            numbers, begins = (timeline.steps[name][rows[first]].tolist() for name in ("step", "start_ns"))
+            each = zip(numbers, begins, begins[1:], whole, strict=False)
+            lengths += [(end - begin, number, begin, end) for number, begin, end, counts in each if counts]
+    return sorted(lengths)[(len(lengths) - 1) // 2][1:] if lengths else None
+
+
+def spans_of(files: OneRank, begin: int, end: int) -> list[tuple[str, int, int]]:
+    """Returns what a rank did from ``begin`` to ``end``, nanoseconds of the wall clock: each part with when it began
+    and ended, in order, without a gap."""
+    found = []
+    for timeline, rows in files:
+        starts, facts = timeline.steps["start_ns"][rows], timeline.facts(format.BETWEEN)
+        # From the last call before the time until the first one behind it, whose fact is about the time before it.
+        near = slice(max(int(starts.searchsorted(begin, "right")) - 1, 0), int(starts.searchsorted(end)) + 1)
+        for row, step in zip(rows[near].tolist(), timeline.steps[rows[near]], strict=True):
+            metadata, start = timeline.metadata[step["metadata"]], int(step["start_ns"])
+            own = part_of_call(metadata.target, metadata.role), start, start + 1000 * int(step["duration"])
+            found += [own, *unpack_spans(facts.get(row, b""), start)]
+    spans, at = list[tuple[str, int, int]](), begin
+    for part, *times in sorted(found, key=itemgetter(1)):
+        since, until = (min(max(time, at), end) for time in times)
+        spans += [(UNKNOWN, at, since)] * bool(spans)
+        spans.append((part, since, until))
+        at = until
+    return [(part, since, until) for part, since, until in spans if since < until]
 
 
 def iterations_of(by_rank: Mapping[int, Sequence[Parts]]) -> Iterations | None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaprof.analysis.report.drawn import Role, boxes, of_roles
 from megaprof.analysis.table.iterations import EXCHANGES, UNKNOWN, Parts, iterations_of, parts_of
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
@@ -40,13 +41,19 @@ def of_calls(target: str, role: str | None, microbatches: int) -> bytes:
 
 
 def write(
-    path: Path, steps: list[Any], *, flags: int = 0, target: str = "train_actor", role: str | None = None
+    path: Path,
+    steps: list[Any],
+    *,
+    flags: int = 0,
+    target: str = "train_actor",
+    role: str | None = None,
+    begin_ms: int = 0,
 ) -> list[float]:
-    """A file of these steps, every second one with another number of microbatches; returns the wall time of each that
-    has one behind it, in milliseconds."""
+    """A file of these steps, every second one with another number of microbatches, and what comes between in the order
+    given; returns the wall time of each that has one behind it, in milliseconds."""
     metadata = [of_calls(target, role, microbatches) for microbatches in (1, 2)]
     out = [format.MAGIC, *metadata, format.shape_record([])]
-    now_us, row, before, walls = 0, 0, None, list[float]()
+    now_us, row, before, walls = 1000 * begin_ms, 0, None, list[float]()
     for number, (calls, between, unknown) in enumerate(steps):
         began_us = now_us
         for index, (waits, forward, backward, gradients, rest) in enumerate(calls):
@@ -57,11 +64,11 @@ def write(
             data = [(codes.DATA | codes.phase(0, 0, 0), 0, 1_000_000 * waits)]
             out.append(format.fact_record(row, format.DATA, pack_data(data)))
             if index == 0 and before is not None:
-                took = {part: 1_000_000 * ms for part, ms in before.items()}
+                took = [(part, 1_000_000 * ms) for part, ms in before]
                 out.append(format.fact_record(row, format.BETWEEN, pack_between(took)))
             now_us, row = now_us + 1000 * length, row + 1
         now_us += 1000 * (sum(between.values()) + unknown)
-        before = between
+        before = [*between.items(), ("", unknown)]
         walls.append((now_us - began_us) / 1e3)
     path.write_bytes(b"".join(out))
     return walls[:-1]
@@ -127,6 +134,43 @@ def test_an_iteration_with_rollouts_has_all_steps_until_the_next_one(tmp_path: P
     assert (found.ms_of("rollout"), found.ms_of("reference"), found.ms_of("waiting")) == (240, 40, 5)
     assert found.quicker_rollout_ms == pytest.approx(found.ms - 0.2 * 240)
     assert found.rollout_ahead_ms == pytest.approx(rest)
+
+
+def test_all_roles_are_drawn_on_one_clock(tmp_path: Path) -> None:
+    """The reference works while the actor waits for it. The first iterations are shorter than the others."""
+    files = tmp_path / "actor.timeline.bin", tmp_path / "ref.timeline.bin"
+    between = {"weight_sync": 20, "rollout": 300, "waiting": 70}
+    write(files[0], [(CALLS, between | {"rollout": 300 - 9 * (number < 2)}, 10) for number in range(6)])
+    ref = [([(0, 60, 0, 0, 0)], {"waiting": 437}, 3)] * 6
+    write(files[1], ref, target="train_log_probs", role="ref", begin_ms=425 - 18)
+
+    def role(name: str, host: str, path: Path) -> Role:
+        timeline = read_timeline(path)
+        return name, 0, host, lambda: [(timeline, np.arange(len(timeline.steps)))]
+
+    drawn = of_roles([role("actor", "one", files[0]), role("ref", "one", files[1])])
+    begin = START_NS + 1_000_000 * (drawn.step * 500 - 18)
+    rows = {
+        row.stage: [(box.kind, (box.start - begin) / 1e6, (box.end - begin) / 1e6) for box in row.passes]
+        for row in drawn.rows
+    }
+    assert drawn.step >= 2
+    assert {tuple(moment - begin for moment in row.extent) for row in drawn.rows} == {(0, 500_000_000)}
+    assert rows == {
+        "actor": [("training", 0, 100), ("weight\nsync", 100, 120), ("rollout", 120, 420), ("unknown", 490, 500)],
+        "ref": [("unknown", 422, 425), ("log-probs", 425, 485)],
+    }
+    assert len(drawn.notes) == 1
+    assert len(of_roles([role("actor", "one", files[0]), role("ref", "two", files[1])]).notes) == 2
+    packed = boxes(drawn)
+    assert [row["stage"] for row in packed["rows"]] == ["actor", "ref"]
+    assert set(zip(packed["names"], packed["kinds"], strict=True)) == {
+        ("training", "forward"),
+        ("weight sync", "pp"),
+        ("rollout", "dp"),
+        ("unknown", "unknown"),
+        ("log-probs", "backward"),
+    }
 
 
 def test_a_rollout_that_is_longer_than_the_rest_hides_that(tmp_path: Path) -> None:

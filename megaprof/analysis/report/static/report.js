@@ -1,5 +1,6 @@
 "use strict";
-// Draws one pipeline timeline per target: a row per stage, a box per microbatch, what is left of a row is bubble.
+// Draws one pipeline timeline per target: a row per stage, a box per microbatch, what is left of a row is bubble. Beside
+// them, one that has a row per role, a box per part of an iteration, and waiting.
 // Times are microseconds from the start of the step. All names are shown through textContent or fillText only.
 (() => {
   // Black or white, whichever is read more easily on a colour (#rrggbb) that covers a share of the surface: one of them
@@ -35,7 +36,8 @@
       boxes.microbatch[i] = row.boxes[5 * i + 3];
       boxes.chunk[i] = row.boxes[5 * i + 4];
     }
-    return { stage: row.stage, rank: row.rank, span: row.span, boxes };
+    const ofRole = typeof row.stage === "string";
+    return { ...row, ofRole, name: (ofRole ? "" : "stage ") + row.stage, boxes };
   };
 
   // Index of the first box that starts at or behind `at`.
@@ -78,7 +80,7 @@
 
     get left() {
       if (this.canvas.clientWidth >= 520) return 62;
-      return this.peers.some((each) => each.rows.some((row) => row.slow)) ? 50 : 30;
+      return this.peers.some((each) => each.rows.some((row) => row.slow || row.ofRole)) ? 50 : 30;
     }
     get width() { return Math.max(1, this.canvas.clientWidth - this.left - 1); }
     x(us) { return this.left + ((us - this.from) / (this.to - this.from)) * this.width; }
@@ -174,7 +176,8 @@
       pen.font = Math.min(12, height - 1) + "px " + look.font;
       pen.textAlign = "right";
       pen.textBaseline = "middle";
-      const name = row.slow ? "rank " + row.rank : (this.canvas.clientWidth < 520 ? "" : "stage ") + row.stage;
+      const wide = this.canvas.clientWidth >= 520;
+      const name = row.slow ? "rank " + row.rank : wide ? row.name : row.stage;
       pen.fillText(name, this.left - 8, top + tall / 2, this.left - 8); // squeezed if it is long
       pen.save();
       pen.beginPath();
@@ -267,10 +270,10 @@
 
     describe(hit) {
       const row = this.rows[hit.row], boxes = row.boxes;
-      const lines = [`stage ${row.stage}` + (row.rank === null ? "" : `, rank ${row.rank}`)];
+      const lines = [row.name + (row.rank === null ? "" : `, rank ${row.rank}`)];
       if (hit.box < 0) {
         const early = `not in the step yet: it enters after ${time(row.span[0])}`;
-        lines.unshift(hit.us < row.span[0] ? early : hit.us > row.span[1] ? "through with the step" : "bubble");
+        lines.unshift(hit.us < row.span[0] ? early : hit.us > row.span[1] ? "through with the step" : row.ofRole ? "waiting" : "bubble");
         lines.push(`at ${time(hit.us)}`);
         return lines;
       }
