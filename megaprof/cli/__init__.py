@@ -24,7 +24,7 @@ from megaprof.version import __version__
 #: The module of each command, and what the command does.
 COMMANDS = {
     "completion": ("cli.completion", "print a shell script that completes megaprof's commands and options"),
-    "demo": ("demo.cli", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
+    "demo": ("demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
     "diff": ("cli.diff", "compare two captures stage by stage"),
     "export": ("export", "write timelines as a Parquet file, for a query engine"),
     "hang": ("cli.hang", "name the ranks that keep a job waiting, and the collective, from flight recorders"),

@@ -77,18 +77,6 @@ def config_of(policy: Any) -> ProfileConfig:
     return ProfileConfig.from_values(values | megaprof_settings, names=spellings)
 
 
-def _forward(arguments: Mapping[str, Any]) -> Facts:
-    """Reads log-probs, of the policy or of the reference. The policy's may come in mini-batches: all of a step have its
-    number, and the first of them is captured."""
-    return _worker(arguments["self"])
-
-
-def _forward_backward(arguments: Mapping[str, Any]) -> Facts:
-    """Reads a mini-batch: all of a global step have its number, as log-probs do. Forward only, it is the evaluation of
-    an SFT run."""
-    return replace(_worker(arguments["self"]), evaluation=bool(arguments.get("forward_only")))
-
-
 def _reader_without_megatron(role: str) -> Callable[[Mapping[str, Any]], Facts]:
     """Returns how to read a batch of a worker without Megatron (``strategy=fsdp``). A forward pass with a loss is the
     evaluation of an SFT run."""
@@ -100,18 +88,8 @@ def _reader_without_megatron(role: str) -> Callable[[Mapping[str, Any]], Facts]:
     return read
 
 
-def _send_step(arguments: Mapping[str, Any]) -> Facts:
-    """Gives batches for log-probs the global step, in the trainer's process, as SkyRL gives it to those for
-    training."""
-    return _attach_step(arguments["data_fwd_pass"], arguments["self"].global_step)
-
-
-def _send_sft_step(arguments: Mapping[str, Any]) -> Facts:
-    """Gives the batches of an SFT run their step."""
-    return _attach_step(arguments["batch"], arguments["step"])
-
-
 def _attach_step(batch: Any, step: int) -> Facts:
+    """Gives a batch the global step, in the trainer's process, as SkyRL gives it to those for training."""
     if batch.metadata is not None:
         batch.metadata.setdefault("global_step", step)
     return Facts(host_step=step)
@@ -133,8 +111,15 @@ HOST = Host(
     name="skyrl",
     package="skyrl",
     hooks=(
-        Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
-        Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),
+        # Log-probs, of the policy or of the reference. The policy's may come in mini-batches, as its training does: all
+        # of a global step have its number, and the first of them is captured. Mini-batches that only run forward are
+        # the evaluation of an SFT run.
+        Hook(_WRAPPER, "MegatronModelWrapper.forward", lambda given: _worker(given["self"])),
+        Hook(
+            _WRAPPER,
+            "MegatronModelWrapper.forward_backward_mini_batch",
+            lambda given: replace(_worker(given["self"]), evaluation=bool(given.get("forward_only"))),
+        ),
         # Methods of base classes, which are wrapped before Ray takes the classes that inherit them. Those for Megatron
         # have methods of their own.
         *(
@@ -163,7 +148,15 @@ HOST = Host(
         Hook("skyrl.train.trainer", "RayPPOTrainer.train", ends="job"),
         Hook("skyrl.train.fully_async_trainer", "FullyAsyncRayPPOTrainer.train", ends="job"),
         Hook("skyrl.train.sft_trainer", "SFTTrainer.shutdown", ends="job"),
-        Hook("skyrl.train.trainer", "RayPPOTrainer._execute_forward_pass", _send_step),
-        Hook("skyrl.train.sft_trainer", "SFTTrainer.train_step", _send_sft_step),
+        Hook(
+            "skyrl.train.trainer",
+            "RayPPOTrainer._execute_forward_pass",
+            lambda given: _attach_step(given["data_fwd_pass"], given["self"].global_step),
+        ),
+        Hook(
+            "skyrl.train.sft_trainer",
+            "SFTTrainer.train_step",
+            lambda given: _attach_step(given["batch"], given["step"]),
+        ),
     ),
 )

@@ -163,11 +163,6 @@ def _worker(arguments: Mapping[str, Any]) -> Facts:
     return facts
 
 
-def _infer(arguments: Mapping[str, Any]) -> Facts:
-    """Reads an inference. An SFT trainer infers only for its validation loss."""
-    return replace(_worker(arguments), evaluation=_sft())
-
-
 def _sft() -> bool:
     """Returns whether this is a process of the SFT trainer that torchrun starts."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -504,7 +499,8 @@ HOST = Host(
         Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _log_probs),
         Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _reader_for("actor")),
         Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
-        Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
+        # An SFT trainer infers only for its validation loss.
+        Hook(_WORKERS, "TrainingWorker.infer_batch", lambda given: replace(_worker(given), evaluation=_sft())),
         Hook(_WORKERS, "ActorRolloutRefWorker.update_weights", part="weight_sync"),
         *(
             Hook(module, f"{engine}.forward_backward_batch", batch=_BATCH)

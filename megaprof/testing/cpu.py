@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Patch", "cpu_megatron", "cpu_patches"]
-
-_ABSENT = object()
 _CPU = torch.device("cpu")
 
 
@@ -239,13 +237,6 @@ def cpu_patches() -> list[Patch]:
     return _torch_patches() + _megatron_patches()
 
 
-def _restore(target: Any, name: str, saved: object) -> None:
-    if saved is _ABSENT:
-        delattr(target, name)
-    else:
-        setattr(target, name, saved)
-
-
 @contextlib.contextmanager
 def cpu_megatron() -> Iterator[None]:
     """A context in which real megatron-core models are built and run on the CPU, over gloo, even if there is a GPU.
@@ -265,8 +256,6 @@ def cpu_megatron() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for patch in patches:
-            saved = vars(patch.target).get(patch.name, _ABSENT)
-            stack.callback(_restore, patch.target, patch.name, saved)
-            setattr(patch.target, patch.name, patch.replacement)
+            stack.enter_context(mock.patch.object(patch.target, patch.name, patch.replacement, create=True))
         stack.enter_context(OnCpu())
         yield

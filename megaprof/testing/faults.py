@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["after_exchange", "before_forward", "layers", "linger", "pace"]
-
 
 class _Backward(torch.autograd.Function):
     """Computes nothing; calls a function in the backward."""

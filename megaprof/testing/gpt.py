@@ -19,8 +19,6 @@ import torch
 from megaprof.testing.faults import layers, pace
 from megaprof.testing.workload import GPTWorkload
 
-__all__ = ["BuiltGPT", "build"]
-
 ForwardBackward = Callable[..., list[Any]]
 """What ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns."""
 
@@ -187,11 +185,7 @@ class BuiltGPT:
     @property
     def layer_numbers(self) -> list[list[int]]:
         """Megatron-core's numbers (from 1, over the whole model) of the layers in each chunk."""
-        from megatron.core.utils import get_attr_wrapped_model
-
-        return [
-            [layer.layer_number for layer in get_attr_wrapped_model(chunk, "decoder").layers] for chunk in self.chunks
-        ]
+        return [[layer.layer_number for layer in layers([chunk])] for chunk in self.chunks]
 
     def data_iterator(self, step: int) -> Iterator[Any] | list[Iterator[Any]]:
         """The batches of ``step``, as ``forward_backward_func`` takes them: an iterator, with ``vpp`` one per chunk.

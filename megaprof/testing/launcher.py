@@ -30,8 +30,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-__all__ = ["RankReport", "RanksFailed", "init_distributed", "run_ranks"]
-
 T = TypeVar("T")
 
 GRACE = 5.0

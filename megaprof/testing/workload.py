@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-__all__ = ["GPTWorkload"]
-
 _DTYPES = ("float32", "bfloat16")
 
 

@@ -111,17 +111,8 @@ class Place:
             self.steps = min(first, named.step), max(last, named.step)
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The places below a directory."""
-
-    places: tuple[Place, ...]
-    more: bool
-    """True if there are more places than are listed."""
-
-    def find(self, identity: str) -> Place | None:
-        """Returns the place with this id; None if there is none."""
-        return next((place for place in self.places if place.id == identity), None)
+Listing = tuple[dict[str, Place], bool]
+"""The places below a directory by their ids, the newest first; and whether there are more."""
 
 
 def look_below(top: Path) -> Listing:
@@ -153,10 +144,10 @@ def look_below(top: Path) -> Listing:
                 places[above]._seen += seen
                 places[above].outside = places[above].outside or outside
     listed.sort(key=lambda place: (-place.newest, place.name))
-    shown = tuple(listed[:MOST_PLACES])
-    for place in shown:
-        _ = place.id, place.identity  # computed and kept here, where no one waits for it
-    return Listing(shown, left <= 0 or len(listed) > MOST_PLACES)
+    shown = {place.id: place for place in listed[:MOST_PLACES]}
+    for place in shown.values():
+        _ = place.identity  # computed and kept here, where no one waits for it
+    return shown, left <= 0 or len(listed) > MOST_PLACES
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -69,12 +69,11 @@ class Pages:
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
 
     async def home(self, request: Request) -> Response:
-        listing = await self._list()
-        briefs = [self._captures.brief(place) for place in listing.places]
-        rows = list(zip(listing.places, briefs, strict=True))
-        jobs = [place for place in listing.places if place.job]
+        places, more = await self._list()
+        rows = [(place, self._captures.brief(place)) for place in places.values()]
+        jobs = [place for place in places.values() if place.job]
         states = await run_in_threadpool(lambda: {place.id: state_of(place.path) for place in jobs})
-        return _page("home.html", directory=self._directory, rows=rows, states=states, more=listing.more, whole=False)
+        return _page("home.html", directory=self._directory, rows=rows, states=states, more=more, whole=False)
 
     async def brief(self, request: Request) -> Response:
         """Answers with the verdict of one row, which the home page inserts. With ``?whole``, also with the steps in
@@ -124,9 +123,9 @@ class Pages:
         return JSONResponse({"fault": None, "html": shown, "query": answered.query(number), "boxes": answered.boxes})
 
     async def compare(self, request: Request) -> Response:
-        listing = await self._list()
-        both = [listing.find(request.query_params.get(name, "")) for name in ("a", "b")]
-        values: dict[str, Any] = {"places": [place for place in listing.places if place.files], "both": both}
+        places, _ = await self._list()
+        both = [places.get(request.query_params.get(name, "")) for name in ("a", "b")]
+        values: dict[str, Any] = {"places": [place for place in places.values() if place.files], "both": both}
         if both[0] is None or both[1] is None:
             return _page("compare.html", **values, diff=None, fault=None, data=None)
         captures: list[Capture] = []
@@ -188,10 +187,11 @@ class Pages:
 
     async def _list(self) -> Listing:
         """Returns a fresh listing, or the previous one if looking takes long."""
-        return await self._listing.get(_PATIENCE) or await self._listing.get(None) or Listing((), False)
+        return await self._listing.get(_PATIENCE) or await self._listing.get(None) or ({}, False)
 
     async def _place(self, request: Request) -> Place:
-        place = (await self._list()).find(request.path_params["id"])
+        places, _ = await self._list()
+        place = places.get(request.path_params["id"])
         if place is None:
             raise HTTPException(404)
         return place

@@ -18,12 +18,12 @@ from typing import IO, Any
 
 import pytest
 
+from megaprof import demo
 from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.cli import main
-from megaprof.demo import cli as demo
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.parallel.schedules import EXCHANGES
 from megaprof.testing.launcher import _marked

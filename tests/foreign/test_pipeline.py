@@ -11,7 +11,7 @@ import pytest
 
 from megaprof.analysis.report.report import analyze
 from megaprof.cli import main
-from megaprof.foreign.facts import Foreign
+from megaprof.foreign.report import Foreign
 from tests.analysis.synthetic import kinds
 from tests.foreign.test_foreign import SEND_RECV, Job
 

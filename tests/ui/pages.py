@@ -64,7 +64,7 @@ def make(top: Path) -> None:
 
 def address(top: Path, name: str) -> str:
     """What a place is called in addresses."""
-    return next(place.id for place in look_below(top).places if place.name == name)
+    return next(place.id for place in look_below(top)[0].values() if place.name == name)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tests.ui.pages import HOSTILE
 
 
 def names(top: Path) -> list[str]:
-    return sorted(place.name for place in look_below(top).places)
+    return sorted(place.name for place in look_below(top)[0].values())
 
 
 def test_every_directory_with_captures_is_a_place(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_every_directory_with_captures_is_a_place(tmp_path: Path) -> None:
     pipeline(tmp_path / HOSTILE, [1, 1], step=7)
     (tmp_path / "nothing").mkdir()
     assert names(tmp_path) == sorted(["a/deep", HOSTILE])
-    place = next(place for place in look_below(tmp_path).places if place.name == HOSTILE)
+    place = next(place for place in look_below(tmp_path)[0].values() if place.name == HOSTILE)
     assert (place.files, place.targets, place.steps) == ({"trace": 2}, {"train_actor"}, (7, 7))
 
 
@@ -34,9 +34,9 @@ def test_the_name_of_a_timeline_has_its_first_step_and_no_target(tmp_path: Path)
     files = ("timeline", 0, SUFFIX), ("train_actor", 20, ".pt.trace.json.gz")
     names = [artifact_name(target, None, step, coords, suffix) for target, step, suffix in files]
     (tmp_path / names[0]).touch()
-    assert [(place.steps, place.targets) for place in look_below(tmp_path).places] == [(None, set())]
+    assert [(place.steps, place.targets) for place in look_below(tmp_path)[0].values()] == [(None, set())]
     (tmp_path / names[1]).touch()
-    assert [(place.steps, place.targets) for place in look_below(tmp_path).places] == [((20, 20), {"train_actor"})]
+    assert [(place.steps, place.targets) for place in look_below(tmp_path)[0].values()] == [((20, 20), {"train_actor"})]
 
 
 def test_files_of_many_ranks_are_one_place(tmp_path: Path) -> None:
@@ -46,16 +46,16 @@ def test_files_of_many_ranks_are_one_place(tmp_path: Path) -> None:
         folder = tmp_path / shard(coords)
         folder.mkdir()
         (folder / artifact_name("train_actor", None, 3, coords, ".pt.trace.json.gz")).touch()
-    (place,) = look_below(tmp_path).places
+    (place,) = look_below(tmp_path)[0].values()
     assert (place.name, place.files) == (tmp_path.name, {"trace": 3})
 
 
 def test_a_place_is_another_one_when_a_file_is(tmp_path: Path) -> None:
     (first, *_) = pipeline(tmp_path / "a", [1, 1])
     pipeline(tmp_path / "b", [1, 1])
-    before = {place.name: (place.id, place.identity) for place in look_below(tmp_path).places}
+    before = {place.name: (place.id, place.identity) for place in look_below(tmp_path)[0].values()}
     os.utime(first, ns=(1, 1))
-    after = {place.name: (place.id, place.identity) for place in look_below(tmp_path).places}
+    after = {place.name: (place.id, place.identity) for place in look_below(tmp_path)[0].values()}
     assert before["b"] == after["b"]
     assert before["a"][0] == after["a"][0]
     assert before["a"][1] != after["a"][1]
@@ -70,7 +70,7 @@ def test_links_out_of_the_directory_are_not_followed(tmp_path: Path) -> None:
     os.symlink(elsewhere, top / "linking" / elsewhere.name)
     os.symlink(top / "own" / elsewhere.name, top / "linking" / "below" / "again.pt.trace.json.gz")
     (top / "linking" / "x.pt.trace.json.gz").touch()
-    found = {place.name: place.outside for place in look_below(top).places}
+    found = {place.name: place.outside for place in look_below(top)[0].values()}
     assert found == {"own": None, "linking": elsewhere.name, "linking/below": None}
 
 
@@ -81,10 +81,10 @@ def test_a_place_is_read_with_all_below_it_so_a_link_there_counts(tmp_path: Path
     for hidden in (".hidden", "control", "sub/.deep"):
         (top / hidden).mkdir(parents=True)
         os.symlink(elsewhere, top / hidden / elsewhere.name)
-        (place,) = look_below(top).places
+        (place,) = look_below(top)[0].values()
         assert place.outside == elsewhere.name
         (top / hidden / elsewhere.name).unlink()
-    (place,) = look_below(top).places
+    (place,) = look_below(top)[0].values()
     assert place.outside is None
 
 
@@ -98,7 +98,7 @@ def test_there_is_an_end_to_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for place in range(6):
         pipeline(tmp_path / str(place), [1, 1])
     monkeypatch.setattr(captures, "MOST_PLACES", 3)
-    listing = look_below(tmp_path)
-    assert (len(listing.places), listing.more) == (3, True)
+    places, more = look_below(tmp_path)
+    assert (len(places), more) == (3, True)
     monkeypatch.setattr(captures, "MOST_ENTRIES", 8)
-    assert look_below(tmp_path).more
+    assert look_below(tmp_path)[1]
