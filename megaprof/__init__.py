@@ -17,7 +17,7 @@ from megaprof.version import __version__
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.report import analyze
-    from megaprof.analysis.simulation.simulate import Simulation, simulate
+    from megaprof.analysis.simulation import Simulation, simulate
     from megaprof.autoload.install import Handle, install_hooks, start, step, stop
     from megaprof.capture.compat import check_offload
     from megaprof.capture.profiler import kernel_summary
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: The module of each name.
 _HOME = {
     "megaprof.analysis.report.report": ("analyze",),
-    "megaprof.analysis.simulation.simulate": ("Simulation", "simulate"),
+    "megaprof.analysis.simulation": ("Simulation", "simulate"),
     "megaprof.autoload.install": ("Handle", "install_hooks", "start", "step", "stop"),
     "megaprof.capture.compat": ("check_offload",),
     "megaprof.capture.profiler": ("kernel_summary",),

@@ -18,10 +18,10 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang
+from megaprof.analysis.merge import MergeAnswer
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report import document
 from megaprof.analysis.report.diff import Diff
-from megaprof.cli.merge import MergeAnswer
 from megaprof.cli.status import StatusAnswer
 from megaprof.cli.what_if import WhatIfAnswer
 from megaprof.control.request import Outcome

@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field
 from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.text.words import milliseconds, ratio, title
-from megaprof.analysis.simulation.simulate import simulate
+from megaprof.analysis.simulation import simulate
 from megaprof.analysis.trace.reading import RECORDINGS
 from megaprof.cli import COMMANDS, CommandError, Parser, UsageError, in_a_line, parser_of
 from megaprof.cli import status as job_status

@@ -23,19 +23,18 @@ import msgspec
 from isal import igzip
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.notes import brief, with_texts
+from megaprof.analysis.report.text.notes import brief, clause, of_clocks
 from megaprof.analysis.table.matching import End, Ends, ends_of, exchanged
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.table.traced import jobs_of, table_of
 from megaprof.analysis.trace import nsys_windows as nsys
 from megaprof.analysis.trace.columns import KERNEL
-from megaprof.analysis.trace.decoding import Document
-from megaprof.analysis.trace.decoding import read as decoded
+from megaprof.analysis.trace.decoding import Document, Undecodable
 from megaprof.analysis.trace.nsys_windows import NsysFile
-from megaprof.analysis.trace.reading import Source, Timelines, find_timelines, read, sources_in, traces_in
+from megaprof.analysis.trace.reading import Source, Timelines, path_of, read, recordings_in, traces_in
 from megaprof.analysis.trace.runs import Runs, runs_in
-from megaprof.analysis.trace.steps import TracedStep, steps_of
-from megaprof.analysis.trace.traces import Part, UnreadableTrace, refusing
+from megaprof.analysis.trace.steps import TracedStep, grouped, steps_of
+from megaprof.analysis.trace.traces import Part, refusing
 from megaprof.formats import ranges
 from megaprof.formats.inputs import BrokenOff, unpacked
 from megaprof.formats.metadata import Metadata
@@ -60,14 +59,12 @@ _PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
 
 
 class StepName(NamedTuple):
-    """One captured step, as its file names show it."""
+    """One captured step, as its file names show it: sanitised target, sanitised role (empty without one), and the first
+    step of the window."""
 
     target: str
-    """Sanitised target."""
     role: str
-    """Sanitised role; empty if there is none."""
     step: int
-    """The first step of the window."""
 
     @classmethod
     def of(cls, metadata: Metadata) -> StepName:
@@ -90,23 +87,44 @@ class Chosen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Merged:
-    """The result of a merge; `MergeAnswer` says what the fields mean."""
+class MergeAnswer:
+    """The result of a merge, as ``--json`` prints it."""
 
-    out: Path
-    name: StepName
+    version: int
+    """The version of this object: 1."""
+    file: str
+    """The written file, as given on the command line."""
+    bytes: int
+    """Size of the written file in bytes."""
+    target: str
+    """Target of the merged step."""
+    role: str | None
+    """Role of the merged step; None without one."""
+    step: int
+    """Number of the step, or of the first one in its files."""
     ranks: tuple[int, ...]
-    events: int
-    arrows: int
-    clocks: Mapping[str, float]
-    """By how many milliseconds the clock of each host (``rank 3``, if that is not known) was behind the first one."""
-    uncertain_ms: float | None
-    """The uncertainty of that; None if hosts share a clock, or if it is not known."""
-    others: tuple[StepName, ...]
+    """Merged ranks, ordered by stage."""
     left_out: int
-    warnings: tuple[Note, ...]
+    """Number of captured ranks of this step that were left out."""
+    events: int
+    """Number of events."""
+    arrows: int
+    """Number of arrows from sends to receives."""
+    clocks: tuple[str, ...]
+    """How far apart the clocks were, in sentences."""
+    warnings: tuple[str, ...]
+    """Warnings, in sentences."""
+    others: tuple[str, ...]
+    """Captured steps of the same run that were not merged."""
     run: int
+    """Number of the run that the step belongs to; 1 is the oldest."""
     runs: int
+    """Number of runs with traces in the directory."""
+
+    @property
+    def name(self) -> StepName:
+        """Name of the merged step."""
+        return StepName(self.target, self.role or "", self.step)
 
 
 @dataclass(frozen=True)
@@ -164,7 +182,7 @@ def merge(
     ranks: Selector | None = None,
     run: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Merged:
+) -> MergeAnswer:
     """Merges one captured step under ``source`` into ``out`` (gzipped if that ends in ``.gz``).
 
     `choose` chooses the run, step and ranks. ``progress(done, total)`` is called after each file. ``out``
@@ -188,36 +206,37 @@ def merge(
     for number, file in enumerate(files):
         ranks_read += _examine(file, name, warnings)
         progress(number + 1, 2 * len(files))
-    ranks_read = _one_file_per_rank((rank for rank in ranks_read if chosen.runs.has(rank.start)), warnings)
+    by_rank: dict[int, _Rank] = {}
+    for rank in sorted(ranks_read, key=lambda rank: (rank.start, rank.path)):
+        if chosen.runs.has(rank.start):
+            if (earlier := by_rank.get(rank.coords.rank)) is not None:
+                files_of_both = earlier.path.name, rank.path.name
+                warnings.append(Note("twice", ranks=(rank.coords.rank,), files=files_of_both))
+            by_rank[rank.coords.rank] = rank
+    ranks_read = list(by_rank.values())
     if not ranks_read:
         raise Unanswerable(f"no file of {name} can be read: {brief(warnings)}")
     ranks_read.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
     offset_ns, clocks, uncertain_ms = _one_clock(ranks_read, warnings)
     arrows = _connect(ranks_read, offset_ns, numbers, warnings)
-    try:
-        events = _write(
-            out,
-            name,
-            ranks_read,
-            offset_ns,
-            numbers,
-            warnings,
-            lambda done: progress(len(files) + done, 2 * len(files)),
-        )
-    except UnreadableTrace as fault:
-        raise Unanswerable(f"{fault.path} changed while it was read: {fault.reason}") from None
-    return Merged(
-        out=out,
-        name=name,
+    events = _write(
+        out, name, ranks_read, offset_ns, numbers, warnings, lambda done: progress(len(files) + done, 2 * len(files))
+    )
+    return MergeAnswer(
+        version=1,
+        file=str(out),
+        bytes=out.stat().st_size,
+        target=name.target,
+        role=name.role or None,
+        step=name.step,
         ranks=tuple(rank.coords.rank for rank in ranks_read),
+        left_out=chosen.left_out,
         events=events,
         arrows=arrows,
-        clocks=clocks,
-        uncertain_ms=uncertain_ms,
-        others=chosen.others,
-        left_out=chosen.left_out,
-        warnings=with_texts(warnings),
+        clocks=tuple(of_clocks(clocks, uncertain_ms)),
+        warnings=tuple(map(clause, warnings)),
+        others=tuple(map(str, chosen.others)),
         run=chosen.runs.chosen + 1,
         runs=chosen.runs.count,
     )
@@ -227,8 +246,8 @@ def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank
     """Reads the places and messages of the ranks in a file."""
     try:
         traces = traces_in(source)
-    except UnreadableTrace as fault:
-        warnings.append(Note("skipped", files=(fault.path.name,), said=fault.reason))
+    except Undecodable as fault:
+        warnings.append(Note("skipped", files=(path_of(source).name,), said=str(fault)))
         return []
     ranks = []
     for trace in traces:
@@ -244,18 +263,9 @@ def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank
     return ranks
 
 
-def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[Note]) -> list[_Rank]:
-    newest_by_rank: dict[int, _Rank] = {}
-    for rank in sorted(ranks, key=lambda rank: (rank.start, rank.path)):
-        if rank.coords.rank in newest_by_rank:
-            files = newest_by_rank[rank.coords.rank].path.name, rank.path.name
-            warnings.append(Note("twice", ranks=(rank.coords.rank,), files=files))
-        newest_by_rank[rank.coords.rank] = rank
-    return list(newest_by_rank.values())
-
-
 def _one_clock(ranks: list[_Rank], warnings: list[Note]) -> tuple[dict[int, int], dict[str, float], float | None]:
-    """Returns the nanoseconds to add to the times of each rank, and `Merged.clocks` with their uncertainty.
+    """Returns the nanoseconds to add to the times of each rank; by how many milliseconds the clock of each host (``rank
+    3``, if that is not known) was behind the first one; and how uncertain that is, None if it is not known.
 
     Offsets are those of the table of passes. A rank that is not in it shares its host's clock with those that are. The
     first rank of a host without any begins together with the table.
@@ -349,15 +359,18 @@ def _write(
 
 def _events(rank: _Rank) -> Iterator[Any]:
     """Yields the events of a rank, decoded piece by piece, and None for everything that is not an event. Raises
-    UnreadableTrace if the file has changed since it was first read."""
-    with refusing(rank.path):
-        if rank.part is not None:
-            yield from nsys.events_of(rank.path, rank.part, rank.base)
-            return
-        document: Document[Any] = decoded(rank.path, Any)
-        for events in document:
-            yield from events
-        yield from itertools.repeat(None, document.unreadable)
+    Unanswerable if the file has changed since it was first read."""
+    try:
+        with refusing():
+            if rank.part is not None:
+                yield from nsys.events_of(rank.path, rank.part, rank.base)
+                return
+            document = Document[Any](unpacked(rank.path), Any)
+            for events in document:
+                yield from events
+            yield from itertools.repeat(None, document.unreadable)
+    except Undecodable as fault:
+        raise Unanswerable(f"{rank.path} changed while it was read: {fault}") from None
 
 
 def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> None:
@@ -445,7 +458,8 @@ def choose(
     if not source.exists():
         raise Unanswerable(f"{source} does not exist")
     captures: dict[StepName, list[tuple[Source, Place]]] = {}
-    for file in sources_in(source):
+    sources, timelines = recordings_in(source)
+    for file in sources:
         parsed = None if isinstance(file, NsysFile) else parse_artifact_name(file.name)  # nsys: may hold several
         steps_and_places: list[tuple[StepName, Place]]
         try:
@@ -454,14 +468,14 @@ def choose(
                 if parsed
                 else [(StepName.of(trace.metadata), trace.metadata.coords) for trace in traces_in(file)]
             )
-        except UnreadableTrace as fault:
-            warnings.append(Note("skipped", files=(fault.path.name,), said=fault.reason))
+        except Undecodable as fault:
+            warnings.append(Note("skipped", files=(path_of(file).name,), said=str(fault)))
             continue
         for name, coords in steps_and_places:
             captures.setdefault(name, []).append((file, coords))
     if not captures:
         raise Unanswerable("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
-    runs, steps_of_other_runs = _runs_of(source, captures, run)
+    runs, steps_of_other_runs = _runs_of(timelines, captures, run)
     captures = {name: files for name, files in captures.items() if name not in steps_of_other_runs}
     matching_steps = [
         name
@@ -477,8 +491,12 @@ def choose(
         key=lambda each: ((*_PREFERRED, each.target).index(each.target), each.target, -each.step, each.role),
     )
     files = captures.pop(chosen_step)
-    captured_ranks = {coords.rank for _, coords in files}
-    merged_ranks = _merged_ranks([coords for _, coords in files], captured_ranks, ranks)
+    merged_ranks = captured_ranks = {coords.rank for _, coords in files}
+    if ranks is not None:
+        merged_ranks = {coords.rank for _, coords in files if ranks.selects(coords)}
+    elif len(captured_ranks) > MOST_RANKS:
+        of_stages = grouped((coords for _, coords in files), lambda coords: coords.pp).values()
+        merged_ranks = {min(coords.rank for coords in of_stage) for of_stage in of_stages}
     if not merged_ranks:
         raise Unanswerable(
             f"{chosen_step} was captured on {len(captured_ranks):,} ranks, and none of them is in '{ranks}'"
@@ -488,7 +506,7 @@ def choose(
 
 
 def _runs_of(
-    source: Path, captures: Mapping[StepName, Iterable[tuple[Source, Place]]], run: int | None
+    timelines: Timelines, captures: Mapping[StepName, Iterable[tuple[Source, Place]]], run: int | None
 ) -> tuple[Runs, set[StepName]]:
     """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. Decides by the
     rank that has the most files. Raises NoSuchRun."""
@@ -505,17 +523,5 @@ def _runs_of(
         traced = [step for file in of_rank for step in read(file).steps]
         begin_ns[name] = [step.host[0] for step in traced if StepName.of(step.metadata) == name]
         steps += traced
-    timelines = find_timelines(source) if source.is_dir() else Timelines()
     runs = runs_in(steps, timelines, run)
     return runs, {name for name, starts in begin_ns.items() if starts and not any(map(runs.has, starts))}
-
-
-def _merged_ranks(places: Iterable[Place], captured_ranks: set[int], ranks: Selector | None) -> set[int]:
-    if ranks is not None:
-        return {place.rank for place in places if ranks.selects(place)}
-    if len(captured_ranks) <= MOST_RANKS:
-        return captured_ranks
-    lowest_by_stage: dict[int, int] = {}
-    for place in places:
-        lowest_by_stage[place.pp] = min(place.rank, lowest_by_stage.get(place.pp, place.rank))
-    return set(lowest_by_stage.values())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megaprof.cli import UNWELL, CommandError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.inputs import Unreachable, place
+from megaprof.formats.phrases import Unanswerable
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.diff import Diff
@@ -72,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def comparison(before: Path, after: Path) -> Diff:
     """Returns the comparison of two captures, or of the JSON files of their reports. Raises CommandError."""
-    from megaprof.analysis.report.compare import NothingToCompare, compare
+    from megaprof.analysis.report.compare import compare
 
     document_before, document_after = _report(before), _report(after)
     try:
         return compare(document_before, document_after)
-    except NothingToCompare as fault:
+    except Unanswerable as fault:
         raise CommandError(f"{before} and {after}: {fault}") from None
 
 

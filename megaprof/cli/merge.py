@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,49 +13,13 @@ from megaprof.formats.inputs import place
 from megaprof.formats.phrases import of_several
 
 if TYPE_CHECKING:
-    from megaprof.analysis.merge import Merged
+    from megaprof.analysis.merge import MergeAnswer
 
 EXAMPLES = (
     "megaprof merge traces -o step.json.gz",
     "megaprof merge traces -o step.json.gz --target train_actor --step 20 --ranks dp=0",
     "megaprof merge traces -o step.json.gz --json | jq -r .warnings[]",
 )
-
-
-@dataclass(frozen=True)
-class MergeAnswer:
-    """The result of a merge, as ``--json`` prints it."""
-
-    version: int
-    """The version of this object: 1."""
-    file: str
-    """The written file, as given on the command line."""
-    bytes: int
-    """Size of the written file in bytes."""
-    target: str
-    """Target of the merged step."""
-    role: str | None
-    """Role of the merged step; None without one."""
-    step: int
-    """Number of the step, or of the first one in its files."""
-    ranks: tuple[int, ...]
-    """Merged ranks, ordered by stage."""
-    left_out: int
-    """Number of captured ranks of this step that were left out."""
-    events: int
-    """Number of events."""
-    arrows: int
-    """Number of arrows from sends to receives."""
-    clocks: tuple[str, ...]
-    """How far apart the clocks were, in sentences."""
-    warnings: tuple[str, ...]
-    """Warnings, in sentences."""
-    others: tuple[str, ...]
-    """Captured steps of the same run that were not merged."""
-    run: int
-    """Number of the run that the step belongs to; 1 is the oldest."""
-    runs: int
-    """Number of runs with traces in the directory."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,16 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     merged = merged_into(arguments, arguments.out)
     out: Path = arguments.out
-    size = out.stat().st_size
     if arguments.json:
-        print_json(_answer(merged, size))
+        print_json(merged)
         return 0
     say_merged(merged, f"megaprof merge {shlex.quote(str(arguments.dir))} -o {shlex.quote(str(out))}")
-    say(f"{out} ({size / 1e6:.1f} MB): drag it into https://ui.perfetto.dev, or: megaprof open {out}")
+    say(f"{out} ({merged.bytes / 1e6:.1f} MB): drag it into https://ui.perfetto.dev, or: megaprof open {out}")
     return 0
 
 
-def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
+def merged_into(arguments: argparse.Namespace, out: Path) -> MergeAnswer:
     """Merges the step and ranks that the arguments choose into ``out``. Raises CommandError."""
     from megaprof.analysis.merge import merge
     from megaprof.analysis.trace.runs import NoSuchRun
@@ -116,11 +78,9 @@ def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
         raise UsageError(f"-o {mistake}") from None
 
 
-def say_merged(merged: Merged, command: str) -> None:
+def say_merged(merged: MergeAnswer, command: str) -> None:
     """Says what was merged, how far apart the clocks were, and what was not merged. ``command``: the command as the
     user gave it, without the option for the run."""
-    from megaprof.analysis.report.text.notes import of_clocks
-
     if merged.runs > 1:
         say(of_several(merged.run, merged.runs, command))
     say(
@@ -129,35 +89,13 @@ def say_merged(merged: Merged, command: str) -> None:
     )
     if merged.left_out:
         say(f"Left out: {_count(merged.left_out, 'rank')} (see --ranks)")
-    for line in of_clocks(merged.clocks, merged.uncertain_ms):
+    for line in merged.clocks:
         say(line)
     for warning in merged.warnings:
-        say(f"! {warning.text}")
+        say(f"! {warning}")
     if merged.others:
         more_steps = f" and {len(merged.others) - 5} more" if len(merged.others) > 5 else ""
-        say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more_steps}")
-
-
-def _answer(merged: Merged, size: int) -> MergeAnswer:
-    from megaprof.analysis.report.text.notes import of_clocks
-
-    return MergeAnswer(
-        version=1,
-        file=str(merged.out),
-        bytes=size,
-        target=merged.name.target,
-        role=merged.name.role or None,
-        step=merged.name.step,
-        ranks=merged.ranks,
-        left_out=merged.left_out,
-        events=merged.events,
-        arrows=merged.arrows,
-        clocks=tuple(of_clocks(merged.clocks, merged.uncertain_ms)),
-        warnings=tuple(warning.text for warning in merged.warnings),
-        others=tuple(map(str, merged.others)),
-        run=merged.run,
-        runs=merged.runs,
-    )
+        say(f"Not merged (see --target, --role, --step): {', '.join(merged.others[:5])}{more_steps}")
 
 
 def _count(number: int, noun: str) -> str:

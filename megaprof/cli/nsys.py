@@ -61,7 +61,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(mistake)) from None
     if not args.shutdown:
         _note("without --shutdown, nsys writes most files when the process ends, and none if nsys is killed")
-    _make_directory(Path(args.output).parent if args.output else Path(str(config.dir)))
+    # If its directory is missing, nsys writes into the temporary directory.
+    directory = Path(args.output).parent if args.output else Path(str(config.dir))
+    if "%" not in str(directory):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as fault:
+            why = f"it cannot be created here: {fault.strerror or fault}"
+            _note(f"create {directory} where the job runs, before it starts; {why}")
     return 0
 
 
@@ -88,19 +95,6 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
         environments["controller"] = {"nsight": controller, "env_vars": config.to_env()}
         environments["worker"] = runtime_env(config, environments["worker"])
     return json.dumps(environments if args.ray == "all" else environments[args.ray], indent=2)
-
-
-def _make_directory(directory: Path) -> None:
-    """Creates the directory for the files of nsys. If it is missing, nsys writes into the temporary directory."""
-    if "%" in str(directory):
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        _note(
-            f"create {directory} where the job runs, before it starts; it cannot be created here: "
-            f"{fault.strerror or fault}"
-        )
 
 
 def _note(line: str) -> None:

@@ -88,7 +88,8 @@ def _hand_over(path: Path, name: str | None = None) -> None:
             """Logs nothing, to keep the user's terminal clean."""
 
     try:
-        server = _Server(("127.0.0.1", PORT), Handler)
+        # A thread per connection, because browsers open connections in advance and send nothing on them.
+        server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
     except OSError as fault:
         if fault.errno != errno.EADDRINUSE:
             raise CommandError(f"port {PORT} cannot be opened: {fault.strerror or fault}") from None
@@ -96,29 +97,17 @@ def _hand_over(path: Path, name: str | None = None) -> None:
             f"port {PORT} is in use on this machine (by another megaprof open, or Perfetto's trace_processor), and "
             f"{PAGE} can fetch from no other port. megaprof merge {path} -o FILE writes a file to drag into the page"
         ) from None
+    server.timeout = _LOOK_SECONDS
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a page that was closed may be opened again
     with server:
-        _invite(server.server_port, url_path)
+        address = f"{PAGE}/#!/?url=http://127.0.0.1:{server.server_port}{url_path}&referrer=open_trace_in_ui"
+        if browser.opened(address):
+            say(f"Opened in the browser; waiting until the page has fetched the trace (Ctrl-C to stop): {address}")
+        else:
+            say("No browser can be opened here. On your own machine, run:")
+            say(f"  {browser.forwarding(server.server_port)}")
+            say("and open this address there (Ctrl-C here stops waiting):")
+            say(f"  {address}")
         while not fetched.is_set():
             server.handle_request()
     say("The page has the complete trace.")
-
-
-class _Server(ThreadingHTTPServer):
-    """A server with a thread per connection, because browsers open connections in advance and send nothing on them."""
-
-    daemon_threads = True
-    timeout = _LOOK_SECONDS
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores a failed request: a page that was closed may be opened again."""
-
-
-def _invite(port: int, url_path: str) -> None:
-    address = f"{PAGE}/#!/?url=http://127.0.0.1:{port}{url_path}&referrer=open_trace_in_ui"
-    if browser.opened(address):
-        say(f"Opened in the browser; waiting until the page has fetched the trace (Ctrl-C to stop): {address}")
-        return
-    say("No browser can be opened here. On your own machine, run:")
-    say(f"  {browser.forwarding(port)}")
-    say("and open this address there (Ctrl-C here stops waiting):")
-    say(f"  {address}")

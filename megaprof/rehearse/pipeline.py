@@ -18,7 +18,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
-from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
 from megaprof.analysis.table.tabulate import modules_of, rendezvous_of

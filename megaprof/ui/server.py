@@ -27,7 +27,7 @@ from starlette.staticfiles import StaticFiles
 
 from megaprof.analysis.report import compare as differences
 from megaprof.analysis.report import html
-from megaprof.analysis.report.compare import NothingToCompare, compare
+from megaprof.analysis.report.compare import compare
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.drawn import polylines
@@ -137,7 +137,7 @@ class Pages:
                 captures.append(read)
         try:
             diff = await run_in_threadpool(compare, captures[0].report, captures[1].report)
-        except NothingToCompare as fault:
+        except Unanswerable as fault:
             return _page("compare.html", **values, diff=None, fault=str(fault), data=None)
         drawn, drawings = side_by_side(diff, captures)
         data = html.embedded(drawings) if drawings else None

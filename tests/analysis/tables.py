@@ -11,15 +11,15 @@ from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import Key, read_fleet
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import jobs_of, table_of, tables
-from megaprof.analysis.trace.reading import find_timelines, read_all, sources_in
+from megaprof.analysis.trace.reading import read_all, recordings_in
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.steps import TracedStep
 
 
 def tables_in(directory: Path) -> dict[Key, Table | Unfit]:
     """The table of every job of the newest run below ``directory``, or why there is none."""
-    steps = [step for reading in read_all(sources_in(directory), 1) for step in reading.steps]
-    timelines = find_timelines(directory)
+    sources, timelines = recordings_in(directory)
+    steps = [step for reading in read_all(sources, 1) for step in reading.steps]
     runs = runs_in(steps, timelines)
     own = (step for step in steps if runs.has(step.host[0]))
     reading = read_fleet(timelines, runs=runs)

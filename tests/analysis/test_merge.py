@@ -11,7 +11,6 @@ from collections import Counter
 import pytest
 
 from megaprof.analysis.merge import MARK, merge
-from megaprof.analysis.report.text.notes import of_clocks
 from megaprof.analysis.trace.runs import NoSuchRun
 from megaprof.formats.phrases import Unanswerable
 from tests.analysis.exchanging import exchanging, write
@@ -113,8 +112,8 @@ def test_clocks_are_aligned_and_arrows_lead_from_sends_to_receives(tmp_path, ahe
     }
     (steps,) = [[e for e in document["traceEvents"] if "step=" in e["name"]]]
     assert abs(steps[0]["ts"] - steps[1]["ts"]) <= 100  # microseconds; both began at the same moment
-    assert abs(document[MARK]["offset_ns"]["1"] / 1e6 + ahead) <= result.uncertain_ms <= 0.1
-    assert any(line.startswith("host node-1: clock") for line in of_clocks(result.clocks, result.uncertain_ms))
+    assert abs(document[MARK]["offset_ns"]["1"] / 1e6 + ahead) <= 0.1
+    assert any(line.startswith("host node-1: clock") for line in result.clocks)
 
 
 def test_ids_of_different_ranks_stay_apart(tmp_path):
@@ -159,7 +158,7 @@ def test_events_that_no_viewer_can_take_are_left_out_and_counted(tmp_path):
     write(traces, tmp_path)
     result, document = merged(tmp_path)
     check(document)
-    assert ("events_left_out", 4) in [(w.kind, w.count) for w in result.warnings]
+    assert any("4 events left out" in warning for warning in result.warnings)
     kept = [e for e in document["traceEvents"] if e["pid"] == 1 and e["ph"] == "X" and e.get("cat") != "p2p"]
     assert len(kept) == good - 1
 
@@ -183,7 +182,7 @@ def test_the_latest_training_step_is_taken_unless_told_otherwise(tmp_path):
     write(exchanging([0.0, 0.0], target="train_log_probs", role="ref", step=12), tmp_path)
     result, document = merged(tmp_path)
     assert (result.name.target, result.name.step) == ("train_actor", 11)
-    assert [str(other) for other in result.others] == ["train_actor step 3", "train_log_probs (ref) step 12"]
+    assert result.others == ("train_actor step 3", "train_log_probs (ref) step 12")
     assert {e["name"].split(" pp")[0] for e in document["traceEvents"] if "step=" in e["name"]} == {
         "megaprof/train_actor step=11"
     }
@@ -200,12 +199,12 @@ def test_files_that_cannot_be_used_are_named_and_the_rest_is_merged(tmp_path):
     result, document = merged(tmp_path, tmp_path / "cut.json.gz")
     check(document)
     assert result.ranks == (0, 1, 2)
-    assert any(paths[2].name in w.files and "truncated" in w.said for w in result.warnings)
+    assert any(paths[2].name in warning and "truncated" in warning for warning in result.warnings)
     paths[2].write_bytes(whole[:20])
     result, document = merged(tmp_path)
     check(document)
     assert result.ranks == (0, 1)
-    assert any(paths[2].name in w.files and "truncated" in w.said for w in result.warnings)
+    assert any(paths[2].name in warning and "truncated" in warning for warning in result.warnings)
     for path in paths[:2]:
         path.unlink()
     with pytest.raises(Unanswerable, match="truncated"):
@@ -224,7 +223,7 @@ def test_of_two_files_of_a_rank_the_later_one_counts(tmp_path):
     result, document = merged(tmp_path)
     check(document)
     assert result.ranks == (0, 1)
-    assert [w.ranks for w in result.warnings if w.kind == "twice"] == [(0,), (1,)]
+    assert [w.partition(" is there twice")[0] for w in result.warnings if "twice" in w] == ["rank 0", "rank 1"]
     assert min(e["ts"] for e in document["traceEvents"] if e["ph"] == "X") >= 900_000_000
 
 
@@ -238,7 +237,7 @@ def test_two_runs_are_two_and_the_newest_is_merged(tmp_path):
     assert (result.run, result.runs, result.name.step, result.ranks, result.others) == (2, 2, 5, (0,), ())
     assert min(e["ts"] for e in document["traceEvents"] if e["ph"] == "X") >= 900_000_000
     older = merged(tmp_path, run=1)[0]
-    assert (older.run, older.name.step, older.ranks, [each.step for each in older.others]) == (1, 11, (0, 1), [5])
+    assert (older.run, older.name.step, older.ranks, older.others) == (1, 11, (0, 1), ("train_actor step 5",))
     assert merged(tmp_path, run=1, step=5)[0].ranks == (0, 1)
     with pytest.raises(NoSuchRun, match="runs 1 to 2"):
         merge(tmp_path, tmp_path / "out.json", run=3)
@@ -329,11 +328,11 @@ def test_on_a_gpu_arrows_lead_from_kernel_to_kernel(tmp_path):
     for pp, trace in enumerate(traces):
         trace.call(7.0 * pp, 70)
     write(traces, tmp_path)
-    result, document = merged(tmp_path)
+    _, document = merged(tmp_path)
     check(document)
     nccl = "ncclDevKernel_SendRecv"
     assert set(arrows(document)) == {
         ("forward mb=0 chunk=0", 1, nccl, 2, nccl),
         ("backward mb=0 chunk=0", 2, nccl, 1, nccl),
     }
-    assert abs(result.clocks["host node-1"] + 7) <= result.uncertain_ms
+    assert abs(document[MARK]["offset_ns"]["1"] / 1e6 + 7) <= 0.1

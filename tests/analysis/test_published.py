@@ -10,7 +10,7 @@ import pytest
 
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.simulation.simulate import Simulation, simulate
+from megaprof.analysis.simulation import Simulation, simulate
 from tests.analysis.published import read, write
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megaprof import simulate
-from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.simulation import compiled
 from megaprof.parallel.schedules import PipelineSchedule
 
 TRANSFER_MS = 0.3

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
+from megaprof.analysis.trace.decoding import Undecodable
+from megaprof.analysis.trace.traces import read_trace
 from megaprof.formats import inputs
 from megaprof.formats.inputs import open_input, read_input, unpacked
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
@@ -85,7 +86,7 @@ def test_only_a_file_of_several_pieces_takes_a_thread(size: int, tmp_path: Path)
 
 @pytest.mark.parametrize("make", [fifo, lambda path: sparse(path, 1 << 41)])
 def test_traces_and_timelines_say_why_they_are_not_read(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UnreadableTrace, match=r"it is no regular file|it begins with neither"):
+    with pytest.raises(Undecodable, match=r"it is no regular file|it begins with neither"):
         read_trace(make(tmp_path / "x.pt.trace.json.gz"))
     with pytest.raises(UnreadableTimeline, match="it cannot be read: it "):
         read_timeline(make(tmp_path / "x.timeline.bin"))

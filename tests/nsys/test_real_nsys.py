@@ -17,8 +17,8 @@ import pytest
 
 from megaprof.analysis.merge import merge
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace.nsys_windows import find_nsys, read_nsys
-from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
+from megaprof.analysis.trace.reading import recordings_in, traces_in
+from megaprof.analysis.trace.traces import Trace
 from megaprof.cli import main
 from megaprof.formats import ranges
 
@@ -98,8 +98,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def traces(directory: Path) -> dict[int, Trace]:
-    found = [trace for file in find_nsys(directory) for trace in read_nsys(file)]
-    found += [read_trace(path) for path in find_traces(directory)]
+    found = [trace for source in recordings_in(directory)[0] for trace in traces_in(source)]
     return {trace.metadata.coords.rank: trace for trace in found}
 
 
@@ -157,7 +156,9 @@ def test_a_window_per_step_is_a_file_per_step(tmp_path: Path) -> None:
 
 def test_a_killed_rank_leaves_a_truncated_window(tmp_path: Path) -> None:
     job(tmp_path, ["--profile-tool", "nsys", "--profile-steps", "2:6"], "--die-in-step", "4")
-    found = [trace for file in find_nsys(tmp_path) for trace in read_nsys(file) if trace.metadata.coords.pp == 1]
+    found = [
+        trace for source in recordings_in(tmp_path)[0] for trace in traces_in(source) if trace.metadata.coords.pp == 1
+    ]
     assert found, "nsys keeps what it has"
     # Whether there is a file of the step in which it died depends on when nsys last took ranges over.
     assert all(trace.metadata.truncated == (trace.metadata.steps == (4, 4)) for trace in found)

@@ -142,8 +142,15 @@ def dump_of(rank: int, flight: Flight) -> Dump:
             continue
         if exchange is not None or not pending or pending[-1].batch != entry.batch:
             pending.append(_operation(rank, entry, group, exchange))
+    # `pg_status` numbers the groups in the order in which the process made them, and `pg_config` has their names. As
+    # long as names are numbers, both have the same order; otherwise they cannot be matched.
+    names, places = [name for name in flight.pg_config if name], list(flight.pg_status)
+    enqueued: dict[str, int] = {}
+    if len(names) == len(places) and all(name.isdigit() for name in (*names, *places)):
+        for name, place in zip(sorted(names, key=int), sorted(places, key=int), strict=True):
+            enqueued[name] = flight.pg_status[place].last_enqueued_collective
     latest = max((entry.time_created_ns for entry in flight.entries), default=0) / 1e9
-    return Dump(rank, groups, dict(called), _enqueued(flight), frozenset(exchanging), tuple(pending), latest)
+    return Dump(rank, groups, dict(called), enqueued, frozenset(exchanging), tuple(pending), latest)
 
 
 def _operation(rank: int, entry: Entry, group: Group, exchange: re.Match[str] | None) -> Operation:
@@ -174,16 +181,3 @@ def _ranks(text: str) -> tuple[int, ...]:
         return tuple(msgspec.json.decode(text, type=list[int]))
     except msgspec.DecodeError:
         raise BadDump(f"a group has the ranks {text[:40]!r}") from None
-
-
-def _enqueued(flight: Flight) -> dict[str, int]:
-    """Returns the number of the last operation that was called, by group; empty if groups cannot be matched.
-
-    `pg_status` numbers the groups in the order in which the process made them, and `pg_config` has their names. As long
-    as names are numbers, both have the same order.
-    """
-    names, places = [name for name in flight.pg_config if name], list(flight.pg_status)
-    if len(names) != len(places) or not all(name.isdigit() for name in (*names, *places)):
-        return {}
-    pairs = zip(sorted(names, key=int), sorted(places, key=int), strict=True)
-    return {name: flight.pg_status[place].last_enqueued_collective for name, place in pairs}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from megaprof.analysis.diagnosis.stages import (
     Stage,
     TargetStages,
     imbalance,
-    without_ranges,
 )
 from megaprof.analysis.fleet.reading import Series
 from megaprof.analysis.notes import Note
@@ -40,10 +38,14 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
     """Returns the stages, each measured on one of its ranks. These ranks are from the pipeline with the fewest ``slow``
     ranks, and of these the one with the fewest ``suspects``, so that no slow machine distorts the picture of the
     layout. Slow ranks of other pipelines are shown beside them."""
-    first = next(metadata for metadata in table.metadata if metadata is not None)
+    first = table.first
     place = shown(table, slow, suspects)
     recorded = [stage for stage, metadata in enumerate(table.metadata) if metadata is not None]
     stages = tuple(_stage((place[0], stage, place[1]), first.sizes, table) for stage in recorded)
+    others = []
+    if table.ranks.shape[2] == table.compute.shape[3]:  # else the passes of one rank stand for all its peers
+        for rank in sorted(set(slow).difference(*(stage.ranks for stage in stages))):
+            others += [_stage((d, s, p), first.sizes, table) for d, s, p in np.argwhere(table.ranks == rank).tolist()]
     notes = tuple(dict.fromkeys((*_notes(table, first.sizes), *table.warnings, *_waiting_for_host(table, place))))
     return TargetStages(
         target=table.target,
@@ -60,8 +62,8 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
         unjudgeable=next((note for note in notes if note.kind == "stages_missing"), None),
         warnings=notes,
         imbalance=imbalance(stages, first.sizes),
-        slow_ranks=tuple(_of_slow(table, slow, stages, first.sizes)),
-        framework=table.framework,
+        slow_ranks=tuple(others),
+        framework=first.framework,
     )
 
 
@@ -71,8 +73,7 @@ def of_series(series: Series, why: Note) -> TargetStages:
     first = next(iter(series.metadata.values()))
     ranks = grouped(sorted(series.ranks, key=lambda rank: rank.coords.rank), lambda rank: rank.coords.pp)
     stages = (
-        replace(
-            _NOTHING,
+        Stage(
             pp=pp,
             ranks=tuple(rank.coords.rank for rank in ranks[pp]),
             chunks=_chunks(series.metadata[pp], None, None),
@@ -134,8 +135,7 @@ def _of_sums(pp: int, steps: Sequence[TracedStep]) -> Stage:
     def together(passes: Sequence[Passes], *kinds: int) -> Spread | None:
         return Spread.of([float(each.working[np.isin(each.kind, kinds)].sum()) / 1e6 for each in passes])
 
-    return replace(
-        _NOTHING,
+    return Stage(
         pp=pp,
         ranks=tuple(sorted({step.rank for step in steps})),
         chunks=_chunks(steps[0].metadata, None, None),
@@ -143,28 +143,6 @@ def _of_sums(pp: int, steps: Sequence[TracedStep]) -> Stage:
         backward_ms=None if steps[0].forward_only else together(separate, 1),
         compute_ms=together(whole, 0, 1, 2),
     )
-
-
-#: A stage without any known times.
-_NOTHING = Stage(
-    pp=0,
-    ranks=(),
-    chunks=(),
-    forward_ms=None,
-    backward_ms=None,
-    compute_ms=None,
-    exposed_ms=dict.fromkeys(GROUPS),
-    bubble_ms=None,
-    bubble_fraction=None,
-    forward_per_microbatch_ms=None,
-    backward_per_microbatch_ms=None,
-    dp_tail_ms=None,
-    pp_waiting_ms=None,
-    gradients_ms=None,
-    host_bound_ms=None,
-    host_bound_passes=None,
-    modules_ms={},
-)
 
 
 def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
@@ -187,9 +165,12 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
             yield Note("clocks_apart", stages=tuple(sorted(unnamed)), said="nothing names their hosts")
         else:
             yield Note("clocks_apart", names=tuple(sorted(hosts)), said="no exchanges align the hosts' clocks")
-    yield from without_ranges(
-        module for metadata in table.metadata if metadata is not None for module in metadata.ranges.without
-    )
+    # Modules without a range; one note for all that share their layers and the reason.
+    layers: dict[tuple[str, str], set[int]] = {}
+    for module in (each for metadata in table.metadata if metadata is not None for each in metadata.ranges.without):
+        layers.setdefault((module.reason, module.module), set()).update(n for n in module.layers if n is not None)
+    for (why, of), same in grouped(layers, lambda key: (key[0], tuple(sorted(layers[key])))).items():
+        yield Note("modules_without_range", names=tuple(name for _, name in same), layers=of, said=why)
 
 
 def _waiting_for_host(table: Table, place: tuple[int, int]) -> Iterator[Note]:
@@ -216,15 +197,6 @@ def shown(table: Table, slow: Collection[int], suspects: Collection[int]) -> tup
     return int(replica), int(peer)
 
 
-def _of_slow(table: Table, slow: Collection[int], shown: Sequence[Stage], sizes: ParallelSizes) -> Iterator[Stage]:
-    """Yields the slow ranks that are not ``shown``. Yields none if the passes of one rank stand for all its peers."""
-    if table.ranks.shape[2] > table.compute.shape[3]:
-        return
-    for rank in sorted(set(slow).difference(*(stage.ranks for stage in shown))):
-        for replica, stage, peer in np.argwhere(table.ranks == rank).tolist():
-            yield _stage((replica, stage, peer), sizes, table)
-
-
 def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
     replica, pp, _ = place
     at_place = (slice(None), *place)
@@ -242,8 +214,7 @@ def _stage(place: _Place, sizes: ParallelSizes, table: Table) -> Stage:
     tail = np.full_like(table.reduction, np.nan) if table.waits_unseen else table.reduction - gradients
     exposed = _exposed(spent, tail, sizes)
     metadata = table.metadata[pp]
-    return replace(
-        _NOTHING,
+    return Stage(
         pp=pp,
         ranks=(int(table.ranks[place]),),
         chunks=() if metadata is None else _chunks(metadata, forward, backward),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megaprof.analysis.diagnosis.averages import shown
-from megaprof.analysis.diagnosis.examine import Examined, more_steps, most_gained
+from megaprof.analysis.diagnosis.examine import Examined, more_steps
 from megaprof.analysis.diagnosis.lengths import (
     Fit,
     Lengths,
@@ -25,7 +25,7 @@ from megaprof.analysis.diagnosis.policy import CERTAIN, FILLED, LEAST, MINOR, MO
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
 from megaprof.formats.facts import PARTS
@@ -129,7 +129,8 @@ def diagnose(run: Examined) -> Diagnosis:
     while True:
         beside = run.mended(*hiding)
         others = [term for term in left if term not in hiding]
-        dearest, doubtful = _dearest(beside, others)
+        gains = beside.gains(others)
+        dearest, doubtful = _dearest(beside, gains)
         if dearest is not None:
             hiding = _needed(run, hiding, dearest[0])
             together = _causes_together(run, hiding, dearest[0]) if hiding else [dearest[1]]
@@ -143,7 +144,7 @@ def diagnose(run: Examined) -> Diagnosis:
             run, hiding = run.mended(*fixed), []
         else:
             perhaps = perhaps if hiding else doubtful
-            masked = _masked(beside, others)
+            masked = _masked(beside, gains)
             if masked is None:
                 break
             hiding.append(masked)
@@ -173,7 +174,7 @@ def diagnose(run: Examined) -> Diagnosis:
         clocks=clocks,
         sure=not perhaps
         and clocks
-        and all(beside.price(term, gain).high <= LEAST * beside.step_ms for term, gain in beside.gains(others)),
+        and all(beside.price(term, gain).high <= LEAST * beside.step_ms for term, gain, _ in gains),
     )
 
 
@@ -260,10 +261,14 @@ def _causes_together(run: Examined, hiding: list[Term], last: Term, *, sure: boo
     return causes
 
 
-def _dearest(run: Examined, left: list[Term]) -> tuple[tuple[Term, Cause] | None, list[Cause]]:
+_Gains = Sequence[tuple[Term, Floats, float]]
+"""What `Examined.gains` returns."""
+
+
+def _dearest(run: Examined, gains: _Gains) -> tuple[tuple[Term, Cause] | None, list[Cause]]:
     """Returns the most expensive term that certainly costs enough, and the more expensive ones that only may."""
     doubtful: list[Cause] = []
-    priced = sorted(((float(gain.mean()), gain, term) for term, gain in run.gains(left)), key=lambda entry: -entry[0])
+    priced = sorted(((float(gain.mean()), gain, term) for term, gain, _ in gains), key=lambda entry: -entry[0])
     for mean, gain, term in priced:
         if mean <= 0.0:
             break
@@ -275,17 +280,17 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[tuple[Term, Cause] | None
     return None, doubtful
 
 
-def _masked(run: Examined, left: list[Term]) -> Term | None:
+def _masked(run: Examined, gains: _Gains) -> Term | None:
     """Returns, of the terms that cost enough only if others are mended, the one that gains most by itself.
 
     If two stages are equally slow, mending one of them gains nothing, and mending the other one then gains everything.
     """
-    worth = sorted(((most_gained(term, run.view), place) for place, term in enumerate(left)), reverse=True)[:TOGETHER]
-    chosen = [left[place] for most, place in worth if most >= LEAST * run.step_ms]
+    worth = sorted(((most, place) for place, (_, _, most) in enumerate(gains)), reverse=True)[:TOGETHER]
+    chosen = [gains[place][0] for _, place in worth]
     hidden: list[Term] = []
     for term in chosen if len(chosen) > 1 else ():
         beside = run.mended(*(other for other in chosen if other is not term))
-        if any(beside.price(term, gain).low > LEAST * run.step_ms for _, gain in beside.gains([term])):
+        if any(beside.price(term, gain).low > LEAST * run.step_ms for _, gain, _ in beside.gains([term])):
             hidden.append(term)
     return max(hidden, key=lambda term: float(run.gain(term).mean()), default=None)
 
@@ -361,12 +366,11 @@ def _size(term: Term, view: View) -> tuple[Floats | None, dict[str, Floats]]:
     the names of `Cause.parts`."""
     affected = view if term.replica is None else view.of(term.replica)
     without = term.change(affected)
-    before, after = affected.state, without.state
     if term.kind == "slow_link":
-        transfer_ms, usual_ms = (state.link[..., term.stage].mean(axis=1) for state in (before, after))
+        transfer_ms, usual_ms = (each.link[..., term.stage].mean(axis=1) for each in (affected, without))
         return transfer_ms - usual_ms, {"transfer_ms": transfer_ms, "usual_ms": usual_ms}
     if term.kind == "late_entry":
-        late_ms = (before.entry - after.entry)[..., term.stage].mean(axis=1)
+        late_ms = (affected.entry - without.entry)[..., term.stage].mean(axis=1)
         return late_ms, {"late_ms": late_ms}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)
     if term.kind in ("slow_rank", "unequal_replicas"):
@@ -375,14 +379,14 @@ def _size(term: Term, view: View) -> tuple[Floats | None, dict[str, Floats]]:
     if term.kind != "uneven_microbatches":
         return None, {}
     exchanged = affected.held[EXCHANGE]
-    ratio = ((before.passes - exchanged) / np.maximum(after.passes - exchanged, 1e-9))[:, :, some]
+    ratio = ((affected.passes - exchanged) / np.maximum(without.passes - exchanged, 1e-9))[:, :, some]
     return None, {"factor": np.median(ratio, axis=(2, 3, 4)).max(axis=-1)}
 
 
 def _taken_ms(run: Examined, term: Term) -> Floats:
     """Returns by how many milliseconds a term makes passes and the gradient reduction longer in every step, [t],
     whether the step waits for them or not."""
-    before, after = run.view.state, term.change(run.view).state
+    before, after = run.view, term.change(run.view)
     taken_ms: Floats = (before.passes - after.passes).sum(axis=(1, 2, 3, 4, 5)) + before.tail - after.tail
     return taken_ms
 
@@ -421,16 +425,16 @@ def _gain_of_filling(run: Examined) -> Floats:
     if schedule.name == "interleaved":
         wanted = -(-wanted // schedule.group_size) * schedule.group_size
     longer = compiled(schedule._replace(microbatches=wanted), run.replay.rendezvous, run.replay.in_turn)
-    state = run.view.state
-    passes = np.resize(np.moveaxis(state.passes, -1, 0), (wanted, *state.passes.shape[:-1]))
-    many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=state.entry, link=state.link).max(axis=1)
-    gain: Floats = run.view.pipelines_ms(run.replay).max(axis=1) - many * schedule.microbatches / wanted
+    view = run.view
+    passes = np.resize(np.moveaxis(view.passes, -1, 0), (wanted, *view.passes.shape[:-1]))
+    many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=view.entry, link=view.link).max(axis=1)
+    gain: Floats = view.pipelines_ms(run.replay).max(axis=1) - many * schedule.microbatches / wanted
     return gain
 
 
 def _rest(run: Examined) -> float:
     """Returns the milliseconds lost to disturbances that belong to no term: a replay with usual passes is that much
     shorter."""
-    usual = np.minimum(run.view.state.passes, np.median(run.view.state.passes, axis=(0, 5), keepdims=True))
-    quiet = run.view.waiting(passes=usual).pipelines_ms(run.replay).max(axis=1)
+    usual = np.minimum(run.view.passes, np.median(run.view.passes, axis=(0, 5), keepdims=True))
+    quiet = replace(run.view, passes=usual).pipelines_ms(run.replay).max(axis=1)
     return float(np.mean(run.view.pipelines_ms(run.replay).max(axis=1) - quiet))

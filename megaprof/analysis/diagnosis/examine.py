@@ -14,7 +14,7 @@ from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Interval, errors_of_mean
-from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.simulation import Replay
 from megaprof.analysis.table.recorded import STEPS
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.parallel.schedules import phase_order
@@ -25,11 +25,9 @@ class Examined:
     """The steps of a job, as they were or without some causes: all of them, and one for each draw."""
 
     table: Table
-    """The recorded passes."""
     replay: Replay
     """Its schedule, with the model of exchanges that fits it best."""
     model: Model
-    """The model of its passes."""
     view: View
     """All steps."""
     drawn: View
@@ -62,13 +60,14 @@ class Examined:
         """Returns how many milliseconds shorter every step is without a term, [step]."""
         return _gain(term, self.view, _alone(term, self.view), self.replay, self.view.pipelines_ms(self.replay))
 
-    def gains(self, left: Sequence[Term]) -> list[tuple[Term, Floats]]:
-        """Returns how many milliseconds shorter every step is without each term, for the terms that could matter."""
+    def gains(self, left: Sequence[Term]) -> list[tuple[Term, Floats, float]]:
+        """Returns how many milliseconds shorter every step is without each term, and at most on average, for the terms
+        that could matter."""
         base, least, gains = self.view.pipelines_ms(self.replay), LEAST * self.step_ms, []
         for term in left:
             without = _alone(term, self.view)
-            if most_gained(term, self.view, without) >= least:
-                gains.append((term, _gain(term, self.view, without, self.replay, base)))
+            if (most := _most_gained(term, self.view, without)) >= least:
+                gains.append((term, _gain(term, self.view, without, self.replay, base), most))
         return gains
 
     def price(self, term: Term, gain: Floats) -> Interval:
@@ -89,7 +88,7 @@ class Examined:
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
         price = self.interval(gains, len(gain), mean, of_one**2 + of_content**2)
         # No step is shorter than the passes that are left; those of the term's own stage may be estimated.
-        left = np.minimum(self.view.state.passes, mended(term, self.view).state.passes).sum(axis=(3, 4, 5))
+        left = np.minimum(self.view.passes, mended(term, self.view).passes).sum(axis=(3, 4, 5))
         own = term.stage if term.stage is not None else slice(None if term.fitted else 0)
         most_ms = self.step_ms - float(np.delete(left, own, axis=2).max(axis=(1, 2), initial=0.0).mean())
         return replace(price, low=price.low - term.doubt_ms(mean), high=max(mean, min(price.high, most_ms)))
@@ -104,12 +103,11 @@ class Examined:
     def _in_other_blocks(self, term: Term) -> Floats:
         """Returns what a term costs, [draw], in steps made of drawn blocks of the microbatches of a single step, which
         might as well have been any of these."""
-        before, after = self.view.state, mended(term, self.view).state
-        columns = blocks(len(self.rows), before.passes.shape[-1], np.random.default_rng(0))
+        columns = blocks(len(self.rows), self.view.passes.shape[-1], np.random.default_rng(0))
         took = []
-        for state in (before, after):
-            passes = np.moveaxis(state.passes[0][..., columns], -2, 0)
-            entry, link = (np.repeat(values, len(columns), axis=0) for values in (state.entry, state.link))
+        for view in (self.view, mended(term, self.view)):
+            passes = np.moveaxis(view.passes[0][..., columns], -2, 0)
+            entry, link = (np.repeat(values, len(columns), axis=0) for values in (view.entry, view.link))
             took.append(self.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
         gain: Floats = took[0] - took[1]
         return gain
@@ -129,19 +127,19 @@ def examine(table: Table) -> Examined:
         stages = len(table.metadata)
         raise Unfit(Note("stages_missing", stages=missing, count=stages - len(missing), of=stages))
     _check_order(table)
-    state, replay = measured(table)
+    passes, entry, link, replay = measured(table)
     steps = drawn_steps(len(table.steps), np.random.default_rng(0))
     model = fit(table, steps)
-    view = viewed(table, state, model)
+    view = viewed(table, model, passes, entry, link)
     rows = steps[:, 0]
-    replayed_ms = float(np.mean(state.step_ms(replay)))
+    replayed_ms = float(np.mean(view.step_ms(replay)))
     drawn = view.at(rows, model.draws)
     return Examined(table, replay, model, view, drawn, rows, replayed_ms, _restless(table, model, view))
 
 
 def _restless(table: Table, model: Model, view: View) -> float:
     """Returns `Examined.restless_ms`, from quarters of a step: disturbances last for several passes, but not all."""
-    over = view.state.passes - view.beside - model.expected
+    over = view.passes - view.beside - model.expected
     t, d, s = over.shape[:3]
     order = np.argsort(table.start.reshape(t, d, s, -1), axis=3)
     over, took = (np.take_along_axis(values.reshape(t, d, s, -1), order, axis=3) for values in (over, table.passes))
@@ -185,17 +183,15 @@ def _gain(term: Term, view: View, without: View, replay: Replay, base: Floats) -
     took = without.pipelines_ms(replay)
     if term.replica is not None:
         took = np.concatenate((np.delete(base, term.replica, axis=1), took), axis=1)
-    gain: Floats = base.max(axis=1) + view.state.tail - took.max(axis=1) - without.state.tail
+    gain: Floats = base.max(axis=1) + view.tail - took.max(axis=1) - without.tail
     return gain
 
 
-def most_gained(term: Term, view: View, without: View | None = None) -> float:
+def _most_gained(term: Term, view: View, without: View) -> float:
     """Returns how many milliseconds a step can gain at most: what passes, entries, exchanges and tails lose."""
-    without = _alone(term, view) if without is None else without
-    as_was = view if term.replica is None else view.of(term.replica)
-    a, b = as_was.state, without.state
+    a, b = view if term.replica is None else view.of(term.replica), without
     # A rank that becomes quicker may still wait for another slow one of its group.
-    shorter = np.maximum(as_was.peers - without.peers, 0.0).max(axis=3).sum(axis=2).max(axis=1)
+    shorter = np.maximum(a.peers - b.peers, 0.0).max(axis=3).sum(axis=2).max(axis=1)
     if a.passes is not b.passes:
         shorter = np.maximum(shorter, np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1))
     sooner = np.maximum(a.entry - b.entry, 0.0).max(axis=(1, 2)) + a.tail - b.tail

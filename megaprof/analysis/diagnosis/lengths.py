@@ -99,7 +99,7 @@ def fit(run: Examined) -> Fit | None:
         return None
     view = run.view
     # Slowness of ranks applies to all microbatches alike, so it is not part of their content.
-    passes = (view.state.passes - view.held[EXCHANGE]) / run.model.slow[..., None, None, None]
+    passes = (view.passes - view.held[EXCHANGE]) / run.model.slow[..., None, None, None]
     _, _, s, c, k, _ = passes.shape
     y = np.moveaxis(passes, 5, 2).reshape(-1, s * c * k)
     some = slice(None, None, -(-len(y) // _TELLING))
@@ -124,9 +124,10 @@ def explain(run: Examined, fitted: Fit) -> Lengths | None:
     cost, kinds = fitted.cost, table.schedule.kinds
     scale = np.array([1.0, 1024.0, 1024.0**2])
     scaled, errors = cost * scale, fitted.drawn.std(axis=0, ddof=1) * scale
+    numbers = np.ndindex(cost.shape[:3]), scaled.reshape(-1, 3).tolist(), errors.reshape(-1, 3).tolist()
     costs = tuple(
-        PassCost(stage, chunk, kinds[k], *_three(scaled[stage, chunk, k]), _three(errors[stage, chunk, k]))
-        for stage, chunk, k in np.ndindex(cost.shape[:3])
+        PassCost(stage, chunk, kinds[k], fixed_ms, tokens_ms, squares_ms, tuple(errors_ms))
+        for (stage, chunk, k), (fixed_ms, tokens_ms, squares_ms), errors_ms in zip(*numbers, strict=True)
     )
     squares, tokens = work[..., 2], work[..., 0]
     measured = table.passes.mean(axis=2).sum(axis=(2, 3)).reshape(-1)
@@ -149,10 +150,6 @@ def explain(run: Examined, fitted: Fit) -> Lengths | None:
 def _longest(work: Floats) -> float:
     """Returns the largest microbatch of a step / the mean over all replicas, averaged over steps."""
     return float((work.max(axis=(1, 2)) / work.mean(axis=(1, 2))).mean())
-
-
-def _three(values: Floats) -> tuple[float, float, float]:
-    return float(values[0]), float(values[1]), float(values[2])
 
 
 def reason(explained: Interval) -> str | None:

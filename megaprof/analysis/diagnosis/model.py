@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,10 @@ from megaprof.analysis.table.table import EMBEDDING, LOSS, QUARTILE, Floats, Tab
 from megaprof.parallel.peers import of_others
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(NamedTuple):
     """The times of undisturbed passes, [..., s, c, k] in milliseconds; leading axes are draws."""
 
     whole: Floats
-    """The whole pass."""
     unit: Floats
     """[..., k]: one layer, or what all chunks have in common if the numbers of layers are not known."""
     fixed: Floats

@@ -6,15 +6,15 @@ All times are milliseconds. A number that the recording does not allow is None, 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread, mean_of
-from megaprof.analysis.trace.steps import WHOLE_STEP, grouped
-from megaprof.formats.metadata import ModelChunk, WithoutRange
+from megaprof.analysis.trace.steps import GROUPS, WHOLE_STEP
+from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
 
 #: How a step is timed: from the first stage's start to the last stage's end or, if the stages have no common clock, by
@@ -67,38 +67,38 @@ class Stage:
     """Global ranks that these times are from: one rank, or all if no passes are known."""
     chunks: tuple[ChunkTimes, ...]
     """Model chunks of the stage."""
-    forward_ms: Spread | None
+    forward_ms: Spread | None = None
     """All forwards of a step, without exposed communication and without waiting for the host."""
-    backward_ms: Spread | None
+    backward_ms: Spread | None = None
     """All backwards of a step, without exposed communication and without waiting for the host."""
-    compute_ms: Spread | None
+    compute_ms: Spread | None = None
     """Forwards, backwards and combined passes together, without exposed communication or waiting for the host."""
-    exposed_ms: dict[str, Spread | None]
+    exposed_ms: dict[str, Spread | None] = field(default_factory=partial(dict.fromkeys, GROUPS))
     """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``, and ``unknown`` if the
     recording does not tell the group. None for a group that the unknown part may belong to, and for ``dp`` if the
     gradient reduction may have waited for a replica that was not captured."""
-    bubble_ms: Spread | None
+    bubble_ms: Spread | None = None
     """Waiting for other stages, and for slower replicas that were captured: what is left of the step after compute,
     exposed communication, ``gradients_ms``, ``host_bound_ms`` and ``data_wait_ms``."""
-    bubble_fraction: float | None
+    bubble_fraction: float | None = None
     """Bubble as a fraction of the step, from 0 to 1."""
-    forward_per_microbatch_ms: Spread | None
+    forward_per_microbatch_ms: Spread | None = None
     """Forward of one microbatch on all chunks of the stage, in milliseconds; over microbatches as well as steps."""
-    backward_per_microbatch_ms: Spread | None
+    backward_per_microbatch_ms: Spread | None = None
     """Backward of one microbatch on all chunks of the stage, in milliseconds; over microbatches as well as steps."""
-    dp_tail_ms: Spread | None
+    dp_tail_ms: Spread | None = None
     """Part of ``exposed_ms.dp`` that comes after the last pass of all stages and replicas; None if that is."""
-    pp_waiting_ms: Spread | None
+    pp_waiting_ms: Spread | None = None
     """Part of the time in exchanges that was waiting for the neighbour; included in the bubble."""
-    gradients_ms: Spread | None
+    gradients_ms: Spread | None = None
     """Part of the step after the last pass that is not in ``dp_tail_ms``; None if the two cannot be separated, and all
     of it counts as communication."""
-    host_bound_ms: Spread | None
+    host_bound_ms: Spread | None = None
     """Time inside passes in which the GPU was idle because nothing was launched; None on a CPU."""
-    host_bound_passes: float | None
+    host_bound_passes: float | None = None
     """Fraction of the passes at both ends of which the GPU had nothing else to do, so that it waited for the host; None
     if no timeline on the GPU's clock says so."""
-    modules_ms: dict[str, Spread]
+    modules_ms: dict[str, Spread] = field(default_factory=dict)
     """Milliseconds of every pass through a module, by the module's label and the kind of pass."""
     data_wait_ms: Spread | None = None
     """Time in which forwards waited for this rank's data, which is in no pass; None if it was not recorded."""
@@ -176,15 +176,6 @@ def order(stages: TargetStages) -> tuple[int, str, str, str]:
     """Returns the key that sorts targets."""
     place = _TARGET_ORDER.index(stages.target) if stages.target in _TARGET_ORDER else len(_TARGET_ORDER)
     return place, stages.target, stages.role or "", str(stages.sizes)
-
-
-def without_ranges(modules: Iterable[WithoutRange]) -> Iterator[Note]:
-    """Yields notes about modules without a range, one for all modules that share their layers and the reason."""
-    layers: dict[tuple[str, str], set[int]] = {}
-    for missing in modules:
-        layers.setdefault((missing.reason, missing.module), set()).update(n for n in missing.layers if n is not None)
-    for (why, of), same in grouped(layers, lambda key: (key[0], tuple(sorted(layers[key])))).items():
-        yield Note("modules_without_range", names=tuple(module for _, module in same), layers=of, said=why)
 
 
 def imbalance(stages: Sequence[Stage], sizes: ParallelSizes) -> float | None:

@@ -9,14 +9,13 @@ exchange: after their passes, or after an earlier exchange, which was complete w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.simulation import Replay, compiled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, phase_order, producer, stage_program
 
@@ -24,28 +23,9 @@ from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, p
 _RESOLUTION = 1e-3
 
 
-@dataclass(frozen=True)
-class State:
-    """Times in milliseconds: ``passes`` [..., d, s, c, k, m], ``entry`` and ``link`` [..., d, s], ``tail`` [...]. The
-    leading axes are draws or steps. A pass contains what its stage exchanged before it, apart from ``link``."""
-
-    passes: Floats
-    entry: Floats
-    link: Floats
-    tail: Floats
-
-    def at(self, steps: npt.NDArray[np.intp]) -> State:
-        """Returns only those steps."""
-        return State(self.passes[steps], self.entry[steps], self.link[steps], self.tail[steps])
-
-    def step_ms(self, replay: Replay) -> Floats:
-        """Returns the length of every step [...]. All replicas wait for the slowest before they reduce gradients."""
-        longest: Floats = replay.step_ms(self.passes, entry=self.entry, link=self.link).max(axis=-1)
-        return longest + self.tail
-
-
-def measured(table: Table) -> tuple[State, Replay]:
-    """Returns the measured times, and the replay whose model of exchanges fits the measured passes best."""
+def measured(table: Table) -> tuple[Floats, Floats, Floats, Replay]:
+    """Returns the measured times of passes, entries and links (see `View`), and the replay whose model of exchanges
+    fits the measured passes best."""
     entry = np.nan_to_num(table.entry)
     # The first stage waits for nobody. If its first pass is late, this may delay the first pass of any rank.
     entry += np.maximum(table.start[:, :, 0, 0, 0, 0] - entry[:, :, 0], 0.0)[..., None]
@@ -58,7 +38,7 @@ def measured(table: Table) -> tuple[State, Replay]:
     if not table.clocks:
         # Without a common clock, the ends of passes say nothing about exchanges, so the metadata decide.
         models = models[:1]
-    best: tuple[float, State, Replay] | None = None
+    best: tuple[float, Floats, Floats, Floats, Replay] | None = None
     for model in models:
         replay = compiled(schedule, *model)
         link = links(table, replay)
@@ -66,7 +46,7 @@ def measured(table: Table) -> tuple[State, Replay]:
         missed = float(np.mean(np.abs(apart)))
         if best is None or missed < best[0] - _RESOLUTION:
             between = _between(apart) if table.clocks else 0.0
-            best = missed, State(table.passes + between, entry, link, table.reduction), replay
+            best = missed, table.passes + between, entry, link, replay
     if best is None:
         raise RuntimeError("no model of exchanges was tried")
     return best[1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -149,7 +149,7 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
 
 
 def _of_steps(view: View, step_ms: float) -> Iterator[Term]:
-    of_stage = (view.state.passes.sum(axis=(3, 4, 5)) * (1.0 - 1.0 / view.pace)).mean(axis=(0, 1))
+    of_stage = (view.passes.sum(axis=(3, 4, 5)) * (1.0 - 1.0 / view.pace)).mean(axis=(0, 1))
     for stage in np.flatnonzero(of_stage >= LEAST * step_ms).tolist():
 
         def steady(v: View, stage: int = stage) -> View:
@@ -175,14 +175,14 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
     for stage in range(count) if count > 1 else ():
 
         def quick(v: View, stage: int = stage) -> View:
-            link, exchange = v.state.link.copy(), v.exchange.copy()
+            link, exchange = v.link.copy(), v.exchange.copy()
             for ms in (link, exchange):
                 usual = np.median(np.delete(ms[..., :count], stage, axis=-1), axis=-1)
                 ms[..., stage] = np.minimum(ms[..., stage], usual)
             longer = (v.exchange - exchange)[..., stage, None, None, None, None]
             held = np.minimum(v.held[EXCHANGE], longer * received[stage][..., None])
             parts = {**v.held, EXCHANGE: v.held[EXCHANGE] - held}
-            return v.waiting(link=link).less(held, held=parts, exchange=exchange)
+            return v.less(held, held=parts, exchange=exchange, link=link)
 
         # A link is slower than the others, so only what its ranks wait longer than theirs may explain it.
         core_ms = max(float(link_waits[stage] - np.median(np.delete(link_waits, stage))), 0.0)
@@ -194,12 +194,12 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
             # This is what all links have in common; a slow one among several has a term of its own.
             link, exchange = (
                 np.maximum(ms - np.quantile(ms[..., :these], 0.5, axis=-1, keepdims=True, method="lower"), 0.0)
-                for ms, these in ((v.state.link, s), (v.exchange, count))
+                for ms, these in ((v.link, s), (v.exchange, count))
             )
             longer = np.einsum("ndl,lsck->ndsck", exchange[..., :count], received)[..., None]
             left = np.minimum(v.held[EXCHANGE], longer)
             parts = {**v.held, EXCHANGE: left}
-            return v.waiting(link=link).less(v.held[EXCHANGE] - left, held=parts, exchange=exchange)
+            return v.less(v.held[EXCHANGE] - left, held=parts, exchange=exchange, link=link)
 
         # Where a profiled GPU waits for its host in passes, it may also do so between them.
         doubt = float(table.profiled and table.idle.any())
@@ -208,13 +208,13 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
 
 
 def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
-    late = (view.state.entry - view.timely).mean(axis=0)
+    late = (view.entry - view.timely).mean(axis=0)
     for replica, stage in np.argwhere(late >= LEAST * step_ms).tolist():
 
         def timely(v: View, stage: int = stage) -> View:
-            entry = v.state.entry.copy()
+            entry = v.entry.copy()
             entry[:, :, stage] = v.timely[:, :, stage]
-            return v.waiting(entry=entry)
+            return replace(v, entry=entry)
 
         ranks = tuple(table.ranks[replica, stage].tolist())
         doubt = float(table.profiled)  # by what closing the window before took on this rank
@@ -231,10 +231,10 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         yield Term("communication", hidden, group=group)
     if view.idle.any():
         yield Term("host_bound", lambda v: v.less(v.idle, idle=np.zeros_like(v.idle)))
-    if table.reduces and view.state.tail.any():
+    if table.reduces and view.tail.any():
         yield Term(
             "communication",
-            lambda v: v.waiting(tail=np.zeros_like(v.state.tail)),
+            lambda v: replace(v, tail=np.zeros_like(v.tail)),
             group="dp",
             once=True,
             doubt=1.0 if table.waits_unseen else 0.0,

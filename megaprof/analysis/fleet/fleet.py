@@ -7,7 +7,7 @@ communication inside a microbatch (tensor-, expert- and context-parallel), which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -276,15 +276,16 @@ def _synchronisation(stage_of: Sequence[int], rows: Floats, buckets: Buckets, fl
     of_stages = relative_shifts(stage_ms, buckets, floor_ms) if len(stages) > 1 else []
     return Synchronisation(
         synchronisation_ms=_plain(median_ms),
-        synchronisation_shifts=tuple(_upwards(relative_shifts(median_ms[None], buckets, floor_ms)[0])),
+        synchronisation_shifts=tuple(
+            shift for shift in relative_shifts(median_ms[None], buckets, floor_ms)[0] if shift.change > EXCESS
+        ),
         stage_synchronisation=tuple(
-            (pp, shift) for pp, changes in zip(stages, of_stages, strict=False) for shift in _upwards(changes)
+            (pp, shift)
+            for pp, changes in zip(stages, of_stages, strict=False)
+            for shift in changes
+            if shift.change > EXCESS
         ),
     )
-
-
-def _upwards(changes: Iterable[Shift]) -> Iterable[Shift]:
-    return (shift for shift in changes if shift.change > EXCESS)
 
 
 def _plain(values: Floats) -> tuple[float | None, ...]:

@@ -172,7 +172,6 @@ class FleetReading:
     read: list[Path] = field(default_factory=list)
     """All files that hold steps of the run."""
     warnings: list[Note] = field(default_factory=list)
-    """Notes about single files."""
 
     def files_of(self, key: Key) -> set[Path]:
         """Returns the files of a job's ranks; none if the job has no timelines."""
@@ -200,7 +199,12 @@ def read_fleet(
         groups.setdefault(group, {}).setdefault(name.place.rank if name else -1, []).append(path)
     items = [list(by_rank.values()) for by_rank in groups.values()]
     runs = runs or runs_in((), timelines)
-    read_item = partial(_read_item, timelines, runs, _widths(runs))
+    bounds: dict[tuple[str, str | None], tuple[int, int]] = {}
+    for piece in runs.pieces:
+        low, high = bounds.get(piece.line[:2], (piece.first_step, piece.last_step))
+        bounds[piece.line[:2]] = min(piece.first_step, low), max(piece.last_step, high)
+    widths = {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
+    read_item = partial(_read_item, timelines, runs, widths)
     reading, done = FleetReading(timelines), 0
     parts = in_processes(read_item, items, workers, timelines.useful_processes(len(items)))
     for item, part in zip(items, parts, strict=True):
@@ -217,18 +221,6 @@ def read_fleet(
     return reading
 
 
-_Widths = dict[tuple[str, str | None], int]
-
-
-def _widths(runs: Runs) -> _Widths:
-    """Returns the steps per bucket, by target and role, from the timelines that were sampled for ``runs``."""
-    bounds: dict[tuple[str, str | None], tuple[int, int]] = {}
-    for piece in runs.pieces:
-        low, high = bounds.get(piece.line[:2], (piece.first_step, piece.last_step))
-        bounds[piece.line[:2]] = min(piece.first_step, low), max(piece.last_step, high)
-    return {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
-
-
 class _Steps(NamedTuple):
     """The steps of one metadata record of a file."""
 
@@ -237,7 +229,10 @@ class _Steps(NamedTuple):
     steps: npt.NDArray[Any]
 
 
-def _read_item(timelines: Timelines, runs: Runs, widths: _Widths, item: Sequence[Sequence[Path]]) -> FleetReading:
+def _read_item(
+    timelines: Timelines, runs: Runs, widths: Mapping[tuple[str, str | None], int], item: Sequence[Sequence[Path]]
+) -> FleetReading:
+    """Reads one work item. ``widths``: the steps per bucket, by target and role."""
     reading = FleetReading()
     groups: dict[tuple[Key, int, int], Calls] = {}
     waiting: dict[tuple[Key, int, int], list[list[_Steps]]] = {}

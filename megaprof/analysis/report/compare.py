@@ -43,17 +43,13 @@ FEWEST = 3
 _Key = tuple[str, str | None]
 
 
-class NothingToCompare(Unanswerable):
-    """The two captures have no target in common; the message says which they have."""
-
-
 def compare(before: Document, after: Document) -> Diff:
-    """Compares two reports. Raises NothingToCompare."""
+    """Compares two reports. Raises Unanswerable if they have no target in common."""
     old, new = _by_key(before), _by_key(after)
     common = [key for key in old if key in new]
     if not common:
         first, second = (", ".join(sorted(words.title(*key) for key in keys)) or "nothing" for keys in (old, new))
-        raise NothingToCompare(f"no target is in both: {first} in the first, {second} in the second")
+        raise Unanswerable(f"no target is in both: {first} in the first, {second} in the second")
     return Diff(
         before=Side(tuple(key for key in old if key not in new), before.of_several, before.warnings),
         after=Side(tuple(key for key in new if key not in old), after.of_several, after.warnings),

@@ -176,11 +176,8 @@ class Report(Document):
     and to predict changes."""
 
     path: Path
-    """The directory or file that was read."""
     traces: tuple[Path, ...]
-    """The traces that were read."""
     timelines: tuple[Path, ...] = ()
-    """The timelines that were read."""
     drawn: Mapping[tuple[str, str | None], Callable[[], StepTimeline]] = field(default_factory=dict)
     """Functions that draw one step of each target, by target and role, and what all roles do, by `drawn.ALL_ROLES`."""
     span: tuple[float, float] = (0.0, math.inf)

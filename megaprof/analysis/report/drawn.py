@@ -15,7 +15,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import CallOf
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import clause
-from megaprof.analysis.simulation.simulate import Simulation
+from megaprof.analysis.simulation import Simulation
 from megaprof.analysis.table.iterations import UNKNOWN, OneRank, median_iteration, spans_of
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.trace.passes import Pass
@@ -50,7 +50,6 @@ class Row:
     """Its stage, or its role."""
     rank: int
     extent: tuple[int, int]
-    """When the rank's call began and ended."""
     passes: Sequence[Pass[int]]
     """Everything in the call, in order."""
     offset_ns: int

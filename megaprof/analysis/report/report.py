@@ -35,9 +35,8 @@ from megaprof.analysis.trace.reading import (
     Source,
     Timelines,
     Workers,
-    find_timelines,
     read_all,
-    sources_in,
+    recordings_in,
 )
 from megaprof.analysis.trace.reading import NoCluster as NoCluster
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
@@ -175,11 +174,9 @@ def _files(path: Path) -> tuple[list[Source], Timelines]:
     """Returns the traces and the timelines under ``path``. Raises NothingToReport."""
     if path.is_file() and path.name.endswith(_OF_ROCPROF):
         raise NothingToReport(f"{path}: {_ROCPROF}")
-    if path.is_file():
-        return ([], Timelines([path])) if path.name.endswith(SUFFIX) else (sources_in(path), Timelines())
-    if not path.is_dir():
+    if not path.is_file() and not path.is_dir():
         raise NothingToReport(f"{path} does not exist; {_TO_HAVE_ONE}")
-    traces, timelines = sources_in(path), find_timelines(path)
+    traces, timelines = recordings_in(path)
     if not traces and not timelines.paths:
         traces = [*_others(path)]
     if not traces and not timelines.paths:

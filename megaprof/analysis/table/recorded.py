@@ -17,15 +17,15 @@ import numpy.typing as npt
 from megaprof.analysis.collectives.arrivals import StepArrivals, step_arrivals, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankRow, Series, numbers_of
-from megaprof.analysis.notes import BEYOND_SCHEDULE, PP_UNKNOWN, Note
+from megaprof.analysis.notes import PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
-from megaprof.analysis.table.tabulate import forward_share, place_of, schedule_of, tabulate, warming_up
+from megaprof.analysis.table.tabulate import cells_of, forward_share, place_of, schedule_of, tabulate, warming_up
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
-from megaprof.analysis.trace.steps import ModuleKey
+from megaprof.analysis.trace.steps import ModuleKey, Numbers, ids_of
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import unpack_collections, unpack_data, unpack_modules, unpack_work
@@ -36,7 +36,6 @@ from megaprof.parallel.topology import ParallelSizes
 #: How many steps are read, evenly spread over the run. A report has no time for more.
 STEPS = 48
 _LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
-_PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
 #: The most passes in a table, so that it fits into memory and time.
 _MOST_PASSES = 500_000
 #: If there are more passes, steps are left out first, down to this many, and then replicas. Half of the replicas that
@@ -251,7 +250,7 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     loading_ms, loads = np.zeros(shape), False
     left, enter, reduced = np.full((3, len(numbers)), np.nan)
     device = False
-    microbatches, per_chunk = shape[3], shape[2] * shape[3]
+    microbatches = shape[3]
     steps_by_shape: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
     work, lengths_from = np.full((len(numbers), microbatches, 3), np.nan), None
     facts: dict[int, tuple[list[bytes], list[bytes]]] = {}
@@ -281,25 +280,23 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
         decoded, times = timeline.times([step_rows[numbers[t]][2] for t in step_indices])
         if not len(decoded):
             continue  # damaged: no step is whole
-        events, cells, halves, finalizing = _places(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
+        events, places, halves, finalizing = _passes(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
         table_rows, entered_ms = np.array(step_indices)[decoded, None], enter[step_indices][decoded, None]
         length_us = times[:, events, 1] - times[:, events, 0]
         forward_shares = np.zeros((len(decoded), 1))
         if halves.any():
-            kind_of_cell = cells % per_chunk // microbatches
-            alone_us = [length_us[:, (halves == 0) & (kind_of_cell == pass_kind)] for pass_kind in (0, 1)]
+            alone_us = [length_us[:, (halves == 0) & (places[1] == kind)] for kind in (0, 1)]
             forward_shares[:, 0] = [forward_share(*durations) for durations in zip(*alone_us, strict=True)]
         begin_us = times[:, events, 0] + np.where(halves > 0, forward_shares, 0.0) * length_us
         end_us = times[:, events, 1] - np.where(halves < 0, 1.0 - forward_shares, 0.0) * length_us
-        start.reshape(len(numbers), -1)[table_rows, cells] = entered_ms + begin_us / 1e3
-        end.reshape(len(numbers), -1)[table_rows, cells] = entered_ms + end_us / 1e3
+        start[(table_rows, *places)], end[(table_rows, *places)] = entered_ms + np.stack((begin_us, end_us)) / 1e3
         core_waits_ms[step_indices] = _core_waits(timeline, [step_rows[numbers[t]][2] for t in step_indices])
         garbage = timeline.facts(format.COLLECTIONS)
         for index, t in enumerate(table_rows[:, 0].tolist()):
             if payload := garbage.get(step_rows[numbers[t]][2]):
                 spans = np.stack((begin_us[index], end_us[index]), axis=-1).astype(np.int64)
                 collected_us = covered(union(unpack_collections(payload)), spans)
-                collected_ms.reshape(len(numbers), -1)[t, cells] = collected_us / 1e3
+                collected_ms[(t, *places)] = collected_us / 1e3
         if finalizing.any():
             reduced[table_rows[:, 0]] = entered_ms[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     if device and collected_ms.any():  # the GPU may have had enough work meanwhile
@@ -412,43 +409,16 @@ def _waiting(rank: RankSteps, waits: Mapping[tuple[int, int, int], Mapping[int, 
     return replace(rank, spent={**rank.spent, **known_ms}, compute=compute)
 
 
-class _Places(NamedTuple):
-    """The events of a step that are passes; a combined pass counts twice."""
-
-    events: npt.NDArray[np.intp]
-    """The event of each pass."""
-    cells: npt.NDArray[np.intp]
-    """Its index in a flattened [c, k, m]."""
-    halves: npt.NDArray[np.int8]
-    """0 if the event is this pass; -1 and 1 if the pass is the forward or the backward of a combined event."""
-    finalizing: npt.NDArray[np.bool_]
-    """The events that finalise gradients."""
-
-
 @lru_cache(maxsize=256)
-def _places(shape: bytes, schedule: PipelineSchedule) -> _Places:
+def _passes(
+    shape: bytes, schedule: PipelineSchedule
+) -> tuple[npt.NDArray[np.intp], tuple[Numbers, Numbers, Numbers], Numbers, npt.NDArray[np.bool_]]:
+    """Returns the events of a step that are passes, with their places and halves (`cells_of`); a combined pass is there
+    twice. Also returns which events finalise gradients."""
     code = np.frombuffer(shape, dtype=np.int64)
-    kind = code & codes.KIND_MASK
-    events, cells, halves = [], [], []
-    for event in np.flatnonzero((kind >= codes.FORWARD) & (kind <= codes.COMBINED)).tolist():
-        for chunk, microbatch, pass_kind, part in _passes_in(int(code[event])):
-            if chunk is None or microbatch is None or pass_kind >= len(schedule.kinds):
-                raise Unfit(Note("schedule_unknown", said="nothing says which microbatch or chunk a pass is of"))
-            if chunk >= schedule.chunks or microbatch >= schedule.microbatches:
-                raise Unfit(BEYOND_SCHEDULE)
-            events.append(event)
-            cells.append((chunk * len(schedule.kinds) + pass_kind) * schedule.microbatches + microbatch)
-            halves.append(part)
-    finalizing = kind == codes.FINALIZE
-    return _Places(np.array(events, np.intp), np.array(cells, np.intp), np.array(halves, np.int8), finalizing)
-
-
-def _passes_in(code: int) -> Iterator[tuple[int | None, int | None, int, int]]:
-    """Yields chunk, microbatch, kind and half of the passes in one event."""
-    name, kind = codes.name(code), code & codes.KIND_MASK
-    fields = {} if name is None else name.fields
-    if kind == codes.COMBINED:
-        yield fields.get("chunk"), fields.get("mb"), 0, -1
-        yield fields.get("bchunk"), fields.get("bmb"), 1, 1
-    else:
-        yield fields.get("chunk"), fields.get("mb"), _PASSES[kind], 0
+    kind, events = code & codes.KIND_MASK, np.flatnonzero(codes.are_passes(code))
+    names = filter(None, map(codes.name, code[events].tolist()))
+    row, places, half = cells_of(kind[events] - codes.FORWARD, ids_of(names, schedule.chunks), schedule)
+    if len({*row.tolist()}) < len(events):
+        raise Unfit(Note("schedule_unknown", said="nothing says which microbatch or chunk a pass is of"))
+    return events[row], places, half, kind == codes.FINALIZE

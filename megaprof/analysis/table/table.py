@@ -50,11 +50,8 @@ class Table:
     """
 
     target: str
-    """The target that ran, such as ``train_actor``."""
     role: str | None
-    """The model's role; None if it has none."""
     schedule: PipelineSchedule
-    """The order in which every stage runs its passes."""
     rendezvous: bool
     """True if a sender waits for its receiver, according to the metadata."""
     steps: npt.NDArray[np.int64]
@@ -138,7 +135,6 @@ class Table:
     iterations: Iterations | None = None
     """Where whole iterations of the host's loop go, over all steps of the ranks that were read; None if not known."""
     warnings: tuple[Note, ...] = ()
-    """Notes that a reader of the table must know."""
 
     def held_by(self, stage: int, chunk: int) -> ModelChunk:
         """Returns what a model chunk of a stage holds."""
@@ -194,14 +190,14 @@ class Table:
         return int(self.offset_ns[(t, *np.argwhere(self.ranks == rank)[0])])
 
     @property
-    def framework(self) -> str | None:
-        """The framework that trains; None if unknown."""
-        return next((metadata.framework for metadata in self.metadata if metadata is not None), None)
+    def first(self) -> Metadata:
+        """The metadata of the first stage that was recorded."""
+        return next(metadata for metadata in self.metadata if metadata is not None)
 
     @property
     def sizes(self) -> ParallelSizes:
         """Parallel sizes of the job."""
-        return next(metadata.sizes for metadata in self.metadata if metadata is not None)
+        return self.first.sizes
 
     @property
     def reduces(self) -> bool:

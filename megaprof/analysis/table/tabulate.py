@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.fleet.reading import CALLS, Key
-from megaprof.analysis.notes import Note
+from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
 from megaprof.analysis.table.clocks import one_clock
 from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
-from megaprof.analysis.trace.steps import ModuleKey, TracedStep
+from megaprof.analysis.trace.steps import ModuleKey, Numbers, TracedStep
 from megaprof.formats.facts import SOURCES
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
@@ -86,8 +86,13 @@ def tabulate(
     core_waits = stacked("core_waits")
     if core_waits.any():
         passes_ms = (end.max(axis=3) - start.min(axis=3)) - sum(held.values())
-        # A GPU waits for its host only while it is idle.
-        waits_ms = _waits_inside(idle if idle.any() else passes_ms, core_waits)
+        # Nothing records in which passes a rank waited, but waiting makes them longer: it is the same part of what each
+        # took beyond the lower quartile of all replicas, and never more than that. A GPU waits for its host only while
+        # it is idle. A stage that was not recorded has NaN.
+        took = np.nan_to_num(idle if idle.any() else passes_ms)
+        excess = np.maximum(took - np.quantile(took, QUARTILE, axis=(0, 1, 5), keepdims=True), 0.0)
+        part = np.minimum(core_waits.sum(axis=0) / np.maximum(excess.sum(axis=(0, 3, 4, 5)), 1e-9)[..., None], 1.0)
+        waits_ms = excess[:, :, :, None] * part[..., None, None, None]  # [t, d, s, p, c, k, m]
         held[WAIT] = waits_ms.max(axis=3)
         if idle.any():
             idle = idle - held[WAIT]
@@ -98,7 +103,10 @@ def tabulate(
     by_stage = np.fmax.reduce(stacked("work"), axis=3)
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([rank.experts for rank in table_ranks]).reshape(shape)
-    names = _names(table_ranks, shape)
+    # The ranks of every replica and stage with their hosts, equally many for each.
+    stages = [table_ranks[first : first + shape[2]] for first in range(0, len(table_ranks), shape[2])]
+    most_names = 1 if len({sum(len(rank.names) for rank in peers) for peers in stages}) > 1 else None
+    names = [[name for rank in peers for name in rank.names[:most_names]] for peers in stages]
     ranks_by_stage = [[rank for rank in table_ranks if rank.stage == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -143,17 +151,6 @@ def tabulate(
         sequences=_sequences(table_ranks, shape, steps),
         iterations=iterations_of({rank.names[0][0]: rank.parts for rank in table_ranks}),
     )
-
-
-def _waits_inside(took: Floats, core_waits: Floats) -> Floats:
-    """Returns how long each peer waited for a processor core in passes, [t, d, s, p, c, k, m]. Nothing records in which
-    passes a rank waited, but waiting makes them longer: it is the same part of what each took beyond the lower
-    quartile of all replicas, and never more than that."""
-    took = np.nan_to_num(took)  # a stage that was not recorded
-    excess = np.maximum(took - np.quantile(took, QUARTILE, axis=(0, 1, 5), keepdims=True), 0.0)
-    part = np.minimum(core_waits.sum(axis=0) / np.maximum(excess.sum(axis=(0, 3, 4, 5)), 1e-9)[..., None], 1.0)
-    inside: Floats = excess[:, :, :, None] * part[..., None, None, None]
-    return inside
 
 
 def modules_of(recorded: Sequence[RankSteps | TracedStep]) -> dict[ModuleKey, tuple[int, ...]]:
@@ -216,9 +213,8 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
 
 def _placeholder(like: RankSteps, stage: int) -> RankSteps:
     """Returns a placeholder for the rank of a stage that was not recorded."""
-    nan_fields = ("start", "end", "compute", "working", "idle", "work")
+    nan_fields = ("start", "end", "compute", "working", "idle", "work", "left", "enter", "reduced")
     nans = {name: np.full_like(getattr(like, name), np.nan) for name in nan_fields}
-    nan_times = np.full_like(like.enter, np.nan)
     return RankSteps(
         **nans,
         names=((-1, None),),
@@ -230,9 +226,6 @@ def _placeholder(like: RankSteps, stage: int) -> RankSteps:
         spent={},
         held={},
         exposed={},
-        left=nan_times,
-        enter=nan_times,
-        reduced=nan_times,
         core_waits=np.zeros_like(like.core_waits),
     )
 
@@ -253,13 +246,6 @@ def _with_steps(replicas: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[lis
         if len(chosen_replicas) * len(common_steps) > len(best[0]) * len(best[1]):
             best = list(chosen_replicas), common_steps
     return sorted(best[0]), sorted(best[1])
-
-
-def _names(ranks: Sequence[RankSteps], shape: tuple[int, int, int]) -> list[list[tuple[int, str | None]]]:
-    """Returns the ranks of every replica and stage with their hosts, equally many for each."""
-    stages = [ranks[first : first + shape[2]] for first in range(0, len(ranks), shape[2])]
-    named = 1 if len({sum(len(rank.names) for rank in peers) for peers in stages}) > 1 else None
-    return [[name for rank in peers for name in rank.names[:named]] for peers in stages]
 
 
 def warming_up(lengths: Sequence[float]) -> int:
@@ -304,6 +290,23 @@ def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
         return metadata.sizes.pp > 1
     overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
     return metadata.sizes.pp > 2 and (forward_only or overlap is False)
+
+
+def cells_of(
+    kind: Numbers, ids: Numbers, schedule: PipelineSchedule
+) -> tuple[Numbers, tuple[Numbers, Numbers, Numbers], Numbers]:
+    """Returns the passes in the columns of a step (see `Passes`) that it is known where to lay out: the row of each,
+    its places on the axes [c, k, m], and its half: -1 and 1 for the forward and the backward in a row that is both,
+    otherwise 0. Raises Unfit if the schedule has no such pass."""
+    alone, combined = np.flatnonzero(kind < 2), np.flatnonzero((kind == 2) & (ids[:, 2] >= 0))
+    row = np.concatenate((alone, combined, combined))
+    half = np.repeat((0, -1, 1), (len(alone), len(combined), len(combined)))
+    kind = np.where(half == 0, kind[row], half > 0)
+    chunk, microbatch = np.where((half > 0)[:, None], ids[row, 2:], ids[row, :2]).T
+    known = (kind < len(schedule.kinds)) & (chunk >= 0) & (microbatch >= 0)
+    if (chunk[known] >= schedule.chunks).any() or (microbatch[known] >= schedule.microbatches).any():
+        raise Unfit(BEYOND_SCHEDULE)
+    return row[known], (chunk[known], kind[known], microbatch[known]), half[known]
 
 
 def forward_share(forwards: Sequence[float], backwards: Sequence[float]) -> float:

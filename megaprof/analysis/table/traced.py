@@ -14,11 +14,19 @@ import numpy as np
 
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key
-from megaprof.analysis.notes import BEYOND_SCHEDULE, LAUNCHES_UNKNOWN, UNSEEN_AXIS, Note
+from megaprof.analysis.notes import LAUNCHES_UNKNOWN, UNSEEN_AXIS, Note
 from megaprof.analysis.table.matching import meetings
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
-from megaprof.analysis.table.tabulate import forward_share, modules_of, place_of, schedule_of, tabulate, warming_up
+from megaprof.analysis.table.tabulate import (
+    cells_of,
+    forward_share,
+    modules_of,
+    place_of,
+    schedule_of,
+    tabulate,
+    warming_up,
+)
 from megaprof.analysis.trace.gpu import combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.reading import Workers
@@ -32,7 +40,6 @@ class Job:
     """The steps of one target, role and set of parallel sizes, with notes about them."""
 
     key: Key
-    """The target, role and sizes."""
     steps: list[TracedStep]
     """One step per rank and call, of those that every captured stage has, without first ones that warm up."""
     unjudgeable: Note | None = None
@@ -269,23 +276,12 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         passes = step.passes
         took = passes.host[:, 1] - passes.host[:, 0]
         share = forward_share(took[passes.kind == 0], took[passes.kind == 1]) if schedule.combined else 0.0
-        alone = np.flatnonzero(passes.kind < 2)
-        combined = np.flatnonzero((passes.kind == 2) & (passes.ids[:, 2] >= 0))
-        row = np.concatenate((alone, combined, combined))  # a combined pass is a forward and a backward
-        kind = np.concatenate((passes.kind[alone], 0 * combined, 0 * combined + 1))
-        chunk, microbatch = np.concatenate(
-            (passes.ids[alone, :2], passes.ids[combined, :2], passes.ids[combined, 2:])
-        ).T
-        counts = len(alone), len(combined), len(combined)
-        begin_share, end_share = (np.repeat(shares, counts) for shares in ((0.0, 0.0, share), (1.0, share, 1.0)))
-        known = (kind < len(schedule.kinds)) & (chunk >= 0) & (microbatch >= 0)
-        if (chunk[known] >= shape[1]).any() or (microbatch[known] >= shape[3]).any():
-            raise Unfit(BEYOND_SCHEDULE)
-        cells, row = (t, chunk[known], kind[known], microbatch[known]), row[known]
-        begin_share, scale = begin_share[known], (end_share - begin_share)[known] * _MS
+        row, places, half = cells_of(passes.kind, passes.ids, schedule)
+        begin_share, end_share = np.where(half > 0, share, 0.0), np.where(half < 0, share, 1.0)
+        cells, scale = (t, *places), (end_share - begin_share) * _MS
         since, length = passes.spans[row, 0] - origin, passes.end[row] - passes.spans[row, 0]
         start[cells] = (since + begin_share * length) * _MS
-        end[cells] = (since + end_share[known] * length) * _MS
+        end[cells] = (since + end_share * length) * _MS
         collected_ms[cells] = passes.garbage[row] * scale
         loading_ms[cells] = 0.0 if passes.data is None else passes.data[row] * scale
         idle[cells], compute[cells] = passes.idle[row] * scale, passes.compute[row] * scale
@@ -302,6 +298,8 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
     core_waits_ms = np.zeros(len(steps))
     for window in grouped(range(len(steps)), lambda t: steps[t].source).values():
         core_waits_ms[window] = _core_wait([steps[t] for t in window]) / len(window)
+    # Those of the first call of each window.
+    expert_tokens = {step.source: sum(of) for step in steps if (of := step.metadata.expert_tokens) is not None}
     names = set.intersection(*(set(step.spent) for step in steps))
     spent = {name: np.array([step.spent[name] for step in steps]) * _MS for name in names}
     if loads:
@@ -329,7 +327,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         reduced=np.array([_reduced(step, origin) for step in steps]),
         work=work,
         lengths_from=metadata.lengths_from,
-        experts=_experts(steps),
+        experts=float(np.mean([*expert_tokens.values()])) if expert_tokens else np.nan,
         sequences={key: lengths for key, (_, lengths) in sequences.items()},
         memory=combined_peak(step.memory for step in steps),
         modules=modules_of(steps),
@@ -349,14 +347,6 @@ def _sequences(steps: Sequence[TracedStep]) -> dict[tuple[int, int], tuple[int, 
                 if tokens and lengths:
                     sequences[t, number] = tokens, lengths
     return sequences
-
-
-def _experts(steps: Sequence[TracedStep]) -> float:
-    """Returns the tokens of all experts of a rank in the first call of a window, on average; NaN without any."""
-    tokens_by_source = {
-        step.source: sum(expert_tokens) for step in steps if (expert_tokens := step.metadata.expert_tokens) is not None
-    }
-    return float(np.mean([*tokens_by_source.values()])) if tokens_by_source else np.nan
 
 
 def _core_wait(steps: Sequence[TracedStep]) -> float:

@@ -17,13 +17,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Args, Event, Undecodable, read, whole_number
-from megaprof.analysis.trace.groups import COMMUNICATES, COMPUTE, ByName, is_parallel
+from megaprof.analysis.trace.decoding import Document, Event, Undecodable
+from megaprof.analysis.trace.groups import COMMUNICATES, COMPUTE, ByName
 from megaprof.analysis.trace.intervals import Intervals
-from megaprof.formats.inputs import fits
+from megaprof.formats.inputs import fits, unpacked
 
 Numbers = npt.NDArray[np.int64]
 
@@ -50,12 +51,6 @@ class Said(NamedTuple):
     group: str | None = None
     description: str | None = None
     ranks: str | None = None
-
-    def has_peers(self, sizes: object) -> bool:
-        """Returns whether its group has more than one rank. ``sizes``: ranks of each axis; None if they are unknown."""
-        if sizes is None:
-            return "," in (self.ranks or "")
-        return self.description is not None and is_parallel(self.description, sizes)
 
 
 @dataclass(frozen=True)
@@ -101,6 +96,7 @@ class Numbered(dict[Any, int]):
 
 
 _NAME, _START, _DURATION, _PLACE = attrgetter("name"), attrgetter("ts"), attrgetter("dur"), attrgetter("pid", "tid")
+_SAID = attrgetter(*(f"args.{field}" for field in Said._fields))
 #: The types in which values are collected; those of all other columns are numbers in an event's arguments.
 _TYPES = {"name": "i", "start": "d", "duration": "d", "thread": "i", "said": "i"}
 #: The columns that a category has, besides names and times.
@@ -172,10 +168,6 @@ _EMPTY, _EMPTY_32 = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
 _NONE = Columns(_EMPTY_32, _EMPTY.reshape(0, 2), _EMPTY_32, _EMPTY, _EMPTY, _EMPTY, _EMPTY_32)
 
 
-def _said_in(args: Args) -> Said:
-    return Said(args.collective, args.group, args.description, args.ranks)
-
-
 class KinetoEvents(Events):
     """The events of one trace of Kineto's. Raises Undecodable, and OSError if the file cannot be read."""
 
@@ -198,17 +190,20 @@ class KinetoEvents(Events):
         self._wanted = columns
         self._collected: defaultdict[str, dict[str, array[Any]]] = defaultdict(dict)
         self._rows = 0
-        self.document = document = read(path, Event, top=("baseTimeNanoseconds", *top))
+        self.document = document = Document[Event](unpacked(path), Event, top=("baseTimeNanoseconds", *top))
         with_operators = True
         for events in document:
             with_operators = with_operators and operators(self)
             self._add(events, with_operators)
             if not fits(self._rows * _ROW_BYTES):
                 raise Undecodable("it has more events than fit into memory (see --max-input-mib)")
-        self.base = whole_number(document, "baseTimeNanoseconds")
+        try:
+            self.base = msgspec.json.decode(document.top.get("baseTimeNanoseconds", b"0"), type=int)
+        except msgspec.MsgspecError:
+            raise Undecodable("its `baseTimeNanoseconds` is not an integer") from None
         if not -LONGEST < self.base < LONGEST:
             raise Undecodable("its `baseTimeNanoseconds` is out of range")
-        self.names, self.threads, self.said = [*self._numbers], [*self._places], [*self._words]
+        self.names, self.threads, self.said = [*self._numbers], [*self._places], [*map(Said._make, self._words)]
         while self._collected:
             self._put_collected(*self._collected.popitem())
 
@@ -245,7 +240,7 @@ class KinetoEvents(Events):
             return map(self._places.__getitem__, map(_PLACE, events))
         if column == "said":
             uses, words = self._uses, self._words
-            return [0 if uses[event.name] == COMPUTE else words[_said_in(event.args)] for event in events]
+            return [0 if uses[event.name] == COMPUTE else words[_SAID(event)] for event in events]
         values = [*map(attrgetter(f"args.{column}"), events)]
         try:
             return array("q", values)

@@ -13,12 +13,11 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from megaprof.formats.inputs import PIECE, BrokenOff, unpacked
+from megaprof.formats.inputs import PIECE, BrokenOff
 
 _ARGUMENTS = {
     "description": "Process Group Description",
@@ -104,7 +103,8 @@ class Document(Generic[Anything]):
     """A trace that is being read. Iterating yields its events in lists; the attributes are complete after that."""
 
     def __init__(self, chunks: Iterable[bytes], kind: Any, *, top: Collection[str] = ()) -> None:
-        """``kind``: the type of an event. ``top``: the names of the other top-level values that are kept."""
+        """``chunks``: its text, in pieces of any size. ``kind``: the type of an event. ``top``: the names of the other
+        top-level values that are kept."""
         self.top: dict[str, msgspec.Raw] = {}
         """The values that were asked for, as JSON."""
         self.unreadable = 0
@@ -318,16 +318,3 @@ class _Text:
         position = self.data.find(border, self.at + 1)
         self.at = position + 1 if position >= 0 else self.at
         return position >= 0
-
-
-def whole_number(document: Document[Any], name: str) -> int:
-    """Returns a top-level integer; 0 if there is none. Raises Undecodable for anything else."""
-    try:
-        return msgspec.json.decode(document.top[name], type=int) if name in document.top else 0
-    except msgspec.MsgspecError:
-        raise Undecodable(f"its `{name}` is not an integer") from None
-
-
-def read(path: Path, kind: Any, *, top: Collection[str] = ()) -> Document[Any]:
-    """Returns the trace in a file, which is read when you iterate over it."""
-    return Document(unpacked(path), kind, top=top)

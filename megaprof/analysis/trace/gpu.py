@@ -23,8 +23,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, KinetoEvents
-from megaprof.analysis.trace.decoding import Document
-from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, ByName, use_of
+from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, ByName, is_parallel, use_of
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.metadata import Metadata
 
@@ -94,7 +93,13 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Launches, Col
     by_group = np.array([use_of(said.description, sizes) for said in events.said], dtype=np.int8)[on_gpu.said]
     # In a group of one rank, such copies are only local. An older Kineto writes the correlation as the external id if
     # there was no operator.
-    peers = np.array([said.has_peers(sizes) for said in events.said], dtype=np.bool_)[on_gpu.said]
+    has_peers = [
+        "," in (said.ranks or "")
+        if sizes is None
+        else said.description is not None and is_parallel(said.description, sizes)
+        for said in events.said
+    ]
+    peers = np.array(has_peers, dtype=np.bool_)[on_gpu.said]
     collective = ~kernel & (on_gpu.external != on_gpu.correlation) & peers
     use = np.where((by_name < 0) | collective, by_group, by_name)
     gpu = _arranged(events.base, on_gpu, calls, use, kernel, by_name == BY_GROUP_PAIRWISE)
@@ -214,7 +219,12 @@ def allocations(events: KinetoEvents) -> Allocations | None:
         return None
     device, rows = max(events.allocations.items(), key=lambda entry: max(allocated for _, allocated in entry[1]))
     times, allocated = np.array(sorted(rows), dtype=np.int64).T
-    return Allocations(times + events.base, allocated, _capacity(events.document, device))
+    try:
+        devices = msgspec.json.decode(events.document.top.get("deviceProperties", b"[]"), type=list[_Device])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        devices = []
+    capacities = [each.totalGlobalMem for each in devices if each.id == device and each.totalGlobalMem > 0]
+    return Allocations(times + events.base, allocated, next(iter(capacities), None))
 
 
 def memory_of(allocations: Allocations | None, start: int, end: int) -> Peak | None:
@@ -229,14 +239,6 @@ def memory_of(allocations: Allocations | None, start: int, end: int) -> Peak | N
 class _Device(msgspec.Struct):
     id: int = -1
     totalGlobalMem: int = 0
-
-
-def _capacity(document: Document[Any], device: int) -> int | None:
-    try:
-        devices = msgspec.json.decode(document.top.get("deviceProperties", b"[]"), type=list[_Device])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return next((entry.totalGlobalMem for entry in devices if entry.id == device and entry.totalGlobalMem > 0), None)
 
 
 def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: bool = False) -> Note | None:

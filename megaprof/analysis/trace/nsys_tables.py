@@ -193,7 +193,12 @@ def is_time(value: object) -> bool:
 def events_in(tables: Tables, patterns: Sequence[str], *, gpu: bool = True) -> dict[int, Events]:
     """Returns the events of every process, by its number on its host: ranges whose names match one of ``patterns``
     (GLOB), and, with ``gpu``, activities of the GPU with the calls that launched them. Raises Undecodable."""
-    base = _epoch(tables)
+    base: Any = None
+    session = "TARGET_INFO_SESSION_START_TIME", "utcEpochNs"
+    if tables.has(*session):
+        base = next((start for (start,) in tables.rows(f"SELECT {session[1]} FROM {session[0]} LIMIT 1")), None)
+    if not is_time(base):
+        raise Undecodable(f"it does not say when its session began ({session[0]})")
     names, threads = Numbered(), Numbered()
     processes: dict[int, Events] = {}
 
@@ -299,12 +304,3 @@ def _names(tables: Tables, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
         return {}
     rows = tables.rows("SELECT id, value FROM StringIds")
     return {number: name for number, name in rows if number in wanted_numbers and isinstance(name, str)}
-
-
-def _epoch(tables: Tables) -> int:
-    """Returns when the session began, in nanoseconds since the epoch."""
-    if tables.has("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
-        for (start,) in tables.rows("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME LIMIT 1"):
-            if is_time(start):
-                return int(start)
-    raise Undecodable("it does not say when its session began (TARGET_INFO_SESSION_START_TIME)")

@@ -23,7 +23,6 @@ from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
 from megaprof.analysis.trace.nsys_tables import (
     RANGES,
-    REPORT,
     SQLITE,
     events_in,
     exported,
@@ -32,7 +31,6 @@ from megaprof.analysis.trace.nsys_tables import (
 from megaprof.analysis.trace.steps import FORWARD_ONLY
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, refusing
 from megaprof.formats import ranges
-from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk, read_sidecar, sidecars
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
@@ -53,24 +51,21 @@ class NsysFile:
     """The least parallel sizes of the job, from the ranges of its files; None if metadata have the sizes."""
 
 
-def find_nsys(source: Path) -> list[NsysFile]:
-    """Returns the files of nsys under a directory, or one file. Leaves out reports whose export is next to them.
+def find_nsys(paths: Sequence[Path]) -> list[NsysFile]:
+    """Returns the files of nsys to read, without the reports whose export is one of ``paths``, too.
 
     Opens files without any ``.nsys.json`` next to them, to find the sizes that all of them show together.
     """
-    files = [source] if source.is_file() else files_below(source, (SQLITE, REPORT))
-    present = set(files)
-    paths = sorted(
-        path for path in files if path.suffix == SQLITE or path.with_suffix(SQLITE) not in present or source.is_file()
-    )
+    exports = {path for path in paths if path.suffix == SQLITE}
+    paths = [path for path in paths if path in exports or path.with_suffix(SQLITE) not in exports]
     bare_folders = {folder for folder in {path.parent for path in paths} if not sidecars(folder)}
     sizes = _shown_sizes([path for path in paths if path.parent in bare_folders])
     return [NsysFile(path, sizes if path.parent in bare_folders else None) for path in paths]
 
 
 def read_nsys(file: NsysFile) -> list[Trace]:
-    """Returns megaprof's windows in a file, in order of process and time. Raises UnreadableTrace, and nothing else."""
-    with refusing(file.path):
+    """Returns megaprof's windows in a file, in order of process and time. Raises Undecodable, and nothing else."""
+    with refusing():
         return NsysWindows(file).traces()
 
 

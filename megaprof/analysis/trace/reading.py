@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import Events, KinetoEvents
+from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
 from megaprof.analysis.trace.nsys_windows import NsysFile, NsysWindows, find_nsys, read_nsys
 from megaprof.analysis.trace.steps import TracedStep, steps_of
@@ -29,9 +30,7 @@ from megaprof.analysis.trace.traces import (
     NOT_OURS,
     TRACE_SUFFIXES,
     Trace,
-    UnreadableTrace,
     events_of,
-    find_traces,
     names_a_step,
     read_trace,
     refusing,
@@ -79,11 +78,17 @@ class Reading:
     """What the extra `OTHERS` reads in it, if it has no steps."""
 
 
-def sources_in(place: Path) -> list[Source]:
-    """Returns the traces under a directory, by their suffixes, or the single file that ``place`` is."""
-    if place.is_file():
-        return [*find_nsys(place)] if place.name.endswith((SQLITE, REPORT)) else [place]
-    return [*find_traces(place), *find_nsys(place)]
+def recordings_in(place: Path) -> tuple[list[Source], Timelines]:
+    """Returns the traces and the timelines under a directory, which is listed once, by their suffixes, or the single
+    file that ``place`` is: a trace, if its name does not say what it is."""
+    if place.is_file() and not place.name.endswith(RECORDINGS):
+        return [place], Timelines()
+    paths = [place] if place.is_file() else sorted(files_below(place, RECORDINGS), key=attrgetter("parts"))
+    traces, exports, timelines = (
+        [path for path in paths if path.name.endswith(suffixes)]
+        for suffixes in (TRACE_SUFFIXES, (SQLITE, REPORT), format.SUFFIX)
+    )
+    return [*traces, *find_nsys(exports)], Timelines(timelines)
 
 
 def path_of(source: Source) -> Path:
@@ -97,7 +102,7 @@ def read(source: Source) -> Reading:
     events: KinetoEvents | Mapping[int, Events] | None = None
     traces, warnings = list[Trace](), list[Note]()
     try:
-        with refusing(path):
+        with refusing():
             if isinstance(source, NsysFile):
                 windows = NsysWindows(source)
                 events = windows.processes
@@ -108,8 +113,8 @@ def read(source: Source) -> Reading:
                     traces = [trace_of(path, kineto)]
                 elif kineto.document.cut is not None:
                     warnings = [Note("cut", files=(path.name,), said=kineto.document.cut)]
-    except UnreadableTrace as fault:
-        reason = fault.reason
+    except Undecodable as fault:
+        reason = str(fault)
     steps = tuple(step for trace in traces for step in steps_of(trace))
     warnings += (warning for trace in traces for warning in trace.warnings)
     if steps:
@@ -122,7 +127,7 @@ def read(source: Source) -> Reading:
 
 
 def traces_in(source: Source) -> list[Trace]:
-    """Returns the traces in a file, which may come from any tool. Raises UnreadableTrace."""
+    """Returns the traces in a file, which may come from any tool. Raises Undecodable."""
     return read_nsys(source) if isinstance(source, NsysFile) else [read_trace(source)]
 
 

@@ -271,17 +271,11 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
 
 def _on_host(passes: Sequence[TracedRange], metadata: Metadata, collecting: Intervals, loading: Intervals) -> Passes:
     """Returns passes as the host saw them."""
-    ids = []
-    for traced in passes:
-        chunk, microbatch, *backward = map(traced.name.fields.get, ("chunk", "mb", "bchunk", "bmb"))
-        chunk = 0 if chunk is None and len(metadata.chunks) == 1 else chunk
-        known = (chunk, microbatch, *((None, None) if None in backward else backward))
-        ids.append([-1 if number is None else number for number in known])
     spans = times_of(passes)
     took, none = spans[:, 1] - spans[:, 0], np.zeros(len(spans), dtype=np.int64)
     return Passes(
         kind=np.array([ranges.PASSES.index(traced.name.label) for traced in passes], dtype=np.int64),
-        ids=np.array(ids, dtype=np.int64).reshape(-1, 4),
+        ids=ids_of((traced.name for traced in passes), len(metadata.chunks)),
         host=spans,
         spans=spans,
         end=spans[:, 1],
@@ -292,6 +286,17 @@ def _on_host(passes: Sequence[TracedRange], metadata: Metadata, collecting: Inte
         data=covered(loading, spans) if len(loading) else None,
         exposed={},
     )
+
+
+def ids_of(names: Iterable[ranges.RangeName], chunks: int) -> Numbers:
+    """Returns the `Passes.ids` of passes with these names. ``chunks``: how many model chunks the stage has."""
+    ids = []
+    for name in names:
+        chunk, microbatch, *backward = map(name.fields.get, ("chunk", "mb", "bchunk", "bmb"))
+        chunk = 0 if chunk is None and chunks == 1 else chunk
+        known = (chunk, microbatch, *((None, None) if None in backward else backward))
+        ids.append([-1 if number is None else number for number in known])
+    return np.array(ids, dtype=np.int64).reshape(-1, 4)
 
 
 def _modules(inner: list[TracedRange], passes: Passes, trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:

@@ -43,15 +43,6 @@ _TOP = ("megaprof", "deviceProperties", ranges.GRAPHS_KEY, "distributedInfo")
 NOT_OURS = "it was not written by megaprof (no `megaprof` metadata): nothing in it shows a stage"
 
 
-class UnreadableTrace(Exception):
-    """A file holds no usable trace of megaprof's. ``path`` is the file, and ``reason`` completes "<path>: ..."."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path}: {reason}")
-        self.path = path
-        self.reason = reason
-
-
 @dataclass(frozen=True)
 class TracedRange:
     """One of megaprof's ranges in a trace, in wall-clock nanoseconds."""
@@ -118,21 +109,19 @@ def find_traces(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def refusing(path: Path) -> Iterator[None]:
-    """Turns every failure to read a file into UnreadableTrace."""
+def refusing() -> Iterator[None]:
+    """Turns every failure to read a file into Undecodable."""
     try:
         yield
-    except Undecodable as fault:
-        raise UnreadableTrace(path, str(fault)) from None
     except OSError as fault:
-        raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
+        raise Undecodable(f"it cannot be read: {fault.strerror or fault}") from None
     except MemoryError:
-        raise UnreadableTrace(path, "it does not fit into memory") from None
+        raise Undecodable("it does not fit into memory") from None
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads one trace of any size, gzipped or plain. Raises UnreadableTrace, and nothing else, for any content."""
-    with refusing(path):
+    """Reads one trace of any size, gzipped or plain. Raises Undecodable, and nothing else, for any content."""
+    with refusing():
         return trace_of(path, events_of(path))
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.policy import OTHER_CHUNKS
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.simulation.replay import rescheduled
-from megaprof.analysis.simulation.simulate import Simulation
+from megaprof.analysis.simulation import Simulation, rescheduled
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction, baseline, priced
 from megaprof.analysis.what_if.contents import Costs, Held

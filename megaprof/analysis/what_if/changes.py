@@ -21,8 +21,7 @@ from megaprof.analysis.diagnosis.examine import Examined, more_steps
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED, RERUN
 from megaprof.analysis.samples import LEVEL, Interval
-from megaprof.analysis.simulation.replay import Replay
-from megaprof.analysis.simulation.simulate import Simulation, played
+from megaprof.analysis.simulation import Replay, Simulation, played
 from megaprof.analysis.table.table import Floats
 
 #: How many pipelines of a step are replayed: those that take longest now. After a change, any may be the longest.
@@ -233,12 +232,11 @@ class Baseline:
 def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None = None) -> Baseline:
     """Returns the steps of a run as they were examined, or as they would be if their passes had taken ``passes``
     [n, d, s, c, k, m] in the schedule of ``replay``."""
-    state, before = run.view.state, run.view.pipelines_ms(run.replay)
-    beside = np.minimum(run.view.beside, state.passes) if passes is None else np.zeros_like(passes)
-    if passes is not None:
-        state = replace(state, passes=passes)
+    view, before = run.view, run.view.pipelines_ms(run.replay)
+    beside = np.minimum(view.beside, view.passes) if passes is None else np.zeros_like(passes)
+    passes = view.passes if passes is None else passes
     replay = replay or run.replay
-    took = replay.step_ms(state.passes, entry=state.entry, link=state.link)
+    took = replay.step_ms(passes, entry=view.entry, link=view.link)
     shorter = before.max(axis=1) - took.max(axis=1)
     chosen = np.sort(np.argsort(-took, axis=1, kind="stable")[:, :_LONGEST], axis=1)
 
@@ -253,14 +251,14 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
 
     return Baseline(
         replay=replay,
-        passes=of_chosen(state.passes - beside),
+        passes=of_chosen(passes - beside),
         beside=of_chosen(beside),
-        entry=of_chosen(state.entry),
-        link=of_chosen(state.link),
+        entry=of_chosen(view.entry),
+        link=of_chosen(view.link),
         length=run.table.length - shorter,
-        tail=state.tail,
+        tail=view.tail,
         replayed_ms=run.replayed_ms - float(shorter.mean()),
-        content=run.view.now[0],
+        content=view.now[0],
         drawn=run.model.draws.whole * luck[..., None, None],
         rows=run.rows,
     )

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.simulation.replay import Milliseconds, Replay
+from megaprof.analysis.simulation import Milliseconds, Replay
 from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
 
 _PASSES_PER_SEARCH = 12_000_000
@@ -159,15 +159,11 @@ def _starts(problem: _Problem) -> Iterator[_Counts]:
         for middle in range(vpp, layers // max(1, pp - 2) + 1, vpp)
         for last in range(vpp, layers - middle * (pp - 2), vpp)
     }
-
-    def heaviest(counts: _Counts) -> float:
-        return max(_stage_work(problem, counts))
-
     uneven_counts = [
         counts for layout in uneven if layout is not None and (counts := problem.counts(layout)) is not None
     ]
     yield from (counts for layout in plain if layout is not None and (counts := problem.counts(layout)) is not None)
-    yield from sorted(uneven_counts, key=lambda counts: (heaviest(counts), counts))[:8]
+    yield from sorted(uneven_counts, key=lambda counts: (max(_stage_work(problem, counts)), counts))[:8]
 
 
 _Places = npt.NDArray[np.intp]

@@ -17,7 +17,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
 from megaprof.analysis.diagnosis.policy import OTHER_SEQUENCES
-from megaprof.analysis.simulation.replay import Replay, rescheduled
+from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Kind, Prediction, gained
 
@@ -147,14 +147,13 @@ def plans(sequences: Sequences) -> list[Prediction]:
 
 def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Floats]:
     """Returns the prediction for microbatches of other ``work`` [t, d, m, 3], and the milliseconds of their passes."""
-    run, costs, state = sequences.run, sequences.costs, sequences.run.view.state
-    n = len(state.passes)
+    run, costs, view = sequences.run, sequences.costs, sequences.run.view
+    n = len(view.passes)
     slow = run.model.slow[..., None, None, None]
-    as_was = run.view.pipelines_ms(run.replay).max(axis=1)
+    as_was = view.pipelines_ms(run.replay).max(axis=1)
 
     def replayed(replay: Replay, passes: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        steps = state.at(rows)
-        longest: Floats = replay.step_ms(passes, entry=steps.entry, link=steps.link).max(axis=1)
+        longest: Floats = replay.step_ms(passes, entry=view.entry[rows], link=view.link[rows]).max(axis=1)
         return longest
 
     def passes(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:

@@ -20,7 +20,7 @@ from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
-from megaprof.analysis.simulation.replay import Replay, rescheduled
+from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, flags_of, predicted
 from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, apart, baseline, priced
@@ -106,8 +106,8 @@ class WhatIf:
 def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None) -> tuple[WhatIf, Changeable | None]:
     """Returns the predictions for a run, and the run as it can be changed by hand; None if ``warnings`` say why not.
     ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
-    table, state = run.table, run.view.state
-    errors = (state.step_ms(run.replay) - table.length) / table.length
+    table = run.table
+    errors = (run.view.step_ms(run.replay) - table.length) / table.length
     steps, held = baseline(run), _held(table)
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
@@ -159,7 +159,9 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         costs=costs,
         candidates=(*quicker, *others, *chunk_counts(changeable)),
         best=advised,
-        host_options=options_of(table.framework, table.role, advised.flags, changeable.stages) if advised else None,
+        host_options=options_of(table.first.framework, table.role, advised.flags, changeable.stages)
+        if advised
+        else None,
         quickest=first,
         advice="slow_ranks" if slow_ranks and first is None else _advice(first, advised, more),
         in_flight=tuple(changeable.in_flight),

@@ -426,12 +426,12 @@ def test_where_senders_wait_one_direction_is_enough_to_compare_clocks(tmp_path):
 def test_what_both_directions_at_once_take_longer_belongs_to_the_slow_link(tmp_path):
     """One direction alone is as quick as on the other links."""
     run = examine(table_of(HEALTHY, tmp_path))
-    longer = 5.0 * receivers(run.table.schedule)[1][..., None] + np.zeros_like(run.view.state.passes)
-    state = replace(run.view.state, passes=run.view.state.passes + longer)
+    longer = 5.0 * receivers(run.table.schedule)[1][..., None] + np.zeros_like(run.view.passes)
+    view = replace(run.view, passes=run.view.passes + longer)
     held = {**run.view.held, EXCHANGE: run.view.held[EXCHANGE] + longer}
     exchange = run.view.exchange + 5.0 * (np.arange(run.view.exchange.shape[-1]) == 1)
-    slow = replace(run, view=replace(run.view, state=state, held=held, exchange=exchange))
-    costs = float((state.step_ms(run.replay) - run.view.state.step_ms(run.replay)).mean())
+    slow = replace(run, view=replace(view, held=held, exchange=exchange))
+    costs = float((view.step_ms(run.replay) - run.view.step_ms(run.replay)).mean())
     every = terms(slow.table, slow.view, slow.step_ms)
     (link,) = (term for term in every if (term.kind, term.stage) == ("slow_link", 1))
     (usual,) = (term for term in every if (term.kind, term.group) == ("communication", "pp"))
@@ -720,7 +720,7 @@ def test_a_late_entry_names_the_part_that_is_dear_on_its_rank_alone() -> None:
 def test_no_price_exceeds_what_other_stages_leave_of_a_step(tmp_path) -> None:
     noisy = replace(HEALTHY, stages=2, layers=((6,), (2,)), noise=0.5, steps=3, microbatches=4, forward_only=True)
     run = examine(table_of(noisy, tmp_path))
-    of_ranks = run.view.state.passes.sum(axis=(3, 4, 5))
+    of_ranks = run.view.passes.sum(axis=(3, 4, 5))
     for term in terms(run.table, run.view, run.step_ms):
         if term.fitted and term.stage is not None:
             gain = run.gain(term)

@@ -14,12 +14,12 @@ from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.notes import Note
-from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.simulation import Replay, compiled
 from megaprof.analysis.table import recorded
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import _core_wait, completed
-from megaprof.analysis.trace.reading import find_timelines, read_all, sources_in
+from megaprof.analysis.trace.reading import find_timelines, read_all, recordings_in
 from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats import timeline as format
@@ -46,7 +46,7 @@ def table_in(directory: Path) -> Table:
 
 def calls_of(scenario: Scenario, directory: Path) -> list[TracedStep]:
     write(scenario, directory)
-    return [call for reading in read_all(sources_in(directory)) for call in reading.steps]
+    return [call for reading in read_all(recordings_in(directory)[0]) for call in reading.steps]
 
 
 def chosen(step: TracedStep, rows: Any) -> Passes:

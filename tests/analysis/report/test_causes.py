@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.diagnosis.averages import _NOTHING
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
-from megaprof.analysis.diagnosis.stages import ChunkTimes, TargetStages
+from megaprof.analysis.diagnosis.stages import ChunkTimes, Stage, TargetStages
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import causes, evidence
@@ -173,7 +172,7 @@ def test_nothing_is_ruled_out_where_steps_differ_too_much(tmp_path: Path, noise:
 @pytest.mark.parametrize(("kinds", "blamed"), [(("dense",), False), (("moe",), True), (None, True)])
 def test_experts_are_blamed_only_where_there_may_be_some(kinds: tuple[str, ...] | None, blamed: bool) -> None:
     held = ChunkTimes(0, ModelChunk(layers=1, kinds=kinds), None, None)
-    measured = replace(MEASURED, stages=(replace(_NOTHING, chunks=(held,)),))
+    measured = replace(MEASURED, stages=(Stage(pp=0, ranks=(), chunks=(held,)),))
     parts = {"explained": 0.0, "explained_low": 0.0, "explained_high": 0.0}
     told = evidence.evidence(cause("unequal_replicas", reason="machine", parts=parts), measured)
     assert ("experts" in told) == blamed

@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from megaprof.analysis.report import compare as text
-from megaprof.analysis.report.compare import NothingToCompare, compare
+from megaprof.analysis.report.compare import compare
 from megaprof.analysis.report.document import Document
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show_diff
 from megaprof.analysis.report.text import words
+from megaprof.formats.phrases import Unanswerable
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
 
@@ -203,7 +204,7 @@ def test_targets_are_matched_by_name_and_role(tmp_path):
 def test_nothing_in_common_says_what_there_is(tmp_path):
     before = report(tmp_path / "a", [2, 2])
     after = report(tmp_path / "b", [2, 2], target="evaluate")
-    with pytest.raises(NothingToCompare, match=r"train_actor in the first, evaluate in the second"):
+    with pytest.raises(Unanswerable, match=r"train_actor in the first, evaluate in the second"):
         compare(before, after)
 
 

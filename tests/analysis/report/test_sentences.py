@@ -7,8 +7,7 @@ from typing import get_args
 
 import pytest
 
-from megaprof.analysis.diagnosis.averages import _NOTHING
-from megaprof.analysis.diagnosis.stages import TargetStages
+from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.report.text import sentences, what_if
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.changes import Prediction
@@ -95,7 +94,7 @@ def test_a_step_without_its_last_stage_is_said_to_be_that() -> None:
     whole = TargetStages(
         "train_actor", None, ParallelSizes.of(2, pp=2), "1f1b", False, 8, (5,), None, "one_clock", (), None, ()
     )
-    stage = replace(_NOTHING, chunks=())
+    stage = Stage(pp=0, ranks=(), chunks=())
     told = [sentences.basis(replace(whole, stages=(stage,) * count)) for count in (2, 1)]
     assert len(set(told)) == 2
     assert told[1].startswith(told[0])

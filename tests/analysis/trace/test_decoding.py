@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.trace import decoding
-from megaprof.analysis.trace.decoding import Document, Event, Undecodable, read
+from megaprof.analysis.trace.decoding import Document, Event, Undecodable
 from megaprof.formats import inputs
-from megaprof.formats.inputs import BrokenOff
+from megaprof.formats.inputs import BrokenOff, unpacked
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=8),
@@ -229,7 +229,7 @@ def test_what_no_json_has_costs_its_event_alone() -> None:
 def test_a_broken_off_gzip_stream_gives_what_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "x.json.gz"
     path.write_bytes(gzip.compress(large(5_000))[:-5_000])
-    document = read(path, Event)
+    document = Document[Event](unpacked(path), Event)
     count = sum(map(len, document))
     assert 100 < count < 5_000
     assert document.cut == "it is truncated: the gzip stream ends too early"

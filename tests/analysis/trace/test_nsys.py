@@ -13,8 +13,9 @@ import pytest
 
 from megaprof.analysis.merge import merge
 from megaprof.analysis.report.report import NothingToReport, analyze
-from megaprof.analysis.trace.nsys_windows import NsysFile, find_nsys, read_nsys
-from megaprof.analysis.trace.traces import UnreadableTrace
+from megaprof.analysis.trace.decoding import Undecodable
+from megaprof.analysis.trace.nsys_windows import NsysFile, read_nsys
+from megaprof.analysis.trace.reading import recordings_in
 from megaprof.cli import main
 from tests.analysis.exchanging import exchanging
 from tests.analysis.nsys_files import write_document, write_nsys
@@ -44,10 +45,10 @@ def edit(path: Path, *statements: str) -> Path:
 
 def told(path: Path) -> str:
     """Why a file cannot be read."""
-    with pytest.raises(UnreadableTrace) as fault:
+    with pytest.raises(Undecodable) as fault:
         read_nsys(NsysFile(path))
-    assert "\n" not in fault.value.reason
-    return fault.value.reason
+    assert "\n" not in str(fault.value)
+    return str(fault.value)
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ class TestWindows:
             trace.forward(0, begin + 1, 10)
             trace.backward(0, begin + 20, 10)
             write_nsys(trace, tmp_path, name="all.sqlite")
-        traces = read_nsys(*find_nsys(tmp_path))
+        traces = read_nsys(*recordings_in(tmp_path)[0])
         assert [(t.metadata.pid, t.metadata.steps, len(t.ranges)) for t in traces] == [
             (7, (5, 5), 3),
             (7, (6, 6), 3),
@@ -318,7 +319,7 @@ def test_annotations_in_a_window_are_kept(tmp_path: Path) -> None:
     trace.forward(0, 0, 10)
     trace.event("megaprof/role/ref", 12, 3)
     write_nsys(replace(trace), tmp_path)
-    (read,) = read_nsys(*find_nsys(tmp_path))
+    (read,) = read_nsys(*recordings_in(tmp_path)[0])
     assert [r.name.label for r in read.ranges] == ["train_actor", "forward", "role/ref"]
 
 

@@ -15,9 +15,10 @@ import pytest
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace import columns, reading
+from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.reading import read_all
 from megaprof.analysis.trace.steps import steps_of
-from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
+from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.inputs import unpacked
 from tests.analysis.rows import rows
 from tests.analysis.scenarios import Scenario, write
@@ -101,7 +102,7 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path):
     path.write_bytes(bomb(200))
     with pytest.raises(OSError, match="more than a trace of its size can"):
         sum(map(len, unpacked(path)))
-    with pytest.raises(UnreadableTrace, match="blank for long"):
+    with pytest.raises(Undecodable, match="blank for long"):
         read_trace(path)
 
 
@@ -123,7 +124,7 @@ def test_a_file_of_several_gzip_members(tmp_path):
 def test_a_gzip_file_cut_off_anywhere(tmp_path, cut):
     path = TraceBuilder().write(tmp_path)
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(UnreadableTrace, match=r"truncated|damaged"):
+    with pytest.raises(Undecodable, match=r"truncated|damaged"):
         read_trace(path)
 
 
@@ -134,7 +135,7 @@ def test_memory_that_is_left_bounds_the_events_that_are_read(tmp_path, monkeypat
         trace.event("gemm", number, 1, cat="kernel")
     path = trace.write(tmp_path)
     monkeypatch.setattr(columns, "fits", lambda size: size <= 1 << 14)
-    with pytest.raises(UnreadableTrace, match=r"more events than fit into memory \(see --max-input-mib\)"):
+    with pytest.raises(Undecodable, match=r"more events than fit into memory \(see --max-input-mib\)"):
         read_trace(path)
 
 

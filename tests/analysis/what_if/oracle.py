@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaprof.analysis.simulation.replay import compiled
-from megaprof.analysis.simulation.simulate import Simulation, simulate
+from megaprof.analysis.simulation import Simulation, compiled, simulate
 from megaprof.analysis.what_if.contents import Cost
 from megaprof.analysis.what_if.layout_search import Unit, search
 from megaprof.analysis.what_if.layouts import Layout

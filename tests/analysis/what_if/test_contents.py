@@ -11,7 +11,7 @@ import pytest
 
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.simulation.simulate import Simulation, simulate
+from megaprof.analysis.simulation import Simulation, simulate
 from megaprof.analysis.what_if.contents import Held, fitted, split
 from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.simulation.simulate import simulate
+from megaprof.analysis.simulation import simulate
 from megaprof.analysis.what_if import layout_search
 from megaprof.analysis.what_if.contents import Cost
 from megaprof.analysis.what_if.layouts import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.what_if import packing
 from megaprof.analysis.what_if.changeable import Changeable, NotCaptured, chosen

@@ -8,7 +8,7 @@ import pytest
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.simulation.simulate import simulate
+from megaprof.analysis.simulation import simulate
 from tests.analysis.synthetic import TraceBuilder, chunk
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import assumptions, worth_showing
-from megaprof.analysis.simulation.simulate import simulate
+from megaprof.analysis.simulation import simulate
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.contents import Cost
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout

@@ -39,7 +39,7 @@ def clause(note: Note) -> str:
 
 
 def of_clocks(clocks: Mapping[str, float], uncertain_ms: float | None) -> list[str]:
-    """Returns how far the ``clocks`` of a merged timeline (`merge.Merged`) were off, a line for each but the first."""
+    """Returns how far the ``clocks`` of a merged timeline were off, a line for each but the first."""
     within = "" if uncertain_ms is None else f", ±{uncertain_ms:.3f} ms"
     return [
         f"{name}: clock {abs(behind_ms):.3f} ms {'ahead' if behind_ms < 0 else 'behind'}{within}"

@@ -1,1 +1,0 @@
-"""Schedules replayed from plain times: many steps at once, or one."""
