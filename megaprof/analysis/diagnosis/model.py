@@ -98,8 +98,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     content, random = _undisturbed(log), np.random.default_rng(0)
     chosen = zip(steps, blocks(len(steps), log.shape[-1], random), strict=True)
     drawn = np.stack([_undisturbed(log[rows][..., columns]) for rows, columns in chosen])
-    # Nobody knows whether a stage waits for a processor core in all of its passes: each draw assumes that or not.
-    waits = table.core_waits.mean(axis=(0, 1)).max(axis=-1) / np.maximum(took.sum(axis=(3, 4, 5)).mean((0, 1)), 1e-9)
+    # Waits for a core beyond those that made single passes longer may be in all passes: each draw assumes that or not.
+    waits = table.core_waits_beside.mean((0, 1)).max(-1) / np.maximum(took.sum(axis=(3, 4, 5)).mean((0, 1)), 1e-9)
     inside = random.permuted(np.tile(np.arange(len(drawn))[:, None] % 2, s), axis=0) * np.minimum(waits, 1.0)
     drawn *= 1.0 - inside[..., None, None]
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])

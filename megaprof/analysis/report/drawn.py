@@ -69,6 +69,12 @@ class StepTimeline:
     """Clauses that say what a reader must know about the clocks."""
 
     @property
+    def ms(self) -> float:
+        """Returns how long it is, in milliseconds."""
+        begins, ends = ([row.extent[end] + row.offset_ns for row in self.rows] for end in (0, 1))
+        return (max(ends) - min(begins)) / 1e6
+
+    @property
     def kinds(self) -> list[str]:
         """Returns the kinds of boxes in the step, in the order of a legend."""
         there = {_kind(box.kind) for row in self.rows for box in row.passes}
@@ -94,7 +100,8 @@ def of_steps(steps: Iterable[TracedStep], measured: TargetStages, table: Table |
         key = int(table.steps[t]), int(table.calls[t])
     same = sorted((step for step in of_ranks if step.key == key), key=lambda step: -step.rank)
     chosen = [step for _, step in sorted({row_of[step.rank]: step for step in same}.items())]
-    notes, hosts = _of_clocks(measured), tuple(sorted({str(step.metadata.host) for step in chosen}))
+    notes = ["it is longer than others, because a profiler recorded it", *_of_clocks(measured)]
+    hosts = tuple(sorted({str(step.metadata.host) for step in chosen}))
     if isinstance(table, Table):
         offsets = [table.offset_of(step.rank, t) for step in chosen]
     else:

@@ -188,7 +188,7 @@ def _is_shown(target: TargetReport, group: str) -> bool:
 
 def _hint(stage: Stage, kind: str, spread: Spread | None) -> str:
     split = stage.bubble_split if kind == "bubble" else {}
-    parts = ", ".join(f"{part} {mean(spread)}" for part, spread in split.items() if mean_of(spread))
+    parts = ", ".join(f"{part.removesuffix('_ms')} {mean(spread)}" for part, spread in split.items() if mean_of(spread))
     return f"{kind} {mean(spread)} ms" + (f" ({parts})" if parts else "")
 
 

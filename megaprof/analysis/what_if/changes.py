@@ -159,12 +159,11 @@ class Baseline:
         return self.pipelines_ms - took - (change.reductions - 1.0) * self.tail
 
     def gain_drawn(self, content: Floats, change: Change) -> Floats:
-        """Returns [any number of times each draw]: how many milliseconds shorter the step of each draw is, with the
-        contents of that draw."""
-        rows = np.resize(self.rows, len(content))
-        before = np.resize(self._drawn_ms, len(content))
-        took = self._longest(rows, content / _positive(self.content, content), change)
-        return before - took - (change.reductions - 1.0) * self.tail[rows]
+        """Returns [any number of times each draw]: how many milliseconds shorter the step of each draw is, if its
+        passes, which are measured and no estimate, change as the contents of that draw do."""
+        rows, drawn = np.resize(self.rows, len(content)), np.resize(self.drawn, (len(content), *self.drawn.shape[1:]))
+        took = self._longest(rows, content / _positive(drawn, content), change)
+        return self.pipelines_ms[rows] - took - (change.reductions - 1.0) * self.tail[rows]
 
     @cached_property
     def as_several(self) -> Baseline:
@@ -178,11 +177,6 @@ class Baseline:
             np.repeat(values[:1], len(chosen), axis=0) for values in (self.entry, self.link, self.tail)
         )
         return replace(self, passes=passes, beside=beside, entry=entry, link=link, tail=tail)
-
-    @cached_property
-    def _drawn_ms(self) -> Floats:
-        """[draw]: the longest pipeline of the step of each draw."""
-        return self._longest(self.rows, self.drawn / _positive(self.content, self.drawn), self.as_is)
 
     def _longest(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> Floats:
         times, entry, link = self._times(rows, ratio, change)
@@ -366,8 +360,8 @@ def _more(n: int, gain: Interval, noise: float, least: float) -> int:
     return more_steps(n, noise, math.sqrt(max((gain.value - least) ** 2 - lasting, 0.0)))
 
 
-def apart(one: Floats, other: Floats) -> bool:
-    """Returns whether the draws of two gains [draw] show which one is larger."""
+def ahead(one: Floats, other: Floats) -> Interval:
+    """Returns by how many milliseconds one change gains more than another one, from the draws of both [draw]."""
     gained_more = one - other
     middle = float(np.median(gained_more))
-    return not Interval.of(middle, draws=gained_more - middle).holds(0.0)
+    return Interval.of(middle, draws=gained_more - middle)

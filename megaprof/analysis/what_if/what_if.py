@@ -23,7 +23,7 @@ from megaprof.analysis.samples import Spread
 from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, flags_of, predicted
-from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, apart, baseline, priced
+from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, ahead, baseline, priced
 from megaprof.analysis.what_if.contents import CostFit, Held, fitted
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import (
@@ -97,7 +97,7 @@ class WhatIf:
     host_options: tuple[str, ...] | None = None
     """Flags of ``best`` as options of the host; None if there are none, or if the host takes the flags."""
     alike: tuple[str, ...] = ()
-    """Layouts that the captured data cannot distinguish from ``best``."""
+    """Layouts that may take 2 % of the step less than ``best``, as far as the captured data show."""
     more_steps: int = 0
     """Number of further steps that would show whether the fastest layout gains 2 %; 0 if that is known, or if no number
     would."""
@@ -148,7 +148,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     alike = [
         prediction.layout or ""
         for prediction, gains in compared
-        if best and prediction is not advised and prediction.fits is not False and not apart(best[1], gains)
+        if best and prediction.fits is not False and ahead(gains, best[1]).high > LEAST * run.step_ms
     ]
     quicker = [one for one, _ in compared if one.speedup.value > 1.0 or (one.fits and not fits)]
     first = compared[0][0] if compared else None

@@ -9,15 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaprof.analysis.diagnosis.diagnose import diagnose
+from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.simulation import Simulation, simulate
 from megaprof.analysis.what_if.contents import Held, fitted, split
 from megaprof.analysis.what_if.layouts import parse_layout
-from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.analysis.what_if.what_if import WhatIf, what_if
 from megaprof.formats import ranges
+from tests.analysis.diagnosis.test_diagnose import HEALTHY, table_of
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk
+from tests.analysis.truth.pipelines import Fault, Priced
 
 DRAWS = 200
 
@@ -227,3 +231,33 @@ def test_of_kinds_of_layers_that_nothing_tells_apart_no_layout_is_advised(tmp_pa
     assert what_if.costs is not None
     assert "kinds_alike" in what_if.costs.assumptions
     assert (what_if.best, what_if.advice, what_if.more_steps) == (None, "unsure", 0)
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_what_ranks_wait_for_a_core_makes_a_layout_no_less_certain_than_the_layers(seed: int, tmp_path: Path) -> None:
+    """Most of what is waited made single passes longer, and is taken out of these: contents do not contain it again.
+    And the passes that a layout changes took what they took."""
+    busy = replace(
+        HEALTHY,
+        seed=(seed, 5),
+        stages=2,
+        layers=((3,), (1,)),
+        layer_ms=24.0,
+        microbatches=8,
+        steps=7,
+        noise=0.02,
+        adds=True,
+        load=0.8,
+        burst_ms=100.0,
+        counted=True,
+        faults=(Fault("layers", 2, stage=0),),
+    )
+    run = examine(table_of(busy, tmp_path))
+    found = diagnose(run)
+    assert [found.causes[0].kind, found.causes[0].stage] == ["layers", 0]
+    predicted, _ = what_if(run, found)
+    assert predicted.best is not None
+    assert predicted.best.layers == (2, 2)
+    assert predicted.best.speedup.holds(Priced(busy).speedup(np.array([[2], [2]])))
+    price, gained = found.causes[0].price, predicted.best.step_ms
+    assert gained.high - gained.low < 1.5 * (price.high - price.low)

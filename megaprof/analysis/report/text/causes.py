@@ -188,7 +188,7 @@ def capture_advice(
     why = both([question for question, _ in _open(diagnosis, predicted)])
     text = f"To find out {why}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
     if job is None:
-        return Finding("capture", "open", f"{text}:", command)
+        return Finding("capture", "open", f"{text}, with this option of the job:", command)
     return Finding("capture", "open", f"{text} while the job runs:", trigger(job, measured.target, steps=wanted))
 
 

@@ -48,6 +48,13 @@ _WORKERS = {
     "megatron-bridge": " (dataset.num_workers)",
     "ms-swift": " (--dataloader_num_workers)",
 }
+#: The option for the size of a microbatch, where it is not Megatron's.
+_MICRO_BATCH = {
+    "verl": "ppo_micro_batch_size_per_gpu",
+    "skyrl": "trainer.micro_train_batch_size_per_gpu",
+    "ms-swift": "--micro_batch_size",
+    "megatron-bridge": "train.micro_batch_size",
+}
 _EXPERTS = (
     "Megatron's --moe-aux-loss-coeff (larger), --moe-router-load-balancing-type (global_aux_loss), "
     "--moe-router-enable-expert-bias and --moe-expert-capacity-factor even them."
@@ -125,7 +132,6 @@ def _facts(cause: Cause) -> Mapping[str, object]:
         excess += f" ({', '.join(f'{number(ms)} {kind}' for kind, ms in passes.items())})"
     between = "all stages" if cause.link is None else "stages {} and {}".format(*link)
     facts = {
-        "kind": cause.kind.replace("_", " "),
         "of": f" of {ranks(cause.ranks)}" if cause.ranks else f" of {stages(of)}" if of else "",
         "of_ranks": f" of {ranks(cause.ranks)}" if cause.ranks else "",
         "ranks": ranks(cause.ranks) if cause.ranks else "",
@@ -279,6 +285,16 @@ def _workers(cause: Cause, measured: TargetStages) -> str:
     return f"{look}give the data loader more workers{option}, or let it prefetch more."
 
 
+def _few_microbatches(cause: Cause, measured: TargetStages) -> str:
+    count, option = measured.microbatches or 1, _MICRO_BATCH.get(measured.framework or "", "--micro-batch-size")
+    return (
+        f"{counted(count, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: filling and draining the "
+        f"pipeline takes long. A smaller {option} makes more of them, and model chunks fill it sooner (Megatron's "
+        f"--num-virtual-stages-per-pipeline-rank): megaprof what-if DIR --microbatches {2 * count}, or --chunks 2, "
+        "says what the step would take."
+    )
+
+
 _LONGER = "longer for each microbatch than its layers need"
 #: Every kind of cause that a diagnosis names.
 KINDS: dict[str, Kind] = {
@@ -317,6 +333,8 @@ KINDS: dict[str, Kind] = {
         "slow link {one}-{other}",
         "Exchanges between stages {one} and {other} take {transfer_ms} once both stages are there{when}, and those of "
         "other links {usual_ms}.",
+        "Between GPUs, NCCL_DEBUG=INFO logs NCCL's way there (P2P, NET/IB, NET/Socket), and nccl-tests' sendrecv_perf "
+        "measures it.",
         about="machine",
     ),
     "late_entry": Kind("late entry{of}", _late, about="machine"),
@@ -355,11 +373,5 @@ KINDS: dict[str, Kind] = {
         _CORES,
         about="machine",
     ),
-    "few_microbatches": Kind(
-        "few microbatches{of}",
-        lambda cause, measured: (
-            f"{counted(measured.microbatches or 0, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: "
-            "filling and draining the pipeline takes long."
-        ),
-    ),
+    "few_microbatches": Kind("few microbatches{of}", _few_microbatches),
 }

@@ -71,13 +71,14 @@ def _culprit(culprit: Culprit) -> str:
 
 
 def _operation(awaited: Awaited) -> str:
-    """Returns an operation in words: ``_all_gather_base 87749 (2048x1x5120) of the tp group of ranks 8-11``."""
-    number = "" if awaited.number is None else f" {awaited.number}"
-    shapes = ", ".join("x".join(map(str, shape)) for shape in awaited.sizes if shape)
+    """Returns an operation in words: ``_all_gather_base number 87749, of 2048x1x5120 elements, in the tp group of ranks
+    8-11``."""
+    number = "" if awaited.number is None else f" number {awaited.number}"
+    shapes = " and ".join("x".join(map(str, shape)) for shape in awaited.sizes if shape)
     group = axis_of(awaited.group) or awaited.group
-    size = f" ({shapes})" if shapes else ""
+    size = f", of {shapes} element{'s' * (shapes != '1')}," if shapes else ""
     members = f"of {ranks(awaited.ranks)}" if number else "between ranks {} and {}".format(*awaited.ranks)
-    return f"{awaited.operation}{number}{size} of the {group} group {members}"
+    return f"{awaited.operation}{number}{size} in the {group} group {members}"
 
 
 def _since(awaited: Awaited) -> str:

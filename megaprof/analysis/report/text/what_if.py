@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.report.text.words import counted, number, percent, sentence, speedup
+from megaprof.analysis.report.text.words import both, counted, number, percent, sentence, speedup
 from megaprof.analysis.table.table import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import Assumption, CostFit
@@ -121,8 +121,8 @@ def memory(change: Prediction, predictions: WhatIf) -> str | None:
     if not change.exceeds(now):
         return None
     return (
-        f"more layers x in-flight microbatches on stage {needs.index(max(needs))} than any stage held "
-        f"({max(needs):g} against {max(now)})"
+        f"stage {needs.index(max(needs))} would hold the activations of {max(needs):g} layers x microbatches at once, "
+        f"and no stage holds more than {max(now)} now"
     )
 
 
@@ -172,8 +172,7 @@ def _advice(predictions: WhatIf) -> str:
         ranged = predictions.costs is not None and predictions.costs.from_ranges
         tell = "more steps" if ranged else "a capture with --profile-ranges layer"
         others = " or ".join(alike[:3]) + " or others" * (len(alike) > 3)
-        whether = f"; whether {others} would be slower or faster than that is not certain, and {tell} would show"
-        return f"{name}: {times}, {instead}{whether if alike else ''}"
+        return f"{name}: {times}, {instead}" + f"; {others} may be faster still: {tell} would show" * bool(alike)
     would = f"{name} would be {times}"
     if predictions.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, predictions)}"
@@ -256,14 +255,14 @@ def notes_on(change: Prediction, predictions: WhatIf) -> list[str]:
 def costs_line(fit: CostFit) -> str:
     """Returns the costs of each kind of layer, in a line."""
     source = "layer ranges" if fit.from_ranges else "the stages' times"
-    hidden = (EMBEDDING, LOSS) if "ends_hidden" in fit.assumptions else ()
-    # Where the ends are hidden, a cost of zero may mean "nothing" or "hidden", so it is not shown. All predictions
-    # include whatever was found there besides layers.
-    nothing = number(0.0)
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
-    costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
+    # Times of whole passes do not show an end that takes less than they differ, or that is long in forwards alone.
+    unseen = [] if fit.from_ranges else [kind for kind in (EMBEDDING, LOSS) if number(took.get(kind)) == number(0.0)]
+    costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if kind not in unseen)
     text = (
         "Costs of a microbatch in the quicker passes, with exposed communication and waiting for the host, from "
         f"{source}: {', '.join(costs)}"
     )
+    if unseen and "ends_hidden" not in fit.assumptions:
+        text += f"; these do not show what {both(unseen)} {'takes' if len(unseen) == 1 else 'take'}"
     return "; ".join([text, *(_ASSUMED[assumption] for assumption in fit.assumptions)])
