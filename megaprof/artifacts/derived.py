@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats.names import KERNELS_SUFFIX, raw_path
-from megaprof.runtime.isolation import Suppressed, from_host, logger
+from megaprof.runtime.isolation import Suppressed, logger
 
 #: The most windows whose files may wait for their turn. Each keeps a raw trace on disk, and nothing in memory.
 _QUEUE = 8
@@ -56,16 +56,12 @@ class DerivedFiles:
         if len(self._unfinished) >= _QUEUE:
             logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
             return None
-        try:
+        with Suppressed(OSError, says=f"no {names}: there is no trace to make it from"):
             trace = open(raw, "rb")  # noqa: SIM115 - closed when the task is done
-        except OSError as fault:
-            if from_host(fault):
-                raise
-            logger.error("megaprof: no %s: there is no trace to make it from: %s", names, fault)
-            return None
-        self._summaries[self._role] = summary = Future[bytes | None]()
-        self._unfinished.append(summary)
-        return partial(self._do, summary, trace, files, identity)
+            self._summaries[self._role] = summary = Future[bytes | None]()
+            self._unfinished.append(summary)
+            return partial(self._do, summary, trace, files, identity)
+        return None
 
     def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
         """Returns the summary of the last window, or of the last window of ``role``. Returns None if there is no

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from megaprof.formats.names import host, is_gone, is_leftover, repeats, temporary_path
 from megaprof.parallel.machine import find_bounds, local_ranks
-from megaprof.runtime.isolation import Suppressed, from_host, logger
+from megaprof.runtime.isolation import Suppressed, logger
 
 #: The most bytes that may wait in a process's scratch when another file is placed there.
 MOST_BYTES = 1 << 30
@@ -49,7 +49,7 @@ class Scratch:
         self._bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
         self._spare = SPARE_BYTES * (local_ranks() or 1)
         self._directory: Path | None = None
-        try:
+        with Suppressed(OSError):
             device = os.stat(destination).st_dev
             for base in self._bases:
                 if (
@@ -60,9 +60,6 @@ class Scratch:
                 ):
                     self._directory = Path(tempfile.mkdtemp(dir=base, prefix=f"{_PREFIX}{host()}.{os.getpid()}."))
                     return
-        except OSError as fault:
-            if from_host(fault):
-                raise
 
     def place(self, final: Path) -> Path | None:
         """Returns where to write the raw file of ``final``; None if there is no room here, so it goes beside
@@ -79,11 +76,8 @@ class Scratch:
     def close(self) -> None:
         """Removes the directory, unless it still holds a file that could not be moved to its destination."""
         if self._directory is not None:
-            try:
+            with Suppressed(OSError):
                 self._directory.rmdir()
-            except OSError as fault:
-                if from_host(fault):
-                    raise
 
     def remove_leftovers(self) -> None:
         """Removes the scratch of dead processes of this host and this user. Called in the writer's thread."""
@@ -98,12 +92,9 @@ class Scratch:
             return False
         if not base.is_relative_to(_MEMORY):
             return True
-        try:
+        with Suppressed(OSError, KeyError, ValueError):  # some kernels and all sandboxes report it otherwise
             return all(limit - used >= 2 * self._spare for used, limit in (bound.read() for bound in find_bounds()))
-        except (OSError, KeyError, ValueError) as fault:  # some kernels and all sandboxes report it otherwise
-            if from_host(fault):
-                raise
-            return False
+        return False
 
 
 def _leftovers(base: Path) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megaprof.artifacts.places import Incomplete, Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
 from megaprof.formats.names import kineto_temporary, raw_path, temporary_path
-from megaprof.runtime.isolation import from_host, logger
+from megaprof.runtime.isolation import Suppressed, from_host, logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
 FLUSH_SECONDS = 60.0
@@ -80,8 +80,7 @@ class Writer:
         self._waiting: dict[Artifact, None] = {}  # in the order of submission
         self._thread: threading.Thread | None = None
         self._cleaned: set[Path] = set()
-        self._written: list[str] = []  # files that the finish hook has not had yet; for the writer's thread only
-        self._any_written = False
+        self._written: list[str] = []  # files that no window has announced yet; added to on the writer's thread only
         self._closed = False
         self._busy: Path | None = None  # a marker file, which shows other processes that this one is not done
 
@@ -126,10 +125,10 @@ class Writer:
         files."""
         self._put(lambda: self._finished(final))
 
-    def end_window(self) -> None:
-        """Notes that every file of a window was submitted, so its finish hook runs once they are complete."""
-        if self._hook is not None:
-            self._put(self._announce)
+    def end_window(self, *tasks: Callable[[list[str]], object]) -> None:
+        """Notes that every file of a window was submitted. Once they are complete, ``tasks`` get their paths, or their
+        remote addresses, and the finish hook runs."""
+        self._put(lambda: self._announce(tasks))
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Waits for every queued file. Returns False after ``timeout`` seconds, and logs what is missing."""
@@ -154,7 +153,7 @@ class Writer:
         if self._closed:
             return self.flush(timeout)
         self._closed = True
-        if self._hook is not None and (self._any_written or self._tasks):
+        if self._hook is not None and (self._written or self._tasks):
             self._put(self._announce)
         finished = self.flush(timeout)
         if not finished:
@@ -233,12 +232,9 @@ class Writer:
     def _make_marker(self, marker: Path) -> None:
         """Makes the file ``marker``, which shows other processes that this one is not done, unless there is one."""
         if self._busy is None:
-            try:
+            with Suppressed(OSError):
                 marker.touch()
                 self._busy = marker
-            except OSError as fault:
-                if from_host(fault):
-                    raise
 
     def _remove_marker(self) -> None:
         """Removes the file that `_make_marker` made. The caller must not hold the lock: a disk may hang, and training
@@ -289,12 +285,12 @@ class Writer:
                 )
             else:
                 _remove(final)
-        self._any_written = True
-        if self._hook is not None:
-            self._written.append(address)
+        self._written.append(address)
 
-    def _announce(self) -> None:
+    def _announce(self, tasks: Sequence[Callable[[list[str]], object]] = ()) -> None:
         files, self._written = self._written, []
+        for task in tasks:
+            task(files)
         if files and self._hook is not None:
             self._hook.run(files)
 
@@ -379,44 +375,29 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def open_writer(place: str, folder: str, hook: FinishHook | None) -> tuple[str, Writer] | None:
-    """Makes ``folder``, the rank's directory in ``place``, which is the save directory or a remote address.
-
-    Returns the local directory that stands for ``place``, and a writer for files in it. Logs an error and returns None
-    if the directories cannot be made.
-    """
-    try:
+def open_writer(place: str, hook: FinishHook | None) -> tuple[str, Writer] | None:
+    """Returns the local directory that stands for ``place``, the save directory or a remote address, and a writer for
+    files in it. Logs an error and returns None if the directory cannot be made."""
+    # A bad disk on one selected rank must not end the job: its other ranks are about to enter a collective.
+    with Suppressed(OSError, says=f"profiling is off on this rank: {place} cannot be created"):
         remote = Remote(place) if is_remote(place) else None
         local = place if remote is None else str(remote.staging)
-        os.makedirs(os.path.join(local, folder), exist_ok=True)
-    except OSError as fault:
-        if from_host(fault):
-            raise
-        # A bad disk on one selected rank must not end the job: its other ranks are about to enter a collective.
-        logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", place, fault)
-        return None
-    return local, Writer(remote=remote, hook=hook, scratch=Scratch(Path(local)))
+        os.makedirs(local, exist_ok=True)
+        return local, Writer(remote=remote, hook=hook, scratch=Scratch(Path(local)))
+    return None
 
 
 def _remove(path: Path) -> None:
-    try:
+    with Suppressed(OSError):
         path.unlink()
-    except OSError as fault:
-        if from_host(fault):
-            raise
-        logger.debug("megaprof: %s cannot be removed", path, exc_info=True)
 
 
 def _keep(artifact: Artifact) -> Path | None:
     """Renames the raw file to its uncompressed final name, and returns that path; None if the file stays where it is.
     This takes space and time only if the file is in scratch."""
     plain = artifact.final.with_suffix("") if artifact.final.suffix == ".gz" else artifact.final
-    try:
+    with Suppressed(OSError, says=f"{artifact.raw} stays there, it cannot be moved to {plain.name}"):
         if artifact.raw.parent != plain.parent:
             return carry(artifact.raw, plain, KEEP_SECONDS)
         return rename(artifact.raw, plain)
-    except OSError as fault:
-        if from_host(fault):
-            raise
-        logger.error("megaprof: %s stays there, it cannot be moved to %s: %s", artifact.raw, plain.name, fault)
-        return None
+    return None

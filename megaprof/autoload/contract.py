@@ -20,7 +20,7 @@ from typing import Any, Literal
 from megaprof.capture.process import process
 from megaprof.recorders.call import Batch
 from megaprof.runtime.armed import armed
-from megaprof.runtime.isolation import from_host, logger
+from megaprof.runtime.isolation import Suppressed, from_host, logger
 from megaprof.runtime.patching import Patches
 
 _Usual = Literal["optimizer", "evaluation", "saving", "logging", "data"]
@@ -84,17 +84,13 @@ _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=No
 def over(part: Literal["step", "job"]) -> None:
     """Finishes windows and files, for as long as that takes, and logs what fails. What has just ended is a ``step``
     of the host in this process, or the ``job`` that this process runs."""
-    try:
+    with Suppressed(Exception, says=f"files could not be finished at the end of a {part}"):
         if part == "job":
             armed.finish_job()
         elif process.sessions:
             from megaprof.capture import profiler  # brings torch
 
             profiler.step_ended()
-    except Exception as fault:
-        if from_host(fault):
-            raise
-        logger.warning("megaprof: files could not be finished at the end of a %s: %r", part, fault)
 
 
 def iteration() -> int | None:

@@ -31,10 +31,9 @@ from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import checked_role
 from megaprof.control.listener import Listener
-from megaprof.control.request import Watchdog
 from megaprof.hooks.schedules import patch_megatron
 from megaprof.metrics.sinks import Overview, check_prometheus
-from megaprof.parallel.topology import WorldLayout
+from megaprof.parallel.megatron import innermost
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline import TimelineRecorder
 from megaprof.runtime.isolation import Contained, in_full
@@ -108,8 +107,9 @@ def install_hooks(
 
     Call it after ``initialize_model_parallel`` and before the training loop asks for ``get_forward_backward_func()``
     (Megatron-LM asks once). With profiling off, or on a rank that is not selected, nothing is wrapped and the handle
-    does nothing. Installing the same model again with the same configuration returns the first handle, unless Megatron
-    has given this process another place since (an in-process restart); then the first handle is removed.
+    does nothing. Installing the same model, or a part of it, again with the same configuration returns the first
+    handle, unless Megatron has given this process another place since (an in-process restart); then the first handle is
+    removed.
 
     Args:
         model: A module, the list of model chunks, or None for any model that no other handle owns.
@@ -138,7 +138,8 @@ def install_hooks(
     handle = Handle(config, role)
     if not config.enabled or config.never:
         return handle
-    existing = next((session.handle for session in process.sessions if session.owns(models)), None)
+    owner = process.dispatcher.owner(None if models is None else tuple(map(innermost, models)))
+    existing = None if owner is None else owner.handle
     if isinstance(existing, Handle):
         if (existing.config, existing.role) != (config, role):
             raise ValueError(
@@ -155,14 +156,13 @@ def install_hooks(
     if not (this_rank.windowed or this_rank.timed or config.listens):
         return handle
     hook = FinishHook(config.on_finish, str(config.dir)) if config.on_finish else None
-    opened = open_writer(str(config.dir), this_rank.folder, hook)
+    opened = open_writer(str(config.dir), hook)
     if opened is None:
         return handle
     directory, writer = opened
     session = Session(
         config,
         this_rank,
-        models,
         writer,
         os.path.join(directory, this_rank.folder),
         role=role,
@@ -170,20 +170,19 @@ def install_hooks(
         recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else (),
         framework=(framework := registry.framework()),
     )
-    if this_rank.timed or (config.around_windows and (this_rank.windowed or config.on_demand)):
-        finished = None if this_rank.timed else writer.hand_over  # of every step, or of those around windows
-        session.timeline = TimelineRecorder(
-            config, this_rank.coords, role, process.background, framework, directory, finished, process.parts
-        )
     session.handle, handle._session = handle, session
     with Contained("installing the hooks", handle._undo):
         # Megatron, if the host runs its schedules, and the host modules that are loaded. In a trainer without Megatron,
         # their batches are the steps, or the caller announces the steps.
-        profiler.enter(session, *[patch_megatron] * pipeline, registry.adapt)
-        if session.timeline is not None:
+        profiler.enter(session, models, *[patch_megatron] * pipeline, registry.adapt)
+        if this_rank.timed or (config.around_windows and (this_rank.windowed or config.on_demand)):
+            finished = None if this_rank.timed else writer.hand_over  # of every step, or of those around windows
+            session.timeline = TimelineRecorder(
+                config, this_rank.coords, role, process.background, framework, directory, finished, process.parts
+            )
             session.at_end.append(process.parts.watch_optimizers())
         if config.listens:
-            _listen(session, this_rank.layout, directory)
+            _listen(session, directory)
     return handle
 
 
@@ -238,38 +237,26 @@ def stop(timeout: float = 60.0) -> bool:
     return handle.flush(timeout)
 
 
-def _listen(session: Session, layout: WorldLayout | None, directory: str) -> None:
-    """Starts to answer requests in ``directory``. Rank 0 also watches the job, if asked to. Rank 0 and the last rank,
-    where Megatron-LM keeps its scalar writers, also sum up the job's figures."""
-    listener = Listener(session, layout, directory)
-    if not listener.start(process.background):
+def _listen(session: Session, directory: str) -> None:
+    """Starts to answer requests in ``directory``. Rank 0 and the last rank, where Megatron-LM keeps its scalar writers,
+    also sum up the job's figures."""
+    listener = Listener(session, directory)
+    if not listener.start():
         return
     session.at_end.append(listener.close)
-    config, coords = session.config, session.coords
+    coords, watchdog = session.coords, listener.watchdog
     if coords.rank not in (0, coords.sizes.world - 1):
         return
-    overview = Overview(config, coords, session.role, megatron_lm.writers)
-    watches = coords.rank == 0 and (config.trigger_step_time is not None or config.trigger_imbalance is not None)
-    watchdog = Watchdog(config) if watches else None
-    tasks = [(partial(_sum_up, listener, overview, watchdog), overview.every)]
-    if watchdog is not None:
-        tasks.append((partial(_watch, listener, watchdog), listener.every))
-    for task, every in tasks:
-        process.background.add(task, every)
-        session.at_end.append(partial(process.background.remove, task))
-    session.at_end.append(overview.close)
+    overview = Overview(session.config, coords, session.role, megatron_lm.writers)
 
+    def sum_up() -> None:
+        if listener.job is not None and not listener.closed:
+            imbalance = overview.look(listener.job, wanted=watchdog is not None)
+            if watchdog is not None:
+                watchdog.see(imbalance)
 
-def _watch(listener: Listener, watchdog: Watchdog) -> None:
-    if not listener.closed:
-        watchdog.look(listener.job, *listener.step_time(watchdog.timed), busy=listener.busy)
-
-
-def _sum_up(listener: Listener, overview: Overview, watchdog: Watchdog | None) -> None:
-    if listener.job is not None and not listener.closed:
-        imbalance = overview.look(listener.job, wanted=watchdog is not None)
-        if watchdog is not None:
-            watchdog.see(imbalance)
+    process.background.add(sum_up, overview.every)
+    session.at_end += partial(process.background.remove, sum_up), overview.close
 
 
 def _require(package: str) -> None:

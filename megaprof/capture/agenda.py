@@ -71,6 +71,8 @@ class Demand:
     """True if it opens no further window."""
     reason: str | None = None
     """Why it opened no window, or no further one; None if nothing went wrong."""
+    request: str = ""
+    """The id of the request."""
 
     @property
     def records(self) -> bool:

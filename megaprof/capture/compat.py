@@ -62,14 +62,11 @@ def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
     dynolog, and cancels a running one when a window opens (``prepareTrace`` of Kineto's controller)."""
     if not config.windowed or "torch" not in config.tool or env.get("KINETO_USE_DAEMON", "") in ("", "0"):
         return
-    if directory := env.get("KINETO_IPC_SOCKET_DIR"):
-        listens = os.path.exists(os.path.join(directory, "dynolog"))
-    else:
-        listens = False
-        with suppress(OSError):  # not Linux, where there is no dynolog
-            sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
-            listens = any(line.split()[-1:] == ["@dynolog"] for line in sockets.splitlines())
-    if listens:
+    directory, sockets = env.get("KINETO_IPC_SOCKET_DIR"), ""
+    name = os.path.join(directory, "dynolog") if directory else "@dynolog"
+    with suppress(OSError):  # not Linux, where there is no dynolog
+        sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
+    if any(line.endswith(f" {name}") for line in sockets.splitlines()):
         raise ValueError(
             f"KINETO_USE_DAEMON={env['KINETO_USE_DAEMON']} and a running dynolog are not valid beside {flag('target')} "
             f"with {flag('tool')} torch: a process records one capture at once, and a window would cancel dynolog's. "

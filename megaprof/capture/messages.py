@@ -6,12 +6,10 @@ once.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megaprof.artifacts.places import is_remote
 from megaprof.capture.agenda import Agenda, Wish
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.values import TRAIN_OVERALL, Schedule, StepList, parse_schedule
@@ -69,15 +67,12 @@ def _ranks(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None) -
     return text if config.role_select is None else f"{text}, by role: {config.role_select}"
 
 
-def say_window(config: ProfileConfig, folder: str, window: Window) -> None:
-    """Logs that the files of ``window``, in ``folder``, are complete. Logs nothing if there are none, because the log
-    already says why."""
-    files, remote = window.names_in(folder), is_remote(str(config.dir))
-    if not files and not remote:
-        return
-    where = f"{config.dir}/{window.stem}*" if remote else ", ".join(os.path.join(folder, name) for name in files)
-    whose = window.target if window.role is None else f"{window.target} of {window.role}"
-    logger.info("megaprof captured %s step %d: %s", whose, window.step, where)
+def say_window(window: Window, files: list[str]) -> None:
+    """Logs that the files of ``window``, which are among ``files``, are complete. Logs nothing if there are none,
+    because the log already says why."""
+    if own := window.among(files):
+        whose = window.target if window.role is None else f"{window.target} of {window.role}"
+        logger.info("megaprof captured %s step %d: %s", whose, window.step, ", ".join(own))
 
 
 def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
@@ -98,7 +93,8 @@ def note_in_span(window: Window) -> None:
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return
-    facts = {"target": window.target, "role": window.role, "step": window.step, "file": window.stem.rstrip(".")}
+    file = window.path("", "").name
+    facts = {"target": window.target, "role": window.role, "step": window.step, "file": file}
     attributes = {f"megaprof.{name}": value for name, value in facts.items() if value is not None}
     with Suppressed(Exception):  # the capture is complete even if the event fails
         span = trace.get_current_span()

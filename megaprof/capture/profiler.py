@@ -59,10 +59,10 @@ class Dispatcher:
         """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
         kept because unwrapping is slow: a torch module takes long to find that it lacks an attribute."""
 
-    def add(self, session: Session) -> None:
-        """Routes calls that run any model of ``session`` to it. A session without models gets the calls that no other
-        session takes."""
+    def add(self, session: Session, models: tuple[Any, ...] | None) -> None:
+        """Routes calls that run any of ``models`` to ``session``; None: calls that no other session takes."""
         self._last_model = None
+        session.models = None if models is None else tuple(_reference(innermost(model)) for model in models)
         self.sessions.append(session)
 
     def remove(self, session: Session) -> None:
@@ -176,22 +176,36 @@ class Dispatcher:
             chunk, model, session = self._last_model
             if chunk() is chunks[0] and (unwrapped := model()) is not None:
                 return session, (unwrapped,)
-        models, taker = tuple(map(innermost, chunks)), None
-        for session in self.sessions:
-            if session.models is None:
-                taker = session  # unless another session has exactly this model
-            elif any(reference() is model for reference in session.models for model in models):
-                taker = session
-                break
+        models = tuple(map(innermost, chunks))
+        taker = self.owner(models) or self.owner(None)
         if taker is not None and len(chunks) == 1 and chunks[0] is not None:
             with suppress(TypeError):  # a model without weak references is looked up every time
                 self._last_model = weakref.ref(chunks[0]), weakref.ref(models[0]), taker
         return taker, models
 
+    def owner(self, models: tuple[Any, ...] | None) -> Session | None:
+        """Returns the session that was added for any of ``models``, which have no wrappers; for None, the one that was
+        added without models."""
+        for session in self.sessions:
+            if models is None or session.models is None:
+                if models is session.models:
+                    return session
+            elif any(reference() is model for reference in session.models for model in models):
+                return session
+        return None
 
-def enter(session: Session, *patches: Callable[[Patches], None]) -> None:
-    """Installs the hooks of ``session`` with ``patches``, each of which runs only once even if several sessions need
-    it. If one fails, the functions that were replaced are put back."""
+
+def _reference(model: Any) -> Callable[[], Any]:
+    """Returns a function that returns ``model`` while it lives. An id would not do: a later model may get the same."""
+    try:
+        return weakref.ref(model)
+    except TypeError:
+        return lambda: model
+
+
+def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[Patches], None]) -> None:
+    """Installs the hooks of ``session``, which takes calls of ``models``, with ``patches``. Each of these runs only
+    once even if several sessions need it. If one fails, the functions that were replaced are put back."""
     if not process.forks_watched:
         process.forks_watched = True
         os.register_at_fork(after_in_child=_forget)
@@ -199,7 +213,7 @@ def enter(session: Session, *patches: Callable[[Patches], None]) -> None:
         process.sessions, process.disturbed = [], False
         process.dispatcher = Dispatcher()
         process.unwatch_exit = at_exit(_finish_all)
-    process.dispatcher.add(session)
+    process.dispatcher.add(session, models)
     patched = bool(process.patches)
     try:
         for patch in patches:

@@ -74,7 +74,10 @@ def begin_work(
     opened: Range | None = None
     if message is not None and role is not None and current().role != role:
         with Contained("opening a window", process.abandon):
-            session = _window_for(role)
+            # The session of this role, or else of any role, or else the first one.
+            by_role = {each.role: each for each in reversed(process.sessions)}
+            owner = by_role.get(role) or by_role.get(None) or next(iter(process.sessions), None)
+            session = owner if owner is not None and owner.begin_work(role) else None
     window = process.window
     if process.recording:
         with Contained("opening a range", process.abandon):
@@ -103,14 +106,6 @@ def begin_work(
     return end
 
 
-def _window_for(role: str) -> Any:
-    """Opens a window for annotated work of ``role``, if one is wanted. Returns the session that has it, or None."""
-    sessions = process.sessions
-    session = next((s for s in sessions if s.role == role), None)
-    session = session or next((s for s in sessions if s.role is None), None) or next(iter(sessions), None)
-    return session if session is not None and session.begin_work(role) else None
-
-
 class Block:
     """A context manager of the host's, the work of ``role``, which several tasks may be inside at once: what it began
     is remembered in each task's own context."""
@@ -123,7 +118,10 @@ class Block:
             self._begin(None, None)
 
     def _begin(self, message: str | None, look: dict[str, Any] | None) -> None:
-        end = begin_work(self._role, message, look, overlapping=_in_task())
+        events = sys.modules.get("asyncio.events")
+        # An event loop runs the caller: other tasks may run before the block ends.
+        in_task = events is not None and events._get_running_loop() is not None
+        end = begin_work(self._role, message, look, overlapping=in_task)
         _blocks.set((*_blocks.get(), (self, end)))
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
@@ -161,12 +159,6 @@ def evaluation() -> Iterator[None]:
 
 #: Returns whether the caller is inside an `evaluation` block.
 evaluating: Callable[[], bool] = _evaluates.get
-
-
-def _in_task() -> bool:
-    """Returns whether an event loop runs the caller, so that other tasks may run before a block ends."""
-    events = sys.modules.get("asyncio.events")
-    return events is not None and events._get_running_loop() is not None
 
 
 def say_once(message: str) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,8 +22,7 @@ from megaprof.capture.this_rank import ThisRank, check_role
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
 from megaprof.formats import ranges
-from megaprof.formats.names import artifact_name, parse_artifact_name
-from megaprof.parallel.megatron import innermost
+from megaprof.formats.names import parse_artifact_name
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
 from megaprof.recorders.emit import Range
@@ -51,7 +49,6 @@ class Session:
         self,
         config: ProfileConfig,
         here: ThisRank,
-        models: tuple[Any, ...] | None,
         writer: Writer,
         folder: str,
         *,
@@ -60,13 +57,13 @@ class Session:
         recorders: Sequence[Recorder],
         framework: str | None,
     ) -> None:
-        """``models``: the model chunks; None for any model that no other session has. ``folder``: the local directory
-        of this rank's files. ``role``: the role that the model has. ``numbers`` returns the host's numbers of a call.
-        ``framework`` names the host."""
+        """``folder``: the local directory of this rank's files. ``role``: the role that the model has. ``numbers``
+        returns the host's numbers of a call. ``framework`` names the host."""
         self.config = config
         self.role = role
-        self.coords = here.coords
-        self.models = None if models is None else tuple(_reference(innermost(model)) for model in models)
+        self.coords, self.layout = here.coords, here.layout
+        self.models: tuple[Callable[[], Any], ...] | None = None
+        """Return the models that it was installed for, while they live; None for any model of no other session's."""
         self.writer = writer
         self.recorders = tuple(recorders)
         self.timeline: TimelineRecorder | None = None
@@ -92,8 +89,7 @@ class Session:
         with Suppressed(OSError):
             for artifact in map(parse_artifact_name, os.listdir(folder)):
                 if artifact is not None and artifact.place.rank == here.coords.rank:
-                    name = artifact_name(artifact.target, artifact.role, artifact.step, artifact.place, "")
-                    names = os.path.join(folder, name)
+                    names = os.path.join(folder, artifact.stem)
                     process.repeats[names] = max(artifact.repeat, process.repeats.get(names, 0))
         # A request may name any target, and the calls before it are kept in memory only.
         targets = TARGETS if config.on_demand and config.around_windows else config.target
@@ -107,14 +103,6 @@ class Session:
         self._began = self._between = 0  # when the running call began, and how long after the one before it, in ns
         self._thread = threading.get_ident()
         self._memory_limit = parse_limit("max_host_memory", config.max_host_memory), here.neighbours
-
-    def owns(self, models: tuple[Any, ...] | None) -> bool:
-        """Returns whether the session is for exactly these model chunks, or for any model if ``models`` is None."""
-        if models is None or self.models is None:
-            return models is self.models is None
-        return len(models) == len(self.models) and all(
-            reference() is innermost(model) for reference, model in zip(self.models, models, strict=True)
-        )
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
         """Handles the start of a ``forward_backward_func`` call. Returns the recorded call, which ``end`` needs, or
@@ -436,12 +424,11 @@ class Session:
             if self.timeline is not None:
                 self.timeline.captured(window.target, window.role)
             note_in_span(window)
-            if self._speaks:
-                self.writer.run(partial(say_window, self.config, self._folder, window))
+            tasks: list[Callable[[list[str]], object]] = [partial(say_window, window)] if self._speaks else []
             if (demand := opened.demand) is not None:
                 demand.saved += 1
-                self.writer.run(lambda: demand.written.append(window.names_in(self._folder)))
-            self.writer.end_window()
+                tasks.append(lambda files: demand.written.append(list(map(os.path.basename, window.among(files)))))
+            self.writer.end_window(*tasks)
             process.capturers = [other for other in process.capturers if other is not self] + [self]
         except Exception as fault:
             if from_host(fault):
@@ -473,11 +460,3 @@ def follows_at_once(between: int, took: int) -> bool:
     keeps every kernel from then on, and nobody can end it before the next call, so during an RL rollout it would fill
     the host's memory."""
     return between <= 2 * took
-
-
-def _reference(model: Any) -> Callable[[], Any]:
-    """Returns a function that returns ``model`` while it lives. An id would not do: a later model may get the same."""
-    try:
-        return weakref.ref(model)
-    except TypeError:
-        return lambda: model

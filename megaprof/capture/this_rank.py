@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megaprof.capture.compat import check_daemon, check_model
@@ -128,8 +128,11 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
 
 def moved(before: RankCoords) -> bool:
     """Returns whether Megatron's global process groups give this process other coordinates than ``before``, as happens
-    after an in-process restart."""
-    return has_groups() and coords_from_parallel_state(before.sizes.vpp) != before
+    after an in-process restart. How many chunks its models have does not matter."""
+    if not has_groups():
+        return False
+    now = coords_from_parallel_state()
+    return replace(now, sizes=replace(now.sizes, vpp=before.sizes.vpp)) != before
 
 
 def check_role(config: ProfileConfig, role: str, coords: RankCoords) -> None:

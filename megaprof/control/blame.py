@@ -130,16 +130,14 @@ def _replicas(
 ) -> Iterator[int]:
     """Yields the ranks that have not reached the gradient reduction of this step: replicas of its stage, and the other
     end of its pipeline, which may share the embedding."""
-    coords, sizes = status.coords, layout.sizes
-    ends = {0, sizes.pp - 1}
-    stages = ends if coords["pp"] in ends else {coords["pp"]}
-    for pp in stages:
-        for dp in range(sizes.dp) if pp == coords["pp"] else (coords["dp"],):
-            for cp in range(sizes.cp) if pp == coords["pp"] else (coords["cp"],):
-                rank = layout.rank_of(tp=coords["tp"], cp=cp, dp=dp, pp=pp)
-                other = statuses.get(rank)
-                if rank != status.rank and (other is None or not _reduces(other, place)):
-                    yield rank
+    sizes, tp, pp = layout.sizes, status.coords["tp"], status.coords["pp"]
+    ranks = [layout.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for dp in range(sizes.dp) for cp in range(sizes.cp)]
+    if pp in (0, sizes.pp - 1):
+        ranks.append(layout.rank_of(tp=tp, cp=status.coords["cp"], dp=status.coords["dp"], pp=sizes.pp - 1 - pp))
+    for rank in ranks:
+        other = statuses.get(rank)
+        if rank != status.rank and (other is None or not _reduces(other, place)):
+            yield rank
 
 
 def _reduces(status: RankStatus, reduction: Position) -> bool:

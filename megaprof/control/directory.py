@@ -69,28 +69,26 @@ class ControlDirectory:
         self.path = self._top.joinpath(*self._names)
 
     @contextmanager
-    def open(self, *below: str, create: bool = False, control: int | None = None) -> Iterator[int]:
+    def open(self, *below: str, create: bool = False) -> Iterator[int]:
         """Yields a descriptor of it, or of the directory that the names ``below`` lead to from there, which ``create``
-        makes. ``control``: its own descriptor, if it is open.
+        makes.
 
         It stays that directory, whatever its path leads to meanwhile. Raises OSError, and `Unsafe` for a symbolic link
         and anything else that is no directory, for one that is closed to the user of a command, and for one of a
         rank's that others could write to.
         """
         with ExitStack() as stack:
-            if control is not None:
-                path, descriptor, names = self.path, control, below
-            else:
-                path, descriptor, names = self._top, self._enter(self._top, None, create=self._own), self._names + below
-                stack.callback(os.close, descriptor)
-                if self._own:
-                    self._check(descriptor)
-            for name in names:
+            path, descriptor = self._top, self._enter(self._top, None, create=self._own)
+            stack.callback(os.close, descriptor)
+            if self._own:
+                self._check(descriptor)
+            for name in (*self._names, *below):
                 path = path / name
                 descriptor = self._enter(path, descriptor, create=create or (self._own and name in self._names))
                 stack.callback(os.close, descriptor)
-            if not below:
-                ask_again(descriptor)
+            if not create:  # a network file system asks its server for what is new in a directory that is listed
+                with suppress(OSError), os.scandir(descriptor) as entries:
+                    next(entries, None)
             yield descriptor
 
     def _enter(self, path: Path, parent: int | None, *, create: bool) -> int:
@@ -192,12 +190,6 @@ def load(directory: int, name: str, kind: type[R]) -> R:
         raise ValueError(reason) from None
 
 
-def ask_again(directory: int) -> None:
-    """Has a network file system ask its server for what it knows of a directory: it does where that is listed."""
-    with suppress(OSError), os.scandir(directory) as entries:
-        next(entries, None)
-
-
 class NoJob(Unanswerable):
     """There is no job to look at or to ask. The message says why."""
 
@@ -240,7 +232,6 @@ class RunningJob:
             by_folder.setdefault(folder_of(what, rank, self.run.world), []).append(rank)
         for names, members in by_folder.items():
             with suppress(OSError, Unsafe), self.control.open(*names) as folder:
-                ask_again(folder)
                 files = [name_of(rank) for rank in members]
                 if len(members) <= _READERS:
                     records = [read(folder, name, kind) for name in files]
@@ -322,9 +313,7 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
     try:
         with control.open() as opened:
             return RunningJob(directory, chosen, load(opened, RUN, RunRecord))
-    except OSError:
-        raise NoJob(f"no job in {directory} any more") from None
     except ValueError as fault:
         raise NoJob(f"{control.path / RUN} {fault}") from None
-    except Unsafe as fault:
+    except (OSError, Unsafe) as fault:
         raise NoJob(f"no job in {directory}: {fault}") from None

@@ -24,16 +24,8 @@ from megaprof.capture.compat import held_by
 from megaprof.capture.process import process
 from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.blame import is_stuck
-from megaprof.control.directory import (
-    ControlDirectory,
-    RunningJob,
-    Unsafe,
-    folder_of,
-    name_of,
-    read,
-    write,
-)
-from megaprof.control.request import check, recorder_config
+from megaprof.control.directory import ControlDirectory, RunningJob, Unsafe, folder_of, name_of, read, write
+from megaprof.control.request import Watchdog, check, recorder_config
 from megaprof.formats.job import (
     CAPTURE,
     COLLECTIVES,
@@ -52,10 +44,9 @@ from megaprof.formats.job import (
 from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.formats.names import host, shard
 from megaprof.formats.phrases import printable
-from megaprof.parallel.topology import AXES, WorldLayout
+from megaprof.parallel.topology import AXES
 from megaprof.recorders import build_recorders, flight
 from megaprof.recorders.timeline_steps import Key, change_clock
-from megaprof.runtime.background import Background
 from megaprof.runtime.isolation import logger
 
 if TYPE_CHECKING:
@@ -75,64 +66,65 @@ _LOOKS = 32
 
 
 def _demanded(request: Request, run: RunRecord, session: Session, directory: str) -> Demand:
-    """Returns what is to be captured for a request, with files in ``directory``. Raises Refused or ValueError if that
-    cannot be, and whatever a tool raises."""
-    check(request, run)
-    if session.off is not None:
-        raise Refused(f"profiling is off on this rank since a fault: {session.off}")
-    config = recorder_config(request, directory)
-    if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
-        raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
-    role = _role_of(request, session)
-    recorders = build_recorders(config, session.writer)
-    return Demand(request.target, role, -1, request.steps, recorders, holding=held_by(config))
+    """Returns what is to be captured for a request, with files in ``directory``. If that cannot be, it is over already,
+    and says why."""
+    demand = Demand(request.target, None, -1, request.steps, (), request=request.id)
+    try:
+        check(request, run)
+        if session.off is not None:
+            raise Refused(f"profiling is off on this rank since a fault: {session.off}")
+        config = recorder_config(request, directory)
+        if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
+            raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
+        demand.role, demand.holding = _role_of(request, session), held_by(config)
+        demand.recorders = build_recorders(config, session.writer)
+    except (Refused, ValueError) as fault:
+        demand.reason, demand.over = str(fault), True
+    except Exception as fault:  # a tool's
+        logger.warning("megaprof: request %s is refused: %r", request.id, fault)
+        demand.reason, demand.over = f"it cannot be prepared: {fault!r}", True
+    return demand
 
 
 def _role_of(request: Request, session: Session) -> str | None:
     """Returns the role whose calls are counted. Raises Refused if nobody makes such calls."""
     target = TRAIN_ACTOR if request.target == TRAIN_OVERALL else request.target
-    our_role, wanted = session.role, request.role
-    calls = dict(session.agenda.calls)
-    seen = sorted({role or "" for name, role in calls if name == target})
+    calls = session.agenda.calls
+    seen = {role for name, role in calls if name == target}
     if not seen and sum(calls.values()) >= _CALLS_OF_OTHERS:
         runs = ", ".join(sorted({name if role is None else f"{name} of {role}" for name, role in calls}))
         raise Refused(f"nobody has run {target} in this job so far; what runs is {runs}")
-    if wanted is not None:
-        if wanted not in seen and wanted != our_role and seen:
-            roles = [role for role in seen if role]
-            hint = f"{target} runs as {', '.join(roles)}" if roles else f"{target} has no roles: leave --role out"
-            raise Refused(f"unknown role {wanted!r}; {hint}")
+    wanted = session.role if request.role is None else request.role
+    if not seen or wanted in (seen if request.role is None else {*seen, session.role}):
         return wanted
-    if not seen or (our_role or "") in seen:
-        return our_role
-    if len(seen) > 1:
-        raise Refused(f"{target} runs as {', '.join(seen)}: name one with --role")
-    return seen[0]
+    if request.role is None and len(seen) == 1:
+        return seen.pop()
+    roles = ", ".join(sorted(filter(None, seen)))
+    hint = f"{target} runs as {roles}: name one with --role" if roles else f"{target} has no roles: leave --role out"
+    raise Refused(hint if request.role is None else f"unknown role {wanted!r}; {hint}")
 
 
 class Listener:
     """One session's part in the control directory of its job. The training thread may call `close`."""
 
-    def __init__(self, session: Session, layout: WorldLayout | None, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, session: Session, directory: str | os.PathLike[str]) -> None:
         """`directory`: the save directory, or a local one in its place."""
         self._coords = coords = session.coords
         self._session = session
-        self._background: Background | None = None
         self.every = interval(coords.sizes.world)
         """Seconds between two looks."""
         self._directory = Path(os.path.abspath(directory))
         self._control = ControlDirectory(self._directory, session.role, own=True)
         self.path = self._control.path
         self._leads = coords.rank == 0
-        self._own = RunRecord.new(coords, layout, session.role, self.every)
+        self._own = RunRecord.new(coords, session.layout, session.role, self.every)
         self._run: RunRecord | None = None
         self._ousted = False
         self._request: Request | None = None
         self._obsolete_at = 0.0  # when the request may be removed, by the monotonic clock
-        self._answer: Answer | None = None
-        """To the request that the rank began with last, until its files are finished; None without one."""
         self._demand: Demand | None = None
-        """What is captured for that request; None if it cannot be. The training thread looks at `Session.demand`."""
+        """What is captured for the request that the rank began with last, until its files are finished; None without
+        one. The training thread looks at `Session.demand`."""
         #: When the rank last moved before the standstill that is written; None: nothing is written. At first 0: an
         #: earlier run may have left a file.
         self._stood_since: float | None = 0.0
@@ -141,20 +133,24 @@ class Listener:
         self._calls: dict[Key, deque[tuple[float, int]]] = {}  # when how many had begun
         self._host_moved, self._device_moved = change_clock(), change_clock()
         self._complained: set[str] = set()
+        watches = self._leads and (session.config.trigger_step_time or session.config.trigger_imbalance)
+        self.watchdog = Watchdog(session.config) if watches else None
+        """Has the job captured when it becomes slow, if it is asked to, on rank 0."""
         self.closed = False
         """True once it looks no more: the job has ended, or others could write to its directory."""
 
-    def start(self, background: Background) -> bool:
-        """Looks every now and then on the thread of `background`. Returns False, and does nothing, if another session
-        of this process has a listener in the same directory."""
+    def start(self) -> bool:
+        """Looks every now and then on the background thread. Returns False, and does nothing, if another session of
+        this process has a listener in the same directory."""
         if self.path in process.answers:
             logger.warning(
                 "megaprof: another model of this process already answers in %s; give install_hooks a role", self.path
             )
             return False
-        self._background = background
         process.answers[self.path] = self
-        background.add(self.look, self.every)
+        process.background.add(self.look, self.every)
+        if self.watchdog is not None:
+            process.background.add(self._watch, self.every)
         return True
 
     @property
@@ -165,7 +161,7 @@ class Listener:
     @property
     def busy(self) -> bool:
         """True while a capture is asked for, or is being made by this rank."""
-        return self._request is not None or self._answer is not None
+        return self._request is not None or self._demand is not None
 
     def step_time(self, target: str) -> tuple[int, float | None]:
         """Returns how many calls of `target` have begun in the session's role, and how long one takes lately, in ms;
@@ -175,6 +171,10 @@ class Listener:
         seconds = self._seconds(key)
         apart = None if seconds is None else 1e3 * seconds
         return self._session.agenda.calls.get(key, 0), apart if recent is None else recent.step_ms
+
+    def _watch(self) -> None:
+        if self.watchdog is not None and not self.closed:
+            self.watchdog.look(self.job, *self.step_time(self.watchdog.timed), busy=self.busy)
 
     def look(self) -> None:
         """Looks once. The background thread calls it every `every` seconds."""
@@ -193,9 +193,11 @@ class Listener:
                 with self._complaining():
                     self._look_for_request(control)
                 with self._complaining():
-                    self._write_status(control)
-        except Unsafe as fault:
-            self._refuse(str(fault))
+                    self._write_status()
+        except Unsafe as fault:  # others could write to it: nothing is read or written there any more
+            self._ends()
+            self._withdraw()
+            logger.warning("megaprof: %s; profiling on demand and status are off, training goes on", fault)
 
     @contextmanager
     def _complaining(self) -> Iterator[None]:
@@ -236,15 +238,28 @@ class Listener:
 
     def _look_for_request(self, control: int) -> None:
         """Begins with a new request, goes on with the one in hand, or drops it."""
-        run = None if self._ousted else self._run
+        session, run = self._session, None if self._ousted else self._run
         self._request = request = self._request_to(run, control)
-        if self._answer is not None and (request is None or request.id != self._answer.request):
-            self._withdraw("it was withdrawn")
-        if run is not None and request is not None and self._answer is None and self._is_asked(request):
-            self._begin(request, run)
-        if self._answer is not None:
-            in_hand = request is not None and request.id == self._answer.request
-            self._go_on(self._answer, request.first if request is not None and in_hand else None)
+        if self._demand is not None and (request is None or request.id != self._demand.request):
+            self._withdraw()
+        if run is not None and request is not None and self._demand is None:
+            is_asked = True
+            with suppress(ValueError):  # of another version of megaprof: the answer says what is wrong
+                is_asked = request.selector.selects(self._coords)
+            if is_asked:
+                self._demand = _demanded(request, run, session, str(self._directory))
+        demand, first = self._demand, None if request is None else request.first
+        if demand is None or request is None or request.id != demand.request:
+            return
+        if first is not None and demand.first < 0 and not demand.over:
+            demand.first, session.demand = first, demand
+            # Only now: a call that began before it was set did not see it.
+            begun = session.agenda.calls.get(demand.counted, 0)
+            if begun > first and not demand.seen:
+                demand.reason = f"call {first} was over when the rank heard of it; {begun} had begun"
+                demand.over = True
+        if session.demand is demand and not demand.records:
+            session.demand = None
 
     def _request_to(self, run: RunRecord | None, control: int) -> Request | None:
         """Returns the request to `run`; None if there is none. Whoever asks next replaces what is no request."""
@@ -260,115 +275,70 @@ class Listener:
             return None
         return request
 
-    def _is_asked(self, request: Request) -> bool:
-        try:
-            return request.selector.selects(self._coords)
-        except ValueError:
-            return True  # of another version of megaprof: the answer says what is wrong
-
-    def _begin(self, request: Request, run: RunRecord) -> None:
-        """Begins with a request, or refuses it."""
-        self._answer, self._demand = Answer(request.id, "accepted"), None
-        try:
-            self._demand = _demanded(request, run, self._session, str(self._directory))
-            self._say("accepted")
-        except (Refused, ValueError) as fault:
-            self._say("failed", str(fault))
-        except Exception as fault:  # a tool's
-            logger.warning("megaprof: request %s is refused: %r", request.id, fault)
-            self._say("failed", f"it cannot be prepared: {fault!r}")
-
-    def _go_on(self, answer: Answer, first: int | None) -> None:
-        """Brings the ``answer`` up to date. ``first`` is the number of the first call to capture; None while that is
-        not chosen, or the request is withdrawn."""
-        demand, session = self._demand, self._session
-        if answer.final or demand is None:
-            return
-        if first is not None and demand.first < 0:
-            demand.first = first
-            session.demand = demand
-            # Only now: a call that began before it was set did not see it.
-            begun = session.agenda.calls.get(demand.counted, 0)
-            if begun > first and not demand.seen:
-                session.demand = None
-                self._say("failed", f"call {first} was over when the rank heard of it; {begun} had begun")
-                return
-        records = demand.records  # once: the training thread goes on
-        if not records and session.demand is demand:
-            session.demand = None
-        if records and session.off is not None:
-            self._say("failed", f"profiling went off on this rank after a fault: {session.off}")
-        elif records or len(demand.written) < demand.saved:
-            self._say("recording" if demand.taken else "accepted")
-        elif demand.reason is not None:
-            self._say("failed", demand.reason)
-        else:
-            self._say("done")
-
-    def _withdraw(self, reason: str) -> None:
+    def _withdraw(self) -> None:
         """Gives the capture up. A window that is open is finished all the same, and so are those that follow it."""
-        demand = self._demand
-        if self._answer is not None and not self._answer.final and (demand is None or not demand.taken):
-            if demand is not None and self._session.demand is demand:
-                self._session.demand = None
-            self._say("failed", reason)
-        if self._answer is not None and (self._answer.final or demand is None or not demand.records):
-            self._answer = self._demand = None
-
-    def _say(self, state: State, reason: str | None = None) -> None:
-        """Makes that the answer to the request in hand."""
-        answer, demand, folder = self._answer, self._demand, shard(self._coords)
-        if answer is None:
+        demand, session = self._demand, self._session
+        if demand is not None and demand.taken and demand.records and session.off is None:
             return
-        reason = None if reason is None else printable(reason[:LONGEST_REASON])
-        self._answer = answer = Answer(answer.request, state, reason=reason)
-        if demand is not None:
-            self._answer = replace(
-                answer,
-                calls=self._session.agenda.calls.get(demand.counted, 0),
-                seconds=self._seconds(demand.counted),
-                steps=tuple(demand.taken),
-                files=tuple(os.path.join(folder, name) for names in demand.written for name in names),
-            )
+        if session.demand is demand:
+            session.demand = None
+        self._demand = None
 
-    def _write_status(self, control: int, *, ended: bool = False) -> None:
+    def _answer(self, *, ended: bool) -> Answer | None:
+        """Returns the answer to the request in hand; None without one. ``ended``: it is the last one."""
+        demand, session = self._demand, self._session
+        if demand is None:
+            return None
+        state: State = "done"
+        records, reason = demand.records, demand.reason  # once, and in this order: the training thread goes on
+        if records and session.off is not None:
+            reason = f"profiling went off on this rank after a fault: {session.off}"
+        elif records or len(demand.written) < demand.saved:
+            state, reason = "recording" if demand.taken else "accepted", None
+            if ended:
+                reason = "the job ended before it was finished"
+        return Answer(
+            demand.request,
+            state if reason is None else "failed",
+            calls=session.agenda.calls.get(demand.counted, 0),
+            seconds=self._seconds(demand.counted),
+            reason=None if reason is None else printable(reason[:LONGEST_REASON]),
+            steps=tuple(demand.taken),
+            files=tuple(os.path.join(shard(self._coords), name) for names in demand.written for name in names),
+        )
+
+    def _write_status(self, *, ended: bool = False) -> None:
         if self._ousted:
             return  # the directory is another job's
         status = self._describe(ended=ended)
         names = folder_of(STATUS, status.rank, self._coords.sizes.world)
-        with self._control.open(*names, create=True, control=control) as folder:
+        with self._control.open(*names, create=True) as folder:
             write(folder, name_of(status.rank), status)
-        if ended:
-            self._remove_in_flight()
-        else:
-            self._write_in_flight(status)
+        self._write_in_flight(status)
 
     def _write_in_flight(self, status: RankStatus) -> None:
-        """Writes what the rank has in flight once it stands still, and removes that when the rank moves again: so all
-        files there are of one standstill. `megaprof hang` reads them as it reads dumps of torch's watchdog."""
+        """Writes what the rank has in flight once it stands still, and removes that, or what an earlier run left, when
+        the rank moves: so all files there are of one standstill. `megaprof hang` reads them as it reads dumps of
+        torch's watchdog."""
         if status.past_first_step and not self._flight_checked:
             self._flight_checked = True
             self._check_flight_recorder()
-        since = status.moved if is_stuck(status, status.time) else None
-        if status.run is None or since == self._stood_since:
+        since = status.moved if not status.ended and is_stuck(status, status.time) else None
+        if since == self._stood_since:
             return
+        names, name = folder_of(COLLECTIVES, status.rank, self._coords.sizes.world), name_of(status.rank)
         if since is None:
-            self._remove_in_flight()
+            with suppress(FileNotFoundError), self._control.open(*names) as folder:
+                os.unlink(name, dir_fd=folder)
+        elif status.run is None:
+            return
         else:
             with suppress(flight.NoFlightRecorder):
                 called, groups = flight.in_flight(flight.entries()), flight.groups()
                 record = InFlight(run=status.run, rank=status.rank, entries=called, pg_config=groups)
-                names = folder_of(COLLECTIVES, status.rank, self._coords.sizes.world)
                 with self._control.open(*names, create=True) as folder:
-                    write(folder, name_of(status.rank), record)
+                    write(folder, name, record)
         self._stood_since = since
-
-    def _remove_in_flight(self) -> None:
-        """Removes the file, also that of an earlier run."""
-        if self._stood_since is not None:
-            names = folder_of(COLLECTIVES, self._coords.rank, self._coords.sizes.world)
-            with suppress(FileNotFoundError), self._control.open(*names) as folder:
-                os.unlink(name_of(self._coords.rank), dir_fd=folder)
 
     def _check_flight_recorder(self) -> None:
         """Logs once, after the first steps, if torch keeps no collectives."""
@@ -409,7 +379,7 @@ class Listener:
             device_position=device,
             recent=None if timeline is None else timeline.tally.recent(),
             waits=None if timeline is None else timeline.tally.waits,
-            capture=self._answer,
+            capture=self._answer(ended=ended),
             ended=ended,
             off=session.off is not None,
             why=None if session.off is None else printable(session.off[:LONGEST_REASON]),
@@ -431,48 +401,34 @@ class Listener:
         """Writes a last status, which says that the rank has ended. Its windows are closed and their files finished."""
         if self.closed:
             return
-        self._ends()
-        background, done = self._background, threading.Event()
-        if background is None:
-            self._say_goodbye()
-            return
+        done = threading.Event()
 
         def goodbye() -> None:
             try:
                 self._say_goodbye()
             finally:
-                background.remove(goodbye)
+                process.background.remove(goodbye)
                 done.set()
 
         # On the background thread: a file system that does not answer must not hold up the end of the job.
-        background.add(goodbye, 0.0)
-        background.remove(self.look)
+        process.background.add(goodbye, 0.0)
+        self._ends()
         done.wait(_END_SECONDS)
 
     def _ends(self) -> None:
         self.closed = True
+        process.background.remove(self.look)
+        process.background.remove(self._watch)
         if process.answers.get(self.path) is self:
             del process.answers[self.path]
 
     def _say_goodbye(self) -> None:
-        if self._answer is not None:
-            self._go_on(self._answer, None)
-            if not self._answer.final:
-                self._say("failed", "the job ended before it was finished")
         with suppress(OSError, Unsafe), self._control.open() as control:
             with suppress(OSError):
-                self._write_status(control, ended=True)
+                self._write_status(ended=True)
             run = read(control, RUN, RunRecord) if self._leads else None
             if run is not None and run.run == self._own.run:
                 write(control, RUN, replace(run, ended=time.time()))
-
-    def _refuse(self, reason: str) -> None:
-        """Turns control off: others could write to the directory, so nothing is read or written there any more."""
-        self._ends()
-        if self._background is not None:
-            self._background.remove(self.look)
-        self._withdraw(reason)
-        logger.warning("megaprof: %s; profiling on demand and status are off, training goes on", reason)
 
     def _complain(self, message: str) -> None:
         if message not in self._complained:

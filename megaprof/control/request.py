@@ -174,13 +174,13 @@ class Requester:
         """Seconds from one look to the next: a rank answers once in an interval."""
         self._job = job
         self._answers: dict[int, Answer] = {}
-        self._submitted_at: float | None = None
+        self._submitted_at = 0.0  # by the monotonic clock; 0: not yet
         self._latency: float | None = None
 
     def submit(self) -> None:
         """Asks, where that is not done yet, in the place of a request that no rank looks at any more. Raises
         Refused."""
-        if self._submitted_at is not None:
+        if self._submitted_at:
             return
         path = self._job.control.path
         try:
@@ -189,10 +189,6 @@ class Requester:
                 if other is not None and other.run == self.request.run and other.id != self.request.id:
                     raise Refused(_busy(other))
                 write(control, CAPTURE, self.request)
-        except FileNotFoundError:
-            raise Refused("the job takes no requests: its control directory is gone") from None
-        except PermissionError:
-            raise Refused(f"{path} cannot be written by you: only the user whose job it is may ask") from None
         except OSError as fault:
             raise Refused(f"{path} cannot be written: {fault.strerror}") from None
         except Unsafe as fault:
@@ -269,31 +265,27 @@ class Requester:
 
     def _advance(self, control: int) -> Outcome | None:
         self._read_answers()
+        waited, missing = monotonic() - self._submitted_at, self.missing
         if self._unfinished:
             self._check_that_it_stands(control)
         if self.request.first is None:
             for rank, answer in self._answers.items():
                 if answer.final:
                     raise Refused(f"rank {rank}: {answer.reason}")
-            if not self.missing:
-                self._choose_first(control)
+            if not missing:
+                self._choose_first(control, waited)
         elif not self._unfinished:
             return self._outcome(None)
-        if self._waited <= self.request.timeout:
+        if waited <= self.request.timeout:
             return None
-        if self.request.first is None:
-            waited = f"within {self.request.timeout:.0f} s"
-            if not self._answers:
-                raise Refused(f"nobody answered {waited}")
-            if not self.missing:
-                raise Refused(f"no step began {waited}{self._standing()}")
-            raise Refused(f"no answer {waited} from rank {listed(list(map(str, self.missing)))}")
-        return self._outcome(f"it was not finished within {self.request.timeout:.0f} s{self._standing()}")
-
-    @property
-    def _waited(self) -> float:
-        """Seconds since it asked."""
-        return 0.0 if self._submitted_at is None else monotonic() - self._submitted_at
+        within = f"within {self.request.timeout:.0f} s"
+        if self.request.first is not None:
+            return self._outcome(f"it was not finished {within}{self._standing()}")
+        if not self._answers:
+            raise Refused(f"nobody answered {within}")
+        if missing:
+            raise Refused(f"no answer {within} from rank {listed(list(map(str, missing)))}")
+        raise Refused(f"no step began {within}{self._standing()}")
 
     def _check_that_it_stands(self, control: int) -> None:
         """Raises Refused where the ranks cannot see the request any more."""
@@ -315,22 +307,17 @@ class Requester:
         for rank, status in statuses.items():
             if status.capture is not None and status.capture.request == self.request.id:
                 self._answers[rank] = status.capture
-        if self._latency is None and not self.missing:
-            self._latency = self._waited
 
-    def _choose_first(self, control: int) -> None:
-        """Writes the first call to capture into the request."""
-        latency = self._latency or 0.0
+    def _choose_first(self, control: int, waited: float) -> None:
+        """Writes the first call to capture into the request. All ranks have answered, `waited` seconds after it."""
+        self._latency = latency = waited if self._latency is None else self._latency
         unknown = any(answer.seconds is None for answer in self._answers.values())
-        if unknown and self._waited - latency < min(_PATIENCE, self.request.timeout / 4):
+        if unknown and waited - latency < min(_PATIENCE, self.request.timeout / 4):
             return  # the job is just beginning: its next calls will tell
         calls = max(answer.calls for answer in self._answers.values())
         first = first_call(calls, self._seconds, latency, self._job.run.interval)
         chosen = replace(self.request, first=first)
-        try:
-            write(control, CAPTURE, chosen)
-        except OSError as fault:
-            raise Refused(f"the request cannot be written: {fault.strerror}") from None
+        write(control, CAPTURE, chosen)
         self.request = chosen
 
     def _standing(self) -> str:
@@ -395,7 +382,7 @@ class Watchdog:
         self._calls = -1
         self._slow_looks = 0
         self._imbalance = 0.0
-        self._uneven: deque[bool] = deque(maxlen=_IN_A_ROW)
+        self._uneven = 0  # how many looks in a row have seen uneven stages; if negative, even ones
         self._uneven_is_known = False
         self._not_before = 0.0
         self._requester: Requester | None = None
@@ -410,7 +397,7 @@ class Watchdog:
         # A captured step is slow by itself, and without a new step there is nothing new to see.
         unseen = milliseconds is not None and not busy and calls != self._calls
         reason = self._slow_steps(calls, milliseconds) if milliseconds is not None and unseen else None
-        if reason is None and len(self._uneven) == _IN_A_ROW and all(self._uneven) and not self._uneven_is_known:
+        if reason is None and self._uneven >= _IN_A_ROW and not self._uneven_is_known:
             reason = f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
         if reason is not None and monotonic() >= self._not_before and not busy:
             self._ask(job, reason)
@@ -419,11 +406,11 @@ class Watchdog:
         """Notes the latest imbalance of the stages; None if it is not known."""
         threshold = self._config.trigger_imbalance
         if threshold is None or imbalance is None:
-            self._uneven.clear()
+            self._uneven = 0
             return
         self._imbalance = imbalance
-        self._uneven.append(imbalance > threshold)
-        if len(self._uneven) == _IN_A_ROW and not any(self._uneven):
+        self._uneven = max(self._uneven, 0) + 1 if imbalance > threshold else min(self._uneven, 0) - 1
+        if self._uneven <= -_IN_A_ROW:
             self._uneven_is_known = False
 
     def _slow_steps(self, calls: int, milliseconds: float) -> str | None:
@@ -444,8 +431,7 @@ class Watchdog:
 
     def _ask(self, job: RunningJob | None, reason: str) -> None:
         self._not_before = monotonic() + COOLDOWN_SECONDS
-        self._slow_looks = 0
-        self._uneven.clear()
+        self._slow_looks = self._uneven = 0
         if job is None:
             return
         try:

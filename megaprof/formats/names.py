@@ -28,9 +28,9 @@ SHARD_RANKS = 1024
 #: ``.{final name}.{writer's host}.{writer's pid}.{kind}``; Kineto itself writes ``{path}.tmp`` before ``{path}``.
 _UNFINISHED = re.compile(r"\..+\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.(?:raw|tmp|raw\.tmp|json)", re.ASCII)
 _ARTIFACT = re.compile(
-    r"(?P<target>[\w-]+)(?:\.(?P<role>[\w-]+))?\.step(?P<step>\d{1,18})"
+    r"(?P<stem>(?P<target>[\w-]+)(?:\.(?P<role>[\w-]+))?\.step(?P<step>\d{1,18})"
     r"\.pp(?P<pp>\d{1,9})-tp(?P<tp>\d{1,9})-cp(?P<cp>\d{1,9})-ep(?P<ep>\d{1,9})-dp(?P<dp>\d{1,9})"
-    r"\.rank(?P<rank>\d{1,9})(?:\.(?P<repeat>[2-9]|[1-9]\d{1,8}))?(?P<suffix>(?:\.(?!\d).*)?)",
+    r"\.rank(?P<rank>\d{1,9}))(?:\.(?P<repeat>[2-9]|[1-9]\d{1,8}))?(?P<suffix>(?:\.(?!\d).*)?)",
     re.ASCII,
 )
 
@@ -39,6 +39,8 @@ _ARTIFACT = re.compile(
 class ArtifactName:
     """The content of a file according to its name. The metadata inside counts more, because files get renamed."""
 
+    stem: str
+    """The name up to the rank's number: that of all files of all windows of this step and rank."""
     target: str
     """The target, sanitised."""
     role: str | None
@@ -60,7 +62,8 @@ def parse_artifact_name(name: str) -> ArtifactName | None:
         return None
     place = Place(**{axis: int(match[axis]) for axis in ("rank", "pp", "tp", "cp", "ep", "dp")})
     repeat = int(match["repeat"] or 1)
-    return ArtifactName(match["target"], match["role"], int(match["step"]), place, match["suffix"], repeat)
+    stem, target, role, step = match["stem"], match["target"], match["role"], int(match["step"])
+    return ArtifactName(stem, target, role, step, place, match["suffix"], repeat)
 
 
 def artifact_name(target: str, role: str | None, step: int, coords: Place, suffix: str, *, repeat: int = 1) -> str:
@@ -122,13 +125,9 @@ def repeats(final: Path) -> Iterator[Path]:
     """Yields ``final``, and then, in order, the names that a later file of the same window may have instead."""
     yield final
     parsed = parse_artifact_name(final.name)
+    stem, dot, suffix = final.name.partition(".") if parsed is None else (parsed.stem, "", parsed.suffix)
     for repeat in itertools.count(2 if parsed is None else parsed.repeat + 1):
-        if parsed is None:
-            stem, dot, suffix = final.name.partition(".")
-            name = f"{stem}.{repeat}{dot}{suffix}"
-        else:
-            name = artifact_name(parsed.target, parsed.role, parsed.step, parsed.place, parsed.suffix, repeat=repeat)
-        yield final.with_name(name)
+        yield final.with_name(f"{stem}.{repeat}{dot}{suffix}")
 
 
 def raw_path(final: Path) -> Path:

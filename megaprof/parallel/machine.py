@@ -1,10 +1,11 @@
-"""The machine that a rank runs on: its cores, and the memory of the machine and of the containers around this
-process."""
+"""The machine that a rank runs on: its cores, its processes, and the memory of the machine and of the containers around
+this process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,18 @@ def local_ranks() -> int | None:
     set."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(count) if count.isdecimal() else None
+
+
+def processes_with(*marks: str) -> list[int]:
+    """Returns the ids of the processes in whose environment one of ``marks`` is. Only Linux says that; elsewhere the
+    list is empty."""
+    processes, sought = list[int](), [os.fsencode(mark) for mark in marks]
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            variables = environ.read_bytes()
+            if any(mark in variables for mark in sought):
+                processes.append(int(environ.parent.name))
+    return processes
 
 
 def resident_bytes() -> int:

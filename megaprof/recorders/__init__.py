@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megaprof.config import values
 from megaprof.config.options import flag
-from megaprof.formats.names import artifact_path, parse_artifact_name
+from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
-from megaprof.runtime.isolation import Suppressed
 
 if TYPE_CHECKING:
     from megaprof.artifacts.writer import Writer
@@ -34,22 +33,14 @@ class Window:
     repeat: int = 1
     """Counts the windows with the same names, from 1 on. It keeps a finished file from being replaced."""
 
-    @property
-    def stem(self) -> str:
-        """The beginning of its file names, up to the dot before the suffix."""
-        return self.path("", ".").name
-
     def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
         """Returns the path of this window's file with ``suffix``. Creates nothing."""
         return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
 
-    def names_in(self, folder: str) -> list[str]:
-        """Returns the names of its finished files in ``folder``, the directory of its rank, sorted."""
-        names = list[str]()
-        with Suppressed(OSError):
-            names = sorted(name for name in os.listdir(folder) if name.startswith(self.stem))
-        artifacts = ((name, parse_artifact_name(name)) for name in names)
-        return [name for name, artifact in artifacts if artifact is not None and artifact.repeat == self.repeat]
+    def among(self, files: list[str]) -> list[str]:
+        """Returns those of the ``files`` that were finished with it that are its own, sorted. The others are of the
+        timeline."""
+        return sorted(file for file in files if os.path.basename(file).startswith(f"{self.target}."))
 
 
 class Recorder(Protocol):

@@ -16,7 +16,7 @@ import torch
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.recorders import Window
-from megaprof.runtime.isolation import from_host, logger
+from megaprof.runtime.isolation import Suppressed
 
 SUFFIX = ".memory.pickle"
 OUT_OF_MEMORY_SUFFIX = ".oom.memory.pickle"
@@ -105,11 +105,6 @@ def _out_of_memory(device: int, wanted: int, allocated: int, free: int) -> None:
     """Tells the open window's recorder that memory ran out. The allocator calls this on the allocating thread before it
     raises: a fault here would replace the host's exception."""
     recorder = MemoryRecorder._recording
-    if recorder is None:
-        return
-    try:
-        recorder.ran_out(device, wanted, allocated, free)
-    except Exception as fault:
-        if from_host(fault):
-            raise
-        logger.error("megaprof: no memory snapshot of the device that ran out of memory: %s", fault)
+    if recorder is not None:
+        with Suppressed(Exception, says="no memory snapshot of the device that ran out of memory"):
+            recorder.ran_out(device, wanted, allocated, free)

@@ -27,7 +27,8 @@ from megaprof.formats.timeline import Waited
 from megaprof.recorders import Window, emit
 from megaprof.recorders.emit import LoggedRange, names
 from megaprof.recorders.loop import Collections, measure_waits
-from megaprof.runtime.isolation import from_host, logger
+from megaprof.runtime.isolation import Suppressed, logger
+from megaprof.runtime.patching import Patches
 
 #: The module in which torch looks up the function that prepares Kineto. It is not public.
 _TORCH: Any = torch.autograd.profiler
@@ -60,7 +61,9 @@ class TorchRecorder:
         self._writer = writer
         self._derived = DerivedFiles(writer)
         self._profile: profile | None = None
-        self._prepared: _Prepared | None = None
+        self._prepared: profile | None = None
+        """A session in Kineto's warm-up; None if there is none, or once another session has replaced it."""
+        self._watch = Patches()  # of torch's function that prepares one
         self._recorded: tuple[str, ...] = ()  # the names of the activities
         self._started_in = 0  # nanoseconds
         self._read_waits: Callable[[int], Waited | None] | None = None
@@ -76,8 +79,7 @@ class TorchRecorder:
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
         began = time.perf_counter_ns()
-        prepared, self._prepared = self._prepared, None
-        recording = None if prepared is None else prepared.taken()
+        recording = self._taken()
         self._ahead = recording is not None
         if recording is None:
             recording = self._new()
@@ -98,8 +100,34 @@ class TorchRecorder:
         kernels (one more each time, pytorch/pytorch#192021), and may leave the next session without any.
         """
         if not torch._C._autograd._profiler_enabled():
-            self._prepared = _Prepared(self._new())  # first: an exception from here on ends in `discard`
-            self._prepared.begin()
+            self._prepared = self._new()  # first: an exception from here on ends in `discard`
+            self._warm_up(self._prepared)
+
+    def _warm_up(self, recording: profile) -> None:
+        """Prepares a session, and watches for another one.
+
+        Kineto holds one session. If other code prepares another session, this one ends without torch knowing it, and
+        to start it then would kill the process. torch does not say whether that happened. So we replace the function
+        that prepares a session.
+        """
+        recording.prepare_trace()
+        cupti.prepared()
+        self._watch.apply(_TORCH, "_prepare_profiler", self._replaced)
+
+    def _replaced(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def another(*args: Any, **options: Any) -> Any:
+            self._prepared = None
+            return prepare(*args, **options)
+
+        return another
+
+    def _taken(self) -> profile | None:
+        """Stops watching, and returns the session in warm-up, if there is one."""
+        if self._prepared is not None and not self._watch:
+            self._warm_up(self._prepared)  # the host interrupted that; an unprepared session must not be started
+        self._watch.restore()
+        recording, self._prepared = self._prepared, None
+        return recording
 
     def _new(self) -> profile:
         config, activities = self._config, _activities(self._config)
@@ -155,8 +183,7 @@ class TorchRecorder:
 
     def discard(self) -> None:
         # It leaves the warm-up as torch does: starts a recording, which is then ended at once and is empty.
-        prepared, self._prepared = self._prepared, None
-        recording = None if prepared is None else prepared.taken()
+        recording = self._taken()
         if recording is not None and not torch._C._autograd._profiler_enabled():
             self._profile = recording
             recording.start_trace()
@@ -190,41 +217,6 @@ class TorchRecorder:
         return window.path(self._directory, suffix)
 
 
-class _Prepared:
-    """A session in Kineto's warm-up.
-
-    Kineto holds one session. If other code prepares another session, this one ends without torch knowing it, and to
-    start it then would kill the process. torch does not say whether that happened. So we replace the function that
-    prepares a session, and watch for such calls.
-    """
-
-    def __init__(self, recording: profile) -> None:
-        """Keeps ``recording``. Prepares nothing yet."""
-        self._recording: profile | None = recording
-        self._prepare = _TORCH._prepare_profiler
-        self._begun = False
-
-    def begin(self) -> None:
-        if self._recording is not None:
-            self._recording.prepare_trace()
-            cupti.prepared()
-        self._begun = True
-        _TORCH._prepare_profiler = self._another
-
-    def _another(self, *args: Any, **options: Any) -> Any:
-        self._recording = None
-        return self._prepare(*args, **options)
-
-    def taken(self) -> profile | None:
-        """Stops watching and returns the session. None if another session has replaced it."""
-        if _TORCH._prepare_profiler == self._another:  # otherwise other code has replaced it, too, and calls ours
-            _TORCH._prepare_profiler = self._prepare
-        if not self._begun:
-            self.begin()  # an exception of the host's interrupted `begin`; an unprepared session must not be started
-            return self.taken()
-        return self._recording
-
-
 def _activities(config: ProfileConfig) -> list[ProfilerActivity]:
     """Returns the activities that can be recorded now. A host may begin to use CUDA between two windows."""
     return [_ACTIVITIES[activity] for activity in config.activities if activity != "cuda" or _cuda()]
@@ -246,14 +238,10 @@ def _trace_only(config: ProfileConfig) -> Any:
     It makes closing a window a fifth cheaper. None with stacks, because the trace would lack them, and if this torch
     does not know the setting.
     """
-    if config.with_stack:
-        return None
-    try:
-        return torch._C._profiler._ExperimentalConfig(trace_only=True)
-    except TypeError as fault:
-        if from_host(fault):
-            raise
-        return None
+    if not config.with_stack:
+        with Suppressed(TypeError):
+            return torch._C._profiler._ExperimentalConfig(trace_only=True)
+    return None
 
 
 def _look_for_kernels(trace: BinaryIO, final: Path, how: Profiler) -> None:

@@ -45,10 +45,19 @@ def from_host(fault: BaseException) -> bool:
 
 class Suppressed(contextlib.suppress):
     """``with Suppressed(OSError): ...``: `contextlib.suppress` for our own errors. A time-out that the host's
-    signal handler raises inside is an OSError, too, and passes through."""
+    signal handler raises inside is an OSError, too, and passes through. ``says``: what the log says then, before the
+    error."""
+
+    def __init__(self, *kinds: type[BaseException], says: str = "") -> None:
+        super().__init__(*kinds)
+        self._says = says
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> bool:
-        return bool(super().__exit__(kind, fault, tb)) and fault is not None and not from_host(fault)
+        if fault is None or not super().__exit__(kind, fault, tb) or from_host(fault):
+            return False
+        if self._says:
+            logger.error("megaprof: %s: %s", self._says, fault)
+        return True
 
 
 def _was_handed(frame: FrameType, interrupted: FrameType) -> bool:

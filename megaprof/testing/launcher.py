@@ -30,6 +30,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from megaprof.parallel.machine import processes_with
+
 T = TypeVar("T")
 
 GRACE = 5.0
@@ -286,24 +288,13 @@ def _kill(ranks: list[_Rank], token: str) -> None:
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(rank.process.pid, signal.SIGKILL)
-    for pid in _marked(token):
+    for pid in processes_with(token):  # on Linux; elsewhere only process groups are followed
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     for rank in ranks:
         rank.process.wait()
         for reader in rank.readers:
             reader.join(timeout=2.0)
-
-
-def _marked(token: str) -> list[int]:
-    """Returns the processes with ``token`` in their environment (on Linux; elsewhere only process groups are
-    followed)."""
-    processes = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if token.encode() in environ.read_bytes():
-                processes.append(int(environ.parent.name))
-    return processes
 
 
 def _rank_main(job_directory: str) -> None:

@@ -27,6 +27,7 @@ from megaprof.autoload.arming import environment
 from megaprof.config.options import ProfileConfig, variable
 from megaprof.control.directory import NoJob, find_job
 from megaprof.formats.job import CONTROL, STATUS, RankStatus
+from megaprof.parallel.machine import processes_with
 
 #: The captured target. Timelines need no profiler, so recording them does not change what is measured.
 TARGET = "train_actor"
@@ -163,16 +164,9 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def running(directory: Path) -> list[int]:
-    """Returns the ids of the processes of trials in ``directory`` or below it. They are found by their environment, on
-    Linux only; elsewhere the list is empty."""
-    marks = [f"{variable('dir')}={directory.absolute()}{end}".encode() for end in ("\0", "/")]
-    processes = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            variables = environ.read_bytes()
-            if any(mark in variables for mark in marks):
-                processes.append(int(environ.parent.name))
-    return processes
+    """Returns the ids of the processes of trials in ``directory`` or below it."""
+    mark = f"{variable('dir')}={directory.absolute()}"
+    return processes_with(f"{mark}\0", f"{mark}/")
 
 
 def _explained(ended: Ended, log: Path) -> Ended:

@@ -88,6 +88,7 @@ def listening(directory: Path, layout: WorldLayout, rank: int, *, every: float =
     session: Any = SimpleNamespace(
         config=ProfileConfig(target=("train_actor",), dir=str(directory), on_demand=True),
         coords=layout.coords(rank),
+        layout=layout,
         role=None,
         agenda=SimpleNamespace(calls={}),
         timeline=None,
@@ -96,7 +97,7 @@ def listening(directory: Path, layout: WorldLayout, rank: int, *, every: float =
         demand=None,
     )
     with patch("megaprof.control.listener.interval", lambda world: every):
-        return Listener(session, layout, directory)
+        return Listener(session, directory)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from megaprof.runtime.background import Background
 from tests.control import places
 
 
-def _without_a_thread(listener: Listener, background: Background) -> bool:
+def _without_a_thread(listener: Listener) -> bool:
     """What `Listener.start` does, but nobody looks."""
     process.answers[listener.path] = listener
     return True
@@ -152,7 +152,8 @@ def test_a_rank_says_which_part_of_its_loop_it_is_in(job: Job) -> None:
 
 
 def test_a_withdrawn_capture_does_not_wait_for_its_files(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job.handle._session.writer, "run", lambda task: None)  # the disk does not answer
+    writer = job.handle._session.writer
+    monkeypatch.setattr(writer, "end_window", lambda *tasks: None)  # the disk does not answer
     first = job.order(steps=1)
     job.go(first, 0)
     job.step(2)
@@ -251,8 +252,8 @@ def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatc
     """A fault of thousands of characters, also ones that no file can hold, and a file for each step and tool."""
     request = job.order(steps=MOST_STEPS)
     name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
-    monkeypatch.setattr(job.listener._demand, "written", [[name] * 3] * MOST_STEPS)
-    job.listener._say("failed", "原因\udcff\x1b" * 4000)
+    for field, value in (("written", [[name] * 3] * MOST_STEPS), ("reason", "原因\udcff\x1b" * 4000), ("over", True)):
+        monkeypatch.setattr(job.listener._demand, field, value)
     monkeypatch.setattr(job.handle._session, "off", "\udcff" * 4000)
     job.listener.look()
     said = job.answer(request)
@@ -406,7 +407,8 @@ def test_when_the_later_job_has_ended_the_earlier_one_is_there_again(job: Job) -
 def test_a_file_system_that_hangs_does_not_hold_up_the_end(
     follower: Callable[[], Listener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank, background = follower(), Background()
+    rank = follower()
+    monkeypatch.setattr(process, "background", Background())
     hangs, released = threading.Event(), threading.Event()
 
     def hang(*arguments: Any, **options: Any) -> None:
@@ -415,7 +417,7 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
 
     monkeypatch.setattr("megaprof.control.listener._END_SECONDS", 0.1)
     monkeypatch.setattr("megaprof.control.listener.write", hang)
-    rank.start(background)
+    rank.start()
     assert hangs.wait(60)
     rank.close()
     assert rank.closed

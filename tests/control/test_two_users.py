@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from megaprof.runtime.background import Background
 from tests.control import places
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two other users")
@@ -175,8 +174,7 @@ def test_one_line_and_training_goes_on(shared: Path, precious: Path, caplog: pyt
     before = state(precious)
     caplog.set_level(logging.INFO, "megaprof")
     listener = places.listening(shared, WorldLayout(ParallelSizes(pp=2)), 0, every=0.01)
-    background = Background()
-    listener.start(background)
+    listener.start()
     deadline = time.monotonic() + 60
     while not caplog.records and time.monotonic() < deadline:  # the line is the last thing that a refusal does
         time.sleep(0.01)

@@ -25,8 +25,8 @@ from megaprof.analysis.samples import Interval
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.cli import main
 from megaprof.formats.timeline import SUFFIX, read_timeline
+from megaprof.parallel.machine import processes_with
 from megaprof.parallel.schedules import EXCHANGES
-from megaprof.testing.launcher import _marked
 from tests.analysis.scenarios import Scenario, write
 
 SMALL = ["--microbatches", "6", "--steps", "2"]
@@ -193,7 +193,7 @@ class Live:
         for reader in self.readers:
             reader.join()
         assert "Traceback" not in "".join((*self.lines, *self.errors))
-        assert _marked(self.token) == []
+        assert processes_with(self.token) == []
         return code
 
 
@@ -256,7 +256,7 @@ def test_a_signal_ends_all_ranks_while_they_start(tmp_path: Path, number: int, c
 def test_ranks_that_do_not_end_are_killed_by_a_second_ctrl_c(tmp_path: Path) -> None:
     with live(tmp_path) as job:
         job.until("Ctrl-C ends the job")
-        for rank in set(_marked(job.token)) - {job.process.pid}:
+        for rank in set(processes_with(job.token)) - {job.process.pid}:
             os.kill(rank, signal.SIGSTOP)
         job.process.send_signal(signal.SIGINT)
         job.until("press again to end at once", errors=True)

@@ -76,7 +76,8 @@ def test_different_roles_have_different_names(one: str, other: str) -> None:
 def test_a_name_is_read_back(target: str, role: str | None, step: int, repeat: int, suffix: str) -> None:
     name = artifact_name(target, role, step, COORDS, suffix, repeat=repeat)
     place = Place(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3)
-    wanted = ArtifactName(sanitise(target), role and sanitise(role), step, place, suffix, repeat)
+    stem = artifact_name(target, role, step, place, "")
+    wanted = ArtifactName(stem, sanitise(target), role and sanitise(role), step, place, suffix, repeat)
     assert parse_artifact_name(name) == wanted
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megaprof.parallel.machine import processes_with
 from megaprof.testing import RanksFailed, init_distributed, launcher, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_ranks")]
@@ -176,7 +177,7 @@ def test_ranks_whose_parent_is_killed_while_they_start_end_before_they_begin(tmp
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     assert subprocess.run([sys.executable, script, tmp_path], env=env, timeout=120).returncode == -signal.SIGKILL
     began = tmp_path / "began"
-    while launcher._marked(f"OURS={tmp_path}") and not began.exists():
+    while processes_with(f"OURS={tmp_path}") and not began.exists():
         time.sleep(0.05)
     assert not began.exists()
 
