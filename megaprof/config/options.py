@@ -84,7 +84,7 @@ class ProfileConfig:
         None,
         "ranks that capture: 0,8,16 | all | none | per-stage (the lowest rank of each pipeline stage) | coordinates, "
         "such as pp=*,tp=0,dp=0 or pp=0|3 or pp=0-2. Without it, rank 0 captures",
-        read.numbers,
+        read.ranks,
     )
     role_select: str | None = _option(
         None,
@@ -125,7 +125,7 @@ class ProfileConfig:
     timeline_select: str = _option(
         "all",
         "ranks that keep a timeline, as in --profile-select. The report finds slow ranks among these only",
-        read.numbers,
+        read.ranks,
     )
     timeline_megabytes: int = _option(
         64, "largest size of a rank's timeline, in MiB; beyond it, the oldest quarter is removed", read.count(1)

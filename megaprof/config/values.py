@@ -272,8 +272,7 @@ def memory_limit(name: str, value: Any) -> str:
 
 
 def numbers(name: str, value: Any) -> str:
-    """Reads a selection of steps or ranks as text: ``[1, 2]`` and ``"1,2"`` are the same, None and ``[]`` are
-    ``none``."""
+    """Reads a list of steps or ranks as text: ``[1, 2]`` and ``"1,2"`` are the same, None and ``[]`` are ``none``."""
     if value is None or (isinstance(value, list | tuple) and not value):
         return NONE
     items = value if isinstance(value, list | tuple) else [value]
@@ -283,6 +282,11 @@ def numbers(name: str, value: Any) -> str:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
             raise ValueError(f"{name}: {item!r} in {value!r} is not valid; valid: whole numbers of at least 0, or none")
     return ",".join(map(str, items))
+
+
+def ranks(name: str, value: Any) -> str:
+    """Reads a selection of ranks as text: ``[0, 8]`` is ``0,8``, ``[]`` is ``none``."""
+    return numbers(name, value) if isinstance(value, list | tuple) else text(name, value)
 
 
 def per_name(name: str, value: Any) -> str:
