@@ -34,9 +34,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.passes import Pass
 from megaprof.parallel.schedules import (
     SPLIT_SCHEDULES,
+    Pass,
     PassId,
     PipelineSchedule,
     phase_order,

@@ -148,9 +148,11 @@ def diagnose(run: Examined) -> Diagnosis:
             if masked is None:
                 break
             hiding.append(masked)
-    filling = _filling(run)
-    if filling is not None:
-        causes.append(replace(filling, alone_ms=float(_gain_of_filling(asked).mean())))
+    gain = _gain_of_filling(run)
+    price = run.interval(gain, len(gain), mean := float(gain.mean()))
+    if price.low > LEAST * run.step_ms:
+        alone_ms = float(_gain_of_filling(asked).mean())
+        causes.append(Cause("few_microbatches", price, 1.0, mean, len(gain), None, alone_ms=alone_ms))
     table, slow = asked.table, [slow_ranks(causes, every=every) for every in (False, True)]
     replica, peer = shown(table, *slow)
     # As in the table of microbatches.
@@ -161,6 +163,9 @@ def diagnose(run: Examined) -> Diagnosis:
     )
     of_lengths = fit(asked)
     clocks = run.table.clocks or run.table.schedule.stages == 1
+    # Disturbances of single passes that belong to no term: a replay with usual passes is that much shorter.
+    usual = np.minimum(run.view.passes, np.median(run.view.passes, axis=(0, 5), keepdims=True))
+    quiet = replace(run.view, passes=usual).pipelines_ms(run.replay).max(axis=1)
     if of_lengths is not None:
         causes, perhaps = ([_explained(asked, of_lengths, cause) for cause in some] for some in (causes, perhaps))
     return Diagnosis(
@@ -169,7 +174,7 @@ def diagnose(run: Examined) -> Diagnosis:
         replayed_ms=run.replayed_ms,
         causes=tuple(causes),
         perhaps=tuple(perhaps),
-        rest_ms=_rest(run),
+        rest_ms=float(np.mean(run.view.pipelines_ms(run.replay).max(axis=1) - quiet)),
         lengths=None if of_lengths is None else explain(asked, of_lengths),
         clocks=clocks,
         sure=not perhaps
@@ -302,8 +307,9 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
     size, facts = _size(term, run.view)
     there, begins = np.ones(len(gain), dtype=bool), None
     if sure and (size is not None or term.once or term.ranks):
-        # Not its gain, which also depends on what else happened in a step.
-        size = _taken_ms(run, term) if size is None else size
+        if size is None:  # not its gain, which also depends on what else happened in a step
+            before, after = run.view, term.change(run.view)
+            size = (before.passes - after.passes).sum(axis=(1, 2, 3, 4, 5)) + before.tail - after.tail
         # It is present where its size is above half of the 90th percentile.
         there = size > MOST * np.quantile(size, CERTAIN)
         there = there if there.any() else np.ones(len(size), dtype=bool)
@@ -383,14 +389,6 @@ def _size(term: Term, view: View) -> tuple[Floats | None, dict[str, Floats]]:
     return None, {"factor": np.median(ratio, axis=(2, 3, 4)).max(axis=-1)}
 
 
-def _taken_ms(run: Examined, term: Term) -> Floats:
-    """Returns by how many milliseconds a term makes passes and the gradient reduction longer in every step, [t],
-    whether the step waits for them or not."""
-    before, after = run.view, term.change(run.view)
-    taken_ms: Floats = (before.passes - after.passes).sum(axis=(1, 2, 3, 4, 5)) + before.tail - after.tail
-    return taken_ms
-
-
 def _of_kind(excess_ms: Floats, whole: Floats) -> str | None:
     """Returns which kind of pass is longer by ``excess_ms`` [k], where passes take ``whole`` [k]; None if all kinds
     are. A backward that is longer by one forward recomputes it."""
@@ -404,15 +402,6 @@ def _of_kind(excess_ms: Floats, whole: Floats) -> str | None:
 
 #: The names of contents that are longer in all kinds of passes.
 _OF_CONTENT = {"ends": "embedding_or_loss", "stage": "unexplained", "chunk": "slow_chunk"}
-
-
-def _filling(run: Examined) -> Cause | None:
-    """Returns the cost of filling and draining as a cause, with all other causes fixed. None if there are enough
-    microbatches, or if it does not certainly cost `policy.LEAST`."""
-    gain = _gain_of_filling(run)
-    mean = float(gain.mean())
-    price = run.interval(gain, len(gain), mean)
-    return Cause("few_microbatches", price, 1.0, mean, len(gain), None) if price.low > LEAST * run.step_ms else None
 
 
 def _gain_of_filling(run: Examined) -> Floats:
@@ -430,11 +419,3 @@ def _gain_of_filling(run: Examined) -> Floats:
     many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=view.entry, link=view.link).max(axis=1)
     gain: Floats = view.pipelines_ms(run.replay).max(axis=1) - many * schedule.microbatches / wanted
     return gain
-
-
-def _rest(run: Examined) -> float:
-    """Returns the milliseconds lost to disturbances that belong to no term: a replay with usual passes is that much
-    shorter."""
-    usual = np.minimum(run.view.passes, np.median(run.view.passes, axis=(0, 5), keepdims=True))
-    quiet = replace(run.view, passes=usual).pipelines_ms(run.replay).max(axis=1)
-    return float(np.mean(run.view.pipelines_ms(run.replay).max(axis=1) - quiet))

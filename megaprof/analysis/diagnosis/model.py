@@ -279,9 +279,10 @@ def _lower_median(values: Floats) -> Floats:
     return _quantile(values, 0.5, -1)
 
 
-def _quantile(values: Floats, at: float, axis: int | tuple[int, ...]) -> Floats:
-    quantile: Floats = np.quantile(values, at, axis=axis, method="lower")
-    return quantile
+def _quantile(values: Floats, at: float, axis: int) -> Floats:
+    """Returns the lower one of the values around a quantile; numpy's own takes twice as long."""
+    place = int(at * (values.shape[axis] - 1))
+    return np.asarray(np.partition(values, place, axis=axis).take(place, axis=axis))
 
 
 def _shrunk(log: Floats, noise: float) -> Floats:

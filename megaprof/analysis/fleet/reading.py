@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from megaprof.analysis.fleet.levels import Floats, Integers, Percentiles, low_median
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.reading import Progress, Timelines, Workers, in_processes
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.formats import codes, ranges
@@ -30,6 +29,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Standing, Standstill, limit
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.parallel.schedules import Pass
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: About the largest number of buckets.

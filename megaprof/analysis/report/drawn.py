@@ -18,10 +18,10 @@ from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.simulation import Simulation
 from megaprof.analysis.table.iterations import UNKNOWN, OneRank, median_iteration, spans_of
 from megaprof.analysis.table.table import Table, Unfit
-from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.steps import TracedStep
 from megaprof.formats import ranges
 from megaprof.formats.phrases import listed
+from megaprof.parallel.schedules import Pass
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
 #: What the ranks of a role do in a step of reinforcement learning: how it is drawn, and its parts of an iteration.

@@ -29,10 +29,10 @@ from megaprof.analysis.trace.intervals import (
     union,
     union_by,
 )
-from megaprof.analysis.trace.passes import Pass
 from megaprof.analysis.trace.traces import Trace, TracedRange, times_of
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
+from megaprof.parallel.schedules import Pass
 
 #: The groups whose communication is listed separately, in the order of the report's ``exposed_ms``. ``unknown`` is
 #: communication whose group the recording does not show.
