@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import argparse
 import errno
+import getpass
+import os
 import re
 import secrets
 import shlex
 import shutil
+import socket
+import sys
 import tempfile
+import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
-from megaprof.cli import CommandError, browser, say
+from megaprof.cli import CommandError, say
 from megaprof.cli.inputs import heed_input_option
 from megaprof.cli.merge import add_source, merged_into, say_merged
 from megaprof.formats.inputs import local_copy, open_input
@@ -25,6 +30,7 @@ from megaprof.formats.inputs import local_copy, open_input
 PORT = 9001
 PAGE = "https://ui.perfetto.dev"
 _LOOK_SECONDS = 0.2
+_LONG_ENOUGH_SECONDS = 2.0
 EXAMPLES = (
     "megaprof open traces",
     "megaprof open traces --target train_actor --step 20",
@@ -101,13 +107,63 @@ def _hand_over(path: Path, name: str | None = None) -> None:
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a page that was closed may be opened again
     with server:
         address = f"{PAGE}/#!/?url=http://127.0.0.1:{server.server_port}{url_path}&referrer=open_trace_in_ui"
-        if browser.opened(address):
+        if opened_in_browser(address):
             say(f"Opened in the browser; waiting until the page has fetched the trace (Ctrl-C to stop): {address}")
         else:
             say("No browser can be opened here. On your own machine, run:")
-            say(f"  {browser.forwarding(server.server_port)}")
+            say(f"  {forwarding(server.server_port)}")
             say("and open this address there (Ctrl-C here stops waiting):")
             say(f"  {address}")
         while not fetched.is_set():
             server.handle_request()
     say("The page has the complete trace.")
+
+
+def browser_is_here() -> bool:
+    """Returns whether a browser can be opened where the user sees it. ``$BROWSER`` counts on every machine: editors
+    that work on a remote machine set it to a program that opens the page on the user's own machine."""
+    if os.environ.get("BROWSER"):
+        return True
+    if os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"):
+        return False
+    if sys.platform not in ("darwin", "win32") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return False  # webbrowser would find only browsers that draw in this terminal
+    try:
+        webbrowser.get()
+    except webbrowser.Error:
+        return False
+    return True
+
+
+def opened_in_browser(address: str) -> bool:
+    """Opens an address in the browser, and returns whether that worked. The call for some browsers returns only when
+    they are closed, so a browser that still runs after a while counts as opened."""
+    if not browser_is_here():
+        return False
+    failed = Event()
+
+    def open_page() -> None:
+        if not webbrowser.open(address):
+            failed.set()
+
+    thread = Thread(target=open_page, daemon=True)
+    thread.start()
+    thread.join(_LONG_ENOUGH_SECONDS)
+    return not failed.is_set()
+
+
+def fetching(path: Path) -> str:
+    """Returns the command that copies ``path`` to the user's own machine, to be typed there."""
+    return shlex.join(["scp", f"{_login()}:{path.absolute()}", "."])
+
+
+def forwarding(port: int) -> str:
+    """Returns the command that forwards ``port`` of the user's own machine to this machine, to be typed there."""
+    return shlex.join(["ssh", "-L", f"{port}:127.0.0.1:{port}", _login()])
+
+
+def _login() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):  # a container's user without a name
+        return socket.gethostname()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from megaprof.cli import CommandError, UsageError, browser
+from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
+from megaprof.cli.open import browser_is_here, fetching, opened_in_browser
 from megaprof.formats.inputs import place, read_input
 from megaprof.formats.names import appearing
 
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         if size < 1:
             raise UsageError(f"--{axis} {size} must be at least 1")
     page: Path | None = arguments.html
-    if arguments.open and page is None and browser.is_here():
+    if arguments.open and page is None and browser_is_here():
         page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it after we end
     report_directory(
         arguments.dir,
@@ -95,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.open and page is None:
         ui_command = shlex.join(["megaprof", "ui", str(arguments.dir)])
         print(f"No browser can be opened here. To see the report in yours: {ui_command}", file=sys.stderr)
-    elif arguments.open and page is not None and not browser.opened(page.absolute().as_uri()):
-        copy_command = browser.fetching(page)
+    elif arguments.open and page is not None and not opened_in_browser(page.absolute().as_uri()):
+        copy_command = fetching(page)
         print(f"No browser can be opened here. On your own machine: {copy_command}", file=sys.stderr)
     return 0
 
@@ -138,8 +139,8 @@ def report_directory(
         print(f"Report as JSON: {json_file}")
     if html_file is not None and not as_json:
         print(f"Report as one HTML file: {html_file}")
-        if not browser.is_here():
-            print(f"To copy it to your own machine: {browser.fetching(html_file)}")
+        if not browser_is_here():
+            print(f"To copy it to your own machine: {fetching(html_file)}")
     return report
 
 

@@ -8,8 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError, browser
+from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.cli.open import browser_is_here, forwarding, opened_in_browser
 from megaprof.formats.phrases import printable
 
 #: The first port that is tried.
@@ -68,14 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _invite(arguments: argparse.Namespace, address: str, port: int, private: Path) -> None:
     print(f"{printable(str(arguments.dir))}: {address}", flush=True)
-    if not arguments.no_open and browser.is_here():
+    if not arguments.no_open and browser_is_here():
         # Other users can see the arguments that a browser is started with, and would see the token. So it opens a file
         # that only this user can read, and that leads to the address.
         page = private / "megaprof.html"
         refresh = f'<meta http-equiv="refresh" content="0; url={address}">'
         page.write_text(f'<!DOCTYPE html>{refresh}<a href="{address}">megaprof</a>')
-        if browser.opened(page.as_uri()):
+        if opened_in_browser(page.as_uri()):
             print("Opened in the browser; Ctrl-C ends the server.", flush=True)
             return
     print("On your own machine, run this, then open the address there (Ctrl-C here ends the server):")
-    print(f"  {browser.forwarding(port)}", flush=True)
+    print(f"  {forwarding(port)}", flush=True)

@@ -27,7 +27,6 @@ from starlette.staticfiles import StaticFiles
 
 from megaprof.analysis.report import compare as differences
 from megaprof.analysis.report import html
-from megaprof.analysis.report.compare import compare
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.drawn import polylines
@@ -136,7 +135,7 @@ class Pages:
                     return read
                 captures.append(read)
         try:
-            diff = await run_in_threadpool(compare, captures[0].report, captures[1].report)
+            diff = await run_in_threadpool(differences.compare, captures[0].report, captures[1].report)
         except Unanswerable as fault:
             return _page("compare.html", **values, diff=None, fault=str(fault), data=None)
         drawn, drawings = side_by_side(diff, captures)

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from megaprof.cli import browser, open
+from megaprof.cli import open
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import pipeline
 from tests.cli.running import ROOT, megaprof
@@ -173,7 +173,7 @@ def test_without_a_browser_the_scp_line_is_said_and_json_stays_json(tmp_path: Pa
     run = megaprof("report", tmp_path / "traces", "--html", page, **NONE)
     assert (run.returncode, run.stderr) == (0, "")
     assert f"To see it in your browser: megaprof ui {tmp_path / 'traces'}\n" in run.stdout
-    assert run.stdout.count(browser.fetching(page)) == 1
+    assert run.stdout.count(open.fetching(page)) == 1
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     run = megaprof("report", tmp_path / "traces", "--open", TMPDIR=str(scratch), **NONE)
@@ -195,7 +195,7 @@ def test_where_a_browser_is(environment: dict[str, str], here: bool, monkeypatch
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert browser.is_here() is here
+    assert open.browser_is_here() is here
 
 
 def test_perfetto_fetches_from_this_port_alone() -> None:
