@@ -133,35 +133,26 @@ def _labels(summary: Summary, role: str | None) -> dict[str, str]:
     return {name: value for name, value in (("role", role), ("target", summary.target)) if value is not None}
 
 
-class OpenTelemetry:
-    """Observable gauges of ``meter``. Its provider reads the last summary whenever it exports."""
+def open_telemetry(meter: Any, role: str | None) -> Callable[[Summary | None], None]:
+    """Returns a sink for observable gauges of ``meter``, whose provider reads the last summary whenever it exports.
+    After None, the gauges yield nothing: they cannot be removed."""
+    observation = sys.modules["opentelemetry.metrics"].Observation
+    last: Summary | None = None
 
-    def __init__(self, meter: Any, role: str | None) -> None:
-        metrics = sys.modules["opentelemetry.metrics"]
-        self._observation: Any = metrics.Observation
-        self._role = role
-        self._last: Summary | None = None
-        for figure, (_, name, unit, help) in FIGURES.items():
-            meter.create_observable_gauge(
-                f"megaprof.{name}",
-                callbacks=[lambda options, figure=figure: self._observe(figure)],
-                unit=unit,
-                description=help,
-            )
+    def take(summary: Summary | None) -> None:
+        nonlocal last
+        last = summary
 
-    def __call__(self, summary: Summary) -> None:
-        self._last = summary
-
-    def close(self) -> None:
-        """Makes the gauges yield nothing from now on: they cannot be removed."""
-        self._last = None
-
-    def _observe(self, figure: str) -> list[Any]:
-        summary = self._last
-        if summary is None:
+    def observed(options: object, figure: str) -> list[Any]:
+        if (summary := last) is None:
             return []
-        labels = _labels(summary, self._role)
-        return [self._observation(value, {**labels, **which}) for which, value in _values(summary, figure)]
+        labels = _labels(summary, role)
+        return [observation(value, {**labels, **which}) for which, value in _values(summary, figure)]
+
+    for figure, (_, name, unit, help) in FIGURES.items():
+        callback = partial(observed, figure=figure)
+        meter.create_observable_gauge(f"megaprof.{name}", callbacks=[callback], unit=unit, description=help)
+    return take
 
 
 def meter(own: Any | None) -> Any | None:
@@ -202,7 +193,7 @@ class Overview:
         self._looks = 0
         self._broken: set[str] = set()
         self._prometheus = Path(config.prometheus) if config.prometheus is not None and coords.rank == 0 else None
-        self._otel: OpenTelemetry | None = None
+        self._otel: Callable[[Summary | None], None] | None = None
 
     def look(self, job: RunningJob, *, wanted: bool = False) -> float | None:
         """Reads the statuses of all ranks of a job, or of some, and hands their summary on. Returns the imbalance of
@@ -223,7 +214,7 @@ class Overview:
 
     def close(self) -> None:
         if self._otel is not None:
-            self._otel.close()
+            self._otel(None)
 
     def _sinks(self) -> Iterator[tuple[str, Sink]]:
         """Yields the sinks that there are now, by name."""
@@ -234,7 +225,7 @@ class Overview:
         if self._otel is None and "OpenTelemetry" not in self._broken:
             try:
                 found = meter(host.meter)
-                self._otel = None if found is None else OpenTelemetry(found, self._role)
+                self._otel = None if found is None else open_telemetry(found, self._role)
             except Exception as fault:
                 self._broken.add("OpenTelemetry")
                 logger.warning("megaprof: no scalars to OpenTelemetry: %r", fault)

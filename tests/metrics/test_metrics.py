@@ -233,7 +233,7 @@ if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
     host._GLOBAL_TELEMETRY_HANDLE = types.SimpleNamespace(is_exporting=True, meter=provider.get_meter("megatron-lm"))
 else:
     metrics.set_meter_provider(provider)
-sink = sinks.OpenTelemetry(sinks.meter(megatron_lm.writers().meter), "actor")
+sink = sinks.open_telemetry(sinks.meter(megatron_lm.writers().meter), "actor")
 stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, *[None] * 6) for pp, ms in enumerate((40.0, None)))
 def seen():
     data = reader.get_metrics_data()
@@ -247,7 +247,7 @@ assert found["megaprof.step"] == [(who, 100.0)], found
 assert found["megaprof.imbalance"] == [(who, 1.25)]
 assert found["megaprof.stage.compute"] == [({**who, "stage": 0}, 40.0)]
 assert not found.get("megaprof.straggler")
-sink.close()
+sink(None)
 assert not any(seen().values())
 """
 
