@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
 
 DESCRIPTION = """Train a small but real Megatron-Core GPT on this machine's CPU, with its layers deliberately split
-unevenly. Every layer waits for a given time, as a host waits for a GPU, so that a busy machine changes little. Capture
+unevenly. Every layer waits for a given time, as a host waits for a GPU, so that a busy machine changes less. Capture
 three training steps and log-prob passes on one rank per pipeline stage, with the times of the steps around them, and
 report which stage is slow and which layout would be faster. With --live, the job runs until Ctrl-C, so that you can
 watch it and make it capture from another shell."""

@@ -287,12 +287,12 @@ def _workers(cause: Cause, measured: TargetStages) -> str:
 
 def _few_microbatches(cause: Cause, measured: TargetStages) -> str:
     count, option = measured.microbatches or 1, _MICRO_BATCH.get(measured.framework or "", "--micro-batch-size")
-    return (
-        f"{counted(count, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: filling and draining the "
-        f"pipeline takes long. A smaller {option} makes more of them, and model chunks fill it sooner (Megatron's "
-        f"--num-virtual-stages-per-pipeline-rank): megaprof what-if DIR --microbatches {2 * count}, or --chunks 2, "
-        "says what the step would take."
-    )
+    few = f"{counted(count, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: filling and draining the"
+    text = f"{few} pipeline takes long. A smaller {option} makes more (megaprof what-if DIR --microbatches {2 * count})"
+    if count % measured.sizes.pp == 0:  # Megatron deals them to model chunks in groups of as many
+        text += ", and more model chunks fill it sooner (--num-virtual-stages-per-pipeline-rank; what-if "
+        text += f"--chunks {2 * measured.sizes.vpp})"
+    return f"{text}."
 
 
 _LONGER = "longer for each microbatch than its layers need"
