@@ -111,7 +111,7 @@ def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank:
     assert "a step of reinforcement learning" in console.export_text()
     (row,) = report.steps()[ALL_ROLES].rows
     kinds = dict.fromkeys(box.kind for box in row.passes if box.kind not in ("other", "unknown"))
-    assert [*kinds] == ["training", "weight\nsync", "rollout", "log-probs"]
+    assert [*kinds] == ["training", "weight sync", "rollout", "log-probs"]
     assert "Who does what, and when" in page(report, report.steps())
 
 

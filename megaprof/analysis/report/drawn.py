@@ -29,7 +29,7 @@ PHASES = {
     "training": ("forward", ("train_actor", "optimizer", "data")),
     "log-probs": ("backward", ("train_log_probs", "reference")),
     "rollout": ("dp", ("rollout", "rewards")),
-    "weight\nsync": ("pp", ("weight_sync",)),
+    "weight sync": ("pp", ("weight_sync",)),
     "offload": ("ep", ("offload",)),
     "waiting": ("bubble", (ranges.WAITING,)),
     "unknown": ("unknown", (UNKNOWN,)),
@@ -191,8 +191,7 @@ def _packed(
             before = start
         span = [round((time + shift) / 1000) for time in extent]
         packed.append({"stage": stage, "rank": rank, "span": span, "boxes": flat})
-    shown = [name.replace("\n", " ") for name in names]
-    return {"names": shown, "kinds": list(map(_kind, names)), "chunks": chunks, "rows": packed}
+    return {"names": names, "kinds": list(map(_kind, names)), "chunks": chunks, "rows": packed}
 
 
 def _kind(name: str) -> str:

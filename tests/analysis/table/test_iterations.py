@@ -157,7 +157,7 @@ def test_all_roles_are_drawn_on_one_clock(tmp_path: Path) -> None:
     assert drawn.step >= 2
     assert {tuple(moment - begin for moment in row.extent) for row in drawn.rows} == {(0, 500_000_000)}
     assert rows == {
-        "actor": [("training", 0, 100), ("weight\nsync", 100, 120), ("rollout", 120, 420), ("unknown", 490, 500)],
+        "actor": [("training", 0, 100), ("weight sync", 100, 120), ("rollout", 120, 420), ("unknown", 490, 500)],
         "ref": [("unknown", 422, 425), ("log-probs", 425, 485)],
     }
     assert len(drawn.notes) == 1
