@@ -114,6 +114,13 @@ def test_install_is_idempotent_and_a_second_configuration_is_refused(one_rank: A
             install_hooks(one_rank.chunks, on(tmp_path, with_stack=True))
 
 
+def test_hooks_for_a_part_of_a_model_are_those_of_the_model(one_rank: Any, tmp_path: Path) -> None:
+    other = torch.nn.Linear(2, 2)
+    with install_hooks([*one_rank.chunks, other], on(tmp_path)) as handle:
+        assert install_hooks(one_rank.chunks, on(tmp_path)) is handle
+        assert install_hooks(other, on(tmp_path)) is handle
+
+
 def test_two_models_removed_out_of_order(one_rank: Any, tmp_path: Path) -> None:
     other = torch.nn.Linear(2, 2)
     first = install_hooks(one_rank.chunks, on(tmp_path), role="actor")
