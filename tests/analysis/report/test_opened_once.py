@@ -20,7 +20,7 @@ from tests.golden.inputs import REPORTS
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each file was opened, by name."""
     counts: Counter[str] = Counter()
-    for module, name in ((format, "read_input"), (columns, "read")):
+    for module, name in ((format, "read_input"), (columns, "unpacked")):
         original = getattr(module, name)
 
         def counted(path: Path, *given: Any, original: Any = original, **named: Any) -> Any:
