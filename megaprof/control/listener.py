@@ -401,17 +401,17 @@ class Listener:
         """Writes a last status, which says that the rank has ended. Its windows are closed and their files finished."""
         if self.closed:
             return
-        done = threading.Event()
+        background, done = process.background, threading.Event()
 
         def goodbye() -> None:
             try:
                 self._say_goodbye()
             finally:
-                process.background.remove(goodbye)
+                background.remove(goodbye)
                 done.set()
 
         # On the background thread: a file system that does not answer must not hold up the end of the job.
-        process.background.add(goodbye, 0.0)
+        background.add(goodbye, 0.0)
         self._ends()
         done.wait(_END_SECONDS)
 

@@ -407,8 +407,8 @@ def test_when_the_later_job_has_ended_the_earlier_one_is_there_again(job: Job) -
 def test_a_file_system_that_hangs_does_not_hold_up_the_end(
     follower: Callable[[], Listener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = follower()
-    monkeypatch.setattr(process, "background", Background())
+    rank, background, before = follower(), Background(), {*threading.enumerate()}
+    monkeypatch.setattr(process, "background", background)
     hangs, released = threading.Event(), threading.Event()
 
     def hang(*arguments: Any, **options: Any) -> None:
@@ -422,7 +422,11 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
     rank.close()
     assert rank.closed
     assert not released.is_set()
+    (thread,) = {*threading.enumerate()} - before
+    monkeypatch.undo()
     released.set()
+    thread.join(60)
+    assert not thread.is_alive(), "it has nothing more to do"
 
 
 class KnowsEverything(SimpleNamespace):
