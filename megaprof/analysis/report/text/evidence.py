@@ -287,13 +287,12 @@ def _workers(cause: Cause, measured: TargetStages) -> str:
 
 def _few_microbatches(cause: Cause, measured: TargetStages) -> str:
     count, option = measured.microbatches or 1, _MICRO_BATCH.get(measured.framework or "", "--micro-batch-size")
-    few = f"{counted(count, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: filling and draining the"
-    text = f"{few} pipeline takes long. A smaller {option}, or a larger global batch, makes more (megaprof what-if "
-    text += f"DIR --microbatches {2 * count})"
+    few = f"{counted(count, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: filling and draining"
+    more = f"A smaller {option} or a larger global batch makes more (megaprof what-if DIR --microbatches {2 * count})"
     if count % measured.sizes.pp == 0:  # Megatron deals them to model chunks in groups of as many
-        text += ", and more model chunks fill it sooner (--num-virtual-stages-per-pipeline-rank; what-if "
-        text += f"--chunks {2 * measured.sizes.vpp})"
-    return f"{text}."
+        option = "--num-virtual-stages-per-pipeline-rank"
+        more += f", and more model chunks fill it sooner ({option}; what-if --chunks {2 * measured.sizes.vpp})"
+    return f"{few} the pipeline takes long. {more}."
 
 
 _LONGER = "longer for each microbatch than its layers need"
