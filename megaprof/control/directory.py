@@ -69,20 +69,23 @@ class ControlDirectory:
         self.path = self._top.joinpath(*self._names)
 
     @contextmanager
-    def open(self, *below: str, create: bool = False) -> Iterator[int]:
+    def open(self, *below: str, create: bool = False, control: int | None = None) -> Iterator[int]:
         """Yields a descriptor of it, or of the directory that the names ``below`` lead to from there, which ``create``
-        makes.
+        makes. ``control``: its own descriptor, if it is open.
 
         It stays that directory, whatever its path leads to meanwhile. Raises OSError, and `Unsafe` for a symbolic link
         and anything else that is no directory, for one that is closed to the user of a command, and for one of a
         rank's that others could write to.
         """
         with ExitStack() as stack:
-            path, descriptor = self._top, self._enter(self._top, None, create=self._own)
-            stack.callback(os.close, descriptor)
-            if self._own:
-                self._check(descriptor)
-            for name in (*self._names, *below):
+            if control is not None:
+                path, descriptor, names = self.path, control, below
+            else:
+                path, descriptor, names = self._top, self._enter(self._top, None, create=self._own), self._names + below
+                stack.callback(os.close, descriptor)
+                if self._own:
+                    self._check(descriptor)
+            for name in names:
                 path = path / name
                 descriptor = self._enter(path, descriptor, create=create or (self._own and name in self._names))
                 stack.callback(os.close, descriptor)

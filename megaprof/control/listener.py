@@ -193,7 +193,7 @@ class Listener:
                 with self._complaining():
                     self._look_for_request(control)
                 with self._complaining():
-                    self._write_status()
+                    self._write_status(control)
         except Unsafe as fault:  # others could write to it: nothing is read or written there any more
             self._ends()
             self._withdraw()
@@ -307,12 +307,12 @@ class Listener:
             files=tuple(os.path.join(shard(self._coords), name) for names in demand.written for name in names),
         )
 
-    def _write_status(self, *, ended: bool = False) -> None:
+    def _write_status(self, control: int, *, ended: bool = False) -> None:
         if self._ousted:
             return  # the directory is another job's
         status = self._describe(ended=ended)
         names = folder_of(STATUS, status.rank, self._coords.sizes.world)
-        with self._control.open(*names, create=True) as folder:
+        with self._control.open(*names, create=True, control=control) as folder:
             write(folder, name_of(status.rank), status)
         self._write_in_flight(status)
 
@@ -425,7 +425,7 @@ class Listener:
     def _say_goodbye(self) -> None:
         with suppress(OSError, Unsafe), self._control.open() as control:
             with suppress(OSError):
-                self._write_status(ended=True)
+                self._write_status(control, ended=True)
             run = read(control, RUN, RunRecord) if self._leads else None
             if run is not None and run.run == self._own.run:
                 write(control, RUN, replace(run, ended=time.time()))

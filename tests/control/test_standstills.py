@@ -87,8 +87,9 @@ def test_a_real_job(
     # Every rank stands still for itself, some for a moment only, and each writes what it has in flight at its own time.
     while not told and job.is_alive():  # the start of its ranks may take a minute
         time.sleep(0.5)
-        if main(["hang", str(traces), "--json"]) == 3:
-            found = json.loads(capsys.readouterr().out)
+        code, printed = main(["hang", str(traces), "--json"]), capsys.readouterr().out
+        if code == 3:
+            found = json.loads(printed)
             named = {each["rank"]: each for each in found["culprits"]}
             main(["status", str(traces), "--json", "--hang-after", "2"])
             status = json.loads(capsys.readouterr().out)
