@@ -83,65 +83,43 @@ def rehearsed(
     that the user gives; ``per_host``: ranks on each host of the job; ``limit``: bytes that a stage may allocate, if
     that is less than its device has. Raises Unanswerable, and OSError if the command cannot be started.
     """
-
-    def measured(words: Sequence[str], place: Path, stage: int, rank: int) -> Stage:
-        print(f"Stage {stage}: rank {rank}, alone", file=sys.stderr, flush=True)
-        found = record(words, place / f"stage{stage}", rank, world, steps)
-        if (own := found.metadata.coords.pp) != stage:
-            raise Unanswerable(f"rank {rank} is of stage {own}, not {stage}: ranks are not in Megatron-Core's order")
-        return found
-
-    def stages_of(words: Sequence[str], place: Path, by_stage: dict[int, Stage]) -> list[Stage]:
-        for stage in sorted({0, sizes.pp // 2, sizes.pp - 1} - by_stage.keys()):
-            by_stage[stage] = measured(words, place, stage, ranks[stage])
-        for stage in range(0 if alike(by_stage) else sizes.pp):
-            by_stage[stage] = by_stage.get(stage) or measured(words, place, stage, ranks[stage])
-        return [by_stage.get(stage) or _like(by_stage[sizes.pp // 2], stage, layout) for stage in range(sizes.pp)]
-
-    by_stage = {0: measured(run_words, out / "alone", 0, 0)}
-    first = by_stage[0].metadata
-    sizes, known, layout = first.sizes, defaults(by_stage[0].device), WorldLayout(first.sizes)
+    alone = partial(_alone, world=world, steps=steps)
+    by_stage = {0: alone(run_words, out / "alone", 0, 0)}
+    first, known = by_stage[0].metadata, defaults(by_stage[0].device)
     if unknown := links.keys() - known.keys():
         raise Unanswerable(f"--links {min(unknown)}=...: here they are {', '.join(known)}")
-    links, ranks = {**known, **links}, [layout.rank_of(pp=stage) for stage in range(sizes.pp)]
-    stages = stages_of(run_words, out / "alone", by_stage)
+    links, sizes, layout = {**known, **links}, first.sizes, WorldLayout(first.sizes)
     put_together = partial(together, layout=layout, links=links, per_host=per_host)
+    stages = _all_stages(partial(alone, run_words, out / "alone"), by_stage, layout)
     pipeline = put_together(stages)
     write(pipeline, out / PREDICTED)
     report = analyze(out / PREDICTED, memory_limit=limit)
-    what_if, over = report.targets[0].what_if, tuple(between(pair, per_host, links) for pair in pairwise(ranks))
+    target, now_ms = report.targets[0], pipeline.step_ms.value
+    what_if, pairs = target.what_if, pairwise(layout.rank_of(pp=stage) for stage in range(sizes.pp))
+    over = tuple(between(pair, per_host, links) for pair in pairs)
     memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
     too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
     sent = [max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in stages]
-    others = [each for each in what_if.candidates if each.flags]
+    changes = list(what_if.candidates)
     if too_large and not any("recompute" in word for word in command):
-        others.append(_recomputed(stages, what_if, pipeline.step_ms.value, max(sent), put_together))
-    # No layout runs yet, so none is kept because another one is not certainly faster. One with other chunks is
-    # rehearsed itself. It shows what more passes take beside their layers, which is then known of the others, too.
-    tried, now = set[str | None](), Interval.of(pipeline.step_ms.value)
-    while True:
-        better = (each for each in others if each.fits is not False and (too_large or each.speedup.value > 1.0))
-        best = max(better, key=lambda each: each.speedup.value, default=None)
-        if best is None or best.chunks is None or best.layout in tried:
-            break
-        others.remove(best)
-        tried.add(best.layout)
-        print(f"With {best.layout}:", file=sys.stderr, flush=True)
+        changes.append(_recomputed(stages, what_if, now_ms, max(sent), put_together))
+
+    def as_it_runs(change: Prediction) -> Prediction:
+        print(f"With {change.layout}:", file=sys.stderr, flush=True)
+        words = with_layout(run_words, change.flags, first.framework, first.role, sizes.pp)
         try:
-            words = with_layout(run_words, best.flags, first.framework, first.role, sizes.pp)
-            again = stages_of(words, out / "alone" / f"layout{len(tried)}", {})
+            own = _all_stages(partial(alone, words, out / "alone" / f"layout{changes.index(change)}"), {}, layout)
         except Unanswerable as fault:
             print(fault, file=sys.stderr, flush=True)
-            continue
-        step_ms, more = put_together(again).step_ms, best.chunks - stages[0].schedule.chunks
-        for at, each in enumerate(others):
-            if each.chunks is not None and each.layout not in tried:
-                part = (each.chunks - stages[0].schedule.chunks) / more
-                later = each.step_ms + Interval.of(part * (step_ms.value - best.step_ms.value))
-                others[at] = replace(each, step_ms=later, speedup=now.over(later))
-        needed = tuple(each.memory.most for each in again if each.memory is not None)
-        fits = best.fits and all(size <= most for size, most in zip(needed, what_if.allowed or (), strict=False))
-        others.append(replace(best, step_ms=step_ms, speedup=now.over(step_ms), fits=fits, needed=needed or None))
+            return replace(change, fits=False)
+        step_ms, needed = put_together(own).step_ms, [each.memory.most for each in own if each.memory is not None]
+        fits = change.fits and all(size <= most for size, most in zip(needed, what_if.allowed or (), strict=False))
+        speedup = Interval.of(now_ms).over(step_ms)
+        return replace(change, step_ms=step_ms, speedup=speedup, fits=fits, needed=tuple(needed) or None)
+
+    changes, best = _best_of(changes, as_it_runs, 0.0 if too_large else 1.0)
+    what_if = replace(what_if, candidates=tuple(changes))
+    report = replace(report, targets=(replace(target, what_if=what_if), *report.targets[1:]))
     best_words = None if best is None else with_layout(command, best.flags, first.framework, first.role, sizes.pp)
     if best is not None and best.kind == "recompute":  # its layout stays
         best_words = [*command, *(options_of(first.framework, first.role, best.flags, sizes.pp) or best.flags)]
@@ -169,6 +147,48 @@ def rehearsed(
     with appearing(out / NAME) as file:
         file.write(msgspec.json.format(json_of(result, plain_number), indent=2))
     return result, report
+
+
+def _alone(words: Sequence[str], place: Path, stage: int, rank: int, world: int, steps: int) -> Stage:
+    print(f"Stage {stage}: rank {rank}, alone", file=sys.stderr, flush=True)
+    found = record(words, place / f"stage{stage}", rank, world, steps)
+    if (own := found.metadata.coords.pp) != stage:
+        raise Unanswerable(f"rank {rank} is of stage {own}, not {stage}: ranks are not in Megatron-Core's order")
+    return found
+
+
+def _all_stages(run: Callable[[int, int], Stage], by_stage: dict[int, Stage], layout: WorldLayout) -> list[Stage]:
+    """Returns all stages. Those that differ ``run`` (a stage, as which rank), unless they are in ``by_stage``, which
+    gets them, too."""
+    count, middle = layout.sizes.pp, layout.sizes.pp // 2
+    ranks = [layout.rank_of(pp=stage) for stage in range(count)]
+    for stage in sorted({0, middle, count - 1} - by_stage.keys()):
+        by_stage[stage] = run(stage, ranks[stage])
+    if not alike(by_stage):
+        by_stage.update({stage: run(stage, ranks[stage]) for stage in range(count) if stage not in by_stage})
+    return [by_stage.get(stage) or _like(by_stage[middle], stage, layout) for stage in range(count)]
+
+
+def _best_of(
+    changes: Sequence[Prediction], as_it_runs: Callable[[Prediction], Prediction], least: float
+) -> tuple[list[Prediction], Prediction | None]:
+    """Returns the changes, and the quickest one, if it is more than ``least`` times as fast.
+
+    No layout runs on all ranks yet, so none is kept because another one is not certainly faster. One layout for each
+    other number of chunks, if it may be the quickest, is predicted anew, ``as_it_runs``: nothing else shows what more
+    passes take beside their layers.
+    """
+    found, best, seen = list(changes), None, set[int | None]()
+    for at, change in sorted(enumerate(changes), key=lambda each: -each[1].speedup.value):
+        if not change.flags or change.fits is False or change.speedup.value <= least or change.chunks in seen:
+            continue
+        if change.chunks is not None:
+            found[at] = as_it_runs(change)
+        if found[at].fits is not False:
+            seen.add(change.chunks)
+            if found[at].speedup.value > least:
+                best, least = found[at], found[at].speedup.value
+    return found, best
 
 
 def _like(middle: Stage, stage: int, layout: WorldLayout) -> Stage:

@@ -27,8 +27,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.samples import Interval, errors_of_mean
 from megaprof.rehearse.rehearsal import Rehearsal, rehearsed
-from megaprof.tune import state, trial, tuning
+from megaprof.tune import trial
 from megaprof.tune.command import with_layout
 from tests.benchmarks.cores import awake, real_time
 from tests.benchmarks.tune import ENV, RANKS
@@ -102,44 +104,46 @@ def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
         links={},
         per_host=world,
     )
-    real = _run(words, out / "real", world, options.steps)
-    if real.step_ms is None:
-        raise SystemExit(f"{case}: {real.why}")
-    print(f"{case.layout}: {made.step_ms}, really {real.step_ms}", file=sys.stderr, flush=True)
-    both = {"as given": (made.step_ms, real.step_ms)}
+    real, memory = _run(words, out / "real", world, options.steps)
+    print(f"{case.layout}: {made.step_ms}, really {real}", file=sys.stderr, flush=True)
+    both = {"as given": (made.step_ms, real)}
     fits = [each for each in made.what_if.candidates if each.flags and each.layout and each.fits is not False]
     tried = [*filter(None, [made.best]), *(each for each in fits if each != made.best)]
     for number, each in enumerate(tried[: options.others]):
-        ran = _run(
-            with_layout(words, each.flags, None, None, case.stages), out / f"real-{number}", world, options.steps
-        )
-        if ran.step_ms is not None:
-            both[each.layout or ""] = each.step_ms, ran.step_ms
-            print(f"  {each.layout}: {each.step_ms}, really {ran.step_ms}", file=sys.stderr, flush=True)
+        others_words = with_layout(words, each.flags, None, None, case.stages)
+        ran, _ = _run(others_words, out / f"real-{number}", world, options.steps)
+        both[each.layout or ""] = each.step_ms, ran
+        print(f"  {each.layout}: {each.step_ms}, really {ran}", file=sys.stderr, flush=True)
     times = {layout: ran.value for layout, (_, ran) in both.items()}
     by_prediction = [ran.value for _, ran in sorted(both.values(), key=lambda each: each[0].value)]
     return {
         "predicted": [round(number) for number in (made.step_ms.low, made.step_ms.value, made.step_ms.high)],
-        "real": round(real.step_ms.value),
+        "real": round(real.value),
         "error": [round(step.value / ran.value - 1, 4) for step, ran in both.values()],
         "inside": sum(step.holds(ran.value) for step, ran in both.values()),
         "order": all(one < 1.02 * other for one, other in pairwise(by_prediction)),
         "part": round(min(times.values()) / times[made.best.layout or "" if made.best else "as given"], 4),
-        "memory": _memory(made, real),
+        "memory": _memory(made, memory),
     }
 
 
-def _run(words: list[str], place: Path, world: int, steps: int) -> state.Trial:
+def _run(words: list[str], place: Path, world: int, steps: int) -> tuple[Interval, tuple[int, ...] | None]:
+    """Returns the average of the last ``steps`` steps, and the bytes that stages had allocated. Steps before these take
+    longer, and not always by enough to be left out of a report."""
     place.mkdir(parents=True)
     trial.run([*RANKS, str(world), *words], place.absolute(), steps, TIME_LIMIT)
-    return tuning.as_measured(state.Trial(1, (), str(place)), place)
+    report = analyze(place)
+    (run,) = report.by_hand
+    if run is None:
+        raise SystemExit(f"{place}: {report.targets[0].what_if.warnings}")
+    lengths = run.baseline.length[-steps:]
+    return Interval.of(float(lengths.mean()), draws=errors_of_mean(lengths)), report.targets[0].what_if.allocated
 
 
-def _memory(made: Rehearsal, real: state.Trial) -> float | None:
-    if real.memory is None:
+def _memory(made: Rehearsal, real: tuple[int, ...] | None) -> float | None:
+    if real is None:
         return None
-    predicted = made.what_if.allocated or ()
-    differences = (abs(one - other) for one, other in zip(predicted, real.memory, strict=True))
+    differences = (abs(one - other) for one, other in zip(made.what_if.allocated or (), real, strict=True))
     return max(differences) / GIB
 
 

@@ -13,8 +13,10 @@ import pytest
 from megaprof import simulate
 from megaprof.analysis.report.document import plain_number
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.samples import Interval
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.steps import ModuleKey
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.phrases import Unanswerable, json_of
 from megaprof.formats.ranges import BACKWARD, FORWARD, LAYER
@@ -23,7 +25,16 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse import rehearsal
 from megaprof.rehearse.links import Link
 from megaprof.rehearse.pipeline import Exchange, Pipeline, Stage, alike, together, write
-from megaprof.rehearse.rehearsal import NAME, PREDICTED, Rehearsal, _recomputed, balanced, compared, rehearsed
+from megaprof.rehearse.rehearsal import (
+    NAME,
+    PREDICTED,
+    Rehearsal,
+    _best_of,
+    _recomputed,
+    balanced,
+    compared,
+    rehearsed,
+)
 
 STEPS, MICROBATCHES, GIB, KINDS = 6, 8, 1 << 30, (FORWARD, BACKWARD)
 #: 1 GB/s: a million bytes are a millisecond.
@@ -194,6 +205,7 @@ def test_a_layout_with_other_chunks_is_rehearsed_itself(
 ) -> None:
     """With two chunks, each pass takes some time beside its layers, which no pass with one chunk shows."""
     sizes, ran = ParallelSizes(pp=2), list[bool]()
+    passes = [[[10.0 + beside] * 2] * 2, [[20.0 + beside] * 2] * 2]
 
     def record(words: Sequence[str], place: Path, rank: int, world: int, steps: int) -> Stage:
         ran.append(several := "--num-virtual-stages-per-pipeline-rank" in words)
@@ -201,13 +213,42 @@ def test_a_layout_with_other_chunks_is_rehearsed_itself(
         return replace(each, passes=each.passes + beside * several)
 
     monkeypatch.setattr(rehearsal, "record", record)
-    made, _ = rehearsed(["train.py"], ["train.py"], tmp_path, 2, STEPS, LINKS, 8)
+    made, report = rehearsed(["train.py"], ["train.py"], tmp_path, 2, STEPS, LINKS, 8)
     assert ran == [False, False, True, True]
     assert (made.best is not None) == chosen
+    assert report.targets[0].what_if == made.what_if  # as it ran, and not as it was predicted before
+    candidate = next(each for each in made.what_if.candidates if each.chunks == 2)
+    assert candidate.step_ms.value == pytest.approx(simulate(*passes, MICROBATCHES).step_ms)
     if made.best is not None:
-        passes = [[[10.0 + beside] * 2] * 2, [[20.0 + beside] * 2] * 2]
-        assert made.best.step_ms.value == pytest.approx(simulate(*passes, MICROBATCHES).step_ms)
-        assert made.best.chunks == 2
+        assert made.best == candidate
+
+
+def test_layouts_with_other_chunks_run_until_no_other_one_may_be_quicker() -> None:
+    def change(name: str, speedup: float, chunks: int | None, **more: bool) -> Prediction:
+        found = Prediction.of("layout" if chunks is None else "chunks", 100.0, Interval.of(100.0 / speedup))
+        return replace(found, layout=name, chunks=chunks, flags=("--some",), **more)
+
+    really, ran = {"two": 1.3, "three": 1.35, "three that fits": 1.32}, list[str]()
+
+    def as_it_runs(wanted: Prediction) -> Prediction:
+        ran.append(wanted.layout or "")
+        return replace(change(ran[-1], really[ran[-1]], wanted.chunks), fits=ran[-1] != "three")
+
+    changes = [
+        change("alike", 1.2, None),
+        change("two", 1.5, 2),
+        change("another with two", 1.45, 2),
+        change("three", 1.4, 3),
+        change("three that fits", 1.39, 3),
+        change("too large", 1.6, 4, fits=False),
+        change("four", 1.25, 4),
+    ]
+    found, best = _best_of(changes, as_it_runs, 1.0)
+    assert ran == ["two", "three", "three that fits"]
+    assert best is not None
+    assert best.layout == "three that fits"
+    assert [each.layout for each in found] == [each.layout for each in changes]
+    assert [each.speedup.value for each in found] == pytest.approx([1.2, 1.3, 1.45, 1.35, 1.32, 1.6, 1.25])
 
 
 def test_only_stages_that_differ_are_run() -> None:
