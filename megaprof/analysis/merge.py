@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from isal import igzip
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, clause, of_clocks
-from megaprof.analysis.table.matching import End, Ends, ends_of, exchanged
+from megaprof.analysis.table.matching import Ends, ends_of, exchanged
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.table.traced import jobs_of, table_of
 from megaprof.analysis.trace import nsys_windows as nsys
@@ -75,17 +75,6 @@ class StepName(NamedTuple):
         return f"{self.target}{f' ({self.role})' if self.role else ''} step {self.step}"
 
 
-class Chosen(NamedTuple):
-    """The files of one captured step, the other steps of the same run, how many captured ranks are not among the files,
-    and the runs that have traces in the directory: the step belongs to the chosen one."""
-
-    name: StepName
-    files: tuple[Source, ...]
-    others: tuple[StepName, ...]
-    left_out: int
-    runs: Runs
-
-
 @dataclass(frozen=True)
 class MergeAnswer:
     """The result of a merge, as ``--json`` prints it."""
@@ -127,20 +116,10 @@ class MergeAnswer:
         return StepName(self.target, self.role or "", self.step)
 
 
-@dataclass(frozen=True)
-class _Arrow:
-    """One end of an arrow, in its rank's own time. ``phase`` is ``s`` (start) or ``f`` (finish)."""
-
-    phase: str
-    number: int
-    name: str
-    time: int
-
-
 @dataclass
 class _Rank:
-    """A rank that will be written. ``part``: its part of a file with several processes or windows. ``arrows``: its ends
-    of arrows, by the range in which they start or end."""
+    """A rank that will be written. ``part``: its part of a file with several processes or windows. ``arrows``: the
+    events that draw its ends of arrows, by the range in which they start or end."""
 
     path: Path
     part: Part | None
@@ -149,27 +128,7 @@ class _Rank:
     ends: Ends
     start: int
     base: int
-    arrows: dict[tuple[int, int], list[_Arrow]] = field(default_factory=dict)
-
-
-@dataclass
-class _Writer:
-    file: BinaryIO
-    numbers: Iterator[int]
-    written: int = 0
-    dropped: int = 0
-    _batch: list[bytes] = field(default_factory=list)
-
-    def add(self, event: dict[str, Any]) -> None:
-        self._batch.append(msgspec.json.encode(event))
-        if len(self._batch) >= _BATCH:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._batch:
-            self.file.write((b",\n" if self.written else b"\n") + b",\n".join(self._batch))
-            self.written += len(self._batch)
-            self._batch.clear()
+    arrows: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def merge(
@@ -185,7 +144,7 @@ def merge(
 ) -> MergeAnswer:
     """Merges one captured step under ``source`` into ``out`` (gzipped if that ends in ``.gz``).
 
-    `choose` chooses the run, step and ranks. ``progress(done, total)`` is called after each file. ``out``
+    `_choose` chooses the run, step and ranks. ``progress(done, total)`` is called after each file. ``out``
     appears whole or not at all. It replaces nothing but an older merged timeline. Files that cannot be used become
     warnings.
 
@@ -200,15 +159,14 @@ def merge(
     if out.exists() and not (out.is_file() and out.stat().st_size == 0) and not is_merged(out):
         raise ValueError(f"{out} exists and is no merged timeline of megaprof's: it is not overwritten")
     warnings: list[Note] = []
-    chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks, run=run)
-    name, files = chosen.name, chosen.files
+    name, files, left_out, others, runs = _choose(source, warnings, target, role, step, ranks, run)
     ranks_read = []
     for number, file in enumerate(files):
         ranks_read += _examine(file, name, warnings)
         progress(number + 1, 2 * len(files))
     by_rank: dict[int, _Rank] = {}
     for rank in sorted(ranks_read, key=lambda rank: (rank.start, rank.path)):
-        if chosen.runs.has(rank.start):
+        if runs.has(rank.start):
             if (earlier := by_rank.get(rank.coords.rank)) is not None:
                 files_of_both = earlier.path.name, rank.path.name
                 warnings.append(Note("twice", ranks=(rank.coords.rank,), files=files_of_both))
@@ -231,14 +189,14 @@ def merge(
         role=name.role or None,
         step=name.step,
         ranks=tuple(rank.coords.rank for rank in ranks_read),
-        left_out=chosen.left_out,
+        left_out=left_out,
         events=events,
         arrows=arrows,
         clocks=tuple(of_clocks(clocks, uncertain_ms)),
         warnings=tuple(map(clause, warnings)),
-        others=tuple(map(str, chosen.others)),
-        run=chosen.runs.chosen + 1,
-        runs=chosen.runs.count,
+        others=tuple(map(str, others)),
+        run=runs.chosen + 1,
+        runs=runs.count,
     )
 
 
@@ -302,21 +260,29 @@ def _connect(ranks: list[_Rank], offset_ns: Mapping[int, int], numbers: Iterator
     for message, sending, receiving in exchanged({number: rank.ends for number, rank in by_number.items()}):
         sender, receiver = by_number[sending], by_number[receiving]
         send, receive = sender.ends.sends[message], receiver.ends.receives[message]
-        departure, arrival = _inside(send, send.time[0]), _inside(receive, receive.time[1])
+        departure, arrival = (
+            max(end.within[0], min(time, end.within[1] - _INSIDE_NS))
+            for end, time in ((send, send.time[0]), (receive, receive.time[1]))
+        )
         if arrival + offset_ns[receiving] < departure + offset_ns[sending]:
             backwards += 1
             continue
-        name, number = f"{message.kind} mb={message.microbatch} chunk={message.chunk}", next(numbers)
-        sender.arrows.setdefault(send.within, []).append(_Arrow("s", number, name, departure))
-        receiver.arrows.setdefault(receive.within, []).append(_Arrow("f", number, name, arrival))
+        arrow = {"cat": "p2p", "name": f"{message.kind} mb={message.microbatch} chunk={message.chunk}"}
+        number, base = next(numbers), ranks[0].base
+        sent, received = (departure + offset_ns[sending] - base) / 1000, (arrival + offset_ns[receiving] - base) / 1000
+        sender.arrows.setdefault(send.within, []).append({"ph": "s", **arrow, "id": number, "ts": sent})
+        # Perfetto reverses an arrow that ends in an older slice than the one it starts in. A receive that waits for a
+        # late neighbour began before the send, so its arrow ends in a slice of its own.
+        receiver.arrows.setdefault(receive.within, []).extend(
+            (
+                {"ph": "X", **arrow, "ts": received, "dur": _ARRIVAL_NS / 1000},
+                {"ph": "f", "bp": "e", **arrow, "id": number, "ts": received},
+            )
+        )
         arrows += 1
     if backwards:
         warnings.append(Note("no_arrows", count=backwards, said="by these clocks they arrived before they were sent"))
     return arrows
-
-
-def _inside(end: End, time: int) -> int:
-    return max(end.within[0], min(time, end.within[1] - _INSIDE_NS))
 
 
 def _write(
@@ -328,33 +294,36 @@ def _write(
     warnings: list[Note],
     progress: Callable[[int], None],
 ) -> int:
-    threads = itertools.count(_FIRST_THREAD)
+    threads, written = itertools.count(_FIRST_THREAD), 0
     with appearing(out) as raw:
         file: Any = igzip.IGzipFile(filename="", mode="wb", fileobj=raw) if out.suffix == ".gz" else raw
-        writer = _Writer(file, numbers)
         base = ranks[0].base
         clocks = {str(rank): ns for rank, ns in offset_ns.items()}
         names = {"version": __version__, "target": name.target, "role": name.role or None, "step": name.step}
         header = {MARK: {**names, "offset_ns": clocks}, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
         file.write(msgspec.json.encode(header)[:-1] + b',"traceEvents":[')
         for position, rank in enumerate(ranks):
-            at, host = rank.coords, rank.ends.metadata.host
+            at, host, dropped = rank.coords, rank.ends.metadata.host, 0
             title = f"pp{at.pp} tp{at.tp} cp{at.cp} ep{at.ep} dp{at.dp} (rank {at.rank})"
-            for kind, value in (("name", title), ("labels", host), ("sort_index", position)):
-                if value is not None:
-                    named = {"name": f"process_{kind}", "pid": at.rank + 1, "tid": 0, "ts": 0, "args": {kind: value}}
-                    writer.add({"ph": "M", **named})
-            dropped = writer.dropped
-            _copy(rank, writer, rank.base - base + offset_ns[rank.coords.rank], threads)
-            writer.flush()
-            if writer.dropped > dropped:
-                dropped_here = writer.dropped - dropped
-                warnings.append(Note("events_left_out", files=(rank.path.name,), count=dropped_here))
+            named = [
+                {"ph": "M", "name": f"process_{kind}", "pid": at.rank + 1, "tid": 0, "ts": 0, "args": {kind: value}}
+                for kind, value in (("name", title), ("labels", host), ("sort_index", position))
+                if value is not None
+            ]
+            copied = _copied(rank, rank.base - base + offset_ns[at.rank], threads, numbers)
+            events = itertools.chain(map(msgspec.json.encode, named), copied)
+            while batch := list(itertools.islice(events, _BATCH)):
+                lines = [line for line in batch if line is not None]
+                if lines:
+                    file.write((b",\n" if written else b"\n") + b",\n".join(lines))
+                written, dropped = written + len(lines), dropped + len(batch) - len(lines)
+            if dropped:
+                warnings.append(Note("events_left_out", files=(rank.path.name,), count=dropped))
             progress(position + 1)
         file.write(b"\n]}\n")
         if file is not raw:
             file.close()
-    return writer.written
+    return written
 
 
 def _events(rank: _Rank) -> Iterator[Any]:
@@ -373,17 +342,17 @@ def _events(rank: _Rank) -> Iterator[Any]:
         raise Unanswerable(f"{rank.path} changed while it was read: {fault}") from None
 
 
-def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> None:
-    """Writes the events of a rank with new ids and with times ``shift`` nanoseconds later. Writes each arrow after its
-    range."""
-    pid = rank.coords.rank + 1
+def _copied(rank: _Rank, shift: int, threads: Iterator[int], numbers: Iterator[int]) -> Iterator[bytes | None]:
+    """Yields the events of a rank as JSON, with new ids and with times ``shift`` nanoseconds later, arrows after their
+    range; None for an event that is left out."""
+    pid, encode = rank.coords.rank + 1, msgspec.json.encode
     new_tids: dict[tuple[Any, Any], int] = {}
     new_ids: dict[Any, int] = {}
     for event in _events(rank):
         time = _time(event)
         place = (event.get("pid"), event.get("tid", 0)) if isinstance(event, dict) else (None, None)
         if time is None or not all(isinstance(part, (int, str)) for part in place):
-            writer.dropped += 1
+            yield None
             continue
         if event["ph"] == "M" and event.get("name") in _OF_PROCESS:
             continue
@@ -392,30 +361,21 @@ def _copy(rank: _Rank, writer: _Writer, shift: int, threads: Iterator[int]) -> N
             tid = new_tids[place] = next(threads)
             if isinstance(place[1], str) and place[1]:  # Kineto puts its window's end on a thread without a name
                 name = {"name": place[1]}
-                writer.add({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": name})
+                yield encode({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": name})
         event["pid"], event["tid"], event["ts"] = pid, tid, (time + shift) / 1000
         for key in ("id", "bind_id"):
             if key in event:
                 old_id = json.dumps(event[key], sort_keys=True)
-                event[key] = new_ids[old_id] if old_id in new_ids else new_ids.setdefault(old_id, next(writer.numbers))
+                event[key] = new_ids[old_id] if old_id in new_ids else new_ids.setdefault(old_id, next(numbers))
         try:
-            writer.add(event)
+            yield encode(event)
         except (ValueError, TypeError, RecursionError, OverflowError):
-            writer.dropped += 1
+            yield None
             continue
-        may_have_arrows = event.get("cat") == KERNEL or str(event.get("name")).startswith(ranges.PREFIX)
-        if event["ph"] != "X" or not may_have_arrows:
-            continue
-        start = rank.base + time
-        for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
-            binding = {"bp": "e"} if arrow.phase == "f" else {}
-            label = {"cat": "p2p", "name": arrow.name}
-            place_and_time = {"pid": pid, "tid": tid, "ts": (arrow.time - rank.base + shift) / 1000}
-            if arrow.phase == "f":
-                # Perfetto reverses an arrow that ends in an older slice than the one it starts in. A receive that waits
-                # for a late neighbour began before the send, so its arrow ends in a slice of its own.
-                writer.add({"ph": "X", **label, **place_and_time, "dur": _ARRIVAL_NS / 1000})
-            writer.add({"ph": arrow.phase, **binding, **label, "id": arrow.number, **place_and_time})
+        if event["ph"] == "X" and (event.get("cat") == KERNEL or str(event.get("name")).startswith(ranges.PREFIX)):
+            start = rank.base + time
+            for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
+                yield encode({**arrow, "pid": pid, "tid": tid})
 
 
 def _time(event: Any) -> int | None:
@@ -439,21 +399,22 @@ def is_merged(path: Path) -> bool:
         return False
 
 
-def choose(
+def _choose(
     source: Path,
     warnings: list[Note],
-    *,
-    target: str | None = None,
-    role: str | None = None,
-    step: int | None = None,
-    ranks: Selector | None = None,
-    run: int | None = None,
-) -> Chosen:
-    """Returns the latest step of the first target in `_PREFERRED`, unless ``target``, ``role`` and ``step`` choose
-    another. ``ranks``: None for all ranks, or for the lowest of each stage if there are more than `MOST_RANKS`.
-    ``run``: the number of the run, from 1; None for the newest.
+    target: str | None,
+    role: str | None,
+    step: int | None,
+    ranks: Selector | None,
+    run: int | None,
+) -> tuple[StepName, list[Source], int, list[StepName], Runs]:
+    """Returns a captured step, its files, how many captured ranks are not in them, the other steps of the same run, and
+    the runs that have traces: the step belongs to the chosen one.
 
-    Files that cannot be used become ``warnings``. Raises Unanswerable and NoSuchRun.
+    It is the latest step of the first target in `_PREFERRED`, unless ``target``, ``role`` and ``step`` choose another.
+    ``ranks``: None for all ranks, or for the lowest of each stage if there are more than `MOST_RANKS`. ``run``: the
+    number of the run, from 1; None for the newest. Files that cannot be used become ``warnings``. Raises Unanswerable
+    and NoSuchRun.
     """
     if not source.exists():
         raise Unanswerable(f"{source} does not exist")
@@ -461,18 +422,15 @@ def choose(
     sources, timelines = recordings_in(source)
     for file in sources:
         parsed = None if isinstance(file, NsysFile) else parse_artifact_name(file.name)  # nsys: may hold several
-        steps_and_places: list[tuple[StepName, Place]]
+        if parsed:
+            name = StepName(parsed.target, parsed.role or "", parsed.step)
+            captures.setdefault(name, []).append((file, parsed.place))
+            continue
         try:
-            steps_and_places = (
-                [(StepName(parsed.target, parsed.role or "", parsed.step), parsed.place)]
-                if parsed
-                else [(StepName.of(trace.metadata), trace.metadata.coords) for trace in traces_in(file)]
-            )
+            for trace in traces_in(file):
+                captures.setdefault(StepName.of(trace.metadata), []).append((file, trace.metadata.coords))
         except Undecodable as fault:
             warnings.append(Note("skipped", files=(path_of(file).name,), said=str(fault)))
-            continue
-        for name, coords in steps_and_places:
-            captures.setdefault(name, []).append((file, coords))
     if not captures:
         raise Unanswerable("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
     runs, steps_of_other_runs = _runs_of(timelines, captures, run)
@@ -501,8 +459,8 @@ def choose(
         raise Unanswerable(
             f"{chosen_step} was captured on {len(captured_ranks):,} ranks, and none of them is in '{ranks}'"
         )
-    merged_files = tuple(dict.fromkeys(file for file, coords in files if coords.rank in merged_ranks))
-    return Chosen(chosen_step, merged_files, tuple(sorted(captures)), len(captured_ranks) - len(merged_ranks), runs)
+    merged_files = [*dict.fromkeys(file for file, coords in files if coords.rank in merged_ranks)]
+    return chosen_step, merged_files, len(captured_ranks) - len(merged_ranks), sorted(captures), runs
 
 
 def _runs_of(
@@ -510,18 +468,12 @@ def _runs_of(
 ) -> tuple[Runs, set[StepName]]:
     """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. Decides by the
     rank that has the most files. Raises NoSuchRun."""
-    file_counts = Counter(
-        rank for rank, _ in {(place.rank, file) for files in captures.values() for file, place in files}
-    )
-    rank, count = max(file_counts.items(), key=lambda item: (item[1], -item[0]))
-    if count == 1 and run is None:
+    files_of: defaultdict[int, dict[Source, None]] = defaultdict(dict)
+    for file, place in itertools.chain.from_iterable(captures.values()):
+        files_of[place.rank][file] = None
+    rank = min(files_of, key=lambda rank: (-len(files_of[rank]), rank))
+    if len(files_of[rank]) == 1 and run is None:
         return Runs(), set()  # if there were several runs, some rank would have at least two files
-    begin_ns: dict[StepName, list[int]] = {}
-    steps: list[TracedStep] = []
-    for name, files in captures.items():
-        of_rank = dict.fromkeys(file for file, place in files if place.rank == rank)
-        traced = [step for file in of_rank for step in read(file).steps]
-        begin_ns[name] = [step.host[0] for step in traced if StepName.of(step.metadata) == name]
-        steps += traced
-    runs = runs_in(steps, timelines, run)
-    return runs, {name for name, starts in begin_ns.items() if starts and not any(map(runs.has, starts))}
+    steps = [step for file in files_of[rank] for step in read(file).steps]
+    runs, by_name = runs_in(steps, timelines, run), grouped(steps, lambda step: StepName.of(step.metadata))
+    return runs, {name for name, of_name in by_name.items() if not any(runs.has(step.host[0]) for step in of_name)}
