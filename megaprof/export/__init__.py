@@ -25,11 +25,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=place, help="directory of timelines, or one timeline")
     parser.add_argument(
-        "--parquet",
-        metavar="FILE",
-        type=Path,
-        required=True,
-        help="file to write, which must not exist yet",
+        "--parquet", metavar="FILE", type=Path, required=True, help="file to write, which must not exist yet"
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run (default: the name in the job's control file)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.intervals import Intervals, difference, total, union
+from megaprof.analysis.trace.intervals import difference, total, union
 from megaprof.foreign.recordings import SEND_RECEIVE, Recording
 from megaprof.parallel.schedules import PassId, PipelineSchedule, stage_program
 
@@ -58,18 +58,14 @@ class StageFacts:
     """Duration of a step on the host; of the whole recording if it has no steps."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The findings from one step of one rank."""
+class _Step(NamedTuple):
+    """What one step of one rank shows: nanoseconds computed between two exchanges, by the passes that lie there; those
+    of exchanges while nothing computed; and those from its start to its end."""
 
     microbatches: int
-    """Number of microbatches."""
-    passes: dict[tuple[str, ...], list[int]]
-    """Nanoseconds computed between two exchanges, by the passes that lie there."""
+    passes: Mapping[tuple[str, ...], Sequence[int]]
     exchange_ns: int
-    """Nanoseconds of exchanges while nothing computed."""
     length_ns: int
-    """Nanoseconds from its start to its end."""
 
 
 def stages_of(folder: str, recordings: Sequence[Recording]) -> tuple[list[StageFacts], Note | None]:
@@ -91,55 +87,37 @@ def stages_of(folder: str, recordings: Sequence[Recording]) -> tuple[list[StageF
 
 
 def _steps(recording: Recording, stage: int, stages: int) -> Iterator[_Step]:
-    """Yields the steps that have exchanges; nothing if one of them does not follow 1F1B."""
+    """Yields the steps that have exchanges; nothing if one of them does not follow 1F1B. Does not use the computation
+    before the first exchange of a step and after the last one, because other work is there too."""
     gpu = recording.gpu
-    exchanges, computes = np.zeros(len(gpu.spans), dtype=np.bool_), recording.computes
+    is_exchange, computes = np.zeros(len(gpu.spans), dtype=np.bool_), recording.computes
     for (operation, group), rows in recording.communication.items():
-        exchanges[rows] = (group.description or "").startswith(_GROUP) and operation in _OPERATIONS
+        is_exchange[rows] = (group.description or "").startswith(_GROUP) and operation in _OPERATIONS
     computing = union(gpu.spans[computes])
     whole_recording = [[int(gpu.launched.min()), int(gpu.spans[:, 1].max())]]
     steps = []
     for start, end in recording.steps.tolist() or whole_recording:
         in_step = (gpu.launched >= start) & (gpu.launched <= end)
-        step_exchanges = exchanges & in_step
-        if not step_exchanges.any():
+        exchanges, computed = np.flatnonzero(is_exchange & in_step), np.flatnonzero(computes & in_step)
+        if not len(exchanges):
             continue
-        step_computes = in_step & computes
-        step = _step(gpu.launched[step_exchanges], gpu.launched[step_computes], gpu.spans[step_computes], stage, stages)
-        if step is None:
+        if (microbatches := _count(len(exchanges), stage, stages)) is None:
             return
-        microbatches, passes = step
-        steps.append(
-            _Step(microbatches, passes, total(difference(union(gpu.spans[step_exchanges]), computing)), end - start)
-        )
+        before = np.searchsorted(np.sort(gpu.launched[exchanges]), gpu.launched[computed], side="right")
+        spans = gpu.spans[computed[np.argsort(before, kind="stable")]]
+        between = np.split(spans, np.cumsum(np.bincount(before, minlength=len(exchanges) + 1))[:-1])
+        passes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+        for kinds, computed_spans in [*zip(_passes_between(stage, stages, microbatches), between, strict=True)][1:-1]:
+            passes[kinds].append(total(union(computed_spans)))
+        outside_ns = passes.pop((), [])
+        lengths_ns = [ns for pass_ns in passes.values() for ns in pass_ns]
+        if not lengths_ns or min(lengths_ns) == 0:
+            return
+        if max(outside_ns, default=0) > _MOST_OUTSIDE * statistics.median(lengths_ns):
+            return
+        exchanging = difference(union(gpu.spans[exchanges]), computing)
+        steps.append(_Step(microbatches, passes, total(exchanging), end - start))
     yield from steps
-
-
-def _step(
-    exchanges: npt.NDArray[np.int64], launches: npt.NDArray[np.int64], spans: Intervals, stage: int, stages: int
-) -> tuple[int, dict[tuple[str, ...], list[int]]] | None:
-    """Returns the number of microbatches of a step, and the nanoseconds computed between exchanges, by the passes that
-    lie there; None if the step does not follow 1F1B. Does not use the computation before the first exchange and after
-    the last one, because other work is there too."""
-    microbatches = _count(len(exchanges), stage, stages)
-    if microbatches is None:
-        return None
-    exchanges_before = np.searchsorted(np.sort(exchanges), launches, side="right")
-    order = np.argsort(exchanges_before, kind="stable")
-    spans, first_launches = spans[order], np.searchsorted(exchanges_before[order], np.arange(len(exchanges) + 1))
-    passes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for number, kinds in enumerate(_passes_between(stage, stages, microbatches)):
-        if 0 < number < len(exchanges):
-            passes[kinds].append(total(union(spans[first_launches[number] : first_launches[number + 1]])))
-    outside_ns = passes.pop((), [])
-    lengths_ns = [ns for pass_ns in passes.values() for ns in pass_ns]
-    if (
-        not lengths_ns
-        or min(lengths_ns) == 0
-        or (outside_ns and max(outside_ns) > _MOST_OUTSIDE * statistics.median(lengths_ns))
-    ):
-        return None
-    return microbatches, dict(passes)
 
 
 def _count(exchanges: int, stage: int, stages: int) -> int | None:

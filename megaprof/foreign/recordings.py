@@ -19,9 +19,8 @@ from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
 from megaprof.analysis.trace.gpu import Activities, activities, without_times
-from megaprof.analysis.trace.groups import COMPUTE, USES, ByName
-from megaprof.analysis.trace.intervals import Intervals, intervals
-from megaprof.analysis.trace.steps import owners
+from megaprof.analysis.trace.groups import COMPUTE, USES, ByName, ranks_of
+from megaprof.analysis.trace.intervals import Intervals, intervals, owners
 
 _MOST_RANKS = 1 << 20
 #: Operations in the names of kernels that communicate, in lower case.
@@ -176,12 +175,8 @@ def _operation(kernel: str, named: str | None) -> str:
 
 def _group(said: Said, use: int) -> Group:
     """Returns the group that a kernel names, or that its ``use`` by name implies (`groups.ByName`)."""
-    ranks, axis = None, USES[use] if use > COMPUTE else None
-    if said.ranks:
-        try:
-            ranks = tuple(msgspec.json.decode(said.ranks, type=list[int]))[:_MOST_RANKS]
-        except (msgspec.MsgspecError, UnicodeError):
-            ranks = None
+    axis = USES[use] if use > COMPUTE else None
+    ranks = (ranks_of(said.ranks or "") or ())[:_MOST_RANKS] or None
     description = said.description if said.description not in (None, *_UNNAMED) else None
     if description:
         return Group(description, description, ranks, axis)

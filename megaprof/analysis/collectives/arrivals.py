@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.groups import INSIDE, axis_of
+from megaprof.analysis.trace.groups import INSIDE, axis_of, ranks_of
 from megaprof.formats.facts import Arrivals, kept, unpack_arrivals, unpack_groups
 from megaprof.formats.timeline import COLLECTIVES, GROUPS, Timeline
 
@@ -60,7 +59,7 @@ def step_arrivals(timeline: Timeline, row: int, rank: int, host: str | None) -> 
         for name, group in unpack_groups(payload).items():
             axis = axis_of(group.desc)
             if axis in INSIDE:
-                groups[name] = Group(axis, name, _ranks(group.ranks))
+                groups[name] = Group(axis, name, ranks_of(group.ranks) or ())
     all_arrivals = unpack_arrivals(timeline.facts(COLLECTIVES).get(row, b""))
     by_group = {groups[arrivals.group]: arrivals for arrivals in all_arrivals if arrivals.group in groups}
     return StepArrivals(rank, host, int(timeline.steps["start_ns"][row]), by_group) if by_group else None
@@ -113,10 +112,3 @@ def _sum_ms(values_us: npt.NDArray[Any], shift: int, pass_ms: float) -> Floats:
     longer = values_us > 1e3 * pass_ms
     longer_us = values_us[longer].sum()
     return np.array((values_us[~longer].sum() * 2.0**shift + longer_us, longer_us)) / 1e3
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(msgspec.json.decode(text, type=list[int]))
-    except msgspec.MsgspecError:
-        return ()

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from megaprof.analysis.trace.groups import ranks_of
 from megaprof.formats.flight import EXCHANGE, Entry, Flight, settled
 
 #: A recorder holds a few thousand entries of about 1 kB each, with their frames.
@@ -127,7 +128,12 @@ def read_dump(path: Path) -> Dump:
 
 def dump_of(rank: int, flight: Flight) -> Dump:
     """Returns the dump of ``rank`` from what its flight recorder holds. Raises BadDump."""
-    groups = {name: Group(config.desc, _ranks(config.ranks)) for name, config in flight.pg_config.items() if name}
+    groups: dict[str, Group] = {}
+    for name, config in flight.pg_config.items():
+        if name:
+            if (ranks := ranks_of(config.ranks)) is None:
+                raise BadDump(f"a group has the ranks {config.ranks[:40]!r}")
+            groups[name] = Group(config.desc, ranks)
     called: defaultdict[str, int] = defaultdict(int)
     exchanging = set()
     pending: list[Operation] = []
@@ -173,11 +179,3 @@ def _operation(rank: int, entry: Entry, group: Group, exchange: re.Match[str] | 
         entry.time_created_ns / 1e9,
         entry.state == "started",
     )
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    """Returns the ranks in a text such as ``"[0, 4]"``. Raises BadDump."""
-    try:
-        return tuple(msgspec.json.decode(text, type=list[int]))
-    except msgspec.DecodeError:
-        raise BadDump(f"a group has the ranks {text[:40]!r}") from None

@@ -216,45 +216,41 @@ class _Job:
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self.dumps = dumps
-        self._groups: dict[str, Group] = {}
-        self._member_lists: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
-        mentioning_ranks: defaultdict[str, set[int]] = defaultdict(set)
         #: The collectives in which a rank waits: by group and number, then by rank.
         self.calls: defaultdict[tuple[str, int], dict[int, Operation]] = defaultdict(dict)
-        #: The other side of each exchange; None if it was not called.
-        self._answers: dict[Operation, Operation | None] = {}
-        exchanges: defaultdict[_Side, list[Operation]] = defaultdict(list)
         #: The numbers of the first collectives that have not ended, by rank and group.
         self._first: dict[tuple[int, str], int] = {}
-        exchanging_groups: set[str] = set()
+        exchanges: defaultdict[_Side, list[Operation]] = defaultdict(list)
+        groups: defaultdict[str, dict[int, Group]] = defaultdict(dict)
         for rank, dump in sorted(dumps.items()):
             for name, group in dump.groups.items():
-                self._groups.setdefault(name, group)
-                self._member_lists[name].update([group.ranks] if group.ranks else [])
-                mentioning_ranks[name].add(rank)
+                groups[name][rank] = group
             for operation in dump.pending:
                 if operation.peer is not None:
                     exchanges[rank, operation.group, operation.name, operation.peer].append(operation)
                     continue
                 self.calls[operation.group, operation.number][rank] = operation
                 self._first.setdefault((rank, operation.group), operation.number)
-            exchanging_groups |= dump.exchanging
+        self._groups = {name: next(iter(by_rank.values())) for name, by_rank in groups.items()}
+        self._member_lists = {
+            name: {group.ranks for group in by_rank.values() if group.ranks} for name, by_rank in groups.items()
+        }
+        #: The ranks of each group in its order; if no dump lists them, those whose dumps mention the group.
+        self.members = {
+            name: max(lists, key=len, default=tuple(groups[name])) for name, lists in self._member_lists.items()
+        }
+        #: The other side of each exchange; None if it was not called.
+        self._answers: dict[Operation, Operation | None] = {}
         for (caller, group_name, name, peer), operations in exchanges.items():
             others = exchanges.get((peer, group_name, "recv" if name == "send" else "send", caller), [])
             self._answers |= zip_longest(operations, others[: len(operations)])
-        #: The ranks of each group in its order; if no dump lists them, those whose dumps mention the group.
-        self.members = {
-            name: max(self._member_lists[name], key=len, default=tuple(sorted(mentioning_ranks[name])))
-            for name in self._groups
-        }
         #: The number of the last collective that a rank called, by rank and group.
+        exchanging = frozenset().union(*(dump.exchanging for dump in dumps.values()))
         self._called = {
             (rank, name): number
             for rank, dump in dumps.items()
-            for name, number in {
-                **{name: number for name, number in dump.enqueued.items() if name not in exchanging_groups},
-                **dump.called,
-            }.items()
+            for name, number in {**dump.enqueued, **dump.called}.items()
+            if name in dump.called or name not in exchanging
         }
         #: By collective, the ranks that did not call it, and those that have something else to end before.
         self._absent, self._late = {}, {}

@@ -235,21 +235,17 @@ def _read_item(
     """Reads one work item. ``widths``: the steps per bucket, by target and role."""
     reading = FleetReading()
     groups: dict[tuple[Key, int, int], Calls] = {}
-    waiting: dict[tuple[Key, int, int], list[list[_Steps]]] = {}
+    waiting: dict[tuple[Key, int, int], dict[int, list[_Steps]]] = {}
     steps_waiting = 0
     for number, paths in enumerate(item, 1):
-        by_rank: dict[tuple[Key, int], list[_Steps]] = {}
         for part in _steps_in(paths, timelines, runs, reading):
-            key = Key(part.metadata.target, part.metadata.role, part.metadata.sizes)
-            by_rank.setdefault((key, part.metadata.coords.rank), []).append(part)
-        for (key, _), parts in by_rank.items():
-            coords = parts[-1].metadata.coords
-            waiting.setdefault((key, coords.pp, coords.tp), []).append(parts)
-            steps_waiting += sum(len(part.steps) for part in parts)
+            key, coords = Key(part.metadata.target, part.metadata.role, part.metadata.sizes), part.metadata.coords
+            waiting.setdefault((key, coords.pp, coords.tp), {}).setdefault(coords.rank, []).append(part)
+            steps_waiting += len(part.steps)
         if steps_waiting >= _STEPS_AT_ONCE or number == len(item):
-            for group, ranks in waiting.items():
+            for group, by_rank in waiting.items():
                 series = reading.series.setdefault(group[0], Series(widths.get(group[0][:2], 1)))
-                groups[group] = groups.get(group, Calls()).joined(_add_ranks(series, ranks))
+                groups[group] = groups.get(group, Calls()).joined(_add_ranks(series, [*by_rank.values()]))
             waiting, steps_waiting = {}, 0
     for (key, pp, tp), calls in groups.items():
         series = reading.series[key]

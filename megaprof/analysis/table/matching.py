@@ -18,13 +18,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.trace.intervals import intersection, intervals, total, union
-from megaprof.analysis.trace.steps import Exchanges, TracedStep
+from megaprof.analysis.trace.steps import Exchanges, TracedStep, grouped
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import RECEIVES, SENDS
 
 Interval = tuple[int, int]
+#: Fraction of kernels that may lack their partner.
+_UNMATCHED = 0.05
+_NEVER = np.iinfo(np.int64).max
 
 
 class Message(NamedTuple):
@@ -118,32 +122,30 @@ def _match(step: TracedStep, kind: str, overlapped: bool, ends: Ends) -> None:
         1,
     )
     number = ranges.PASSES.index(kind)
-    of_kind = passes.kind == number  # a combined pass is a forward and a backward
     ids = np.where((passes.kind == 2)[:, None] & (number == 1), passes.ids[:, 2:], passes.ids[:, :2])
-    rows = (of_kind | (passes.kind == 2)) & (ids >= 0).all(axis=1)
-    hosts = passes.host[rows]
+    rows = np.isin(passes.kind, (number, 2)) & (ids >= 0).all(axis=1)  # a combined pass is a forward and a backward
+    ids, hosts, alone = ids[rows], passes.host[rows], passes.kind[rows] == number
     previous, following = np.append(step.host[0], hosts[:-1, 0]), np.append(hosts[1:, 0], step.host[1])
     # The exchange that sent the result is posted before the next pass of this kind. The last exchange that may have
     # brought the input ends after the previous pass of this kind began.
-    sent, received = (
-        np.searchsorted(sends[:, 0], hosts[:, 1]),
-        np.searchsorted(receives[:, 1], hosts[:, 0], "right") - 1,
-    )
-    for index, ((chunk, microbatch), (start, end), alone) in enumerate(
-        zip(ids[rows].tolist(), hosts.tolist(), of_kind[rows].tolist(), strict=True)
+    sent = np.searchsorted(sends[:, 0], hosts[:, 1])
+    received = np.searchsorted(receives[:, 1], hosts[:, 0], "right") - 1
+    sends, receives = (np.append(times, [4 * [none]], axis=0) for times, none in ((sends, _NEVER), (receives, -_NEVER)))
+    chunks, stage = ids[:, 0].tolist(), step.stage
+    consumers = [placement.consumer(kind, stage, chunk) for chunk in chunks]
+    own = [None if placement.producer(kind, stage, chunk) is None else (stage, chunk) for chunk in chunks]
+    for found, places, exchange, is_known, moment in (
+        (ends.sends, consumers, sends[sent, 2:], alone & (sends[sent, 0] <= following), hosts[:, 1:]),
+        (ends.receives, own, receives[received, 2:], alone & (receives[received, 1] > previous), hosts[:, :1]),
     ):
-        send, receive = sends[sent[index] : sent[index] + 1], receives[received[index] : received[index] + 1][:1]
-        step_key = step.target, step.step, step.index
-        if (consumer := placement.consumer(kind, step.stage, chunk)) is not None:
-            message = Message(*step_key, consumer[0], kind, consumer[1], microbatch)
-            within = send[send[:, 0] <= following[index], 2:]
-            if (point := _end((start, end), alone, within, end, ends.kernels)) is not None:
-                ends.sends[message] = point
-        if placement.producer(kind, step.stage, chunk) is not None:
-            message = Message(*step_key, step.stage, kind, chunk, microbatch)
-            within = receive[receive[:, 1] > previous[index], 2:]
-            if (point := _end((start, end), alone, within, start, ends.kernels)) is not None:
-                ends.receives[message] = point
+        # Without an exchange, the end is in the pass: at its begin or end, or anywhere in a combined pass.
+        within = np.where(is_known[:, None], exchange, hosts)
+        time = np.where((alone & ~is_known)[:, None], moment, within)
+        wanted = is_known | (not ends.kernels)
+        for index in np.flatnonzero(wanted).tolist():
+            if (place := places[index]) is not None:
+                message = Message(step.target, step.step, step.index, place[0], kind, place[1], int(ids[index, 1]))
+                found[message] = End(*(tuple(times[index].tolist()) for times in (time, within)))
 
 
 def _sorted(exchanges: Exchanges, wanted: Callable[[str], bool], by: int) -> npt.NDArray[np.int64]:
@@ -153,38 +155,28 @@ def _sorted(exchanges: Exchanges, wanted: Callable[[str], bool], by: int) -> npt
     return times[np.argsort(times[:, by], kind="stable")]
 
 
-def _end(of_pass: Interval, alone: bool, exchange: npt.NDArray[np.int64], moment: int, kernels: bool) -> End | None:
-    """Returns an end in the ``exchange``, [0 or 1, 2]. Without an exchange, the end is in the pass: at ``moment``, or
-    anywhere in a combined pass, which is not ``alone``. None if kernels are wanted."""
-    if len(exchange) and alone:
-        within = int(exchange[0, 0]), int(exchange[0, 1])
-        return End(within, within)
-    return None if kernels else End((moment, moment) if alone else of_pass, of_pass)
-
-
-#: Fraction of kernels that may lack their partner.
-_UNMATCHED = 0.05
-
-
-def meetings(steps: Sequence[TracedStep], offset: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-    """Returns for how many nanoseconds bytes moved while nothing computed, and for how many each rank waited for its
-    neighbours, by rank: for those whose exchanges all have their other end in ``steps``, one of each rank. ``offset``:
-    nanoseconds to add to the times of each rank."""
-    by_kernels = [step for step in steps if step.kernels.labels]
-    ends = {step.rank: ends_of(step.metadata, [step]) for step in by_kernels}
-    # The time at which the later end arrived, by rank and kernel, on the rank's own clock.
-    later_end_ns: dict[int, dict[Interval, int]] = {step.rank: {} for step in by_kernels}
-    for message, sender, receiver in exchanged(ends):
-        send, receive = ends[sender].sends[message].time, ends[receiver].receives[message].time
-        by_send, by_receive = later_end_ns[sender], later_end_ns[receiver]
-        by_send[send] = max(by_send.get(send, send[0]), receive[0] + offset[receiver] - offset[sender])
-        by_receive[receive] = max(by_receive.get(receive, receive[0]), send[0] + offset[sender] - offset[receiver])
-    meetings_by_rank = {}
-    for step in by_kernels:
-        arrived_ns = later_end_ns[step.rank]
-        if len(arrived_ns) < (1 - _UNMATCHED) * len(step.kernels.labels):
-            continue
-        moving = union(intervals((min(arrival_ns, end), end) for (_, end), arrival_ns in arrived_ns.items()))
-        transfer_ns = total(intersection(step.pipeline, moving))
-        meetings_by_rank[step.rank] = transfer_ns, total(step.pipeline) - transfer_ns
-    return meetings_by_rank
+def meetings(table: Table, steps: Sequence[TracedStep]) -> Floats:
+    """Returns for how many milliseconds bytes moved while nothing computed, and for how many each rank waited for its
+    neighbours, [2, t, d, s, p], on the clock of the table: NaN for a rank if its exchanges do not all have their other
+    end in ``steps``."""
+    found = np.full((2, *table.offset_ns.shape), np.nan)
+    places = {int(rank): place for place, rank in np.ndenumerate(table.ranks)}
+    by_call = grouped((step for step in steps if step.rank in places and step.kernels.labels), lambda step: step.key)
+    for t, call in enumerate(zip(table.steps.tolist(), table.calls.tolist(), strict=True)):
+        by_rank = {step.rank: step for step in by_call.get(call, ())}
+        offset = {rank: int(table.offset_ns[(t, *places[rank])]) for rank in by_rank}
+        ends = {rank: ends_of(step.metadata, [step]) for rank, step in by_rank.items()}
+        # The time at which the later end arrived, by rank and kernel, on the rank's own clock.
+        later_end_ns: dict[int, dict[Interval, int]] = {rank: {} for rank in by_rank}
+        for message, sender, receiver in exchanged(ends):
+            send, receive = ends[sender].sends[message].time, ends[receiver].receives[message].time
+            by_send, by_receive = later_end_ns[sender], later_end_ns[receiver]
+            by_send[send] = max(by_send.get(send, send[0]), receive[0] + offset[receiver] - offset[sender])
+            by_receive[receive] = max(by_receive.get(receive, receive[0]), send[0] + offset[sender] - offset[receiver])
+        for rank, step in by_rank.items():
+            arrived_ns = later_end_ns[rank]
+            if len(arrived_ns) >= (1 - _UNMATCHED) * len(step.kernels.labels):
+                moving = union(intervals((min(arrival_ns, end), end) for (_, end), arrival_ns in arrived_ns.items()))
+                transfer_ns = total(intersection(step.pipeline, moving))
+                found[(slice(None), t, *places[rank])] = transfer_ns, total(step.pipeline) - transfer_ns
+    return found * 1e-6

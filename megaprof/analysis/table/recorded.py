@@ -76,15 +76,6 @@ class _Plan(NamedTuple):
     """Nanoseconds on the wall clock from which times are counted, so that floats hold them exactly."""
 
 
-class _Rank(NamedTuple):
-    """One rank whose files are read, for itself or for all its peers."""
-
-    files: tuple[Path, ...]
-    names: tuple[tuple[int, str | None], ...]
-    replica: int
-    peer: int
-
-
 def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[int], workers: Workers) -> Table:
     timelines = reading.timelines
     replicas = _replicas(series.ranks)
@@ -105,22 +96,13 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     peer_groups = [peers for replica in chosen_replicas for peers in replicas[replica]]
     # Peers wait for each other in every pass, so one of them shows the passes of all, but not which one enters late.
     one_peer = step_count * sum(map(len, peer_groups)) * passes_per_rank > _MOST_PASSES
-    items = [
-        _Rank(
-            peer.files,
-            tuple((rank.coords.rank, rank.host) for rank in represented),
-            *place_of(peer.coords),
-        )
-        for peers in peer_groups
-        for peer, represented in ([(peers[0], peers)] if one_peer else [(peer, [peer]) for peer in peers])
-    ]
-    items = [item._replace(peer=0) for item in items] if one_peer else items
-    of_table = timelines.only(path for item in items for path in item.files)
+    items = peer_groups if one_peer else [[peer] for peers in peer_groups for peer in peers]
+    of_table = timelines.only(path for peers in items for path in peers[0].files)
     read = in_processes(partial(_steps, of_table, plan), items, workers, timelines.useful_processes(len(items)))
-    rank_steps = [rank for rank in read if rank is not None]
+    rank_steps = [replace(rank, peer=0) if one_peer else rank for rank in read if rank is not None]
     if not rank_steps:
         raise Unfit(Note("no_step", said="no rank recorded the times of its microbatches"))
-    table = tabulate(key, _without_waiting(rank_steps), plan.metadata, schedule, plan.origin)
+    table = tabulate(key, [*_without_waiting(rank_steps)], plan.metadata, schedule, plan.origin)
     table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes, in_compute)))
     if len(chosen_replicas) == len(replicas):
         return table
@@ -222,11 +204,11 @@ def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) 
     return spread_numbers
 
 
-def _steps(timelines: Timelines, plan: _Plan, rank: _Rank) -> RankSteps | None:
-    """Returns the steps of one rank, or None if it has none of them. If a step ran again, the last time counts."""
-    step_rows: dict[int, tuple[int, format.Timeline, int]] = {}
-    parts: list[Parts] = []
-    for timeline, rows in timelines.steps_of(rank.files, plan.key):
+def _steps(timelines: Timelines, plan: _Plan, ranks: Sequence[RankRow]) -> RankSteps | None:
+    """Returns the steps of the first of ``ranks``, which stands for all of them; None if it has none of the plan's. If
+    a step ran again, the last time counts."""
+    files, found, parts = list[format.Timeline](), list[Numbers](), list[Parts]()
+    for timeline, rows in timelines.steps_of(ranks[0].files, plan.key):
         alike = [_shape(metadata) == _shape(plan.metadata) for metadata in timeline.metadata]
         parts.append(parts_of(timeline, rows))
         numbers = numbers_of(timeline.steps)
@@ -234,87 +216,87 @@ def _steps(timelines: Timelines, plan: _Plan, rank: _Rank) -> RankSteps | None:
         has_arrivals = np.isin(np.arange(len(is_wanted)), list(timeline.facts(format.COLLECTIVES)))
         if has_arrivals.any() and np.isin(plan.numbers, plan.arrival_steps).all():
             is_wanted &= has_arrivals
-        for row in rows[is_wanted[rows]].tolist():
-            number, start = int(numbers[row]), int(timeline.steps["start_ns"][row])
-            if number not in step_rows or step_rows[number][0] <= start:
-                step_rows[number] = start, timeline, row
-    return replace(_laid_out(plan, rank, step_rows), parts=parts) if step_rows else None
+        rows = rows[is_wanted[rows]]
+        of_file = np.full(len(rows), len(files))
+        found.append(np.column_stack((numbers[rows], timeline.steps["start_ns"][rows], of_file, rows)))
+        files.append(timeline)
+    steps = np.concatenate((np.empty((0, 4), np.int64), *found))
+    steps = steps[np.lexsort((steps[:, 1], steps[:, 0]))]
+    steps = steps[np.append(steps[1:, 0] != steps[:-1, 0], True)[: len(steps)]]
+    return replace(_laid_out(plan, ranks, files, *steps[:, (0, 2, 3)].T), parts=parts) if len(steps) else None
 
 
-def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, format.Timeline, int]]) -> RankSteps:
-    numbers = sorted(step_rows)
-    schedule = plan.schedule
+def _laid_out(
+    plan: _Plan,
+    ranks: Sequence[RankRow],
+    files: Sequence[format.Timeline],
+    numbers: Numbers,
+    file_of: Numbers,
+    row_of: Numbers,
+) -> RankSteps:
+    """Returns the steps with these ``numbers``, each with the index of its file and its row there."""
+    schedule, names = plan.schedule, tuple((rank.coords.rank, rank.host) for rank in ranks)
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
-    start, end, collected_ms = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
-    core_waits_ms, host_passes = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
-    loading_ms, loads = np.zeros(shape), False
-    left, enter, reduced = np.full((3, len(numbers)), np.nan)
-    device = False
-    microbatches = shape[3]
-    steps_by_shape: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
-    work, lengths_from = np.full((len(numbers), microbatches, 3), np.nan), None
-    facts: dict[int, tuple[list[bytes], list[bytes]]] = {}
-    memory: list[Peak] = []
-    for t, number in enumerate(numbers):
-        start_ns, timeline, row = step_rows[number]
-        if id(timeline) not in facts:
-            facts[id(timeline)] = timeline.holding(format.WORK), timeline.holding(format.MEMORY)
-        works, memories = facts[id(timeline)]
-        if (allocated := format.Memory.unpack(memories[row])) is not None:
-            memory.append(Peak(allocated.allocated, allocated.peak, allocated.capacity or None))
-        if (step_work := unpack_work(works[row])) is not None and len(step_work[1]) == microbatches:
-            lengths_from, work[t] = step_work
-        if (host_bound := timeline.host_bound_passes(row)) is not None:
-            host_passes[t] = host_bound
-        if (data := unpack_data(timeline.facts(format.DATA).get(row, b""))) is not None:
-            loads, of_chunks = True, data[:microbatches, : shape[1]].T
-            loading_ms[t, : len(of_chunks), 0, : of_chunks.shape[1]] = of_chunks / 1e3
-        enter[t] = (start_ns - plan.origin) / 1e6
-        if row:
-            before = timeline.steps[row - 1]
-            left[t] = (int(before["start_ns"]) - plan.origin) / 1e6 + before["duration"] / 1e3
-        device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
-        steps_by_shape.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)
-    for step_indices in steps_by_shape.values():
-        _, timeline, row = step_rows[numbers[step_indices[0]]]
-        decoded, times = timeline.times([step_rows[numbers[t]][2] for t in step_indices])
-        if not len(decoded):
-            continue  # damaged: no step is whole
-        events, places, halves, finalizing = _passes(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
-        table_rows, entered_ms = np.array(step_indices)[decoded, None], enter[step_indices][decoded, None]
-        length_us = times[:, events, 1] - times[:, events, 0]
-        forward_shares = np.zeros((len(decoded), 1))
-        if halves.any():
-            alone_us = [length_us[:, (halves == 0) & (places[1] == kind)] for kind in (0, 1)]
-            forward_shares[:, 0] = [forward_share(*durations) for durations in zip(*alone_us, strict=True)]
-        begin_us = times[:, events, 0] + np.where(halves > 0, forward_shares, 0.0) * length_us
-        end_us = times[:, events, 1] - np.where(halves < 0, 1.0 - forward_shares, 0.0) * length_us
-        start[(table_rows, *places)], end[(table_rows, *places)] = entered_ms + np.stack((begin_us, end_us)) / 1e3
-        core_waits_ms[step_indices] = _core_waits(timeline, [step_rows[numbers[t]][2] for t in step_indices])
-        garbage = timeline.facts(format.COLLECTIONS)
-        for index, t in enumerate(table_rows[:, 0].tolist()):
-            if payload := garbage.get(step_rows[numbers[t]][2]):
-                spans = np.stack((begin_us[index], end_us[index]), axis=-1).astype(np.int64)
-                collected_us = covered(union(unpack_collections(payload)), spans)
-                collected_ms[(t, *places)] = collected_us / 1e3
-        if finalizing.any():
-            reduced[table_rows[:, 0]] = entered_ms[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
+    start, end = np.full((2, *shape), np.nan)
+    collected_ms, loading_ms = np.zeros((2, *shape))
+    host_passes, left, enter, reduced = np.full((4, len(numbers)), np.nan)
+    work, core_waits_ms = np.full((len(numbers), shape[3], 3), np.nan), np.zeros(len(numbers))
+    loads, device, lengths_from = False, False, None
+    memory, arrivals = list[Peak](), dict[int, StepArrivals]()
+    for file, timeline in enumerate(files):
+        steps, places_here = timeline.steps, np.flatnonzero(file_of == file)
+        rows = row_of[places_here]
+        enter[places_here] = (steps["start_ns"][rows] - plan.origin) / 1e6
+        before = steps[rows[rows > 0] - 1]
+        left[places_here[rows > 0]] = (before["start_ns"] - plan.origin) / 1e6 + before["duration"] / 1e3
+        device |= bool((steps["flags"][rows] & format.DEVICE_CLOCK).any())
+        core_waits_ms[places_here] = _core_waits(timeline, rows)
+        works, memories = timeline.holding(format.WORK), timeline.holding(format.MEMORY)
+        for t, row in zip(places_here.tolist(), rows.tolist(), strict=True):
+            if (allocated := format.Memory.unpack(memories[row])) is not None:
+                memory.append(Peak(allocated.allocated, allocated.peak, allocated.capacity or None))
+            if (step_work := unpack_work(works[row])) is not None and len(step_work[1]) == shape[3]:
+                lengths_from, work[t] = step_work
+            if (host_bound := timeline.host_bound_passes(row)) is not None:
+                host_passes[t] = host_bound
+            if (data := unpack_data(timeline.facts(format.DATA).get(row, b""))) is not None:
+                loads, of_chunks = True, data[: shape[3], : shape[1]].T
+                loading_ms[t, : len(of_chunks), 0, : of_chunks.shape[1]] = of_chunks / 1e3
+            if (came := step_arrivals(timeline, row, *names[0])) is not None:
+                arrivals[int(numbers[t])] = came
+        for number in np.unique(steps["shape"][rows]).tolist():
+            alike = places_here[steps["shape"][rows] == number]
+            decoded, times = timeline.times(row_of[alike].tolist())
+            if not len(decoded):
+                continue  # damaged: no step is whole
+            events, places, halves, finalizing = _passes(timeline.shapes[number].tobytes(), schedule)
+            table_rows, entered_ms = alike[decoded, None], enter[alike[decoded], None]
+            length_us = times[:, events, 1] - times[:, events, 0]
+            forward_shares = np.zeros((len(decoded), 1))
+            if halves.any():
+                alone_us = [length_us[:, (halves == 0) & (places[1] == kind)] for kind in (0, 1)]
+                forward_shares[:, 0] = [forward_share(*durations) for durations in zip(*alone_us, strict=True)]
+            begin_us = times[:, events, 0] + np.where(halves > 0, forward_shares, 0.0) * length_us
+            end_us = times[:, events, 1] - np.where(halves < 0, 1.0 - forward_shares, 0.0) * length_us
+            start[(table_rows, *places)], end[(table_rows, *places)] = entered_ms + np.stack((begin_us, end_us)) / 1e3
+            for index, t in enumerate(table_rows[:, 0].tolist()):
+                if payload := timeline.facts(format.COLLECTIONS).get(int(row_of[t])):
+                    spans = np.stack((begin_us[index], end_us[index]), axis=-1).astype(np.int64)
+                    collected_ms[(t, *places)] = covered(union(unpack_collections(payload)), spans) / 1e3
+            if finalizing.any():
+                reduced[table_rows[:, 0]] = entered_ms[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     if device and collected_ms.any():  # the GPU may have had enough work meanwhile
         excess_ms = end - start - np.nanmedian(end - start, axis=0)
         collected_ms = np.clip(collected_ms, 0.0, np.maximum(excess_ms, 0.0))
     loading_ms = np.clip(loading_ms, 0.0, np.nan_to_num(end - start))
-    _, timeline, row = step_rows[numbers[-1]]
-    metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
+    timeline = files[file_of[-1]]
+    metadata = timeline.metadata[int(timeline.steps["metadata"][row_of[-1]])]
     modules = dict[ModuleKey, tuple[int, ...]]()
     for payload in timeline.facts(format.MODULES).values():
         modules |= {ModuleKey(*module): (ns,) for module, ns in unpack_modules(payload)}
-    arrivals = {}
-    for number, (_, timeline, row) in step_rows.items():
-        if (came := step_arrivals(timeline, row, *rank.names[0])) is not None:
-            arrivals[number] = came
     # A combined pass computes during its collectives on purpose.
     axes = () if schedule.combined else INSIDE
-    usual_ms = list(zip(numbers, _usual_pass(start, end), strict=True))
+    usual_ms = list(zip(numbers.tolist(), _usual_pass(start, end), strict=True))
     ran_ms = {
         axis: np.array([arrivals[each].ran_ms(axis, ms) if each in arrivals else np.nan for each, ms in usual_ms])
         for axis in axes
@@ -322,13 +304,14 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     ran_ms = {axis: ms for axis, ms in ran_ms.items() if np.isfinite(ms).all()}
     passes_ms = np.nansum(end - start, axis=(1, 2, 3))
     ran_fraction = np.clip(sum(ran_ms.values(), np.zeros(len(numbers))) / np.maximum(passes_ms, 1e-9), 0.0, 1.0)
+    replica, peer = place_of(metadata.coords)
     return RankSteps(
-        names=rank.names,
+        names=names,
         metadata=metadata,
         stage=metadata.coords.pp,
-        replica=rank.replica,
-        peer=rank.peer,
-        steps=np.array(numbers),
+        replica=replica,
+        peer=peer,
+        steps=numbers,
         start=start,
         end=end,
         compute=end - start - collected_ms - loading_ms,
@@ -356,14 +339,14 @@ def _laid_out(plan: _Plan, rank: _Rank, step_rows: Mapping[int, tuple[int, forma
     )
 
 
-def _core_waits(timeline: format.Timeline, rows: Sequence[int]) -> Floats:
+def _core_waits(timeline: format.Timeline, rows: Numbers) -> Floats:
     """Returns how many milliseconds the thread waited for a processor core in each of these steps of a file and since
     the step before, [row]; 0 if the counter was not read. It is read about once a second, so steps share what it
     counted by the time that they took."""
     end_ms = timeline.steps["start_ns"] / 1e6 + timeline.steps["duration"] / 1e3
     begin_ms = timeline.steps["start_ns"] / 1e6
     begin_ms[1:] = np.minimum(begin_ms[1:], end_ms[:-1])
-    begin_ms, end_ms, waits_ms = begin_ms[list(rows)], end_ms[list(rows)], np.zeros(len(rows))
+    begin_ms, end_ms, waits_ms = begin_ms[rows], end_ms[rows], np.zeros(len(rows))
     for row, payload in timeline.facts(format.WAITED).items():
         span = format.Waited.unpack(payload)
         if span is not None and span.length and row < len(timeline.steps):
@@ -373,9 +356,10 @@ def _core_waits(timeline: format.Timeline, rows: Sequence[int]) -> Floats:
     return waits_ms
 
 
-def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
-    """Returns the ranks without the time they waited for their peers in collectives. This time is taken evenly from the
-    passes of a step, because not every clock shows in which pass a rank waited."""
+def _without_waiting(ranks: Sequence[RankSteps]) -> Iterator[RankSteps]:
+    """Yields the ranks with the time that they waited for their peers in collectives in ``spent``, and without it in
+    ``compute``: taken evenly from the passes of a step, because not every clock shows in which pass a rank waited.
+    Waits that are longer than a usual pass stay there: they are in single passes, and would be taken from all."""
     by_step: dict[tuple[int, int, int], dict[int, StepArrivals]] = defaultdict(dict)
     usual_ms: dict[tuple[int, int, int], float] = {}
     for rank in ranks:
@@ -384,29 +368,23 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
                 key = rank.replica, rank.stage, number
                 by_step[key][rank.peer], usual_ms[key] = rank.came[number], pass_ms
     waits = {key: waited_ms(list(peers.values()), usual_ms[key]) for key, peers in by_step.items()}
-    return [_waiting(rank, waits) for rank in ranks]
+    unknown = np.full(2, np.nan)
+    for rank in ranks:
+        of_peers = [waits.get((rank.replica, rank.stage, number), {}) for number in rank.steps.tolist()]
+        of_rank = [of_step.get(rank.names[0][0], {}) for of_step in of_peers]
+        waits_ms = {axis: np.array([by_axis.get(axis, unknown) for by_axis in of_rank]) for axis in INSIDE}
+        shorter_ms = sum(np.nan_to_num(ms[:, 0] - ms[:, 1]) for ms in waits_ms.values())
+        part = np.clip(shorter_ms / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING)
+        # Steps in which a peer recorded nothing are not in the table, so their waiting need not be known.
+        known_ms = {f"{axis}_waiting": ms[:, 0] for axis, ms in waits_ms.items() if np.isfinite(ms).any()}
+        compute = rank.compute * (1.0 - part)[:, None, None, None]
+        yield replace(rank, spent={**rank.spent, **known_ms}, compute=compute)
 
 
 def _usual_pass(start: Floats, end: Floats) -> list[float]:
     """Returns how long the usual passes of each step take, in milliseconds: those of the kind that takes longest."""
     usual_ms: list[float] = np.median(end - start, axis=3).max(axis=(1, 2)).tolist()
     return usual_ms
-
-
-def _waiting(rank: RankSteps, waits: Mapping[tuple[int, int, int], Mapping[int, Mapping[str, Floats]]]) -> RankSteps:
-    """Returns the rank with its waiting in ``spent``, and without it in ``compute``. Waits that are longer than a usual
-    pass stay there: they are in single passes, and would be taken from all."""
-    of_steps = [
-        waits.get((rank.replica, rank.stage, number), {}).get(rank.names[0][0], {}) for number in rank.steps.tolist()
-    ]
-    unknown = np.full(2, np.nan)
-    waits_ms = {axis: np.array([by_axis.get(axis, unknown) for by_axis in of_steps]) for axis in INSIDE}
-    usual_ms = sum(np.nan_to_num(ms[:, 0] - ms[:, 1]) for ms in waits_ms.values())
-    waiting_fraction = np.clip(usual_ms / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING)
-    # Steps in which a peer recorded nothing are not in the table, so their waiting need not be known.
-    known_ms = {f"{axis}_waiting": ms[:, 0] for axis, ms in waits_ms.items() if np.isfinite(ms).any()}
-    compute = rank.compute * (1.0 - waiting_fraction)[:, None, None, None]
-    return replace(rank, spent={**rank.spent, **known_ms}, compute=compute)
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -190,14 +191,12 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
     }
     if not whole_replicas:
         # One peer of each stage is enough for a pipeline.
-        for replica, by_place in sorted(by_replica.items()):
-            whole_replicas[replica] = {
-                (stage, 0): by_place[stage, peer] for stage, peer in sorted(by_place, reverse=True)
-            }
-        peers, most_stages = {0}, max(map(len, whole_replicas.values()))
-        whole_replicas = {
-            replica: by_place for replica, by_place in whole_replicas.items() if len(by_place) == most_stages
+        one_peer = {
+            replica: {(stage, 0): by_place[stage, peer] for stage, peer in sorted(by_place, reverse=True)}
+            for replica, by_place in sorted(by_replica.items())
         }
+        peers, most_stages = {0}, max(map(len, one_peer.values()))
+        whole_replicas = {replica: by_place for replica, by_place in one_peer.items() if len(by_place) == most_stages}
         if most_stages < stages:
             replica, by_place = next(iter(whole_replicas.items()))
             placeholders = {(stage, 0): _placeholder(next(iter(by_place.values())), stage) for stage in range(stages)}
@@ -237,15 +236,10 @@ def _with_steps(replicas: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[lis
         replica: set.intersection(*(set(rank.steps.tolist()) for rank in ranks.values()))
         for replica, ranks in replicas.items()
     }
-    best: tuple[list[int], set[int]] = [], set()
-    chosen_replicas: list[int] = []
-    common_steps: set[int] = set()
-    for replica in sorted(steps_of, key=lambda candidate: -len(steps_of[candidate])):
-        common_steps = common_steps & steps_of[replica] if chosen_replicas else steps_of[replica]
-        chosen_replicas.append(replica)
-        if len(chosen_replicas) * len(common_steps) > len(best[0]) * len(best[1]):
-            best = list(chosen_replicas), common_steps
-    return sorted(best[0]), sorted(best[1])
+    by_steps = sorted(steps_of, key=lambda replica: -len(steps_of[replica]))
+    common: list[set[int]] = [*accumulate((steps_of[replica] for replica in by_steps), set.intersection)]
+    best = max(range(len(common)), key=lambda index: (index + 1) * len(common[index]))
+    return sorted(by_steps[: best + 1]), sorted(common[best])
 
 
 def warming_up(lengths: Sequence[float]) -> int:

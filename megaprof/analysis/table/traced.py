@@ -82,34 +82,6 @@ def jobs_of(steps: Iterable[TracedStep]) -> list[Job]:
 def _leave_out(job: Job) -> None:
     """Leaves the steps that may be averaged together: no duplicates, and only calls that every captured stage has.
     Blocks a verdict that these do not allow."""
-    _without_duplicates(job)
-    stages, present = job.key.sizes.pp, {step.stage for step in job.steps}
-    if missing := set(range(stages)) - present:
-        note = Note("stages_missing", stages=tuple(sorted(missing)), count=len(present), of=stages)
-        job.warn(note, block=True)
-    by_call = grouped(job.steps, lambda step: step.key)
-    stages_of = {key: {step.stage for step in same} for key, same in by_call.items()}
-    if present not in stages_of.values():
-        job.warn(Note("not_comparable", said="no step was captured on every stage"), block=True)
-    else:
-        for key in sorted(key for key, captured in stages_of.items() if captured != present):
-            captured, said = tuple(sorted(stages_of[key])), "it was not captured on the other stages"
-            job.warn(Note("left_out", steps=key[:1], stages=captured, said=said))
-        job.steps = [step for step in job.steps if stages_of[step.key] == present]
-    _without(
-        job,
-        lambda step: step.unseen and Note("left_out", steps=(step.step,), ranks=(step.rank,), why=step.unseen),
-    )
-    _without(job, lambda step: step.incomplete and Note("left_out", files=(step.source,), why=step.incomplete))
-    by_number = grouped(sorted(job.steps, key=lambda step: step.step), lambda step: step.step)
-    lengths_ns = [max(step.extent[1] - step.extent[0] for step in same) for same in by_number.values()]
-    if cold := tuple(by_number)[: warming_up(lengths_ns)]:
-        job.warn(Note("first_steps", steps=cold))
-    job.steps = [step for step in job.steps if step.step not in cold]
-    _without_axes(job)
-
-
-def _without_duplicates(job: Job) -> None:
     by_call: dict[tuple[int, int, int], TracedStep] = {}
     # Two tools may have captured the same step, but only one of them the GPU. Its file is sorted last, so it is kept.
     for step in sorted(job.steps, key=lambda step: (step.unseen is None, step.host[0], step.source)):
@@ -118,6 +90,29 @@ def _without_duplicates(job: Job) -> None:
             job.warn(Note("twice", ranks=(step.rank,), steps=(step.step,), files=(by_call[key].source, step.source)))
         by_call[key] = step
     job.steps = [*by_call.values()]
+    stages, present = job.key.sizes.pp, {step.stage for step in job.steps}
+    if missing := set(range(stages)) - present:
+        note = Note("stages_missing", stages=tuple(sorted(missing)), count=len(present), of=stages)
+        job.warn(note, block=True)
+    of_calls = grouped(job.steps, lambda step: step.key)
+    stages_of = {call: {step.stage for step in same} for call, same in of_calls.items()}
+    if present not in stages_of.values():
+        job.warn(Note("not_comparable", said="no step was captured on every stage"), block=True)
+    else:
+        for call in sorted(call for call, captured in stages_of.items() if captured != present):
+            captured, said = tuple(sorted(stages_of[call])), "it was not captured on the other stages"
+            job.warn(Note("left_out", steps=call[:1], stages=captured, said=said))
+        job.steps = [step for step in job.steps if stages_of[step.key] == present]
+    _without(
+        job, lambda step: step.unseen and Note("left_out", steps=(step.step,), ranks=(step.rank,), why=step.unseen)
+    )
+    _without(job, lambda step: step.incomplete and Note("left_out", files=(step.source,), why=step.incomplete))
+    by_number = grouped(sorted(job.steps, key=lambda step: step.step), lambda step: step.step)
+    lengths_ns = [max(step.extent[1] - step.extent[0] for step in same) for same in by_number.values()]
+    if cold := tuple(by_number)[: warming_up(lengths_ns)]:
+        job.warn(Note("first_steps", steps=cold))
+    job.steps = [step for step in job.steps if step.step not in cold]
+    _without_axes(job)
 
 
 def _check_same_job(job: Job) -> None:
@@ -186,8 +181,6 @@ def _explain(step: TracedStep, job: Job) -> None:
         job.warn(Note("left_out", files=(step.source,), why=step.incomplete), pp)
     if step.has_kernels and not step.on_gpu:
         job.warn(Note("passes_unknown", said=LAUNCHES_UNKNOWN), pp, block=True)
-    elif step.lost:
-        job.warn(Note("events_left_out", said="GPU activities without a launch in the trace"), pp)
     if step.target == WHOLE_STEP:
         job.warn(Note("whole_step"), block=True)
     if step.combined:
@@ -226,7 +219,10 @@ def _table(job: Job) -> Table:
     origin = min(step.host[0] for step in steps)
     ranks = [_rank(of_rank, schedule, origin) for of_rank in grouped(steps, lambda step: step.rank).values()]
     table = tabulate(job.key, ranks, metadata, schedule, origin)
-    table = replace(table, spent={**table.spent, **_exchanges(table, steps)})
+    if table.sizes.pp > 1 and all(step.on_gpu for step in steps):
+        known = table.clocks and (table.aligned_ms or 0.0) <= _MOST_UNCERTAIN * table.length.min()
+        transfer_ms, waiting_ms = meetings(table, steps if known else ())
+        table = replace(table, spent={**table.spent, "pp": transfer_ms, "pp_waiting": waiting_ms})
     warnings = [*job.warnings(), *_warnings(table, steps)]
     return replace(table, profiled_length=table.length, warnings=tuple(warnings))
 
@@ -246,23 +242,6 @@ def _warnings(table: Table, steps: Sequence[TracedStep]) -> Iterator[Note]:
         yield Note("exposed_unknown", names=("pp",), said="only one end of its exchanges is known")
 
 
-def _exchanges(table: Table, steps: Sequence[TracedStep]) -> dict[str, Floats]:
-    """Returns what `Table.spent` has of exchanges between stages. They are NaN if the clocks of the ranks are not known
-    well enough, or not both ends of an exchange."""
-    if table.sizes.pp == 1 or not all(step.on_gpu for step in steps):
-        return {}
-    transfer_ms, waiting_ms = np.full((2, *table.offset_ns.shape), np.nan)
-    if table.clocks and (table.aligned_ms or 0.0) <= _MOST_UNCERTAIN * table.length.min():
-        places = {int(rank): place for place, rank in np.ndenumerate(table.ranks)}
-        by_call = grouped((step for step in steps if step.rank in places), lambda step: step.key)
-        for t, key in enumerate(zip(table.steps.tolist(), table.calls.tolist(), strict=True)):
-            offset = {step.rank: table.offset_of(step.rank, t) for step in by_call[key]}
-            for rank, (transfer_ns, waiting_ns) in meetings(by_call[key], offset).items():
-                place = (t, *places[rank])
-                transfer_ms[place], waiting_ms[place] = transfer_ns * _MS, waiting_ns * _MS
-    return {"pp": transfer_ms, "pp_waiting": waiting_ms}
-
-
 def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) -> RankSteps:
     metadata = steps[0].metadata
     shape = (len(steps), schedule.chunks, len(schedule.kinds), schedule.microbatches)
@@ -272,8 +251,20 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
     exposed = {group: np.zeros(shape) for group in _INSIDE if group in found}
     idle, collected_ms, loading_ms = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     loads = any(step.passes.data is not None for step in steps)
+    reduced, work = np.full(len(steps), np.nan), np.full((len(steps), schedule.microbatches, 3), np.nan)
+    sequences: dict[tuple[int, int], tuple[int, ...]] = {}
     for t, step in enumerate(steps):
-        passes = step.passes
+        passes, of_call = step.passes, step.metadata
+        if not step.forward_only and (step.on_gpu or len(step.finalize)):
+            reduced[t] = ((step.extent[1] if step.on_gpu else int(step.finalize[-1, 1])) - origin) * _MS
+        # The metadata only have the sequences of the first call of a window.
+        is_first = (step.target, step.step, step.index) == (of_call.target, of_call.steps[0], 0)
+        of_microbatches = zip(of_call.tokens or (), of_call.lengths or (), strict=False) if is_first else ()
+        for number, (tokens, lengths) in enumerate(of_microbatches):
+            if tokens and lengths:
+                sequences[t, number] = lengths
+                if number < schedule.microbatches:
+                    work[t, number] = tokens, len(lengths), sum(length * length for length in lengths)
         took = passes.host[:, 1] - passes.host[:, 0]
         share = forward_share(took[passes.kind == 0], took[passes.kind == 1]) if schedule.combined else 0.0
         row, places, half = cells_of(passes.kind, passes.ids, schedule)
@@ -291,10 +282,6 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
     host_ms = idle if steps[0].on_gpu else compute  # what the host holds up
     host_ms -= collected_ms + loading_ms
     working -= 0.0 if steps[0].on_gpu else loading_ms
-    sequences, work = _sequences(steps), np.full((len(steps), schedule.microbatches, 3), np.nan)
-    for (t, number), (tokens, lengths) in sequences.items():
-        if number < schedule.microbatches:
-            work[t, number] = tokens, len(lengths), sum(length * length for length in lengths)
     core_waits_ms = np.zeros(len(steps))
     for window in grouped(range(len(steps)), lambda t: steps[t].source).values():
         core_waits_ms[window] = _core_wait([steps[t] for t in window]) / len(window)
@@ -305,6 +292,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
     if loads:
         spent[DATA] = loading_ms.sum(axis=(1, 2, 3))
         spent |= {"host_bound": np.maximum(spent["host_bound"] - spent[DATA], 0.0)} if "host_bound" in spent else {}
+    entered_and_left = (np.array([step.extent for step in steps]) - origin) * _MS
     replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),
@@ -322,31 +310,16 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         core_waits=core_waits_ms,
         held={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
         exposed=exposed,
-        left=np.array([np.nan, *((step.extent[1] - origin) * _MS for step in steps[:-1])]),
-        enter=np.array([(step.extent[0] - origin) * _MS for step in steps]),
-        reduced=np.array([_reduced(step, origin) for step in steps]),
+        left=np.append(np.nan, entered_and_left[:-1, 1]),
+        enter=entered_and_left[:, 0],
+        reduced=reduced,
         work=work,
         lengths_from=metadata.lengths_from,
         experts=float(np.mean([*expert_tokens.values()])) if expert_tokens else np.nan,
-        sequences={key: lengths for key, (_, lengths) in sequences.items()},
+        sequences=sequences,
         memory=combined_peak(step.memory for step in steps),
         modules=modules_of(steps),
     )
-
-
-def _sequences(steps: Sequence[TracedStep]) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
-    """Returns tokens and sequence lengths by call and microbatch. The metadata only have them for the first call of a
-    window."""
-    sequences = {}
-    for t, step in enumerate(steps):
-        metadata = step.metadata
-        if step.target == metadata.target and step.step == metadata.steps[0] and step.index == 0:
-            for number, (tokens, lengths) in enumerate(
-                zip(metadata.tokens or (), metadata.lengths or (), strict=False)
-            ):
-                if tokens and lengths:
-                    sequences[t, number] = tokens, lengths
-    return sequences
 
 
 def _core_wait(steps: Sequence[TracedStep]) -> float:
@@ -356,15 +329,6 @@ def _core_wait(steps: Sequence[TracedStep]) -> float:
         return 0.0
     # The counter is read after the window is closed, for which the thread may wait, too.
     return min(profiler.waited_ns, max(step.extent[1] for step in steps) - min(step.extent[0] for step in steps)) * _MS
-
-
-def _reduced(step: TracedStep, origin: int) -> float:
-    """Returns when gradients were finalised, in milliseconds; NaN if nothing shows it."""
-    if step.forward_only:
-        return np.nan
-    if step.on_gpu:
-        return (step.extent[1] - origin) * _MS
-    return (int(step.finalize[-1, 1]) - origin) * _MS if len(step.finalize) else np.nan
 
 
 def tables(

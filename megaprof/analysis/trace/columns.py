@@ -205,7 +205,16 @@ class KinetoEvents(Events):
             raise Undecodable("its `baseTimeNanoseconds` is out of range")
         self.names, self.threads, self.said = [*self._numbers], [*self._places], [*map(Said._make, self._words)]
         while self._collected:
-            self._put_collected(*self._collected.popitem())
+            category, collected = self._collected.popitem()
+            values = {column: np.array(of_events) for column, of_events in collected.items()}
+            with np.errstate(over="ignore", invalid="ignore"):
+                start, duration = values.pop("start") * 1000, values.pop("duration") * 1000
+            # A comparison with NaN is false, so this also drops times that are not a number.
+            possible = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
+            self.impossible[category] += int((~possible).sum())
+            begin = np.rint(start[possible]).astype(np.int64)
+            spans = np.column_stack((begin, begin + np.rint(duration[possible]).astype(np.int64)))
+            self.put(category, spans=spans, **{column: each[possible] for column, each in values.items()})
 
     def _add(self, events: Sequence[Event], operators: bool) -> None:
         by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
@@ -246,17 +255,6 @@ class KinetoEvents(Events):
             return array("q", values)
         except OverflowError:  # the file is hostile
             return [value if abs(value) < LONGEST else 0 for value in values]
-
-    def _put_collected(self, category: str, collected: Mapping[str, array[Any]]) -> None:
-        columns = {column: np.array(values) for column, values in collected.items()}
-        with np.errstate(over="ignore", invalid="ignore"):
-            start, duration = columns.pop("start") * 1000, columns.pop("duration") * 1000
-        # A comparison with NaN is false, so this also drops times that are not a number.
-        possible = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
-        self.impossible[category] += int((~possible).sum())
-        begin = np.rint(start[possible]).astype(np.int64)
-        spans = np.column_stack((begin, begin + np.rint(duration[possible]).astype(np.int64)))
-        self.put(category, spans=spans, **{column: values[possible] for column, values in columns.items()})
 
     def _add_others(self, events: Sequence[Event]) -> None:
         """Adds allocations and the names of processes."""

@@ -119,26 +119,23 @@ class Document(Generic[Anything]):
 
     def __iter__(self) -> Iterator[list[Anything]]:
         """Yields the events. Raises Undecodable, and OSError if the file cannot be read."""
+        text = self._text
         try:
-            yield from self._all()
-            self.cut = self._text.cut
+            if text.peek() is None:
+                raise Undecodable(text.cut or "it is empty")
+            if text.passes(b"["):
+                yield from self._list()
+            elif text.passes(b"{"):
+                yield from self._object()
+            else:
+                raise Undecodable("it is not JSON: it begins with neither { nor [")
+            if text.peek() is not None:
+                raise _Damaged("it is not JSON: something follows its end")
+            self.cut = text.cut
         except _Damaged as fault:
-            self.cut = self._text.cut or str(fault)
+            self.cut = text.cut or str(fault)
         except MemoryError:
             raise Undecodable("it does not fit into memory") from None
-
-    def _all(self) -> Iterator[list[Anything]]:
-        text = self._text
-        if text.peek() is None:
-            raise Undecodable(text.cut or "it is empty")
-        if text.passes(b"["):
-            yield from self._list()
-        elif text.passes(b"{"):
-            yield from self._object()
-        else:
-            raise Undecodable("it is not JSON: it begins with neither { nor [")
-        if text.peek() is not None:
-            raise _Damaged("it is not JSON: something follows its end")
 
     def _object(self) -> Iterator[list[Anything]]:
         text, has_events = self._text, False
@@ -173,8 +170,7 @@ class Document(Generic[Anything]):
         text, border = self._text, self._border
         if border is None:
             return None
-        while len(text.data) - text.at < PIECE and text.more():
-            pass
+        text.more(PIECE)
         end = text.data.rfind(border, text.at)
         if end < 0:
             return None
@@ -224,9 +220,8 @@ class Document(Generic[Anything]):
             return events
         with suppress(ValueError, RecursionError):
             raw = json.loads(text.decode("utf-8", "replace"), strict=False)
-            for fields in (
-                (raw, {key: value for key, value in raw.items() if key != "args"}) if isinstance(raw, dict) else (raw,)
-            ):
+            bare = {key: value for key, value in raw.items() if key != "args"} if isinstance(raw, dict) else raw
+            for fields in (raw, bare):
                 with suppress(msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
                     return [msgspec.convert(fields, self._kind)]
         self.unreadable += 1
@@ -243,21 +238,23 @@ class _Text:
         self._ended = False
         self._characters = ""
 
-    def more(self) -> bool:
-        """Reads the next piece, and drops the text before ``at``. Returns False at the end."""
-        if self._ended:
-            return False
-        if len(self.data) - self.at > _LONGEST:
+    def more(self, size: int) -> bool:
+        """Reads until there are ``size`` bytes from ``at`` on, and drops the text before. Returns False if it read
+        nothing."""
+        pieces: list[bytes | memoryview] = [memoryview(self.data)[self.at :]]
+        if (length := len(pieces[0])) > _LONGEST:
             raise _Damaged(f"it is no trace: a value in it has more than {_LONGEST >> 20} MiB")
-        try:
-            chunk = next(self._chunks, None)
-        except BrokenOff as fault:
-            self.cut, chunk = str(fault), None
-        if chunk is None:
-            self._ended = True
+        while length < min(size, _LONGEST + 1) and not self._ended:
+            try:
+                chunk = next(self._chunks, None)
+            except BrokenOff as fault:
+                self.cut, chunk = str(fault), None
+            self._ended = chunk is None
+            pieces.append(chunk or b"")
+            length += len(pieces[-1])
+        if length == len(pieces[0]):
             return False
-        self.data, self.at = b"".join((memoryview(self.data)[self.at :], chunk)), 0
-        self._characters = ""
+        self.data, self.at, self._characters = b"".join(pieces), 0, ""
         return True
 
     def peek(self) -> bytes | None:
@@ -271,7 +268,7 @@ class _Text:
             skipped += len(self.data)
             if skipped > _LONGEST:
                 raise _Damaged("it is not JSON: it is blank for long")
-            if not self.more():
+            if not self.more(1):
                 return None
 
     def passes(self, byte: bytes) -> bool:
@@ -286,7 +283,8 @@ class _Text:
         if self.peek() is None:
             raise _Truncated
         end = self._end()
-        while (end is None or _MAY_GO_ON.match(self.data, end)) and self._twice_as_much():
+        # Twice as much text each time, so that a long value is not scanned too often.
+        while (end is None or _MAY_GO_ON.match(self.data, end)) and self.more(2 * (len(self.data) - self.at)):
             end = self._end()
         if end is None:
             raise _Truncated
@@ -304,14 +302,6 @@ class _Text:
             return None
         except RecursionError:
             raise _Damaged("it is not JSON: it is nested too deeply") from None
-
-    def _twice_as_much(self) -> bool:
-        """Reads on until there is twice as much text, so that a long value is not scanned too often. Returns False at
-        the end."""
-        size, any_more = len(self.data) - self.at, self.more()
-        while len(self.data) - self.at < 2 * size and self.more():
-            pass
-        return any_more
 
     def skip_to(self, border: bytes) -> bool:
         """Moves to the next ``border``, where an event would end, and returns True, if the text has one."""

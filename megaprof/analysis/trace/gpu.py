@@ -102,56 +102,44 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Launches, Col
     peers = np.array(has_peers, dtype=np.bool_)[on_gpu.said]
     collective = ~kernel & (on_gpu.external != on_gpu.correlation) & peers
     use = np.where((by_name < 0) | collective, by_group, by_name)
-    gpu = _arranged(events.base, on_gpu, calls, use, kernel, by_name == BY_GROUP_PAIRWISE)
-    calls = calls.rows(events.named(calls, is_start))
-    times, answered = calls.spans[:, 0] + events.base, np.isin(calls.correlation, on_gpu.correlation)
-    anonymous = int((kernel & (on_gpu.correlation <= 0)).sum())
-    impossible = gpu.impossible + sum(events.impossible[category] for category in (KERNEL, *COPIES))
-    launches = Launches(np.sort(times), np.sort(times[~answered]), anonymous)
-    return replace(gpu, impossible=impossible), launches, on_gpu
+    spans, launched = on_gpu.spans + events.base, on_gpu.spans[:, 0] + events.base
+    correlation, number, known = on_gpu.correlation, calls.correlation, np.zeros(len(on_gpu), dtype=np.bool_)
+    if len(number):
+        by_number = np.argsort(number, kind="stable")
+        call_of = by_number[np.minimum(np.searchsorted(number[by_number], correlation), len(number) - 1)]
+        known = (number[call_of] == correlation) & (correlation > 0)
+        launched = np.where(known, calls.spans[call_of, 0] + events.base, launched)
+    # The clocks of host and GPU differ by microseconds, but all activities of one graph launch stay together.
+    launched = np.where(on_gpu.node > 0, launched, np.minimum(launched, spans[:, 0]))
+    possible = (on_gpu.spans != 0).any(axis=1)  # Kineto writes 0 for a time that it does not know
+    possible[possible] = _possible(spans[possible], calls.spans + events.base)
+    order = np.argsort(spans[:, 0], kind="stable")
+    order = order[possible[order]]
+    # The activities of a graph have one launch, and may run at the same time.
+    _, index, sharing = np.unique(correlation, return_inverse=True, return_counts=True)
+    alone = (correlation <= 0) | (sharing[index] == 1)
+    ends = _possible_ends(spans[order], np.where(alone, on_gpu.thread, -1)[order])
+    gpu = Activities(
+        spans=np.column_stack((spans[order, 0], ends)),
+        launched=launched[order],
+        known=known[order],
+        use=use[order],
+        kernel=kernel[order],
+        pairwise=(by_name == BY_GROUP_PAIRWISE)[order],
+        node=on_gpu.node[order],
+        row=order,
+        impossible=int((~possible).sum()) + sum(events.impossible[category] for category in (KERNEL, *COPIES)),
+        shortened=int((ends < spans[order, 1]).sum()),
+    )
+    starts = calls.rows(events.named(calls, is_start))
+    times, answered = starts.spans[:, 0] + events.base, np.isin(starts.correlation, correlation)
+    return gpu, Launches(np.sort(times), np.sort(times[~answered]), int((kernel & (correlation <= 0)).sum())), on_gpu
 
 
 def is_start(name: str) -> bool:
     """Returns whether a call of this name starts a kernel or a graph (``cudaLaunchKernelExC``, ``cuGraphLaunch``,
     ``hipExtModuleLaunchKernel``, ``urEnqueueKernelLaunch``), and not a copy or a host function."""
     return "Launch" in name and ("Kernel" in name or "Graph" in name)
-
-
-def _arranged(
-    base: int,
-    on_gpu: Columns,
-    calls: Columns,
-    use: npt.NDArray[np.int8],
-    kernel: npt.NDArray[np.bool_],
-    pairwise: npt.NDArray[np.bool_],
-) -> Activities:
-    """Returns the activities in order of their start, each with its launch. Leaves out those whose times are
-    impossible, and shortens those that last too long. ``base``: the moment from which times count. ``use``, ``kernel``
-    and ``pairwise``: of each activity."""
-    spans, node, correlations, numbers = on_gpu.spans + base, on_gpu.node, on_gpu.correlation, calls.correlation
-    launched, has_launch = spans[:, 0], np.zeros(len(spans), dtype=np.bool_)
-    if len(numbers):
-        by_number = np.argsort(numbers, kind="stable")
-        found = by_number[np.minimum(np.searchsorted(numbers[by_number], correlations), len(numbers) - 1)]
-        has_launch = (numbers[found] == correlations) & (correlations > 0)
-        launched = np.where(has_launch, calls.spans[found, 0] + base, launched)
-    # The clocks of host and GPU differ by microseconds, but all activities of one graph launch stay together.
-    launched = np.where(node > 0, launched, np.minimum(launched, spans[:, 0]))
-    order = np.argsort(spans[:, 0], kind="stable")
-    activities = Activities(
-        spans[order], launched[order], has_launch[order], use[order], kernel[order], pairwise[order], node[order], order
-    )
-    timed = (on_gpu.spans != 0).any(axis=1)  # Kineto writes 0 for a time that it does not know
-    timed[timed] = _possible(spans[timed], calls.spans + base)
-    possible = timed[order]
-    if not possible.all():
-        activities = replace(activities.rows(possible), impossible=int((~possible).sum()))
-    # The activities of a graph have one launch, and may run at the same time.
-    _, index, times = np.unique(correlations, return_inverse=True, return_counts=True)
-    alone = (correlations <= 0) | (times[index] == 1)
-    ends = _possible_ends(activities.spans, np.where(alone, on_gpu.thread, -1)[activities.row])
-    shortened = int((ends < activities.spans[:, 1]).sum())
-    return replace(activities, spans=np.column_stack((activities.spans[:, 0], ends)), shortened=shortened)
 
 
 def _possible(spans: Intervals, calls: Intervals) -> npt.NDArray[np.bool_]:
@@ -260,11 +248,11 @@ def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: b
     return Note("no_kernels", said=lost)
 
 
-def without_times(gpu: Activities | None) -> Note | None:
+def without_times(gpu: Activities) -> Note | None:
     """Returns why the times of the activities cannot be used; None if enough of them are possible."""
-    if gpu is None or gpu.impossible <= MOST_UNSEEN * (gpu.impossible + len(gpu.spans)):
-        return None
-    return Note("times_impossible", factor=round(gpu.impossible / (gpu.impossible + len(gpu.spans)), 2))
+    count = gpu.impossible + len(gpu.spans)
+    few = gpu.impossible <= MOST_UNSEEN * count
+    return None if few else Note("times_impossible", factor=round(gpu.impossible / count, 2))
 
 
 def without_some(launches: Launches | None, start: int, end: int) -> Note | None:

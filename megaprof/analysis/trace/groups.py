@@ -8,6 +8,9 @@ communication that does not go through a ``ProcessGroup``. What is still certain
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+
+import msgspec
 
 #: The uses of an activity; `Activities.use` has their index. ``other``: communication in a group that is not
 #: Megatron's. ``unknown``: communication in a group that nothing names.
@@ -89,6 +92,13 @@ class ByName(dict[str, int]):
                 break
         self[name] = use
         return use
+
+
+def ranks_of(text: str) -> tuple[int, ...] | None:
+    """Returns the ranks in a text such as ``"[0, 4]"``, as torch lists those of a group; None if it is another text."""
+    with suppress(msgspec.MsgspecError, UnicodeError):
+        return tuple(msgspec.json.decode(text, type=list[int]))
+    return None
 
 
 def axis_of(description: str) -> str | None:

@@ -76,6 +76,15 @@ def difference(left: Intervals, right: Intervals) -> Intervals:
     return intersection(left, gaps)
 
 
+def owners(times: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.int64]:
+    """Returns, for each of ``times``, the index of the innermost of ``spans`` that was open then; -1 if none was.
+    ``spans`` must be sorted by start."""
+    index = np.searchsorted(spans[:, 0], times, side="right") - 1
+    if not len(spans):
+        return index
+    return np.where((index >= 0) & (times <= spans[np.maximum(index, 0), 1]), index, -1)
+
+
 def leaves(threads: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.bool_]:
     """Returns which of properly nested intervals contain no other interval of the same thread; shape ``[len(spans)]``.
 

@@ -9,11 +9,9 @@ metadata come from the ranges alone.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,9 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST, Events
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
-from megaprof.analysis.trace.nsys_tables import (
-    RANGES,
-    SQLITE,
-    events_in,
-    exported,
-    opened,
-)
+from megaprof.analysis.trace.nsys_tables import RANGES, SQLITE, events_in, exported, opened
 from megaprof.analysis.trace.steps import FORWARD_ONLY
-from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, refusing
+from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, refusing, within
 from megaprof.formats import ranges
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk, read_sidecar, sidecars
 from megaprof.formats.names import parse_artifact_name, sanitise
@@ -87,9 +79,6 @@ def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
             }
 
 
-_start = attrgetter("start")
-
-
 class NsysWindows:
     """The windows in a file. Raises Undecodable, and OSError if it cannot be read."""
 
@@ -138,7 +127,7 @@ class NsysWindows:
             yield Trace(
                 path=self._path,
                 metadata=metadata,
-                ranges=tuple(_within(traced, outermost[0].start, outermost[-1].end)),
+                ranges=tuple(within(traced, outermost[0].start, outermost[-1].end)),
                 gpu=window_gpu,
                 unseen=unseen,
                 warnings=warnings,
@@ -212,7 +201,7 @@ class NsysWindows:
     ) -> Metadata | None:
         """Returns the metadata that the ranges alone show; None if they have no coordinates."""
         fields = {axis: top.name.fields.get(axis) for axis in AXES}
-        inner_rows = _within(rows, top.start, top.end)
+        inner_rows = within(rows, top.start, top.end)
         passes = [row.name for row in inner_rows if row.name.label in ranges.PASSES]
         chunks = 1 + max((name.fields.get("chunk") or 0 for name in passes), default=0)
         coordinates = {axis: number for axis, number in fields.items() if number is not None and number < MOST}
@@ -247,18 +236,12 @@ def _ranges(events: Events) -> list[TracedRange]:
     return [TracedRange(*meant) for meant in events.meant(ranges.parse, events.take(ANNOTATION))]
 
 
-def _within(rows: Sequence[TracedRange], start: int, end: int) -> list[TracedRange]:
-    """Returns the rows that lie between ``start`` and ``end``, in order of their start."""
-    first_index, end_index = bisect_left(rows, start, key=_start), bisect_right(rows, end, key=_start)
-    return [row for row in rows[first_index:end_index] if row.end <= end]
-
-
 def _chunk(chunk: int, inner_rows: Sequence[TracedRange]) -> ModelChunk:
     """Returns the content of a model chunk, as far as the module ranges in its first forward show it."""
     forwards = (row for row in inner_rows if row.name.label == ranges.FORWARD and row.name.fields.get("chunk") == chunk)
     first_forward = next(forwards, None)
     modules = (
-        [row.name for row in _within(inner_rows, first_forward.start, first_forward.end) if row.name.module]
+        [row.name for row in within(inner_rows, first_forward.start, first_forward.end) if row.name.module]
         if first_forward
         else []
     )

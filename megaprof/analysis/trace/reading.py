@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -238,28 +238,11 @@ def _here(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -
 
 
 def _on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str) -> Iterator[Result]:
+    """Yields results that a running cluster computes. Closes the connection to it afterwards if it was made here."""
     if not items:
         return
-    with _cluster(address) as ray:
-        free = int(ray.available_resources().get("CPU", 0))
-        if free < 1:
-            raise NoCluster("no processor of the Ray cluster is free")
-        count = min(free, len(items))
-        pool = import_module("ray.util.multiprocessing").Pool(count, inputs.allow, (inputs.allowed(),))
-        try:
-            for begin in range(0, len(items), 4 * count):
-                yield from pool.imap(work, items[begin : begin + 4 * count])
-        except ray.exceptions.RayError:
-            return
-        finally:
-            pool.terminate()
-
-
-@contextmanager
-def _cluster(address: str) -> Iterator[Any]:
-    """Connects Ray to a running cluster, and closes the connection afterwards if it was made here."""
     try:
-        ray = import_module("ray")
+        ray: Any = import_module("ray")
     except ImportError as fault:
         raise NoCluster(f"the package ray cannot be imported: {fault}") from None
     ours = not ray.is_initialized()
@@ -268,11 +251,17 @@ def _cluster(address: str) -> Iterator[Any]:
             ray.init(address="auto" if address == "ray" else address, log_to_driver=False, logging_level="ERROR")
         except Exception as fault:
             raise NoCluster(f"no Ray cluster can be reached: {' '.join(str(fault).split())[:300]}") from None
-    try:
-        yield ray
-    finally:
+    with ExitStack() as at_end:
         if ours:
-            ray.shutdown()
+            at_end.callback(ray.shutdown)
+        count = min(int(ray.available_resources().get("CPU", 0)), len(items))
+        if count < 1:
+            raise NoCluster("no processor of the Ray cluster is free")
+        pool = import_module("ray.util.multiprocessing").Pool(count, inputs.allow, (inputs.allowed(),))
+        at_end.callback(pool.terminate)
+        with suppress(ray.exceptions.RayError):
+            for begin in range(0, len(items), 4 * count):
+                yield from pool.imap(work, items[begin : begin + 4 * count])
 
 
 def _processors() -> int:

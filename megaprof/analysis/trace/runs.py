@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -77,7 +77,7 @@ class Runs:
 
     def has(self, start_ns: int) -> bool:
         """Returns whether a file whose first step began at ``start_ns`` belongs to the chosen run."""
-        return _number(self.begins, start_ns) == self.chosen
+        return max(0, bisect_right(self.begins, start_ns) - 1) == self.chosen
 
 
 def runs_in(steps: Iterable[TracedStep], timelines: Timelines, run: int | None = None) -> Runs:
@@ -121,8 +121,8 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
         which_runs = f"the files are of runs 1 to {len(begins)}" if len(begins) > 1 else "the files are of one run"
         raise NoSuchRun(f"{run}: {which_runs}")
     chosen = len(begins) - 1 if run is None else run - 1
-    chosen_pieces = (piece for piece in all_pieces if piece.timeline and _number(begins, piece.start_ns) == chosen)
-    return Runs(tuple(begins), tuple(first_steps), chosen, tuple(chosen_pieces))
+    runs = Runs(tuple(begins), tuple(first_steps), chosen)
+    return replace(runs, pieces=tuple(each for each in all_pieces if each.timeline and runs.has(each.start_ns)))
 
 
 def _contradicts(piece: Piece, run: Mapping[Line, Piece]) -> bool:
@@ -137,10 +137,6 @@ def _contradicts(piece: Piece, run: Mapping[Line, Piece]) -> bool:
     if piece.timeline:
         return piece.first_step <= before.first_step
     return None not in (piece.process, before.process) and before.process != piece.process
-
-
-def _number(begins: Sequence[int], start_ns: int) -> int:
-    return max(0, bisect_right(begins, start_ns) - 1)
 
 
 def _recorded(timelines: Timelines, paths: Iterable[Path]) -> Iterator[Piece]:

@@ -25,11 +25,12 @@ from megaprof.analysis.trace.intervals import (
     difference,
     intersection,
     intervals,
+    owners,
     total,
     union,
     union_by,
 )
-from megaprof.analysis.trace.traces import Trace, TracedRange, times_of
+from megaprof.analysis.trace.traces import Trace, TracedRange, times_of, within
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import Pass
@@ -140,14 +141,10 @@ class TracedStep:
     """Nanoseconds by name, for `Table.spent`; NaN for what the trace does not show, with the reason in ``reasons``."""
     axes: frozenset[str] = frozenset()
     """The axes of its communication on the GPU, as far as they are known."""
-    lost: int = 0
-    """The number of activities of the GPU whose launch is not in the trace."""
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
     """Nanoseconds of each pass through each module."""
     memory: Peak | None = None
     """Memory allocated on its device; None if that was not captured."""
-    replayed: bool = False
-    """True if its passes were replayed from a CUDA graph, so they took no time on the host."""
     incomplete: Note | None = None
     """Why a part of the step is missing; None if nothing is."""
     unseen: Note | None = None
@@ -222,12 +219,14 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index: int) -> TracedStep:
     metadata, extent = trace.metadata, (outer.start, outer.end)
-    inner = [traced for traced in trace.ranges if outer.start <= traced.start and traced.end <= outer.end]
+    # Without its kernels, nothing is right that is computed from them and from the gaps between them.
+    unseen = trace.unseen or without_some(trace.launches, *extent)
+    inner = within(trace.ranges, *extent) if unseen is None else []
     passes = [traced for traced in inner if traced.name.label in ranges.PASSES]
     exchanges = [traced for traced in inner if traced.name.is_p2p]
-    collecting, loading = (
+    collecting, loading, finalize = (
         union(times_of([traced for traced in inner if traced.name.label == label]))
-        for label in (ranges.GARBAGE, ranges.DATA_WAIT)
+        for label in (ranges.GARBAGE, ranges.DATA_WAIT, ranges.FINALIZE_GRADS)
     )
     step = TracedStep(
         target=outer.name.label,
@@ -240,31 +239,20 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
         extent=extent,
         passes=_on_host(passes, metadata, collecting, loading),
         exchanges=Exchanges(tuple(traced.name.label for traced in exchanges), np.tile(times_of(exchanges), 2)),
-        finalize=union(times_of([traced for traced in inner if traced.name.label == ranges.FINALIZE_GRADS])),
-        has_kernels=trace.gpu is not None,
-        replayed=any(traced.replayed for traced in passes),
+        finalize=finalize,
+        has_kernels=trace.gpu is not None or unseen is not None,
         memory=memory_of(trace.memory, *extent),
     )
-    measured = None if trace.gpu is None else _with_gpu(step, trace.gpu, collecting, loading)
+    if unseen is not None:
+        unknown = dict.fromkeys((*_ANY_USER, "unknown"), np.nan)
+        return replace(step, spent=unknown, incomplete=unseen, unseen=unseen)
+    replayed = any(traced.replayed for traced in passes)
+    measured = None if trace.gpu is None else _with_gpu(step, trace.gpu, collecting, loading, replayed=replayed)
     step = measured or _with_collectives(step, trace)
-    unseen = trace.unseen or without_some(trace.launches, *extent)
     begin, end = step.extent
-    if unseen is None and step.on_gpu and step.passes.compute.sum() > (1 + MOST_UNSEEN) * (end - begin):
-        unseen = Note("times_impossible", said="its passes computed longer than the step took")
-    if unseen is not None:  # nothing that is computed from kernels and the gaps between them is right
-        nothing = _on_host([], metadata, collecting, loading)
-        bare = replace(step, extent=extent, passes=nothing, exchanges=_NO_EXCHANGES, kernels=_NO_EXCHANGES)
-        return replace(
-            bare,
-            finalize=intervals(()),
-            has_kernels=True,
-            on_gpu=False,
-            spent=dict.fromkeys((*_ANY_USER, "unknown"), np.nan),
-            modules={},
-            incomplete=unseen,
-            unseen=unseen,
-            reasons=(),
-        )
+    if step.on_gpu and step.passes.compute.sum() > (1 + MOST_UNSEEN) * (end - begin):
+        impossible = Note("times_impossible", said="its passes computed longer than the step took")
+        return _step(replace(trace, unseen=impossible), outer, role, number, index)
     incomplete = Note("incomplete", said=trace.cut) if trace.cut else _incomplete(step)
     return replace(step, incomplete=incomplete, modules=_modules(inner, step.passes, trace))
 
@@ -348,10 +336,9 @@ def _with_collectives(step: TracedStep, trace: Trace) -> TracedStep:
     operations, times = [*compress((name for name, *_ in trace.collectives), in_passes)], times[in_passes]
     # If microbatches all issued equally many on every chunk, none is data-parallel, which exchanges once per step.
     edges = np.searchsorted(times[:, 0], passes.host)
-    counts: dict[tuple[int, int], list[int]] = {}
-    for kind, chunk, count in zip(passes.kind, passes.ids[:, 0], edges[:, 1] - edges[:, 0], strict=True):
-        counts.setdefault((int(kind), int(chunk)), []).append(int(count))
-    even = all(len(numbers) > 1 and len(set(numbers)) == 1 for numbers in counts.values())
+    issued = np.column_stack((passes.kind, passes.ids[:, 0], edges[:, 1] - edges[:, 0])).tolist()
+    by_chunk = grouped(issued, lambda row: (row[0], row[1])).values()
+    even = all(len(rows) > 1 and len({count for *_, count in rows}) == 1 for rows in by_chunk)
 
     def users_of(row: int) -> tuple[str, ...]:
         possible = _USERS.get(operations[row], _ANY_USER)
@@ -387,15 +374,22 @@ def _with_collectives(step: TracedStep, trace: Trace) -> TracedStep:
     return replace(step, passes=passes, spent=spent, reasons=tuple(reasons))
 
 
-def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals, loading: Intervals) -> TracedStep | None:
-    """Returns a step with what the GPU did for it; None if it did nothing."""
+def _with_gpu(
+    step: TracedStep, gpu: Activities, collecting: Intervals, loading: Intervals, *, replayed: bool
+) -> TracedStep | None:
+    """Returns a step with what the GPU did for it; None if it did nothing. ``replayed``: whether its passes were
+    replayed from a CUDA graph, so that they took no time on the host."""
     passes, metadata = step.passes, step.metadata
     in_step = gpu.known & (gpu.launched >= step.host[0]) & (gpu.launched <= step.host[1])
     if not in_step.any():
         return None
     use, doubtful = _by_elimination(gpu, in_step, step)
     busy, computing = union(gpu.spans), union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides others
-    start, end = _extent(gpu, in_step, step.host[0])
+    # The step begins when the host has entered it and the GPU has finished earlier work, and ends with its last
+    # activity. Work that was launched before the recording began has no launch in the trace, and runs before all this.
+    first, end = int(gpu.spans[in_step, 0].min()), int(gpu.spans[in_step, 1].max())
+    is_earlier = np.where(gpu.known, gpu.launched < step.host[0], gpu.spans[:, 0] < first)
+    start = min(first, int(gpu.spans[is_earlier, 1].max(initial=step.host[0])))
     owner = np.where(in_step, owners(gpu.launched, passes.host), -1)
     rows = {name: in_step & (use == index) for index, name in enumerate(USES)}
     exposed = {
@@ -428,10 +422,11 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals, loading:
     spent |= {"unknown": early["unknown"] + early["other"]} | dict.fromkeys(set(undecided) - {"pp"}, np.nan)
     outside = union(gpu.spans[compute & (owner < 0)])
     spent |= {"host_bound": total(host_bound), "gradients": total(difference(outside, pass_spans))}
-    if not step.replayed:
+    if not replayed:
         took = passes.host[:, 1] - passes.host[:, 0]
         spent |= {f"host_{kind}": int(took[passes.kind == index].sum()) for index, kind in enumerate(ranges.PASSES[:2])}
-    reasons = []
+    lost = ~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)
+    reasons = [Note("events_left_out", said="GPU activities without a launch in the trace")] if lost.any() else []
     if unsaid := [axis for axis in undecided if metadata.sizes.pp == 1 or axis != "pp"]:
         reasons.append(Note("exposed_unknown", names=tuple(unsaid), said=_NO_GROUP))
     if total(exposed["other"]) > MOST_UNSEEN * (end - start):
@@ -458,7 +453,6 @@ def _with_gpu(step: TracedStep, gpu: Activities, collecting: Intervals, loading:
         pipeline=difference(exposed[USES[PP]], pass_spans),
         spent=spent,
         axes=frozenset(AXES).intersection(USES[index] for index in np.unique(use[in_step]).tolist()),
-        lost=int((~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)).sum()),
         reasons=(*reasons, *([OVERLAPPING] if gpu.shortened else [])),
     )
 
@@ -474,15 +468,6 @@ def _since_data(spans: Intervals, waits: Intervals) -> Intervals:
     waited = first < np.searchsorted(waits[:, 1], begins[order], side="right")
     begins[order[waited]] = waits[first[waited], 0]
     return np.column_stack((begins, spans[:, 1]))
-
-
-def owners(times: Numbers, spans: Intervals) -> Numbers:
-    """Returns, for each of ``times``, the index of the innermost of ``spans`` that was open then; -1 if none was.
-    ``spans`` must be sorted by start."""
-    index = np.searchsorted(spans[:, 0], times, side="right") - 1
-    if not len(spans):
-        return index
-    return np.where((index >= 0) & (times <= spans[np.maximum(index, 0), 1]), index, -1)
 
 
 def _by_elimination(
@@ -516,18 +501,6 @@ def _by_elimination(
         else:
             doubtful.append((rows, parallel_axes))
     return use, doubtful
-
-
-def _extent(gpu: Activities, in_step: _Rows, entered: int) -> tuple[int, int]:
-    """Returns the extent of a step. It begins when the host has ``entered`` it and the GPU has finished earlier work,
-    and ends with the step's last activity.
-
-    Work that was launched before the recording began has no launch in the trace. It runs before everything that this
-    step launched.
-    """
-    first, end = int(gpu.spans[in_step, 0].min()), int(gpu.spans[in_step, 1].max())
-    is_earlier = np.where(gpu.known, gpu.launched < entered, gpu.spans[:, 0] < first)
-    return min(first, int(gpu.spans[is_earlier, 1].max(initial=entered))), end
 
 
 def _per_owner(

@@ -6,13 +6,14 @@ microseconds). They are comparable between the ranks of one host. A file's name 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Columns, Events, KinetoEvents
@@ -29,7 +30,7 @@ from megaprof.analysis.trace.gpu import (
     without_times,
 )
 from megaprof.analysis.trace.groups import COMMUNICATES
-from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
+from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, owners, union
 from megaprof.formats import ranges
 from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import Metadata, read_metadata
@@ -102,6 +103,14 @@ def times_of(traced: Iterable[TracedRange]) -> Intervals:
     return intervals((each.start, each.end) for each in traced)
 
 
+def within(traced: Sequence[TracedRange], start: int, end: int) -> list[TracedRange]:
+    """Returns the ranges that lie between ``start`` and ``end``. ``traced`` must be in order of their start, and so is
+    what this returns."""
+    begins = attrgetter("start")
+    inside = traced[bisect_left(traced, start, key=begins) : bisect_right(traced, end, key=begins)]
+    return [each for each in inside if each.end <= end]
+
+
 def find_traces(directory: Path) -> list[Path]:
     """Returns the files under ``directory`` with the suffix of a trace, sorted. Leaves out hidden files, which are
     unfinished."""
@@ -145,13 +154,13 @@ def trace_of(path: Path, events: KinetoEvents) -> Trace:
     except ValueError as fault:
         raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
     warnings: list[Note] = []
-    has_kernels = events.has(KERNEL)
     # Kineto repeats every range on the GPU's timeline (``gpu_user_annotation``), which is not read.
     annotations, operators = events.take(ANNOTATION), events.take(OPERATOR)
     traced_ranges = [TracedRange(*meant) for meant in events.meant(ranges.parse, annotations, operators)]
     collectives: list[tuple[str, int, int]] = []
-    gpu, launches, _ = activities(events, metadata.sizes) if has_kernels else (None, None, None)
-    if has_kernels:
+    gpu, launches = None, None
+    if events.has(KERNEL):
+        gpu, launches, _ = activities(events, metadata.sizes)
         unseen = without_times(gpu)
     else:
         collectives = events.meant(_collective, annotations, operators)
@@ -205,12 +214,8 @@ def _replayed(
     launches as in a step without a replay. The times fit into the launch itself, which takes longer: a few
     microseconds, and a nanosecond or more for each node.
     """
-    run_of_row = _runs(gpu.node, names)
-    pass_index = np.searchsorted(passes[:, 0], gpu.launched, side="right") - 1
-    outside_passes = np.ones(len(pass_index), dtype=np.bool_)
-    if len(passes):
-        outside_passes = (pass_index < 0) | (gpu.launched > passes[np.maximum(pass_index, 0), 1])
-    rows = np.flatnonzero((gpu.node > 0) & gpu.known & outside_passes)
+    run_of_row = owners(gpu.node, intervals((first, last) for first, last, _ in names.runs))
+    rows = np.flatnonzero((gpu.node > 0) & gpu.known & (owners(gpu.launched, passes) < 0))
     launched, named_ranges, unnamed = gpu.launched.copy(), list[TracedRange](), None
     stacks = [[parsed for name in stack if (parsed := ranges.parse(name)) is not None] for stack in names.stacks]
     rows = rows[np.argsort(gpu.launched[rows], kind="stable")]
@@ -227,15 +232,6 @@ def _replayed(
         launched[replay_rows] = moment + 1 + run_number  # kernels without a name keep their time, in no range
         named_ranges += _around([stacks[names.runs[run][2]] for run in used_runs.tolist()], moment + 1)
     return replace(gpu, launched=launched), named_ranges, unnamed
-
-
-def _runs(nodes: npt.NDArray[np.int64], names: ranges.GraphNames) -> npt.NDArray[np.int64]:
-    """Returns the index of each node's run; -1 if it has none."""
-    if not names.runs:
-        return np.full(len(nodes), -1, dtype=np.int64)
-    first, last, _ = np.array(names.runs, dtype=np.int64).T
-    run_index = np.searchsorted(first, nodes, side="right") - 1
-    return np.where((run_index >= 0) & (nodes <= last[run_index]), run_index, -1)
 
 
 def _around(stacks: Sequence[Sequence[ranges.RangeName]], moment: int) -> list[TracedRange]:

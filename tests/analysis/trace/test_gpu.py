@@ -112,7 +112,7 @@ class TestAttribution:
         step.kernel(9, 4, launch=1)
         step.kernel(21, 3)
         call = step.call(tmp_path)
-        assert (call.extent[0], call.lost) == (call.host[0] + 8_000_000, 0)
+        assert (call.extent[0], call.reasons) == (call.host[0] + 8_000_000, ())
 
     def test_a_combined_pass_is_not_split(self, tmp_path):
         gpu = Gpu(microbatches=1)
