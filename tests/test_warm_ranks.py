@@ -6,12 +6,15 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megaprof.testing import RanksFailed, run_ranks
+from tests.warm_ranks import Forked
 
 
 def facts() -> dict[str, object]:
@@ -69,3 +72,31 @@ def test_how_they_end_is_told() -> None:
         run_ranks(fail_by_rank, 2, timeout=60)
     zero, one = failed.value.reports
     assert (zero.outcome, zero.exit_status, one.outcome, one.signal) == ("exited", 7, "signalled", "SIGKILL")
+
+
+def test_threads_that_ask_at_once_hear_the_same_and_close_its_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed twice, its number may be that of a pipe of another process, whose output would then go astray."""
+    (status, told), out, err = os.pipe(), os.pipe(), os.pipe()
+    os.set_blocking(status, False)
+    job = Forked(0, status, out[0], err[0])
+    os.write(told, b"7")
+    for each in (told, out[1], err[1]):
+        os.close(each)
+    read, close, closed = os.read, os.close, list[int]()
+
+    def slowly(descriptor: int, most: int) -> bytes:
+        data = read(descriptor, most)
+        time.sleep(0.05)
+        return data
+
+    def noted(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "read", slowly)
+    monkeypatch.setattr(os, "close", noted)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda _: job.poll(), range(4))) == [7] * 4
+    assert closed == [status]
+    job.stdout.close()
+    job.stderr.close()

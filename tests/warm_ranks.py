@@ -51,14 +51,17 @@ class Forked:
         self.stdout = os.fdopen(stdout, errors="replace")
         self.stderr = os.fdopen(stderr, errors="replace")
         self._status = status
+        # A watch asks on a thread of its own. Closed twice, the descriptor may be one of another process's by then.
+        self._asking = threading.Lock()
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            with contextlib.suppress(BlockingIOError):
-                told = os.read(self._status, 16)
-                os.close(self._status)
-                # Nothing told: the server is gone, and its children with it (see `_rank_main`).
-                self.returncode = int(told) if told else -signal.SIGKILL
+        with self._asking:
+            if self.returncode is None:
+                with contextlib.suppress(BlockingIOError):
+                    told = os.read(self._status, 16)
+                    # Nothing told: the server is gone, and its children with it (see `_rank_main`).
+                    self.returncode = int(told) if told else -signal.SIGKILL
+                    os.close(self._status)
         return self.returncode
 
     def wait(self) -> int:
