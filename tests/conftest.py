@@ -48,6 +48,13 @@ def _no_ambient_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _nothing_was_logged_once() -> None:
+    from megaprof.runtime.isolation import logger
+
+    logger.said.clear()
+
+
+@pytest.fixture(autouse=True)
 def _no_remote_files() -> Iterator[None]:
     """What a test wrote to fsspec's ``memory://``, which the process has once, is gone behind it."""
     yield

@@ -161,19 +161,16 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
 
         original = batched(hook.batch, original)
     message = hook.function.rpartition(".")[2].lstrip("_")
-    failed = False
 
     def facts_inside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        nonlocal failed
         facts = Facts()
         try:
             facts = hook.read(signature.bind(*args, **kwargs).arguments)
         except Exception as fault:  # the host goes on, and so does profiling, with less to say
             if from_host(fault):
                 raise
-            if not failed:
-                failed = True
-                logger.warning("megaprof: %s.%s: cannot read what it knows: %r", hook.module, hook.function, fault)
+            name = f"{hook.module}.{hook.function}"
+            logger.once("megaprof: %s: cannot read what it knows: %r", name, fault, about=name)
         return inside(facts, message)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:

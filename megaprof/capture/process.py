@@ -85,8 +85,6 @@ class Process:
         """The sessions that captured a window, including removed ones, in the order of their last windows."""
         self.repeats: dict[str, int] = {}
         """The number of windows, by the path with which their files' names begin."""
-        self.said: set[str] = set()
-        """Mistakes in the host's calls that were logged already."""
         self.answers: dict[Path, Any] = {}
         """The `megaprof.control.listener.Listener` of the session that answers in a control directory, by its path."""
         self.asked: list[tuple[Callable[[], None], bool]] = []

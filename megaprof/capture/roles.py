@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from megaprof.recorders.emit import Range
 
 
-_MOST_SAID = 64
-
-
 class Scope(NamedTuple):
     """A stretch of code that is the work of one role."""
 
@@ -142,7 +139,7 @@ def role(name: str) -> Block:
     try:
         return Block(checked_role(name, "role"))
     except ValueError as mistake:
-        say_once(f"{mistake}. It is left out")
+        logger.once("megaprof: %s. It is left out", mistake)
         return Block(None)
 
 
@@ -159,13 +156,6 @@ def evaluation() -> Iterator[None]:
 
 #: Returns whether the caller is inside an `evaluation` block.
 evaluating: Callable[[], bool] = _evaluates.get
-
-
-def say_once(message: str) -> None:
-    """Logs a mistake in the host's own calls only the first time, because they may be in its training loop."""
-    if message not in process.said and len(process.said) < _MOST_SAID:
-        process.said.add(message)
-        logger.warning("megaprof: %s", message)
 
 
 _COLORS = "an ARGB integer, one of NVTX's names (red, green, blue, ...), or matplotlib's where that is installed"
@@ -205,9 +195,11 @@ class annotate(Block):
         self._look: dict[str, Any] = {"color": None, "domain": DOMAIN, "category": None}
         self._mistake: ValueError | None = None
         try:
-            _check(
-                message=(message, str), color=(color, str | int), domain=(domain, str), category=(category, str | int)
-            )
+            given = {"message": message, "color": color, "domain": domain, "category": category}
+            for name, value in given.items():
+                kinds = str | int if name in ("color", "category") else str
+                if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
+                    raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")
             self._role = None if role is None else checked_role(role, "annotate: role")
             self._look = {"color": _checked_color(color), "domain": domain or DOMAIN, "category": category}
             self._message = message
@@ -260,15 +252,8 @@ class annotate(Block):
 
     def __enter__(self) -> None:
         if self._mistake is not None:
-            say_once(f"{self._mistake}. It is left out")
+            logger.once("megaprof: %s. It is left out", self._mistake)
         self._begin(self._message or "block", self._look)
-
-
-def _check(**given: tuple[Any, Any]) -> None:
-    """Raises ValueError for the first of the ``given`` values that is neither None nor of its types."""
-    for name, (value, kinds) in given.items():
-        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
-            raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")
 
 
 def _checked_color(color: str | int | None) -> str | int | None:

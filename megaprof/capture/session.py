@@ -95,7 +95,6 @@ class Session:
         targets = TARGETS if config.on_demand and config.around_windows else config.target
         self._timed = frozenset((*targets, TRAIN_ACTOR) if TRAIN_OVERALL in targets else targets)
         self._roles = {role}
-        self._losses: set[str] = set()
         self._held = compat.held_by(config)
         self._offloads = False  # whether a model of a call so far is offloaded manually
         #: The recorders that will be prepared when the running call ends, because the next call is captured.
@@ -439,12 +438,11 @@ class Session:
         """Gives up a window whose recorder failed, so it has no files. Later windows are tried again, and the timeline
         goes on."""
         in_full(*(recorder.discard for recorder in opened.recorders), self._release)
-        reason, kind = f"{why}: {fault}", f"{why}: {type(fault).__name__}"
-        self.agenda.lose(opened.step, opened.demand, reason)
-        if kind not in self._losses:  # each kind is logged only once, because every window may fail
-            step = f"{opened.step.target} step {opened.step.number}"
-            logger.error("megaprof: %s is not captured, and all else goes on: %s: %r", step, why, fault)
-        self._losses.add(kind)
+        self.agenda.lose(opened.step, opened.demand, f"{why}: {fault}")
+        step = f"{opened.step.target} step {opened.step.number}"
+        about = f"{self.role}: {why}: {type(fault).__name__}"  # every window may fail
+        line = "megaprof: %s is not captured, and all else goes on: %s: %r"
+        logger.once(line, step, why, fault, about=about, level=logging.ERROR)
 
     def _release(self) -> None:
         opened = self._own_window

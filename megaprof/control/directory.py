@@ -148,15 +148,10 @@ class ControlDirectory:
         self._checked = here.st_dev, here.st_ino
 
 
-def folder_of(what: str, rank: int, world: int) -> tuple[str, ...]:
-    """Returns the names of the directories from the control directory down to a rank's file of the kind `what`."""
+def names_of(what: str, rank: int, world: int) -> tuple[str, ...]:
+    """Returns the names from the control directory down to a rank's file of the kind `what`."""
     shard = shard_of(rank, world)
-    return (what, shard) if shard else (what,)
-
-
-def name_of(rank: int) -> str:
-    """Returns the name of a rank's file there."""
-    return f"rank{rank:05d}.json"
+    return (what, *([shard] if shard else []), f"rank{rank:05d}.json")
 
 
 def write(directory: int, name: str, record: Record) -> None:
@@ -230,18 +225,18 @@ class RunningJob:
 
     def _read(self, what: str, ranks: Iterable[int], kind: type[OfRank]) -> Iterator[tuple[int, OfRank]]:
         """Yields the records of `ranks` below the directory `what`, as far as they are written and of this run."""
-        by_folder: dict[tuple[str, ...], list[int]] = {}
+        by_folder: dict[tuple[str, ...], dict[int, str]] = {}
         for rank in ranks:
-            by_folder.setdefault(folder_of(what, rank, self.run.world), []).append(rank)
-        for names, members in by_folder.items():
-            with suppress(OSError, Unsafe), self.control.open(*names) as folder:
-                files = [name_of(rank) for rank in members]
-                if len(members) <= _READERS:
-                    records = [read(folder, name, kind) for name in files]
+            *names, file = names_of(what, rank, self.run.world)
+            by_folder.setdefault(tuple(names), {})[rank] = file
+        for folders, files in by_folder.items():
+            with suppress(OSError, Unsafe), self.control.open(*folders) as folder:
+                if len(files) <= _READERS:
+                    records = [read(folder, file, kind) for file in files.values()]
                 else:
                     with ThreadPoolExecutor(_READERS) as readers:
-                        records = list(readers.map(lambda name: read(folder, name, kind), files))
-                for rank, record in zip(members, records, strict=True):
+                        records = list(readers.map(lambda file: read(folder, file, kind), files.values()))
+                for rank, record in zip(files, records, strict=True):
                     if record is not None and (record.run, record.rank) == (self.run.run, rank):
                         yield rank, record
 

@@ -24,7 +24,7 @@ from megaprof.capture.compat import held_by
 from megaprof.capture.process import process
 from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.blame import is_stuck
-from megaprof.control.directory import ControlDirectory, RunningJob, Unsafe, folder_of, name_of, read, write
+from megaprof.control.directory import ControlDirectory, RunningJob, Unsafe, names_of, read, write
 from megaprof.control.request import Watchdog, check, recorder_config
 from megaprof.formats.job import (
     CAPTURE,
@@ -132,7 +132,6 @@ class Listener:
         self._flight_checked = coords.rank > 0 or coords.sizes.world == coords.sizes.pp
         self._calls: dict[Key, deque[tuple[float, int]]] = {}  # when how many had begun
         self._host_moved, self._device_moved = change_clock(), change_clock()
-        self._complained: set[str] = set()
         watches = self._leads and (session.config.trigger_step_time or session.config.trigger_imbalance)
         self.watchdog = Watchdog(session.config) if watches else None
         """Has the job captured when it becomes slow, if it is asked to, on rank 0."""
@@ -163,18 +162,15 @@ class Listener:
         """True while a capture is asked for, or is being made by this rank."""
         return self._request is not None or self._demand is not None
 
-    def step_time(self, target: str) -> tuple[int, float | None]:
-        """Returns how many calls of `target` have begun in the session's role, and how long one takes lately, in ms;
-        without a timeline, how far apart they begin."""
-        key, timeline = (target, self._session.role), self._session.timeline
-        recent = None if timeline is None else timeline.tally.recent(*key)
-        seconds = self._seconds(key)
-        apart = None if seconds is None else 1e3 * seconds
-        return self._session.agenda.calls.get(key, 0), apart if recent is None else recent.step_ms
-
     def _watch(self) -> None:
-        if self.watchdog is not None and not self.closed:
-            self.watchdog.look(self.job, *self.step_time(self.watchdog.timed), busy=self.busy)
+        """Tells the watchdog how long a call takes lately; without a timeline, how far apart calls begin."""
+        if self.watchdog is None or self.closed:
+            return
+        session, key = self._session, (self.watchdog.timed, self._session.role)
+        recent = None if session.timeline is None else session.timeline.tally.recent(*key)
+        apart = self._seconds(key)
+        step_ms = recent.step_ms if recent is not None else None if apart is None else 1e3 * apart
+        self.watchdog.look(self.job, session.agenda.calls.get(key, 0), step_ms, busy=self.busy)
 
     def look(self) -> None:
         """Looks once. The background thread calls it every `every` seconds."""
@@ -204,7 +200,8 @@ class Listener:
         try:
             yield
         except OSError as fault:
-            self._complain(f"the control directory {self.path} does not answer: {fault.strerror or fault}")
+            why = fault.strerror or fault
+            logger.once("megaprof: the control directory %s does not answer: %s; training goes on", self.path, why)
 
     def _announce(self, control: int) -> None:
         """Writes which run this is, unless a job that was started later has taken the directory over."""
@@ -214,9 +211,10 @@ class Listener:
         self._ousted = other and (self._run is not None or self._ousted)
         if self._ousted and written is not None:
             self._run = None
-            self._complain(
-                f"another job, process {written.pid} on {written.host}, has taken over {self.path}; "
-                "give each job a --profile-dir of its own"
+            logger.once(
+                "megaprof: another job, process %d on %s, has taken over %s; give each job a --profile-dir of its own; "
+                "training goes on",
+                *(written.pid, written.host, self.path),
             )
             return
         if written is None or written.run != self._own.run:
@@ -311,9 +309,9 @@ class Listener:
         if self._ousted:
             return  # the directory is another job's
         status = self._describe(ended=ended)
-        names = folder_of(STATUS, status.rank, self._coords.sizes.world)
-        with self._control.open(*names, create=True, control=control) as folder:
-            write(folder, name_of(status.rank), status)
+        *folders, file = names_of(STATUS, status.rank, self._coords.sizes.world)
+        with self._control.open(*folders, create=True, control=control) as folder:
+            write(folder, file, status)
         self._write_in_flight(status)
 
     def _write_in_flight(self, status: RankStatus) -> None:
@@ -326,18 +324,18 @@ class Listener:
         since = status.moved if not status.ended and is_stuck(status, status.time) else None
         if since == self._stood_since:
             return
-        names, name = folder_of(COLLECTIVES, status.rank, self._coords.sizes.world), name_of(status.rank)
+        *folders, file = names_of(COLLECTIVES, status.rank, self._coords.sizes.world)
         if since is None:
-            with suppress(FileNotFoundError), self._control.open(*names) as folder:
-                os.unlink(name, dir_fd=folder)
+            with suppress(FileNotFoundError), self._control.open(*folders) as folder:
+                os.unlink(file, dir_fd=folder)
         elif status.run is None:
             return
         else:
             with suppress(flight.NoFlightRecorder):
                 called, groups = flight.in_flight(flight.entries()), flight.groups()
                 record = InFlight(run=status.run, rank=status.rank, entries=called, pg_config=groups)
-                with self._control.open(*names, create=True) as folder:
-                    write(folder, name, record)
+                with self._control.open(*folders, create=True) as folder:
+                    write(folder, file, record)
         self._stood_since = since
 
     def _check_flight_recorder(self) -> None:
@@ -405,7 +403,12 @@ class Listener:
 
         def goodbye() -> None:
             try:
-                self._say_goodbye()
+                with suppress(OSError, Unsafe), self._control.open() as control:
+                    with suppress(OSError):
+                        self._write_status(control, ended=True)
+                    run = read(control, RUN, RunRecord) if self._leads else None
+                    if run is not None and run.run == self._own.run:
+                        write(control, RUN, replace(run, ended=time.time()))
             finally:
                 background.remove(goodbye)
                 done.set()
@@ -421,16 +424,3 @@ class Listener:
         process.background.remove(self._watch)
         if process.answers.get(self.path) is self:
             del process.answers[self.path]
-
-    def _say_goodbye(self) -> None:
-        with suppress(OSError, Unsafe), self._control.open() as control:
-            with suppress(OSError):
-                self._write_status(control, ended=True)
-            run = read(control, RUN, RunRecord) if self._leads else None
-            if run is not None and run.run == self._own.run:
-                write(control, RUN, replace(run, ended=time.time()))
-
-    def _complain(self, message: str) -> None:
-        if message not in self._complained:
-            self._complained.add(message)
-            logger.warning("megaprof: %s; training goes on", message)

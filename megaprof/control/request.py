@@ -284,7 +284,7 @@ class Requester:
         if not self._answers:
             raise Refused(f"nobody answered {within}")
         if missing:
-            raise Refused(f"no answer {within} from rank {listed(list(map(str, missing)))}")
+            raise Refused(f"no answer {within} from rank {listed(missing)}")
         raise Refused(f"no step began {within}{self._standing()}")
 
     def _check_that_it_stands(self, control: int) -> None:

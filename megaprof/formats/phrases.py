@@ -27,9 +27,9 @@ def of_several(run: int, runs: int, command: str) -> str:
     return f"{statement} To see {'the one before it' if newest else 'the newest'}: {other_command}"
 
 
-def listed(names: Sequence[str], limit: int = 8) -> str:
+def listed(names: Sequence[object], limit: int = 8) -> str:
     """Returns ``a, b, c``. For more than `limit` names, returns the first ones and the number of the others."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(map(str, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def ago(seconds: float) -> str:

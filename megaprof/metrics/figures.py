@@ -19,7 +19,7 @@ import numpy as np
 
 from megaprof.formats import timeline as format
 from megaprof.formats.job import RankStatus, RunRecord
-from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.names import parse_artifact_name, shard_of
 from megaprof.parallel.peers import Flags, Floats, began, moving_median, of_others
 
 #: A rank is slow from this factor over its peers on, and a stage from this one over the average stage.
@@ -302,7 +302,7 @@ def _by_step(
     """Returns a figure of each step that this run made on a rank, without those that failed or that a profiler
     disturbed: the microseconds of its passes, or the part of them in which the GPU waited for its host."""
     values: dict[int, float] = {}
-    for path in sorted(directory.glob(f"*{format.SUFFIX}")):
+    for path in sorted((directory / shard_of(rank, run.world)).glob(f"*{format.SUFFIX}")):
         name = parse_artifact_name(path.name)
         if name is None or name.place.rank != rank:
             continue

@@ -13,7 +13,7 @@ from typing import Literal
 from megaprof.control.blame import Blame, WaitedFor, find_culprits
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill
-from megaprof.formats.phrases import ago, counted
+from megaprof.formats.phrases import ago, counted, listed
 from megaprof.metrics.figures import (
     HostBound,
     SlowRanks,
@@ -186,7 +186,7 @@ def verdict(view: View) -> str | None:
 def slow_sentence(slow: SlowRanks) -> str:
     """Returns a sentence about ranks that are slower than their peers."""
     several = len(slow.ranks) > 1
-    who = f"Rank{'s' * several} {first_of(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
+    who = f"Rank{'s' * several} {listed(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
     since = "" if slow.since is None else f", since step {slow.since}"
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers{since}."
 
@@ -198,7 +198,7 @@ def cores_sentence(waits: Mapping[int, float]) -> str:
     named = [rank for rank, part in waits.items() if part >= most / 2]
     several = len(named) > 1
     longest = f"rank {first} " if several else ""
-    who = f"Rank{'s' * several} {first_of(sorted(named))} wait{'s' * (not several)}"
+    who = f"Rank{'s' * several} {listed(sorted(named))} wait{'s' * (not several)}"
     why = "something else runs on the cores, or there are more ranks than cores"
     return f"{who} for a processor core, {longest}for {most:.0%} of the time: {why}."
 
@@ -206,7 +206,7 @@ def cores_sentence(waits: Mapping[int, float]) -> str:
 def host_sentence(waits: HostBound) -> str:
     """Returns a sentence about stages whose GPUs wait for their host."""
     several = len(waits.stages) > 1
-    which = f"stage{'s' * several} {first_of(sorted(waits.stages))}"
+    which = f"stage{'s' * several} {listed(sorted(waits.stages))}"
     who = f"that of stage {waits.stages[0]}" if several else "it"
     since = "" if waits.since is None else f" ({who} did not before step {waits.since})"
     share = f"{'at least ' * several}{waits.passes:.0%}"
@@ -228,17 +228,12 @@ def waiting_clauses(view: View) -> Iterator[str]:
             what = "is gone: the process does not exist any more"
         yield f"{_who(status)} {what}; it was last seen {_place(status)}{_waiting(culprit)}"
     if unheard:
-        yield f"no status at all from {counted(len(unheard), 'rank')}: rank {first_of(unheard)}"
+        yield f"no status at all from {counted(len(unheard), 'rank')}: rank {listed(unheard)}"
     for culprit, status in guilty[:_CULPRITS]:
         comma = "" if status.place is None else ","
         yield f"{_who(status)} has been {_place(status)}{comma} for {ago(culprit.for_s)}{_waiting(culprit)}"
     if more := max(0, len(silent) - _CULPRITS) + max(0, len(guilty) - _CULPRITS):
         yield f"and {more} more"
-
-
-def first_of(ranks: list[int]) -> str:
-    """Returns the first eight of some ranks, for people."""
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
 
 
 def _who(status: RankStatus) -> str:

@@ -203,7 +203,6 @@ class Reading:
         self._written: deque[Written] = deque(maxlen=_STEPS)
         self._groups: dict[str, GroupConfig] = {}
         self._described: dict[int, set[str]] = defaultdict(set)
-        self._logged: set[str] = set()
         self._off = False
 
     def wrote(self, step: Written) -> None:
@@ -288,6 +287,4 @@ class Reading:
             yield Arrivals(name, not host, 0, numbers, values)
 
     def _warn(self, why: str) -> None:
-        if why not in self._logged:
-            self._logged.add(why)
-            logger.warning("megaprof: the timeline does not say who comes last to collectives: %s", why)
+        logger.once("megaprof: the timeline does not say who comes last to collectives: %s", why)

@@ -179,14 +179,16 @@ def waited_ns(thread: int) -> int | None:
     return None
 
 
-def measure_waits() -> Callable[[int], Waited | None]:
-    """Begins to measure how long the calling thread waits for a core. Returns a function that returns how long it was
-    since the last call of that function, or since now; None if that is unknown. The function gets the wall-clock time,
-    in nanoseconds, that the start of this interval is counted from."""
+def measure_waits() -> Callable[[int], Waited | None] | None:
+    """Begins to measure how long the calling thread waits for a core; None if the system does not count it. Returns a
+    function that returns how long it was since the last call of that function, or since now; None if that is unknown.
+    The function gets the wall-clock time, in nanoseconds, that the start of this interval is counted from."""
     from megaprof.formats.timeline import Waited  # brings numpy, which a process without hooks does not load
 
     thread = threading.get_native_id()
     last_ns, last_waited = time.time_ns(), waited_ns(thread)
+    if last_waited is None:
+        return None
 
     def read(since_ns: int) -> Waited | None:
         nonlocal last_ns, last_waited

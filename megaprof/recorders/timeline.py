@@ -30,7 +30,7 @@ from megaprof.recorders import Window
 from megaprof.recorders.call import CallFacts, Fetch, RecordedCall, describe, read_work
 from megaprof.recorders.device import DeviceClock, device_clock, device_memory
 from megaprof.recorders.flight import Reading
-from megaprof.recorders.loop import Collections, Parts, measure_waits, waited_ns
+from megaprof.recorders.loop import Collections, Parts, measure_waits
 from megaprof.recorders.tape import Packed, Tape, pack, raw
 from megaprof.recorders.timeline_files import Place, TimelineFiles
 from megaprof.recorders.timeline_steps import (
@@ -97,13 +97,11 @@ class TimelineRecorder:
         self._device: DeviceClock | None = None
         self._memory: Callable[[], format.Memory] | None = None
         self._without: str | None = None  # why times are the host's although a GPU is in use
-        self._warned_of_clock = False
         self._waiting: deque[RecordedStep] = deque()
         self._writing = threading.Lock()
         self._calls: dict[Key, Calls] = {}
         self._running: RecordedStep | None = None
         self._read_waits: Callable[[int], format.Waited | None] | None = None
-        self._waits_counted = waited_ns(threading.get_native_id()) is not None
         self._collectives = Reading() if config.collectives and finished is None else None
         self._last_shapes: list[tuple[Any, ...]] = []
         self._work_of_shapes = b""
@@ -111,7 +109,6 @@ class TimelineRecorder:
         self._collections.start()
         self.tally = Tally()
         self._unchanged_since = change_clock()
-        self._logged_losses = 0, 0
         self.steps_dropped = 0
         """The number of steps that waited too long, because nothing could be written or the GPU was behind."""
         background.add(self.drain, 1.0, woken=True)
@@ -121,7 +118,7 @@ class TimelineRecorder:
         """The clock of the tapes; None for the host's. It is chosen on the training thread when the first call begins,
         because hooks may be installed before the process uses its GPU."""
         self._memory = device_memory()
-        self._read_waits = measure_waits() if self._waits_counted else None
+        self._read_waits = measure_waits()
         clock = device_clock()
         if isinstance(clock, str):
             self._without = clock
@@ -193,13 +190,10 @@ class TimelineRecorder:
             finally:
                 self._writing.release()
         missing = self.steps_dropped + len(self._waiting), self._files.steps_lost
-        if missing != self._logged_losses:
-            self._logged_losses = missing
-            logger.warning(
+        if any(missing):
+            logger.once(
                 "megaprof: the timeline of rank %d lacks %d steps: %d waited too long, and %d could not be written",
-                self._coords.rank,
-                sum(missing),
-                *missing,
+                *(self._coords.rank, sum(missing), *missing),
             )
 
     def calls(self) -> dict[Key, tuple[int, int]]:
@@ -402,7 +396,7 @@ class TimelineRecorder:
         metadata["timeline"] = self._clock_on(metadata.get("device"))
         if self._finished is not None:
             metadata["timeline"]["around_windows"] = True
-        if not self._waits_counted:
+        if self._read_waits is None:
             metadata["timeline"]["processor_wait"] = "this system does not count how long a thread waits for a core"
         return metadata
 
@@ -416,14 +410,11 @@ class TimelineRecorder:
             reason = f"the model is on {device}, which torch.cuda does not use here"
         if reason is None:
             return {"clock": "host"}
-        if not self._warned_of_clock:
-            self._warned_of_clock = True
-            logger.warning(
-                "megaprof: the timeline of rank %d is on the host's clock, which says when work was given to the GPU "
-                "and not when it ran: %s",
-                self._coords.rank,
-                reason,
-            )
+        logger.once(
+            "megaprof: the timeline of rank %d is on the host's clock, which says when work was given to the GPU and "
+            "not when it ran: %s",
+            *(self._coords.rank, reason),
+        )
         return {"clock": "host", "reason": reason}
 
 

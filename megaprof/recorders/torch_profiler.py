@@ -60,6 +60,7 @@ class TorchRecorder:
         self._config = config
         self._writer = writer
         self._derived = DerivedFiles(writer)
+        self.kernel_summary = self._derived.kernel_summary
         self._profile: profile | None = None
         self._prepared: profile | None = None
         """A session in Kineto's warm-up; None if there is none, or once another session has replaced it."""
@@ -208,10 +209,6 @@ class TorchRecorder:
         # weak references to tensors. With those ``torch.utils.swap_tensors`` fails, which FSDP2 uses to move a model.
         recording.profiler = None
         self._profile = None
-
-    def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
-        """Returns the kernel summary, see `megaprof.autoload.install.Handle.kernel_summary`."""
-        return self._derived.kernel_summary(timeout, role)
 
     def _final(self, window: Window, suffix: str) -> Path:
         return window.path(self._directory, suffix)

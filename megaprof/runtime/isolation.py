@@ -20,6 +20,7 @@ import logging
 import signal
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, MutableMapping
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -87,8 +88,24 @@ def _handlers() -> set[CodeType]:
     return codes
 
 
+#: How many lines from one message are logged once: what a host does wrong in its training loop may differ each time.
+_MOST_SAID = 64
+
+
 class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
     """The logger ``megaprof``, without the exceptions of its handlers."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger("megaprof"), {})
+        self.said: defaultdict[str, set[str]] = defaultdict(set)
+        """What `once` has logged, by message."""
+
+    def once(self, message: str, *args: object, about: str | None = None, level: int = logging.WARNING) -> None:
+        """Logs a line only the first time in this process, or only the first one that is ``about`` something."""
+        subject, said = message % args if about is None else about, self.said[message]
+        if subject not in said and len(said) < _MOST_SAID:
+            said.add(subject)
+            self.log(level, message, *args, stacklevel=2)
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         try:
@@ -102,7 +119,7 @@ class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
         return msg, kwargs
 
 
-logger = _Guarded(logging.getLogger("megaprof"), {})
+logger = _Guarded()
 
 
 def show_lines() -> None:

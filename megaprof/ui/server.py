@@ -46,8 +46,6 @@ from megaprof.ui.what_if import answer
 _LISTED, _PATIENCE, _AGAIN = 2.0, 0.4, 2
 #: The most bytes of a form.
 _LONGEST_FORM = 4096
-#: How often the server looks whether it shall end.
-_EXIT_SECONDS = 0.1
 _MOST_STEPS = 20
 _MISSING = "There is no such page, or not any more."
 _REPORT_POLICY = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -85,20 +83,14 @@ class Pages:
         return HTMLResponse(render("brief.html", place=place, briefs=briefs, whole="whole" in request.query_params))
 
     async def capture(self, request: Request) -> Response:
-        place = await self._place(request)
-        capture = await self._read(place)
-        if isinstance(capture, Response):
-            return capture
+        capture = await self._read(request, await self._place(request))
         return HTMLResponse(capture.page, headers={"Content-Security-Policy": html.policy() + _REPORT_POLICY})
 
     async def what_if(self, request: Request) -> Response:
         place = await self._place(request)
-        capture = await self._read(place)
-        if isinstance(capture, Response):
-            return capture
-        targets = capture.report.targets
-        number, target, changeable = _chosen(request, capture.report)
-        shared: dict[str, Any] = {"place": place, "targets": targets, "number": number, "target": target}
+        report = (await self._read(request, place)).report
+        number, target, changeable = _chosen(request, report)
+        shared: dict[str, Any] = {"place": place, "targets": report.targets, "number": number, "target": target}
         if target is None or changeable is None:
             return _page("what_if.html", **shared, answer=None, data=None)
         answered = await run_in_threadpool(answer, changeable, target, request.query_params)
@@ -127,15 +119,9 @@ class Pages:
         values: dict[str, Any] = {"places": [place for place in places.values() if place.files], "both": both}
         if both[0] is None or both[1] is None:
             return _page("compare.html", **values, diff=None, fault=None, data=None)
-        captures: list[Capture] = []
-        for place in both:
-            if place is not None:
-                read = await self._read(place)
-                if isinstance(read, Response):
-                    return read
-                captures.append(read)
+        before, after = captures = [await self._read(request, place) for place in both if place is not None]
         try:
-            diff = await run_in_threadpool(differences.compare, captures[0].report, captures[1].report)
+            diff = await run_in_threadpool(differences.compare, before.report, after.report)
         except Unanswerable as fault:
             return _page("compare.html", **values, diff=None, fault=str(fault), data=None)
         drawn, drawings = side_by_side(diff, captures)
@@ -195,14 +181,11 @@ class Pages:
             raise HTTPException(404)
         return place
 
-    async def _read(self, place: Place) -> Capture | Response:
-        """Returns the capture, or a page that says that it is being read, or why it cannot be read."""
-        try:
-            return await asyncio.wait_for(self._captures.get(place, links_of(place)), _PATIENCE)
-        except asyncio.TimeoutError:
-            return _page("reading.html", place=place, refresh=_AGAIN)
-        except Unanswerable as fault:
-            return _page("message.html", 422, title=place.name, message=str(fault))
+    async def _read(self, request: Request, place: Place) -> Capture:
+        """Returns the capture for a page. Raises asyncio.TimeoutError while it is being read, and Unanswerable: the
+        request is then answered with a page that says so."""
+        request.state.place = place
+        return await asyncio.wait_for(self._captures.get(place, links_of(place)), _PATIENCE)
 
 
 def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
@@ -234,6 +217,12 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
         ],
         exception_handlers={
             404: lambda request, fault: _page("message.html", 404, title="Not found", message=_MISSING),
+            asyncio.TimeoutError: lambda request, fault: _page(
+                "reading.html", place=request.state.place, refresh=_AGAIN
+            ),
+            Unanswerable: lambda request, fault: _page(
+                "message.html", 422, title=request.state.place.name, message=str(fault)
+            ),
         },
         lifespan=lifespan,
     )
@@ -241,19 +230,14 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
 
 def listen(port: int | None, first: int) -> socket.socket:
     """Returns a socket on 127.0.0.1: at ``port`` or, if that is None, at the first free one of the 20 ports from
-    ``first`` on. Raises OSError."""
+    ``first`` on. Raises OSError if there is none."""
     tries = [first + place for place in range(20)] if port is None else [port]
     for number in tries:
-        opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            opened.bind(("127.0.0.1", number))
+            return socket.create_server(("127.0.0.1", number))
         except OSError:
-            opened.close()
             if number == tries[-1]:
                 raise
-        else:
-            return opened
     raise OSError("no port was tried")
 
 
@@ -267,20 +251,13 @@ def server_of(pages_of: Starlette) -> uvicorn.Server:
 
 
 def serve(pages_of: Starlette, opened: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves until Ctrl-C. Calls ``ready`` once the server has started."""
+    """Serves until Ctrl-C. Calls ``ready`` meanwhile: a request that comes before the server has started waits."""
     server = server_of(pages_of)
+    # Pages that are still being read when it ends are given up, which is no error.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
 
     async def run() -> None:
-        serving = asyncio.create_task(server.serve([opened]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
-        if server.started:
-            await asyncio.to_thread(ready)
-        while not server.should_exit and not serving.done():
-            await asyncio.sleep(_EXIT_SECONDS)
-        # Pages that are still being read are given up now, which is no error.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        await serving
+        await asyncio.gather(server.serve([opened]), asyncio.to_thread(ready))
 
     asyncio.run(run())
 

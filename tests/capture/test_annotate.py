@@ -176,7 +176,6 @@ def test_what_cannot_be_honoured_is_a_value_error_at_once(options: dict[str, Any
 
 @pytest.mark.parametrize("name", ["", "  ", "a;b", 3, None])
 def test_a_block_in_the_training_loop_never_raises_for_its_role(name: Any, caplog: Any) -> None:
-    process.said.clear()
     for _ in range(3):
         with role("actor"), role(name):
             assert roles.current().role == "actor"

@@ -48,7 +48,7 @@ class Paths:
         return self.root / CAPTURE
 
     def status(self, rank: int) -> Path:
-        return self.root.joinpath(*within.folder_of(STATUS, rank, self.world), within.name_of(rank))
+        return self.root.joinpath(*within.names_of(STATUS, rank, self.world))
 
     def request(self) -> Request:
         return read(self.capture, Request)

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from megaprof.formats import timeline as format
+from megaprof.formats.names import shard_of
 from megaprof.metrics.figures import HostBound, SlowRanks, host_bound_since, slow_since
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
@@ -36,6 +37,13 @@ def since(directory: Path, started: float = STARTED) -> int | None:
 def test_since_when_a_rank_is_slow(slow: list[Slow], step: int | None, tmp_path: Path) -> None:
     write_timelines(tmp_path, LAYOUT, steps=40, slow=slow)
     assert since(tmp_path) == step
+
+
+def test_a_job_with_a_directory_for_each_1024_ranks(tmp_path: Path) -> None:
+    sizes = ParallelSizes(pp=2, dp=1024)
+    write_timelines(tmp_path / shard_of(3, sizes.world), LAYOUT, steps=40, slow=[Slow(rank=3, from_step=5, factor=2.0)])
+    run = replace(RUN, started=STARTED, sizes=sizes)
+    assert slow_since(tmp_path, run, SLOW, "train_actor") == 5
 
 
 @pytest.mark.parametrize(("waits", "step"), [(range(24, 40), 24), (range(40), None), (range(0, 40, 2), None)])

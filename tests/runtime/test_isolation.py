@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaprof.runtime.isolation import Contained, Suppressed, contained, from_host, in_full
+from megaprof.runtime.isolation import Contained, Suppressed, contained, from_host, in_full, logger
 
 
 class HostTimeout(TimeoutError):
@@ -154,8 +154,8 @@ def test_every_room_logs_through_the_guard() -> None:
     rooms = [module for name, module in sys.modules.items() if name.startswith("megaprof.")]
     loggers = [module.logger for module in rooms if hasattr(module, "logger")]
     assert len(loggers) > 5
-    for logger in loggers:
-        logger.error("megaprof: nothing happens")
+    for each in loggers:
+        each.error("megaprof: nothing happens")
 
 
 def test_a_clean_up_is_run_in_full_whatever_interrupts_it() -> None:
@@ -171,3 +171,15 @@ def test_a_clean_up_is_run_in_full_whatever_interrupts_it() -> None:
     with pytest.raises(HostTimeout):
         in_full(lambda: 1 / 0, interrupted, lambda: done.append("last"))
     assert done == ["began", "ended", "last"]
+
+
+def test_what_repeats_is_logged_once_and_not_without_end(caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(100):
+        logger.once("each is another: %d", number)
+    for number in range(3):
+        logger.once("of step %d", number, about="steps", level=logging.ERROR)
+        logger.once("the same")
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert lines[:-2] == [("WARNING", f"each is another: {number}") for number in range(64)]
+    assert lines[-2:] == [("ERROR", "of step 0"), ("WARNING", "the same")]
+    assert {record.filename for record in caplog.records} == {Path(__file__).name}

@@ -18,7 +18,7 @@ import pytest
 from megaprof import cli
 from megaprof.analysis.samples import Interval
 from megaprof.autoload.arming import environment
-from megaprof.control.directory import folder_of, name_of
+from megaprof.control.directory import names_of
 from megaprof.formats.job import CONTROL, STATUS
 from megaprof.formats.names import SHARD_RANKS
 from megaprof.tune import trial, tuning
@@ -236,7 +236,7 @@ def test_steps_of_a_rank_alone_are_found_in_a_job_of_any_size(tmp_path: Path) ->
     coords = {"pp": 0, "tp": 0, "cp": 0, "ep": 0, "dp": 0}
     status = {"run": None, "rank": 8, "coords": coords, "host": "host", "name": "host", "pid": 1, "time": 1.0}
     for at, world in enumerate((8, 2 * SHARD_RANKS)):
-        folder = tmp_path.joinpath(str(at), CONTROL, *folder_of(STATUS, 8, world))
-        folder.mkdir(parents=True)
-        (folder / name_of(8)).write_text(json.dumps(status | {"interval": 1.0, "since": 1.0, "calls": calls}))
+        file = tmp_path.joinpath(str(at), CONTROL, *names_of(STATUS, 8, world))
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(status | {"interval": 1.0, "since": 1.0, "calls": calls}))
         assert trial._steps_alone(tmp_path / str(at)) == 7
